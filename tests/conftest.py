@@ -1,0 +1,106 @@
+"""What every test relies on: a quiet environment, the command's path, and one finished run to read."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent  # not resolved: a virtual environment's python is a link
+FINISHED_RUN_DEADLINE_S = 400
+
+# Before any test imports torch or starts a process: one thread each (the machine is shared by several
+# processes of one run), nothing from the network, the environment's own commands first.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("WANDB_MODE", "offline")
+if str(BIN) not in os.environ.get("PATH", "").split(os.pathsep):
+    os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def lists_a_gpu() -> bool:
+    """Does ``nvidia-smi`` list a GPU? Asked without importing torch."""
+    if shutil.which("nvidia-smi") is None:
+        return False
+    done = subprocess.run(
+        ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False
+    )
+    return "GPU " in done.stdout
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, with the reason, what this machine cannot run; give readers of the finished run its time."""
+    without: dict[str, str] = {}
+    if any(item.get_closest_marker("gpu") for item in items) and not lists_a_gpu():
+        without["gpu"] = "nvidia-smi lists no GPU"
+    if importlib.util.find_spec("vllm") is None:
+        without["vllm"] = "vLLM is not installed (bash launch/setup.sh --vllm)"
+    for item in items:
+        for marker, reason in without.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+        reads_run = "finished_run" in getattr(item, "fixturenames", ())
+        if reads_run and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(FINISHED_RUN_DEADLINE_S + 60))
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def tandem_command() -> str:
+    """The path of the installed ``tandem`` command."""
+    path = BIN / "tandem"
+    assert path.exists(), f"{path} is missing: bash launch/setup.sh --dev installs it"
+    return str(path)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_torch_extensions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Builds that a killed process left locked in the shared cache would hang these tests."""
+    key = "TORCH_EXTENSIONS_DIR"
+    if key in os.environ:
+        yield
+        return
+    os.environ[key] = str(tmp_path_factory.mktemp("torch-extensions"))
+    yield
+    del os.environ[key]
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory, tandem_command: str) -> Path:
+    """The folder of a finished run of the miniature, made once for all stages; read it, never write.
+
+    ``tests/stages.py`` names a place in TANDEM_TEST_RUNS that its stages share; without it, each
+    session of pytest makes its own.
+    """
+    shared = os.environ.get("TANDEM_TEST_RUNS")
+    place = Path(shared) if shared else tmp_path_factory.mktemp("runs")
+    folder, complete = place / "miniature", place / "miniature.complete"
+    if not complete.exists():
+        place.mkdir(parents=True, exist_ok=True)
+        with (place / "miniature.log").open("w+") as log:
+            done = subprocess.run(
+                [tandem_command, "start", "miniature", f"run.dir={folder}"],
+                cwd=place,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=FINISHED_RUN_DEADLINE_S,
+                check=False,
+            )
+            log.seek(0)
+            assert done.returncode == 0, f"tandem start miniature failed:\n{log.read()[-4000:]}"
+        complete.touch()
+    return folder

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Sets up what is missing, then runs lint, types and all tests; with arguments, only those tests.
+set -u
+
+usage() {
+  cat <<'TEXT'
+usage: bash tests/run.sh [PYTEST ARGS ...]
+
+Sets up .venv with the tests' own packages where that is not done yet (launch/setup.sh --dev), then
+runs ruff, mypy, import-linter, shellcheck and every test in stages (unit, e2e, faults, package,
+docs), and checks that no process and no file is left behind. With arguments, pytest alone is run with them:
+
+  bash tests/run.sh tests/replay -k lease
+
+TANDEM_VENV names another virtual environment, TANDEM_SKIP_SETUP=1 skips the set-up.
+TEXT
+}
+
+case "${1:-}" in -h | --help) usage; exit 0 ;; esac
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)" || exit 1
+venv="${TANDEM_VENV:-$root/.venv}"
+case "$venv" in /*) ;; *) venv="$PWD/$venv" ;; esac
+export TANDEM_VENV="$venv"
+cd "$root" || exit 1
+bash launch/setup.sh --dev --no-vllm || {
+  code=$?
+  echo "0 passed, 1 failed"
+  exit "$code"
+}
+exec "$venv/bin/python" tests/stages.py "$@" </dev/null

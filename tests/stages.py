@@ -1,0 +1,287 @@
+"""Runs lint, types and the tests in stages, looks for what they left behind, and counts it all."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent  # not resolved: a virtual environment's python is a link
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+CHECK_DEADLINE_S = 300.0
+"""For one linter or type checker; mypy without its cache is the slowest, at about a minute."""
+LEFTOVER_GRACE_S = 10.0
+"""How long a process that a stage started may take to end after the stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One call of pytest."""
+
+    name: str
+    """What the report calls it."""
+    args: tuple[str, ...]
+    """Which tests: pytest arguments, relative to the repository."""
+    needs: str | None = None
+    """A folder; where it has no tests yet the stage is listed as not run."""
+    deadline_s: float = 600.0
+    """The stage is killed and counted as failed after this long."""
+
+
+STAGES = (
+    Stage(
+        name="unit",
+        args=(
+            "tests",
+            "--ignore=tests/e2e",
+            "--ignore=tests/faults",
+            "--ignore=tests/repo/test_package.py",
+            "-m",
+            "not after_run",
+        ),
+    ),
+    Stage(name="e2e", args=("tests/e2e",), needs="tests/e2e"),
+    Stage(name="faults", args=("tests/faults",), needs="tests/faults"),
+    Stage(name="package", args=("tests/repo/test_package.py",)),
+    # After e2e, whose finished run it reads.
+    Stage(name="docs", args=("tests/repo", "-m", "after_run")),
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What has been counted so far."""
+
+    passed: int = 0
+    """Tests and checks that passed."""
+    failed: int = 0
+    """Tests and checks that failed."""
+    not_run: list[str] = field(default_factory=list)
+    """One line for each thing that this machine could not run, with the reason."""
+
+    def check(self, name: str, ok: bool, took_s: float, detail: str = "") -> None:
+        """Count one check and say how it went; its output is shown only where it failed."""
+        print(f"{'ok    ' if ok else 'FAILED'}  {name}  ({took_s:.1f} s)", flush=True)
+        if ok:
+            self.passed += 1
+            return
+        self.failed += 1
+        if detail.strip():
+            print(detail.rstrip(), flush=True)
+
+
+def shell_files() -> list[str]:
+    """Every shell script of the repository, relative to its root."""
+    found = [*ROOT.glob("launch/**/*.sh"), *ROOT.glob("tests/**/*.sh"), ROOT / ".ci/run"]
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
+def checks() -> list[tuple[str, list[str]]]:
+    """The static checks: a name and a command each."""
+    return [
+        ("ruff check", [str(BIN / "ruff"), "check", "."]),
+        ("ruff format", [str(BIN / "ruff"), "format", "--check", "."]),
+        ("mypy", [str(BIN / "mypy"), "-p", "tandem"]),
+        ("lint-imports", [str(BIN / "lint-imports")]),
+        ("shellcheck", [str(BIN / "shellcheck"), *shell_files()]),
+    ]
+
+
+def run_check(name: str, command: list[str], env: dict[str, str], tally: Tally) -> None:
+    """Run one static check under its deadline."""
+    since = time.monotonic()
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=CHECK_DEADLINE_S,
+            check=False,
+        )
+        ok, detail = done.returncode == 0, done.stdout
+    except subprocess.TimeoutExpired:
+        ok, detail = False, f"{name} was still running after {CHECK_DEADLINE_S:.0f} s"
+    except FileNotFoundError as error:
+        ok, detail = False, f"{error}: run bash launch/setup.sh --dev"
+    tally.check(name, ok, time.monotonic() - since, detail)
+
+
+def count_report(report: Path, tally: Tally) -> tuple[int, int]:
+    """Add a junit report to the tally; returns (passed, failed) of this report."""
+    passed = failed = 0
+    for case in ET.parse(report).getroot().iter("testcase"):
+        name = f"{case.get('classname', '')}::{case.get('name', '')}"
+        skipped = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed += 1
+        elif skipped is not None:
+            tally.not_run.append(f"{name}: {skipped.get('message', '')}")
+        else:
+            passed += 1
+    tally.passed += passed
+    tally.failed += failed
+    return passed, failed
+
+
+def run_stage(stage: Stage, env: dict[str, str], scratch: Path, tally: Tally) -> None:
+    """Run one stage of tests, then see that no process of it is left."""
+    if stage.needs is not None and not list((ROOT / stage.needs).glob("**/test_*.py")):
+        tally.not_run.append(f"stage {stage.name}: {stage.needs} has no tests")
+        return
+    print(f"\n== {stage.name}", flush=True)
+    report = scratch / f"{stage.name}.xml"
+    since = time.monotonic()
+    command = [sys.executable, "-m", "pytest", *stage.args, "-q", "--durations=5"]
+    tests = subprocess.Popen(
+        [*command, f"--junitxml={report}"],
+        cwd=ROOT,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        code = tests.wait(timeout=stage.deadline_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(tests.pid, signal.SIGKILL)
+        tests.wait(timeout=30)
+        code = -1
+        print(f"stage {stage.name} was still running after {stage.deadline_s:.0f} s: killed")
+    took_s = time.monotonic() - since
+    passed = failed = 0
+    if report.exists():
+        passed, failed = count_report(report, tally)
+    if code == 5 and passed + failed == 0:  # pytest's code for "no tests collected"
+        tally.not_run.append(f"stage {stage.name}: no tests in {' '.join(stage.args)}")
+    elif code != 0 and failed == 0:
+        # It crashed, was killed or could not start: no test says so, so the stage counts itself.
+        failed += 1
+        tally.failed += 1
+    print(f"== {stage.name}: {passed} passed, {failed} failed in {took_s:.0f} s", flush=True)
+    since = time.monotonic()
+    leftovers = reap_leftovers()
+    tally.check(
+        f"{stage.name} left no process behind",
+        not leftovers,
+        time.monotonic() - since,
+        "\n".join(leftovers),
+    )
+
+
+def become_subreaper() -> bool:
+    """Make orphans of our descendants our own children (Linux), so that none can hide; did it work?"""
+    if not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+
+
+def reap_leftovers() -> list[str]:
+    """Wait for every descendant to end; kill and name those that do not in time."""
+    deadline = time.monotonic() + LEFTOVER_GRACE_S
+    while True:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0] != 0:
+                pass
+        except ChildProcessError:
+            pass
+        children = psutil.Process().children(recursive=True)
+        if not children or time.monotonic() > deadline:
+            break
+        psutil.wait_procs(children, timeout=0.2)
+    lines = []
+    for child in children:
+        try:
+            line = f"  process {child.pid}: {' '.join(child.cmdline())[:160]}"
+            child.kill()
+            lines.append(line)
+        except psutil.NoSuchProcess:
+            continue
+    return lines
+
+
+def tree_state() -> str | None:
+    """What `git status` says, or None outside a git checkout."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        return None
+    done = subprocess.run(
+        ["git", "status", "--porcelain"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.stdout if done.returncode == 0 else None
+
+
+def test_environment(scratch: Path) -> dict[str, str]:
+    """The environment of every check and stage: offline, one thread a process, own caches."""
+    env = dict(os.environ)
+    env["PATH"] = f"{BIN}{os.pathsep}{env.get('PATH', '')}"
+    env["MYPYPATH"] = ".import"
+    env["TANDEM_TEST_RUNS"] = str(scratch / "runs")
+    env["TORCH_EXTENSIONS_DIR"] = str(scratch / "torch-extensions")
+    env.setdefault("OMP_NUM_THREADS", "1")
+    return env
+
+
+def run_all() -> int:
+    """Every check and stage; returns the exit code."""
+    began = time.monotonic()
+    tally = Tally()
+    before = tree_state()
+    sees_orphans = become_subreaper()
+    if not sees_orphans:
+        tally.not_run.append(f"processes that detach themselves: cannot be seen on {sys.platform}")
+    scratch = Path(tempfile.mkdtemp(prefix="tandem-tests-"))
+    env = test_environment(scratch)
+    print("== checks", flush=True)
+    for name, command in checks():
+        run_check(name, command, env, tally)
+    for stage in STAGES:
+        run_stage(stage, env, scratch, tally)
+    print()
+    if before is None:
+        tally.not_run.append("the working tree is unchanged: not a git checkout")
+    else:
+        after = tree_state()
+        changed = sorted(set((after or "").splitlines()) ^ set(before.splitlines()))
+        tally.check("the working tree is unchanged", not changed, 0.0, "\n".join(changed))
+    if tally.failed:
+        print(f"the runs of these tests are kept in {scratch}")
+    else:
+        shutil.rmtree(scratch, ignore_errors=True)
+    for line in tally.not_run:
+        print(f"not run: {line}")
+    print(f"all stages took {time.monotonic() - began:.0f} s")
+    print(f"{tally.passed} passed, {tally.failed} failed", flush=True)
+    return 1 if tally.failed else 0
+
+
+def main() -> int:
+    """With arguments, pytest alone; without, everything."""
+    if len(sys.argv) > 1:
+        os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.execv(sys.executable, [sys.executable, "-m", "pytest", *sys.argv[1:]])
+    return run_all()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
