@@ -1,0 +1,1 @@
+"""What flows between the parts of Tandem, and how it is carried."""

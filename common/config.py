@@ -1,0 +1,607 @@
+"""The configuration tree: one typed, validated description of a run.
+
+A run is a preset (YAML) plus overrides ``a.b=c``. Unknown keys and wrong types are refused
+with the nearest valid key named. The resolved tree is saved in the run's folder, and a
+resumed run may change only what :data:`CHANGEABLE` lists.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .errors import ConfigError
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values are fixed once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class RunConfig(Section):
+    """What the run is called, where it lives and how long it goes."""
+
+    dir: str | None = None
+    """The run's folder; None = ``runs/<preset>``."""
+    seed: int = 0
+    """Seeds the order of problems, sampling noise and mixing."""
+    steps: NonNegative | None = None
+    """Ledger batches to train on. Set this or ``passes``."""
+    passes: Positive | None = None
+    """Passes over the data; the last step may then be short."""
+
+
+class ModelConfig(Section):
+    """The policy that is trained."""
+
+    path: str = "miniature"
+    """A Hugging Face folder, a hub name, or ``miniature`` for the model that is shipped."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the learner's forward and backward; master weights stay fp32."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """``auto``: flash_attention_2 where CUDA and the package are there, else sdpa."""
+
+
+class SourceConfig(Section):
+    """One parquet file (or folder of them) of problems, with LUFFY's columns."""
+
+    path: str
+    """Relative to the working directory; ``{run}`` stands for the run's folder."""
+    name: str | None = None
+    """Short name for metrics and ids; None = the file's stem."""
+    weight: Positive = 1
+    """Problems taken from this source for each ``weight`` of the others."""
+
+
+class EvalSetConfig(Section):
+    """One held-out set."""
+
+    path: str
+    """Parquet; ``{run}`` stands for the run's folder."""
+    name: str = "heldout"
+    """Names its metrics."""
+    limit: Positive | None = None
+    """First so many problems; None = all."""
+
+
+class DataConfig(Section):
+    """Problems, expert traces and held-out sets."""
+
+    train: tuple[SourceConfig, ...] = ()
+    """Mixed by ``weight``, each in its own seeded permutation."""
+    evaluate: tuple[EvalSetConfig, ...] = ()
+    """Held-out sets."""
+    miniature: Literal["hard", "easy"] | None = None
+    """Write the miniature's parquet files into ``{run}/data`` before anything reads them."""
+    miniature_traces: NonNegative = 4
+    """Expert traces that exist in the miniature's hard setting."""
+    miniature_fresh: Positive = 1200
+    """Problems without a trace that the miniature writes."""
+    system_prompt: str | None = None
+    """Put before the messages of a row that has none of its own."""
+    max_prompt_tokens: Positive = 1024
+    """A longer prompt is refused at ingest (``overlong``)."""
+    overlong: Literal["drop", "refuse"] = "drop"
+    """Drop (and count) or refuse prompts and traces over their limits; never cut them."""
+    bad_golds: Literal["refuse", "drop"] = "refuse"
+    """Refuse, or drop (and count), problems whose gold answer the grader can't read."""
+
+
+class ExpertConfig(Section):
+    """How expert traces enter groups."""
+
+    per_group: NonNegative = 0
+    """Traces that take the place of own samples, where a problem has any (LUFFY: 1)."""
+    accept: tuple[str, ...] = ("correct",)
+    """Verdicts that a trace must have to enter."""
+    negative: bool = False
+    """Let expert tokens with a negative advantage into the loss."""
+
+
+class RolloutConfig(Section):
+    """Rollout workers and what they sample."""
+
+    engine: Literal["auto", "torch", "vllm"] = "auto"
+    """``auto``: vLLM where it is found on a GPU, else the torch engine."""
+    workers: NonNegative = 1
+    """Processes that ``start_all.sh`` starts."""
+    gpus_per_worker: Positive = 1
+    """Tensor-parallel size of each engine, where there are GPUs."""
+    group_size: Positive = 8
+    """G: rows of a group, expert traces included."""
+    groups_per_batch: Positive = 8
+    """Most groups that one worker holds at a time."""
+    max_new_tokens: Positive = 1024
+    """Most tokens of a response."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Of training rollouts."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Training refuses anything under 1 (the learner's log-probs are over all tokens)."""
+    threads: Positive = 1
+    """CPU threads of one worker."""
+    recompute_kv: bool = True
+    """Recompute the KV cache of running requests when the weights change."""
+    vllm: Mapping[str, Any] = Field(default_factory=dict)
+    """Passed on to vLLM's ``AsyncEngineArgs``."""
+
+
+class ComponentConfig(Section):
+    """One reward component."""
+
+    name: str
+    """In the registry of :mod:`tandem.reward.components`, or a function's import path."""
+    weight: float = 1.0
+    """Factor in the sum; 0 records the component without paying it."""
+    gate: bool = False
+    """The whole reward is 0 where this component isn't above ``gate_above``."""
+    gate_above: float = 0.0
+    """See ``gate``."""
+    params: Mapping[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the component."""
+
+
+class RewardConfig(Section):
+    """The reward pool."""
+
+    pools: NonNegative = 1
+    """Processes that ``start_all.sh`` starts."""
+    graders: Positive = 2
+    """Grader processes of one pool."""
+    mode: str = "boxed"
+    """How an answer is read and compared: a name in :mod:`tandem.reward.answers`."""
+    deadline_seconds: Seconds = 3.0
+    """A grader past this is killed and its text gets the verdict ``timeout``."""
+    memory_mb: Positive = 1024
+    """Address-space limit of a grader."""
+    timeout_pays: float = 0.0
+    """Reward of the verdicts ``timeout`` and ``memory``, which are the text's own doing."""
+    components: tuple[ComponentConfig, ...] = (
+        ComponentConfig(name="accuracy"),
+        ComponentConfig(name="format", weight=0.0),
+    )
+    """The reward is the weighted sum of these, after the gates."""
+    own_reward: float | None = None
+    """Pays every own sample this instead (a control: does reinforcement do the learning?)."""
+
+
+class ReplayConfig(Section):
+    """The ledger."""
+
+    redis_url: str | None = None
+    """An existing server (``redis://host:port/db``); None starts one in the run's folder."""
+    groups_per_step: Positive = 8
+    """B: groups of one learner step."""
+    max_staleness: NonNegative = 1
+    """η: greatest age, in steps, of the oldest token that is trained on."""
+    window: Positive = 1
+    """Steps within which groups may be taken out of order; 1 = strict order of ids."""
+    late: Literal["drop", "wait"] = "wait"
+    """What a cut does about the oldest unfinished group when it would become too stale."""
+    lease_seconds: Seconds = 120.0
+    """A lease that isn't renewed for so long goes to the next worker."""
+    group_deadline_seconds: Seconds = 1800.0
+    """Absolute cap on one lease, renewals included."""
+    max_attempts: Positive = 5
+    """Failed attempts after which a group is rejected and listed."""
+    max_inflight: Positive = 4096
+    """Greatest number of leases at a time."""
+    durability: Literal["process", "power"] = "process"
+    """``process`` survives any SIGKILL; ``power`` syncs every write."""
+    maxmemory_mb: Positive = 2048
+    """Memory of the server that is started."""
+
+
+class ObjectiveConfig(Section):
+    """The loss. Names and equations: :mod:`tandem.learner.objectives`."""
+
+    name: str = "grpo"
+    """In the registry: grpo, luffy, sft, …, or a function's import path."""
+    advantage: Literal["group_mean", "group_mean_std", "own_mean", "none"] = "group_mean"
+    """Baseline: whole group, whole group over std, own rows only, or the raw reward."""
+    aggregation: Literal["constant", "token_mean", "sequence_mean", "by_source"] = "constant"
+    """Denominator, always global over the update."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] | None = 0.2
+    """PPO clip below; None = no clip."""
+    clip_high: Annotated[float, Field(gt=0)] | None = 0.2
+    """PPO clip above; None = no clip."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
+    """Bounds the loss of tokens with A < 0 (arXiv 1912.09729); None = no bound."""
+    shaping: Literal["none", "ratio"] = "ratio"
+    """Of the expert weight w: ``ratio`` is f(w) = w / (w + γ) (LUFFY, arXiv 2504.14945)."""
+    gamma: Annotated[float, Field(gt=0)] = 0.1
+    """γ of the shaping."""
+    sft_coefficient: float = 1.0
+    """Of the supervised term where the objective has one."""
+    entropy_coefficient: float = 0.0
+    """Entropy bonus, full vocabulary, own tokens."""
+    truncation: Literal["wrong", "mask", "zero_advantage"] = "wrong"
+    """Rows cut by length."""
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Of Adam's moments."""
+    eps: float = 1e-8
+    """Of Adam."""
+    weight_decay: float = 0.0
+    """Decoupled."""
+    grad_clip: Annotated[float, Field(ge=0)] = 1.0
+    """Greatest norm of the gradient; 0 = no clipping."""
+    warmup_steps: NonNegative = 0
+    """Linear from lr / warmup_steps."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up, over the run's steps."""
+    final_lr_share: Share = 0.1
+    """Share of ``lr`` at the end of a decaying schedule."""
+
+
+class LearnerConfig(Section):
+    """The DeepSpeed learner."""
+
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    ranks: Positive = 1
+    """Processes; they live and die as one."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """DeepSpeed ZeRO stage."""
+    minibatches: Positive = 1
+    """Optimizer steps per ledger batch; a mini-batch is whole groups."""
+    micro_batch_tokens: Positive = 16384
+    """Budget of padded tokens of one forward and backward."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    checkpoint_every: Positive = 50
+    """Steps between checkpoints."""
+    checkpoints_kept: Annotated[int, Field(ge=2)] = 2
+    """Newest so many are kept."""
+    threads: Positive = 1
+    """CPU threads of one rank."""
+    source: Literal["ledger", "offline"] = "ledger"
+    """``offline`` trains on stored expert traces: no rollout worker is needed."""
+    max_nonfinite: Positive = 3
+    """Non-finite steps in a row that end the run."""
+
+
+class WeightsConfig(Section):
+    """How updated weights reach running workers."""
+
+    transport: Literal["auto", "gloo", "nccl"] = "auto"
+    """``auto``: nccl where learner and workers have GPUs of their own, else gloo."""
+    every: Positive = 1
+    """Steps between publications; needs ``max_staleness >= every - 1``."""
+    bucket_mb: Positive = 64
+    """Size of one bucket on the wire."""
+    interface: str = "127.0.0.1"
+    """Address that the weight channel binds; the channel itself has no credentials."""
+    open_seconds: Seconds = 30.0
+    """Deadline for a member to open its channel."""
+    stage_seconds: Seconds = 120.0
+    """Deadline for a member to hold and have checked all bytes."""
+    commit_seconds: Seconds = 60.0
+    """Deadline for a member to serve the new version."""
+
+
+class EvaluateConfig(Section):
+    """Evaluation on the held-out sets during a run."""
+
+    every: NonNegative = 0
+    """Steps between evaluations by a rollout worker; 0 = none in between."""
+    at_start: bool = True
+    """Evaluate the base model: ``accuracy_before``."""
+    at_end: bool = True
+    """Evaluate the trained model: ``accuracy_after``."""
+    limit: Positive | None = None
+    """Problems of the evaluations in between; first and last use the whole set."""
+    exact: bool = False
+    """The learner waits for each evaluation, so that it is of exactly that step."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 = greedy."""
+    samples: Positive = 1
+    """Responses a problem; accuracy is their mean (avg@k)."""
+
+
+class LaunchConfig(Section):
+    """Supervision."""
+
+    max_failures: Positive = 5
+    """Deaths of one process without progress in between that end the run."""
+    backoff_seconds: Seconds = 0.5
+    """First pause before a restart; doubles up to 30 s."""
+    drain_seconds: Seconds = 60.0
+    """Time for the processes to drain and checkpoint after the first Ctrl-C."""
+    stall_seconds: Seconds = 300.0
+    """No step for so long: one line that names who waits for whom."""
+    bind: str = "127.0.0.1"
+    """Address that Redis and ZeroMQ bind."""
+    gpus: Literal["none", "auto", "required"] = "auto"
+    """``none``: CPUs only; ``auto``: GPUs where there is one for every rank and engine;
+    ``required``: refuse a machine that has fewer."""
+
+
+class LogConfig(Section):
+    """What is told and kept."""
+
+    every: Positive = 10
+    """Steps between progress lines."""
+    samples_per_step: NonNegative = 2
+    """Groups of every step that ``samples.jsonl`` keeps as text."""
+    level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
+    """Of the processes' log files."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases."""
+    wandb_project: str = "tandem"
+    """Project name there."""
+
+
+class Config(Section):
+    """The whole tree of a run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    expert: ExpertConfig = ExpertConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    replay: ReplayConfig = ReplayConfig()
+    learner: LearnerConfig = LearnerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    launch: LaunchConfig = LaunchConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        online = self.learner.source == "ledger"
+        if (self.run.steps is None) == (self.run.passes is None):
+            raise ValueError("set exactly one of run.steps and run.passes")
+        if not self.data.train:
+            raise ValueError("data.train is empty: name at least one source with a path")
+        if online and (self.rollout.top_p < 1.0 or self.rollout.temperature == 0):
+            raise ValueError(
+                "training samples from the whole distribution: rollout.top_p must be 1 and "
+                "rollout.temperature above 0 (the learner's log-probs are over all tokens)"
+            )
+        if self.expert.per_group >= self.rollout.group_size:
+            raise ValueError(
+                f"expert.per_group={self.expert.per_group} leaves no own sample in a group of "
+                f"rollout.group_size={self.rollout.group_size}"
+            )
+        if self.weights.every - 1 > self.replay.max_staleness:
+            raise ValueError(
+                f"weights.every={self.weights.every} needs replay.max_staleness >= "
+                f"{self.weights.every - 1}, and it is {self.replay.max_staleness}"
+            )
+        limit = self.replay.max_staleness + 1
+        if self.replay.window > limit:
+            raise ValueError(
+                f"replay.window={self.replay.window} is over replay.max_staleness + 1 = {limit}"
+            )
+        if self.replay.groups_per_step % self.learner.minibatches:
+            raise ValueError(
+                f"learner.minibatches={self.learner.minibatches} doesn't divide "
+                f"replay.groups_per_step={self.replay.groups_per_step}"
+            )
+        return self
+
+
+CHANGEABLE: tuple[str, ...] = (
+    "run.dir",
+    "run.steps",
+    "run.passes",
+    "rollout.workers",
+    "rollout.threads",
+    "reward.pools",
+    "reward.graders",
+    "reward.memory_mb",
+    "replay.redis_url",
+    "replay.lease_seconds",
+    "replay.group_deadline_seconds",
+    "replay.max_inflight",
+    "replay.maxmemory_mb",
+    "learner.threads",
+    "learner.checkpoint_every",
+    "learner.checkpoints_kept",
+    "learner.optimizer.*",
+    "evaluate.*",
+    "launch.*",
+    "log.*",
+    "weights.*_seconds",
+)
+"""Patterns of the keys that may differ when a run is resumed: schedule, logging, counts."""
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested tree as ``{"a.b.c": value}``; lists are leaves."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            found.update(leaves(value, f"{name}."))
+        else:
+            found[name] = value
+    return found
+
+
+def valid_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every key that an override or a preset may name."""
+    keys: list[str] = []
+    for name, info in section.model_fields.items():
+        annotation = info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            keys.extend(valid_keys(annotation, f"{prefix}{name}."))
+        else:
+            keys.append(f"{prefix}{name}")
+    return keys
+
+
+def nearest_key(key: str) -> str:
+    """`` — did you mean …?`` for a mistyped key, or what the section holds."""
+    keys = valid_keys()
+    sections = sorted({k.rpartition(".")[0] for k in keys} - {""})
+    # The right name in the wrong place (learner.lr) says more than letters that look alike.
+    last = key.rpartition(".")[2]
+    close = [k for k in keys if k.rpartition(".")[2] == last]
+    close = [k for k in close if k.partition(".")[0] == key.partition(".")[0]] or close
+    if len(close) != 1:
+        close = difflib.get_close_matches(key, [*keys, *sections], n=1, cutoff=0.6) or close[:1]
+    if close:
+        return f" (did you mean {close[0]}?)"
+    section = key.rpartition(".")[0]
+    siblings = [k for k in keys if k.rpartition(".")[0] == section]
+    return f" (valid there: {', '.join(siblings)})" if siblings else ""
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """``a.b=c`` as key and value; the value is read as YAML."""
+    key, equals, raw = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"{text!r} is not an override: write it as section.key=value")
+    try:
+        value = yaml.safe_load(raw) if raw.strip() else None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the value of {key} can't be read as YAML: {raw!r} ({error})") from None
+    if isinstance(value, str):
+        # YAML 1.1 reads 1e-4 (without a dot) as text; people mean the number.
+        try:
+            value = float(value)
+        except ValueError:
+            value = value if value is not None else raw
+    return key, value
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    parts = key.split(".")
+    node: Any = tree
+    for part in parts[:-1]:
+        if isinstance(node, list):
+            node = _item(node, part, key)
+            continue
+        below = node.setdefault(part, {})
+        if not isinstance(below, dict | list):
+            below = node[part] = {}
+        node = below
+    if isinstance(node, list):
+        _item(node, parts[-1], key)
+        node[int(parts[-1])] = value
+    else:
+        node[parts[-1]] = value
+
+
+def _item(node: list[Any], part: str, key: str) -> Any:
+    if not part.isdigit() or int(part) >= len(node):
+        raise ConfigError(f"{key}: {part!r} is not an index of a list of {len(node)}")
+    return node[int(part)]
+
+
+def build(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
+    """Validates a preset's tree with overrides put over it.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or values that don't go together; the
+            message names the key, the value and the nearest valid key.
+    """
+    merged = _copy(tree)
+    for text in overrides:
+        key, value = parse_override(text)
+        _set(merged, key, value)
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+
+
+def _copy(node: Any) -> Any:
+    if isinstance(node, Mapping):
+        return {k: _copy(v) for k, v in node.items()}
+    if isinstance(node, list | tuple):
+        return [_copy(v) for v in node]
+    return node
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        value = problem.get("input")
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"unknown config key {key}{nearest_key(key)}")
+        elif problem["type"] == "value_error" and not key:
+            lines.append(str(problem.get("ctx", {}).get("error", problem["msg"])))
+        else:
+            lines.append(f"{key}={value!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}")
+    return "; ".join(lines)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A preset file as a tree.
+
+    Raises:
+        ConfigError: it is missing, or isn't a YAML mapping.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no preset file {path}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} can't be read as YAML: {error}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} should hold a mapping of sections, not {type(tree).__name__}")
+    return _number_strings(tree)
+
+
+def _number_strings(node: Any) -> Any:
+    """``lr: 5e-4`` is text in YAML 1.1; read it as the number that it is meant to be."""
+    if isinstance(node, dict):
+        return {k: _number_strings(v) for k, v in node.items()}
+    if isinstance(node, list):
+        return [_number_strings(v) for v in node]
+    if isinstance(node, str) and node[:1].isdigit() and "e" in node.lower():
+        try:
+            return float(node)
+        except ValueError:
+            return node
+    return node
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved tree, all defaults written out, as it is saved in the run's folder."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ: ``{"a.b": (old, new)}``."""
+    before = leaves(old.model_dump(mode="json"))
+    after = leaves(new.model_dump(mode="json"))
+    return {
+        key: (before.get(key), after.get(key))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    }
+
+
+def frozen_differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """The part of :func:`differences` that a resumed run may not change."""
+    return {
+        key: values
+        for key, values in differences(old, new).items()
+        if not any(fnmatchcase(key, pattern) for pattern in CHANGEABLE)
+    }

@@ -1,0 +1,179 @@
+"""Finds and loads model folders and their tokenizers, with errors that a person can act on.
+
+torch and transformers are imported inside the functions: a process that only wants a path, or
+``tandem --help``, shouldn't pay for them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import DataError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MINIATURE = "miniature"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+def resolve(path: str) -> str:
+    """The folder (or hub name) that a config's ``model.path`` means.
+
+    ``miniature`` is the model that is shipped. A name like ``org/model`` that is no folder here
+    is a hub name and comes back as it is, unless ``HF_HUB_OFFLINE`` is set and the local cache
+    lacks it.
+
+    Raises:
+        DataError: there is no such folder, or it holds no model.
+    """
+    if path == MINIATURE:
+        shipped = resources.files("tandem").joinpath("launch/miniature/base")
+        folder = Path(str(shipped))
+        if not folder.is_dir():
+            raise DataError(
+                f"model.path=miniature: the shipped model is missing at {folder}: install Tandem "
+                f"again, or name a model folder"
+            )
+        return str(folder)
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise DataError(
+                f"model.path={path}: the folder has no config.json: name the Hugging Face folder "
+                f"that holds config.json, the weights and the tokenizer"
+            )
+        return str(folder)
+    if folder.exists():
+        raise DataError(f"model.path={path} is a file: name the folder that it lies in")
+    if _HUB_NAME.fullmatch(path):
+        return path
+    raise DataError(
+        f"model.path={path}: there is no such folder: name a Hugging Face folder, a hub name "
+        f"(org/model), or miniature"
+    )
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model.
+
+    Raises:
+        DataError: the folder holds none, or it can't be read.
+    """
+    place = resolve(path)
+    folder = Path(place)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise DataError(
+            f"model.path={path}: the folder has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])}, "
+            f"…): copy the base model's tokenizer files into it"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(_unreadable(path, "tokenizer", error)) from None
+    return tokenizer
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: str | torch.dtype = "float32",
+    attention: str = "auto",
+    device: str | torch.device = "cpu",
+) -> PreTrainedModel:
+    """A causal language model.
+
+    Args:
+        path: See :func:`resolve`.
+        dtype: Of the parameters.
+        attention: ``auto``: flash_attention_2 on CUDA where the package is and the dtype allows
+            it, else sdpa.
+        device: Where the parameters go.
+
+    Raises:
+        DataError: the weights are missing, unreadable, or not those of the config.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    place = resolve(path)
+    folder = Path(place)
+    if folder.is_dir() and not any(True for glob in _WEIGHT_FILES for _ in folder.glob(glob)):
+        raise DataError(
+            f"model.path={path}: the folder has a config.json and no weights (*.safetensors)"
+        )
+    kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    # The bar is of no use in a log file.
+    transformers_logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            place,
+            dtype=kind,
+            attn_implementation=choose_attention(attention, device, kind),
+            output_loading_info=True,
+        )
+    except ImportError as error:
+        raise DataError(f"model.attention={attention}: {_one_line(error)}") from None
+    except Exception as error:  # noqa: BLE001 - safetensors, json, torch and transformers raise their own kinds
+        raise DataError(_unreadable(path, "weights", error)) from None
+    wrong = sorted(info["missing_keys"]) or sorted(str(key) for key in info["mismatched_keys"])
+    if wrong:
+        raise DataError(
+            f"model.path={path}: the weights aren't those of its config.json: "
+            f"{len(wrong)} tensors are missing or of another shape, such as {wrong[0]}"
+        )
+    return model.to(device)
+
+
+def choose_attention(attention: str, device: str | torch.device, dtype: Any) -> str:
+    """The name that transformers knows an attention implementation by."""
+    if attention != "auto":
+        return attention
+    import torch
+    from transformers.utils import is_flash_attn_2_available
+
+    cuda = torch.device(device).type == "cuda" and torch.cuda.is_available()
+    half = dtype in (torch.bfloat16, torch.float16)
+    return "flash_attention_2" if cuda and half and is_flash_attn_2_available() else "sdpa"
+
+
+def _unreadable(path: str, what: str, error: Exception) -> str:
+    if not Path(path).expanduser().is_dir() and path != MINIATURE:
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        return (
+            f"model.path={path}: no such folder here, and the hub didn't give its {what}"
+            f"{offline}: {_one_line(error)}"
+        )
+    return f"model.path={path}: its {what} can't be read: {_one_line(error)}"
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "…"
+
+
+def read_model_config(path: str) -> dict[str, Any]:
+    """``config.json`` of a model folder, without transformers; empty for a hub name.
+
+    Raises:
+        DataError: it isn't JSON.
+    """
+    file = Path(resolve(path)) / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{file} isn't JSON: {error}") from None
+    return content

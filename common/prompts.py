@@ -1,0 +1,136 @@
+"""Text to token ids and back: the one place where a tokenizer is called.
+
+Prompts are rendered once, at ingest, and travel as token ids, so that the reader, the engine and
+the learner can't disagree about them. Works on transformers tokenizers; imports none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import DataError
+
+Int32Array = NDArray[np.int32]
+
+
+def render(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], system_prompt: str | None = None
+) -> tuple[str, Int32Array]:
+    """A conversation as the prompt that the model continues.
+
+    Args:
+        tokenizer: its chat template renders; without one the contents are joined by newlines.
+        messages: ``{"role", "content"}`` each.
+        system_prompt: put first where the messages have no system message of their own.
+
+    Returns:
+        The text and its ``[P]`` token ids. The template writes all special tokens; none is
+        added.
+
+    Raises:
+        DataError: no messages, a message that isn't one, or a prompt without tokens.
+    """
+    turns = []
+    for message in messages:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise DataError(
+                f"a message needs the texts role and content, and this one is {message!r:.120}"
+            )
+        turns.append({"role": message["role"], "content": message["content"]})
+    if not turns:
+        raise DataError("a prompt has no messages")
+    if system_prompt is not None and turns[0]["role"] != "system":
+        turns.insert(0, {"role": "system", "content": system_prompt})
+    if getattr(tokenizer, "chat_template", None):
+        text = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+    else:
+        text = "\n".join(turn["content"] for turn in turns)
+    tokens = encode(tokenizer, text)
+    if len(tokens) == 0:
+        raise DataError(f"the prompt has no tokens after rendering: {text[:80]!r}")
+    return text, tokens
+
+
+def encode(tokenizer: Any, text: str) -> Int32Array:
+    """``[L]`` token ids of a text, nothing added."""
+    return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+
+
+def encode_response(tokenizer: Any, text: str) -> Int32Array:
+    """``[L]`` token ids of a whole response; the end token comes last, once.
+
+    Raises:
+        DataError: the tokenizer names no end token.
+    """
+    end = tokenizer.eos_token_id
+    if end is None:
+        raise DataError("the tokenizer names no end-of-sequence token: set eos_token in its files")
+    tokens = encode(tokenizer, text)
+    if len(tokens) and tokens[-1] == end:
+        return tokens
+    return np.append(tokens, np.int32(end))
+
+
+def decode(tokenizer: Any, rows: Sequence[NDArray[Any]]) -> list[str]:
+    """The texts of some responses, special tokens left out, spaces as they are."""
+    lists = [row.tolist() for row in rows]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        # What the wrapper's own decode calls, for all rows at once and without its overhead.
+        texts: list[str] = backend.decode_batch(lists, skip_special_tokens=True)
+        return texts
+    return [
+        tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        for tokens in lists
+    ]
+
+
+def end_tokens(tokenizer: Any, model: Any = None) -> set[int]:
+    """Token ids that end a response: the tokenizer's, and those of the model's generation config.
+
+    Raises:
+        DataError: neither names one.
+    """
+    found: set[int] = set()
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if isinstance(named, int):
+        found.add(named)
+    elif named is not None:
+        found.update(int(i) for i in named)
+    if not found:
+        raise DataError(
+            "neither the tokenizer nor the generation config names an end-of-sequence token: "
+            "responses would never end"
+        )
+    return found
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Names a tokenizer by what it does: 16 hex digits over its vocabulary and rules.
+
+    Equal for a tokenizer and a copy that was saved and loaded again; another vocabulary, merges,
+    added tokens or end token give another digest. The chat template isn't part of it.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{number}\t{len(token)}\t{token}\n".encode())
+    digest.update(f"eos {tokenizer.eos_token_id}\n".encode())
+    for probe in _PROBES:
+        # Merges and pre-tokenisation show in what texts become, however they are written down.
+        digest.update(f"{tokenizer.encode(probe, add_special_tokens=False)}\n".encode())
+    return digest.hexdigest()
+
+
+_PROBES = (
+    "The quick brown fox jumps over the lazy dog; 12345678.90 + 1e-10 = 3^2?",
+    "  def f(x):\n\treturn x**2  # naïve Ω(n log n) — “quoted”\r\n",
+    "\\boxed{\\frac{\\sqrt{2}}{3}} <think>\n\n</think> <answer>B</answer>",
+    "因为 x≥0，所以 y=∑ᵢ xᵢ². Пусть n ∈ ℕ. 🙂",
+)

@@ -1,0 +1,281 @@
+"""The records that travel between processes: problems, samples, groups and expert traces.
+
+The life of a group::
+
+    admitted -> leased -> graded -> taken(step) -> trained
+                  |          |           |
+                  +-> admitted (expired, returned)
+                             +-> rejected(reason)
+
+A record is plain data: NumPy arrays, strings and numbers. It imports no deep-learning
+library, so a grading host can hold one. ``tandem.common.wire`` is the only place that
+encodes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+UInt8Array = NDArray[np.uint8]
+
+
+class Source(IntEnum):
+    """Who wrote a token; loss masks follow from it."""
+
+    OWN = 0
+    """Sampled by the policy: enters the loss with the ratio to its behaviour log-prob."""
+    EXPERT = 1
+    """From another model's trace: enters the loss with the off-policy weight."""
+    ENVIRONMENT = 2
+    """Written by a tool or an environment: context only, never in a loss or a denominator."""
+
+
+class Verdict(StrEnum):
+    """What the grader found. Only ``correct`` is paid."""
+
+    CORRECT = "correct"
+    WRONG = "wrong"
+    UNPARSABLE = "unparsable"
+    GOLD_UNPARSABLE = "gold_unparsable"
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+    MEMORY = "memory"
+
+    @property
+    def leaves_baseline(self) -> bool:
+        """True where the failure isn't the text's own: such a row is never a zero."""
+        return self in (Verdict.CRASHED, Verdict.GOLD_UNPARSABLE)
+
+
+class FinishReason(StrEnum):
+    """Why a sample ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class CommitResult(StrEnum):
+    """The ledger's answer to a commit; all four are final, so nobody sends again."""
+
+    COMMITTED = "committed"
+    DUPLICATE = "duplicate"
+    SUPERSEDED = "superseded"
+    REJECTED = "rejected"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Version:
+    """A policy version: step n of a term means that n steps of the ledger were consumed.
+
+    >>> Version(term=2, step=0) > Version(term=1, step=99)
+    True
+    """
+
+    term: int
+    """Life of the learner that made it: the fencing token, raised whenever a learner starts."""
+    step: int
+    """Steps consumed."""
+
+    def __str__(self) -> str:
+        return f"{self.term}.{self.step}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Tokens ``[start, end)`` of a sample's response were sampled by this version."""
+
+    term: int
+    """Term of the version."""
+    step: int
+    """Step of the version."""
+    start: int
+    """First token of the span, counted in the response."""
+    end: int
+    """One past its last token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The distribution that a sample was drawn from; training needs it to form ratios."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 means greedy (evaluation only)."""
+    top_p: float = 1.0
+    """Nucleus; anything under 1 is refused in training."""
+    top_k: int = 0
+    """Most likely tokens kept; 0 keeps all. Anything else is refused in training."""
+    max_new_tokens: int = 1024
+    """Most tokens of a response, its prefix not counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """One response to a prompt, with all that the loss needs to know of how it came to be.
+
+    Example: a 3-token prefix of an expert's trace continued by the policy for 2 tokens::
+
+        tokens = [11, 12, 13, 41, 2]
+        source = [1, 1, 1, 0, 0]
+        logprobs = [nan, nan, nan, -0.3, -0.1]
+        spans = (VersionSpan(term=1, step=7, start=3, end=5),)
+    """
+
+    tokens: Int32Array
+    """``[L]`` token ids of the response, the end-of-sequence token included where it came."""
+    source: UInt8Array
+    """``[L]`` a :class:`Source` per token."""
+    logprobs: Float32Array
+    """``[L]`` nats; behaviour log-prob of each own token under the sampling distribution, NaN
+    where it isn't known (environment text, expert tokens without recorded log-probs)."""
+    spans: tuple[VersionSpan, ...]
+    """Which version sampled which tokens; empty where nothing was sampled."""
+    finish_reason: FinishReason
+    """Why it ended."""
+    sampling: SamplingParams
+    """The distribution that it was drawn from."""
+    text: str
+    """The response decoded, special tokens left out: what the grader reads."""
+    reward: float | None = None
+    """The composed reward; None before grading and where the row has no verdict to pay."""
+    verdict: Verdict | None = None
+    """What the grader found; None before grading."""
+    components: Mapping[str, float | None] = field(default_factory=dict)
+    """Every reward component by name, unweighted, so that re-weighting needs no re-grading."""
+    extracted: str | None = None
+    """The answer that the grader read out of the text."""
+    grader: str | None = None
+    """``name@version`` of the grader, so that re-grading is possible."""
+
+    def __post_init__(self) -> None:
+        length = len(self.tokens)
+        if not (len(self.source) == len(self.logprobs) == length):
+            raise ValueError(
+                f"a sample's arrays differ in length: tokens {length}, source "
+                f"{len(self.source)}, logprobs {len(self.logprobs)}"
+            )
+
+    @property
+    def oldest_step(self) -> int | None:
+        """Step of the version that sampled the oldest own token; None without own tokens."""
+        return min((s.step for s in self.spans if s.end > s.start), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Problem:
+    """A prompt with a gold answer, rendered and tokenised once, at ingest."""
+
+    problem_id: str
+    """Stable within a run: ``<source name>/<row>``."""
+    prompt_text: str
+    """The rendered prompt."""
+    prompt_tokens: Int32Array
+    """``[P]`` its token ids."""
+    gold: str
+    """The gold answer as the data set states it."""
+    data_source: str
+    """The data set's own name for where the row is from."""
+    ability: str = "math"
+    """What the row exercises (math, code, …); picks the grader."""
+    trace_ids: tuple[str, ...] = ()
+    """Expert traces of this problem, in ledger order."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The data set's ``extra_info``: strings and numbers only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertTrace:
+    """A sample that another model wrote. Graded once, at ingest; never sent to an engine."""
+
+    trace_id: str
+    """Stable within a run: ``<problem id>#<k>``."""
+    problem_id: str
+    """The problem that it answers."""
+    tokens: Int32Array
+    """``[L]`` token ids of the response, ending in end-of-sequence."""
+    logprobs: Float32Array | None
+    """``[L]`` the expert's own log-probs, nats: known for all of a trace or for none."""
+    text: str
+    """The response as text."""
+    tokenizer_digest: str
+    """Digest of the tokenizer that made ``tokens``; another one means: tokenise again."""
+    reward: float | None
+    """The composed reward."""
+    verdict: Verdict
+    """Only ``correct`` traces enter by default."""
+    components: Mapping[str, float | None] = field(default_factory=dict)
+    """Reward components by name."""
+    grader: str | None = None
+    """``name@version`` of the grader."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """G responses to one problem: the unit that is leased, committed and trained.
+
+    With ``n`` expert traces attached at admission, the policy is asked for ``G - n`` samples;
+    the learner adds the traces when it takes the group.
+    """
+
+    group_id: str
+    """``<pass>-<position>`` in the seeded permutation; see :mod:`tandem.replay.order`."""
+    attempt: int
+    """Which lease of this id made it, from 1."""
+    worker: str
+    """Member id of the rollout worker."""
+    problem_id: str
+    """The problem."""
+    prompt_tokens: Int32Array
+    """``[P]`` the prompt."""
+    prompt_text: str
+    """The prompt as text."""
+    gold: str
+    """The gold answer."""
+    data_source: str
+    """Picks the grader's settings."""
+    samples: tuple[Sample, ...]
+    """The policy's own samples (some may begin with an expert's prefix)."""
+    trace_ids: tuple[str, ...] = ()
+    """Expert traces that fill up the group."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The problem's ``extra``."""
+
+    @property
+    def oldest_step(self) -> int | None:
+        """Step of the oldest own token in the group; None without own tokens."""
+        steps = [s.oldest_step for s in self.samples if s.oldest_step is not None]
+        return min(steps, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSubmission:
+    """Rollout worker to reward pool: grade this group and commit it."""
+
+    request_id: int
+    """Counted by the sender; the answer carries it."""
+    group: Group
+    """Ungraded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReceipt:
+    """Reward pool to rollout worker: the ledger's final word on a submitted group."""
+
+    request_id: int
+    """Of the submission."""
+    group_id: str
+    """Of the group."""
+    attempt: int
+    """Of the group."""
+    result: CommitResult
+    """What the ledger said."""
+    detail: str = ""
+    """Why, where it was rejected."""

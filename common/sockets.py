@@ -1,0 +1,118 @@
+"""ZeroMQ sockets with CURVE keys, bound to loopback unless told otherwise."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+from .errors import ConfigError
+from .wire import MAX_MESSAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveKeys:
+    """A key pair, Z85 text of 40 characters each."""
+
+    public: str
+    """May be told to anyone who may connect."""
+    secret: str
+    """Stays in the process, in Redis (the client's) or in a 0600 file."""
+
+    def __repr__(self) -> str:
+        return f"CurveKeys(public={self.public!r}, secret=…)"
+
+
+def new_keys() -> CurveKeys:
+    """A fresh key pair."""
+    public, secret = zmq.curve_keypair()
+    return CurveKeys(public=public.decode(), secret=secret.decode())
+
+
+def is_loopback(host: str) -> bool:
+    """True for 127.0.0.0/8, ::1 and localhost."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Authenticator:
+    """Lets only holders of the run's client key connect to this context's servers.
+
+    libzmq's CURVE alone proves the server to the client and encrypts; without this a client
+    with any key of its own would be let in.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], client_public: str) -> None:
+        self._allowed = client_public.encode()
+        self._thread = ThreadAuthenticator(context)
+        self._thread.start()
+        self._thread.configure_curve_callback(credentials_provider=self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Called with the key of who wants in, as Z85 text (pyzmq has encoded it already)."""
+        return key == self._allowed
+
+    def stop(self) -> None:
+        """Ends the authentication thread."""
+        self._thread.stop()
+
+
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]], host: str, keys: CurveKeys | None
+) -> tuple[zmq.Socket[bytes], str]:
+    """A ROUTER on an ephemeral port; returns it with its endpoint.
+
+    Raises:
+        ConfigError: an address beyond loopback without keys.
+    """
+    if keys is None and not is_loopback(host):
+        raise ConfigError(
+            f"refused to bind {host} without CURVE keys: bind 127.0.0.1, or start the run with keys"
+        )
+    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.SNDHWM, 10_000)
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
+        socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
+    if ":" in host:
+        socket.setsockopt(zmq.IPV6, 1)
+        host = f"[{host}]"
+    port = socket.bind_to_random_port(f"tcp://{host}")
+    return socket, f"tcp://{host}:{port}"
+
+
+def connect_dealer(
+    context: zmq.Context[zmq.Socket[bytes]],
+    endpoint: str,
+    *,
+    identity: str,
+    server_public: str | None,
+    client: CurveKeys | None,
+) -> zmq.Socket[bytes]:
+    """A DEALER to one server; it queues nothing for a server that isn't connected."""
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    socket.setsockopt_string(zmq.IDENTITY, identity)
+    if server_public is not None and client is not None:
+        socket.setsockopt_string(zmq.CURVE_SERVERKEY, server_public)
+        socket.setsockopt_string(zmq.CURVE_SECRETKEY, client.secret)
+        socket.setsockopt_string(zmq.CURVE_PUBLICKEY, client.public)
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
+    socket.connect(endpoint)
+    return socket

@@ -1,0 +1,140 @@
+"""What a process tells of itself: its log, its metrics, and whom it waits for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+
+def start_log(role: str, level: str = "INFO") -> logging.Logger:
+    """Logs to standard error, which the supervisor appends to ``logs/<process>.log``."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logger = logging.getLogger("tandem")
+    logger.setLevel(level)
+    return logger.getChild(role)
+
+
+class JsonLines:
+    """An append-only ``.jsonl`` file, one flushed line a record.
+
+    Numbers that JSON can't hold (NaN, infinity) are written as null. A last line that a crash
+    cut is taken away first, so that the next record stands on a line of its own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        _drop_cut_line(path)
+        self._file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends one record."""
+        self._file.write(json.dumps(_finite(record), ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _drop_cut_line(path: Path) -> None:
+    try:
+        file = open(path, "r+b")  # noqa: SIM115
+    except FileNotFoundError:
+        return
+    with file:
+        end = kept = file.seek(0, os.SEEK_END)
+        while kept > 0:
+            start = max(0, kept - 65536)
+            file.seek(start)
+            newline = file.read(kept - start).rfind(b"\n")
+            if newline >= 0:
+                kept = start + newline + 1
+                break
+            kept = start
+        if kept == end:
+            return
+        file.seek(kept)
+        try:
+            json.loads(file.read())
+        except ValueError:
+            file.truncate(kept)
+        else:
+            file.write(b"\n")  # only the line's end was lost
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    if hasattr(value, "item"):
+        return _finite(value.item())
+    return value
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Records of a ``.jsonl`` file; a last line that was cut by a crash is left out."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    # Split at b"\n" alone: a text may hold other line separators (U+2028), and the cut may have
+    # gone through a character.
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and not line:
+            return
+        try:
+            yield json.loads(line)
+        except ValueError:
+            if number == len(lines):
+                return
+            raise
+
+
+class Clock:
+    """Shares of a process's time by activity: who was busy, and whom it waited for.
+
+    >>> clock = Clock()
+    >>> with clock.doing("wait/batch"):
+    ...     pass
+    >>> sorted(clock.take()) == ["total", "wait/batch"]
+    True
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def doing(self, activity: str) -> Iterator[None]:
+        """Adds the block's wall seconds to an activity. Names of waits begin ``wait/``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self._seconds[activity] = self._seconds.get(activity, 0.0) + spent
+
+    def take(self) -> dict[str, float]:
+        """Seconds by activity since the last take, with ``total``, and starts anew."""
+        now = time.perf_counter()
+        taken = {**self._seconds, "total": now - self._since}
+        self._seconds = {}
+        self._since = now
+        return taken

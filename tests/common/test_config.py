@@ -1,0 +1,192 @@
+"""The configuration: what is refused, what is told, and what a resumed run may change."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.common import config as c
+from tandem.common.errors import ConfigError
+
+TREE: dict[str, Any] = {"run": {"steps": 10}, "data": {"train": [{"path": "a.parquet"}]}}
+
+
+def build(*overrides: str, **sections: Any) -> c.Config:
+    return c.build({**TREE, **sections}, overrides)
+
+
+def test_overrides_win_over_the_preset():
+    config = build("run.seed=3", "learner.optimizer.lr=1e-4", run={"steps": 5, "seed": 1})
+    assert (config.run.seed, config.run.steps, config.learner.optimizer.lr) == (3, 5, 1e-4)
+
+
+def test_the_preset_is_not_changed_by_an_override():
+    tree = {"run": {"steps": 5}, "data": {"train": [{"path": "a"}]}}
+    c.build(tree, ["run.steps=9", "data.train.0.path=b"])
+    assert tree == {"run": {"steps": 5}, "data": {"train": [{"path": "a"}]}}
+
+
+def test_items_of_a_list_are_named_by_index():
+    assert build("data.train.0.weight=3").data.train[0].weight == 3
+    with pytest.raises(ConfigError, match=r"data\.train\.4\.weight: '4' is not an index"):
+        build("data.train.4.weight=3")
+
+
+def test_none_is_an_override():
+    assert build("learner.objective.clip_low=null").learner.objective.clip_low is None
+    assert build("run.steps=", "run.passes=1").run.steps is None
+
+
+@pytest.mark.parametrize("text", ["run.seed", "=3", ""])
+def test_what_is_no_override_is_told(text: str):
+    with pytest.raises(ConfigError, match=r"section\.key=value"):
+        build(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("replay.max_stalenes=1", "replay.max_staleness"),
+        ("learner.lr=1", "learner.optimizer.lr"),
+        ("rollouts.workers=1", "rollout"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_valid_one(text: str, nearest: str):
+    key = text.partition("=")[0]
+    with pytest.raises(ConfigError, match="unknown config key") as error:
+        build(text)
+    assert key.partition(".")[0] in str(error.value)
+    assert f"did you mean {nearest}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["run.steps=many", "replay.late=perhaps", "replay.window=0", "rollout.top_p=1.5"]
+)
+def test_a_wrong_value_is_named_with_its_key(text: str):
+    key, _, value = text.partition("=")
+    with pytest.raises(ConfigError, match=rf"{key}='?{value}"):
+        build(text)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["run.passes=1"], r"exactly one of run\.steps and run\.passes"),
+        (["run.steps=null"], r"exactly one of run\.steps and run\.passes"),
+        (["data.train=[]"], r"data\.train is empty"),
+        (["rollout.top_p=0.9"], r"rollout\.top_p must be 1"),
+        (["rollout.temperature=0"], r"rollout\.temperature above 0"),
+        (["expert.per_group=8"], r"expert\.per_group=8 leaves no own sample"),
+        (["weights.every=4"], r"weights\.every=4 needs replay\.max_staleness >= 3, and it is 1"),
+        (["replay.window=3"], r"replay\.window=3 is over replay\.max_staleness \+ 1 = 2"),
+        (["learner.minibatches=3"], r"learner\.minibatches=3 doesn't divide"),
+    ],
+)
+def test_values_that_do_not_go_together_are_told(overrides: list[str], named: str):
+    with pytest.raises(ConfigError, match=named):
+        build(*overrides)
+
+
+def test_offline_training_does_not_mind_the_sampling():
+    build("learner.source=offline", "rollout.top_p=0.9")
+
+
+def test_a_config_can_not_be_changed_once_read():
+    with pytest.raises(ValueError, match="frozen"):
+        build().run.seed = 3  # type: ignore[misc]
+
+
+def test_the_saved_tree_is_read_back_as_the_same_config(tmp_path: Path):
+    config = build("learner.optimizer.lr=5e-7", "run.seed=4")
+    path = tmp_path / "config.yaml"
+    path.write_text(c.to_yaml(config))
+    assert c.build(c.read_yaml(path)) == config
+
+
+def test_numbers_without_a_dot_are_numbers_in_a_preset(tmp_path: Path):
+    path = tmp_path / "p.yaml"
+    path.write_text("learner: {optimizer: {lr: 5e-4}}\n")
+    assert c.build({**TREE, **c.read_yaml(path)}).learner.optimizer.lr == 5e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("a: [", "can't be read as YAML"), ("- 1\n", "mapping of sections, not list")],
+)
+def test_what_is_no_preset_is_told(tmp_path: Path, text: str, told: str):
+    path = tmp_path / "p.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        c.read_yaml(path)
+
+
+def test_a_missing_preset_is_told(tmp_path: Path):
+    with pytest.raises(ConfigError, match="there is no preset file"):
+        c.read_yaml(tmp_path / "no.yaml")
+
+
+def test_differences_name_key_old_and_new():
+    assert c.differences(build(), build("run.seed=5")) == {"run.seed": (0, 5)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["run.steps=99", "log.every=1", "learner.optimizer.lr=1", "launch.bind=::1", "rollout.workers=9",
+     "replay.lease_seconds=3", "weights.stage_seconds=9"],
+)  # fmt: skip
+def test_a_resumed_run_may_change_schedule_logging_and_counts(text: str):
+    assert c.differences(build(), build(text))
+    assert c.frozen_differences(build(), build(text)) == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["run.seed=9", "rollout.group_size=4", "replay.max_staleness=3", "model.path=x",
+     "learner.objective.gamma=0.2", "data.train.0.path=b", "reward.mode=x"],
+)  # fmt: skip
+def test_a_resumed_run_may_change_nothing_else(text: str):
+    assert len(c.frozen_differences(build(), build(text))) == 1
+
+
+def test_every_changeable_pattern_names_a_key():
+    from fnmatch import fnmatchcase
+
+    keys = c.valid_keys()
+    assert [p for p in c.CHANGEABLE if not any(fnmatchcase(k, p) for k in keys)] == []
+
+
+def test_every_field_of_the_config_is_explained():
+    tree = ast.parse(Path(c.__file__).read_text(encoding="utf-8"))
+    unexplained = []
+    for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        cls = getattr(c, section.name)
+        for field, after in zip(section.body, [*section.body[1:], None], strict=True):
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                continue
+            annotation = cls.model_fields[field.target.id].annotation
+            explains_itself = isinstance(annotation, type) and issubclass(annotation, c.Section)
+            explained = (
+                isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+                and isinstance(after.value.value, str)
+            )
+            if not explained and not explains_itself:
+                unexplained.append(f"{section.name}.{field.target.id}")
+    assert unexplained == []
+
+
+def test_config_records_and_wire_load_without_a_deep_learning_library():
+    code = (
+        "import sys, tandem.common.config, tandem.common.records, tandem.common.wire, "
+        "tandem.replay.ledger, tandem.replay.readers, tandem.replay.store;"
+        "print([m for m in ('torch', 'transformers', 'vllm', 'deepspeed') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"

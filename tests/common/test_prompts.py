@@ -1,0 +1,115 @@
+"""Prompts and responses: text to token ids and back, the same wherever it is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tandem.common import prompts
+from tandem.common.errors import DataError
+from tandem.launch.miniature import tokenizer as miniature
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return miniature.build()
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_the_chat_template_renders_and_nothing_is_added(tokenizer: Any) -> None:
+    text, tokens = prompts.render(tokenizer, user("12+3=?<think>"))
+    assert text == "12+3=?<think>"
+    assert tokens.dtype == np.int32
+    assert tokenizer.decode(tokens.tolist()) == text
+
+
+def test_a_system_prompt_comes_first_unless_there_is_one(tokenizer: Any) -> None:
+    told = miniature.build()
+    told.chat_template = (
+        "{%- for m in messages -%}{{- m['role'][0] + '=' + m['content'] + '?' -}}{%- endfor -%}"
+    )
+    assert prompts.render(told, user("1+2"), "3")[0] == "s=3?u=1+2?"
+    own = [{"role": "system", "content": "4"}, *user("1+2")]
+    assert prompts.render(told, own, "3")[0] == "s=4?u=1+2?"
+
+
+def test_without_a_template_the_contents_are_the_prompt() -> None:
+    plain = miniature.build()
+    plain.chat_template = None
+    assert prompts.render(plain, user("1+2=?"))[0] == "1+2=?"
+
+
+@pytest.mark.parametrize(
+    ("messages", "word"),
+    [
+        ([], "no messages"),
+        ([{"role": "user"}], "content"),
+        ([{"role": "user", "content": 3}], "content"),
+        ([{"role": "user", "content": ""}], "no tokens"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(tokenizer: Any, messages: Any, word: str) -> None:
+    with pytest.raises(DataError, match=word):
+        prompts.render(tokenizer, messages)
+
+
+@pytest.mark.parametrize("text", ["12+3=15", "12+3=15<eos>"])
+def test_a_response_ends_with_the_end_token_once(tokenizer: Any, text: str) -> None:
+    tokens = prompts.encode_response(tokenizer, text)
+    assert tokens[-1] == miniature.EOS_ID
+    assert (tokens == miniature.EOS_ID).sum() == 1
+
+
+def test_a_tokenizer_without_an_end_token_is_refused() -> None:
+    endless = miniature.build()
+    endless.eos_token = None
+    with pytest.raises(DataError, match="eos_token"):
+        prompts.encode_response(endless, "1")
+    with pytest.raises(DataError, match="end-of-sequence"):
+        prompts.end_tokens(endless)
+
+
+def test_end_tokens_are_those_of_tokenizer_and_generation_config(tokenizer: Any) -> None:
+    class Model:
+        class generation_config:
+            eos_token_id = (7, 9)
+
+    assert prompts.end_tokens(tokenizer) == {miniature.EOS_ID}
+    assert prompts.end_tokens(tokenizer, Model) == {miniature.EOS_ID, 7, 9}
+
+
+def test_decoding_leaves_special_tokens_out_and_keeps_spaces(tokenizer: Any) -> None:
+    text = "<think> 1 + 2 </think> <answer> \\boxed{3} </answer>"
+    tokens = prompts.encode_response(tokenizer, text)
+    assert prompts.decode(tokenizer, [tokens, tokens[:3]]) == [
+        text,
+        tokenizer.decode(tokens[:3].tolist()),
+    ]
+
+
+def test_decoding_is_the_tokenizers_own(tokenizer: Any) -> None:
+    class Slow:
+        """The same without a fast backend."""
+
+        decode = staticmethod(tokenizer.decode)
+
+    rows = [np.array([5, 17, 3, 23, 1], dtype=np.int32), np.array([], dtype=np.int32)]
+    assert prompts.decode(tokenizer, rows) == prompts.decode(Slow(), rows)
+
+
+def test_the_digest_survives_saving_and_tells_tokenizers_apart(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, Qwen2Config
+
+    miniature.save(tmp_path)
+    Qwen2Config(vocab_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
+    built = miniature.build()
+    digest = prompts.tokenizer_digest(built)
+    assert digest == prompts.tokenizer_digest(AutoTokenizer.from_pretrained(tmp_path))
+    built.add_tokens(["<more>"])
+    assert prompts.tokenizer_digest(built) != digest

@@ -1,0 +1,340 @@
+"""The wire format: what goes in comes out, and whatever else is refused with its reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.common import wire
+from tandem.common.errors import WireError
+from tandem.common.records import (
+    CommitResult,
+    ExpertTrace,
+    FinishReason,
+    Group,
+    GroupReceipt,
+    GroupSubmission,
+    Problem,
+    Sample,
+    SamplingParams,
+    Verdict,
+    Version,
+    VersionSpan,
+)
+
+
+def a_sample(length: int = 5, **changes: Any) -> Sample:
+    values: dict[str, Any] = {
+        "tokens": np.arange(length, dtype=np.int32) - 2,
+        "source": np.ones(length, np.uint8),
+        "logprobs": np.full(length, np.nan, np.float32),
+        "spans": (VersionSpan(term=1, step=2, start=0, end=length),),
+        "finish_reason": FinishReason.LENGTH,
+        "sampling": SamplingParams(temperature=0.6),
+        "text": "été ∑ 字",
+        "reward": 0.25,
+        "verdict": Verdict.WRONG,
+        "components": {"accuracy": 0.0, "format": None},
+        "extracted": None,
+        "grader": "boxed@1",
+    }
+    return Sample(**{**values, **changes})
+
+
+def a_group(*samples: Sample, **changes: Any) -> Group:
+    values: dict[str, Any] = {
+        "group_id": "0-1",
+        "attempt": 2,
+        "worker": "rollout-0",
+        "problem_id": "a/1",
+        "prompt_tokens": np.arange(3, dtype=np.int32),
+        "prompt_text": "p",
+        "gold": "4",
+        "data_source": "d",
+        "samples": samples,
+        "trace_ids": ("a/1#0",),
+        "extra": {"index": 3, "nested": {"list": [1, "x", None, True, 0.5]}},
+    }
+    return Group(**{**values, **changes})
+
+
+RECORDS: list[Any] = [
+    Version(term=3, step=70),
+    VersionSpan(term=1, step=2, start=3, end=4),
+    SamplingParams(temperature=0.6, top_k=5, max_new_tokens=7),
+    a_sample(),
+    a_sample(0, spans=(), reward=None, verdict=None, components={}),
+    Problem(
+        problem_id="a/1",
+        prompt_text="p",
+        prompt_tokens=np.arange(3, dtype=np.int32),
+        gold="4",
+        data_source="d",
+        trace_ids=("a/1#0", "a/1#1"),
+    ),
+    ExpertTrace(
+        trace_id="a/1#0",
+        problem_id="a/1",
+        tokens=np.arange(3, dtype=np.int32),
+        logprobs=np.zeros(3, np.float32),
+        text="t",
+        tokenizer_digest="x",
+        reward=None,
+        verdict=Verdict.CORRECT,
+    ),
+    a_group(a_sample(), a_sample(2)),
+    GroupSubmission(request_id=9, group=a_group(a_sample())),
+    GroupReceipt(request_id=9, group_id="0-1", attempt=1, result=CommitResult.SUPERSEDED),
+]
+
+
+def same(one: Any, other: Any) -> bool:
+    if dataclasses.is_dataclass(one):
+        return type(one) is type(other) and all(
+            same(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one)
+        )
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(
+            one, other, equal_nan=one.dtype.kind == "f"
+        )
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda r: type(r).__name__)
+def test_every_record_comes_out_as_it_went_in(record: Any):
+    assert same(record, wire.decode(wire.encode(record), type(record)))
+
+
+def test_every_kind_is_tried():
+    assert {type(r).__name__ for r in RECORDS} == {
+        name for name, cls in wire.RECORD_KINDS.items() if cls.__module__.endswith("records")
+    }
+
+
+def test_the_same_record_has_the_same_bytes():
+    assert wire.encode(RECORDS[7]) == wire.encode(wire.decode(wire.encode(RECORDS[7]), Group))
+
+
+def test_a_memoryview_is_read():
+    data = memoryview(wire.encode(Version(term=1, step=2)))
+    assert wire.decode(data, Version) == Version(term=1, step=2)
+
+
+def test_arrays_come_out_read_only_in_little_endian_of_their_dtype():
+    sample = wire.decode(wire.encode(a_sample()), Sample)
+    assert sample.tokens.dtype == np.dtype("<i4")
+    assert not sample.tokens.flags.writeable
+
+
+def test_wide_and_strided_integers_travel_as_their_declared_dtype():
+    tokens = np.arange(10, dtype=np.int64)[::2]
+    sample = wire.decode(wire.encode(a_sample(5, tokens=tokens)), Sample)
+    assert sample.tokens.tolist() == [0, 2, 4, 6, 8]
+
+
+def framed(content: Any) -> bytes:
+    """Any content in a frame whose checksum is right."""
+    body = msgpack.packb(content, use_bin_type=True)
+    return wire.HEADER.pack(b"TDM", 1, xxhash.xxh3_64_intdigest(body)) + body
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = msgpack.unpackb(wire.encode(record)[wire.HEADER.size :])[1]
+    return fields
+
+
+REFUSED: list[tuple[str, bytes, str]] = [
+    ("empty", b"", "truncated"),
+    ("half a header", b"TDM\x01", "truncated"),
+    ("another magic", b"XXX" + wire.encode(Version(term=1, step=1))[3:], "begins with b'XXX'"),
+    ("another version", b"TDM\x07" + bytes(20), "schema version 7; this side speaks 1"),
+    ("cut", wire.encode(Version(term=1, step=1))[:-1], "damaged or truncated"),
+    ("longer", wire.encode(Version(term=1, step=1)) + b"x", "damaged or truncated"),
+    ("no MessagePack", wire.HEADER.pack(b"TDM", 1, xxhash.xxh3_64_intdigest(b"\xc1")) + b"\xc1",
+     "isn't valid MessagePack"),
+    ("no pair", framed([1, 2, 3]), r"isn't \[kind, fields\]"),
+    ("an unknown kind", framed(["Malware", {}]), "is unknown: 'Malware'"),
+    ("another kind", wire.encode(SamplingParams()), "is SamplingParams, not the expected Version"),
+    ("an unknown field", framed(["Version", {"term": 1, "step": 2, "x": 3}]), r"unknown fields \['x'\]"),
+    ("a missing field", framed(["Version", {"term": 1}]), r"lacks the fields \['step'\]"),
+    ("a wrong type", framed(["Version", {"term": "1", "step": 2}]), "Version.term should be int, not str"),
+    ("a bool for a number", framed(["Version", {"term": True, "step": 2}]), "should be int, not bool"),
+    ("no fields", framed(["Version", [1, 2]]), "should be a Version, not list"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "reason"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
+def test_what_is_not_exactly_one_record_is_refused_with_its_reason(data: bytes, reason: str):
+    with pytest.raises(WireError, match=reason):
+        wire.decode(data, Version)
+
+
+SAMPLE_DAMAGE: list[tuple[str, Any, str]] = [
+    ("tokens", b"\x00\x00\x00", "3 bytes, not a multiple of 4"),
+    ("tokens", [1, 2], "should be the bytes of int32"),
+    ("source", b"\x00", "differ in length"),
+    ("finish_reason", "tired", "is 'tired', not one of"),
+    ("verdict", "splendid", "is 'splendid', not one of"),
+    ("components", {"a": "b"}, "should be a number, not str"),
+    ("components", [1], "should be a map"),
+    ("spans", {"a": 1}, "should be a list"),
+    ("spans", [{"term": 1}], "lacks the fields"),
+    ("reward", "1.0", "should be a number"),
+    ("text", b"bytes", "should be str, not bytes"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "reason"), SAMPLE_DAMAGE)
+def test_a_field_of_a_wrong_kind_is_named(field: str, value: Any, reason: str):
+    fields = {**fields_of(a_sample()), field: value}
+    with pytest.raises(WireError, match=f"Sample.*{reason}"):
+        wire.decode(framed(["Sample", fields]), Sample)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_no_flipped_bit_passes(data: Any):
+    message = bytearray(wire.encode(RECORDS[7]))
+    position = data.draw(st.integers(0, 8 * len(message) - 1))
+    message[position // 8] ^= 1 << position % 8
+    with pytest.raises(WireError):
+        wire.decode(bytes(message), Group)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200))
+def test_no_random_bytes_pass_or_raise_anything_else(data: bytes):
+    with pytest.raises(WireError):
+        wire.decode(data, Group)
+
+
+json_like = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=4)
+    | st.binary(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["Group", "Sample", "Version"]), json_like)
+def test_no_well_framed_nonsense_passes_or_raises_anything_else(kind: str, content: Any):
+    try:
+        data = framed([kind, content])
+    except OverflowError:
+        return
+    with pytest.raises(WireError):
+        wire.decode(data, wire.RECORD_KINDS[kind])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40),
+    st.text(),
+    st.dictionaries(st.text(), st.none() | st.floats(allow_nan=False), max_size=4),
+)
+def test_any_sample_comes_out_as_it_went_in(tokens: list[int], text: str, components: Any):
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return
+    sample = a_sample(
+        len(tokens), tokens=np.array(tokens, np.int32), text=text, components=components
+    )
+    assert same(sample, wire.decode(wire.encode(sample), Sample))
+
+
+def test_what_is_no_record_does_not_travel():
+    with pytest.raises(WireError, match="dict is not a record"):
+        wire.encode({"term": 1})
+
+
+@pytest.mark.parametrize("value", [{1: "x"}, {"x": object()}, {"x": {2}}])
+def test_free_form_data_is_plain(value: Any):
+    with pytest.raises(WireError, match="extra"):
+        wire.encode(a_group(extra=value))
+
+
+def test_free_form_data_is_not_nested_for_ever():
+    deep: Any = 1
+    for _ in range(20):
+        deep = [deep]
+    with pytest.raises(WireError, match="deeper"):
+        wire.encode(a_group(extra={"x": deep}))
+    fields = {**fields_of(a_group()), "extra": {"x": deep}}
+    with pytest.raises(WireError, match="deeper"):
+        wire.decode(framed(["Group", fields]), Group)
+
+
+def test_a_number_too_large_for_the_format_is_refused():
+    with pytest.raises(WireError, match="can't travel"):
+        wire.encode(a_group(extra={"x": 2**80}))
+
+
+def test_a_two_dimensional_array_does_not_travel():
+    with pytest.raises(WireError, match="one-dimensional"):
+        wire.encode(a_group(prompt_tokens=np.zeros((2, 2), np.int32)))
+
+
+@pytest.mark.parametrize("tokens", [np.array([1.5, 2.0]), np.array([True, False])])
+def test_token_ids_that_are_not_integers_do_not_travel(tokens: Any):
+    with pytest.raises(WireError, match="int32"):
+        wire.encode(a_group(prompt_tokens=tokens))
+
+
+def test_token_ids_out_of_range_do_not_travel():
+    with pytest.raises(WireError, match="int32"):
+        wire.encode(a_group(prompt_tokens=np.array([2**40])))
+
+
+def test_nothing_stands_for_text():
+    with pytest.raises(WireError, match="gold"):
+        wire.encode(a_group(gold=None))
+
+
+def test_a_message_over_the_limit_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch):
+    data = wire.encode(a_group(a_sample(2000)))
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1000)
+    with pytest.raises(WireError, match="over the limit of 1,000: send fewer"):
+        wire.encode(a_group(a_sample(2000)))
+    with pytest.raises(WireError, match="over the limit of 1,000"):
+        wire.decode(data, Group)
+
+
+def test_the_frame_is_what_the_module_says():
+    data = wire.encode(Version(term=1, step=2))
+    magic, version, checksum = struct.unpack_from("<3sBQ", data)
+    assert (magic, version) == (b"TDM", 1)
+    assert checksum == xxhash.xxh3_64_intdigest(data[12:])
+    assert msgpack.unpackb(data[12:]) == ["Version", {"term": 1, "step": 2}]
+
+
+def test_a_record_defined_elsewhere_can_be_registered_under_a_free_name(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(wire, "RECORD_KINDS", dict(wire.RECORD_KINDS))
+
+    @wire.register
+    @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+    class Hello:
+        name: str
+
+    assert wire.decode(wire.encode(Hello(name="x")), Hello).name == "x"
+    with pytest.raises(ValueError, match="already the name"):
+        wire.register(type("Version", (), {}))
