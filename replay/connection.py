@@ -1,0 +1,359 @@
+"""The connection to the run's Redis: waits, retries, and scripts that may be repeated safely."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, TypeVar
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    NoScriptError,
+    OutOfMemoryError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from ..common.errors import FencedError, StoreError
+from ..common.run_folder import JoinInfo
+
+log = logging.getLogger("tandem.replay")
+
+T = TypeVar("T")
+Command = tuple[Any, ...]
+Arg = str | int | float | bytes
+
+DEADLINE = 60.0
+"""Seconds that a command is tried again while Redis is down, loading or full."""
+LARGEST_PAUSE = 0.5
+SOCKET_TIMEOUT = 30.0
+OLDEST_REDIS = (6, 2)
+
+_WAITS = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OutOfMemoryError)
+
+
+@cache
+def script_source(name: str) -> str:
+    """The Lua text of ``scripts/<name>.lua``, with the prelude before it."""
+    folder = resources.files(__package__) / "scripts"
+    body = (folder / f"{name}.lua").read_text(encoding="utf-8")
+    return (folder / "prelude.lua").read_text(encoding="utf-8") + "\n" + body
+
+
+@cache
+def script_digest(name: str) -> str:
+    """SHA-1 by which Redis names the script."""
+    return hashlib.sha1(script_source(name).encode()).hexdigest()
+
+
+@cache
+def script_names() -> tuple[str, ...]:
+    """Every script but the prelude, sorted."""
+    folder = resources.files(__package__) / "scripts"
+    names = {entry.name.removesuffix(".lua") for entry in folder.iterdir()}
+    return tuple(sorted(n for n in names if n != "prelude" and not n.startswith((".", "_"))))
+
+
+class Store:
+    """One process's access to the run's keys in Redis. Thread-safe.
+
+    Every script call carries ``(caller, request number)``: a call that is repeated because its
+    answer was lost on the way gets its first answer. So calls are simply tried again until
+    ``deadline`` while the connection is refused or lost, while Redis loads its file
+    (``LOADING``) and while it is full. redis-py's own retries are off, since they repeat
+    commands without that number.
+    """
+
+    def __init__(self, client: redis.Redis, join: JoinInfo, name: str = "") -> None:
+        self.redis = client
+        self.run_id = join.run_id
+        self.name = name
+        self.address = f"{join.host}:{join.port}"
+        self._prefix = f"tandem:{join.run_id}:"
+        self._local = threading.local()
+        self._callers = itertools.count()
+        self._pid = os.getpid()
+        self._incarnation = _new_incarnation()
+
+    def __repr__(self) -> str:
+        return f"Store(run_id={self.run_id!r}, address={self.address!r})"
+
+    @property
+    def incarnation(self) -> str:
+        """Tells this life of the process from earlier ones of the same member."""
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self._incarnation = _new_incarnation()
+            self._local = threading.local()
+        return self._incarnation
+
+    def key(self, name: str) -> str:
+        """The full name of a key of this run."""
+        return self._prefix + name
+
+    # -- scripts ---------------------------------------------------------------------------
+
+    def command(self, name: str, *args: Arg) -> Command:
+        """One call of ``scripts/<name>.lua`` with its request number, for :meth:`batch`."""
+        caller, request = self._next_request()
+        return ("EVALSHA", script_digest(name), 1, self._prefix, caller, request, *args)
+
+    def script(self, name: str, *args: Arg, deadline: float = DEADLINE) -> Any:
+        """Runs ``scripts/<name>.lua`` and returns its answer.
+
+        Raises:
+            FencedError: a newer learner has taken over.
+            StoreError: the script refused; or Redis was away or full for ``deadline`` seconds.
+        """
+        command = self.command(name, *args)
+        return self.persist(f"{name} script", lambda: self._evaluate(command), deadline)
+
+    def batch(self, commands: Sequence[Command], *, deadline: float = DEADLINE) -> list[Any]:
+        """Sends commands in one round trip; the whole batch is repeated where it was cut off.
+
+        An error of one command stands in its place in the result (see :func:`told`).
+        """
+
+        def send() -> list[Any]:
+            pipeline = self.redis.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            return list(pipeline.execute(raise_on_error=False))
+
+        def attempt() -> list[Any]:
+            results = send()
+            if any(isinstance(r, NoScriptError) for r in results):
+                self._load_scripts()
+                results = send()
+            for result in results:
+                if isinstance(result, BusyLoadingError | RedisConnectionError):
+                    raise result
+            return results
+
+        if not commands:
+            return []
+        return self.persist(f"{len(commands)} commands", attempt, deadline)
+
+    def call(self, method: str, *args: Any, deadline: float = DEADLINE, **kwargs: Any) -> Any:
+        """One command of redis-py by its method's name, tried again; it must be repeatable."""
+        bound = getattr(self.redis, method)
+        return self.persist(method.upper(), lambda: bound(*args, **kwargs), deadline)
+
+    def persist(self, what: str, operation: Callable[[], T], deadline: float = DEADLINE) -> T:
+        """Runs ``operation`` until it is done or ``deadline`` seconds have passed."""
+        begun = time.monotonic()
+        pause, told_half = 0.005, False
+        while True:
+            try:
+                return operation()
+            except (AuthenticationError, AuthorizationError) as error:
+                raise self._refused(error) from None
+            except _WAITS as error:
+                waited = time.monotonic() - begun
+                if waited >= deadline:
+                    raise StoreError(
+                        f"Redis at {self.address} did not answer ({what}) for {waited:.0f} s: "
+                        f"{_cause(error)}. Is the run's redis-server up? `tandem start` on the "
+                        f"same run folder brings it back with all that it held"
+                    ) from None
+                if waited >= deadline / 2 and not told_half:
+                    told_half = True
+                    log.warning(
+                        f"waiting for Redis at {self.address} for {waited:.0f} s ({what}): "
+                        f"{_cause(error)}; giving up after {deadline:.0f} s"
+                    )
+                time.sleep(min(pause, max(0.0, deadline - waited)))
+                pause = min(2 * pause, LARGEST_PAUSE)
+            except ResponseError as error:
+                raise told(error, self.address) from None
+
+    def hints(self, *channels: str) -> Hints:
+        """Listens to hints (``taken``, ``graded``, ``version``, ``state``)."""
+        return Hints(self, channels)
+
+    def hint(self, channel: str) -> None:
+        """Sends a hint; nobody relies on its arrival."""
+        try:
+            self.redis.publish(self.key(f"hint:{channel}"), b"")
+        except RedisError as error:
+            log.debug(f"hint {channel} was not sent: {_cause(error)}")
+
+    def holds_run(self) -> bool:
+        """Whether this server holds the run's ledger."""
+        return bool(self.call("hexists", self.key("meta"), "created"))
+
+    def close(self) -> None:
+        """Closes the pool's connections."""
+        self.redis.close()
+
+    def _next_request(self) -> tuple[str, int]:
+        incarnation = self.incarnation
+        local = self._local
+        if not hasattr(local, "caller"):
+            local.caller = f"{incarnation}.{next(self._callers)}"
+            local.requests = itertools.count(1)
+        return local.caller, next(local.requests)
+
+    def _evaluate(self, command: Command) -> Any:
+        try:
+            return self.redis.execute_command(*command)
+        except NoScriptError:
+            self._load_scripts()
+            return self.redis.execute_command(*command)
+
+    def _load_scripts(self) -> None:
+        """Loads every script, and first tells the ledger if this is a new life of the server.
+
+        A server that was restarted knows no scripts, so that whoever calls it first comes
+        through here: deadlines are moved on before any script can judge one. All is sent on
+        one connection, hence to one life of the server.
+        """
+        pipeline = self.redis.pipeline(transaction=False)
+        pipeline.execute_command(
+            "EVAL", script_source("server_started"), 1, self._prefix, "loader", 0
+        )
+        for name in script_names():
+            # Without keys a script does nothing but become known (see the prelude).
+            pipeline.execute_command("EVAL", script_source(name), 0)
+        pipeline.execute()
+
+    def _refused(self, error: Exception) -> StoreError:
+        return StoreError(
+            f"Redis at {self.address} refused the password ({_cause(error)}): the join file is "
+            f"of another run or out of date; copy it again with `tandem join-file`"
+        )
+
+
+class Hints:
+    """Wakes a waiter when something may have changed. A lost hint is harmless: callers look
+    again every 0.25 s. For one thread."""
+
+    def __init__(self, store: Store, channels: Sequence[str]) -> None:
+        self._store = store
+        self._names = {store.key(f"hint:{c}").encode(): c for c in channels}
+        self._pubsub: Any = None
+        self._pending: dict[str, None] = {}
+
+    def wait(self, timeout: float) -> str | None:
+        """The next channel that was hinted at, each once however often; None after ``timeout``
+        seconds without any."""
+        if not self._pending:
+            try:
+                self._read(timeout)
+            except (RedisError, OSError, ValueError) as error:
+                log.debug(f"hints are cut off: {_cause(error)}")
+                self.close()
+                time.sleep(min(timeout, 0.05))
+        if not self._pending:
+            return None
+        channel = next(iter(self._pending))
+        del self._pending[channel]
+        return channel
+
+    def _read(self, timeout: float) -> None:
+        if self._pubsub is None:
+            self._pubsub = self._store.redis.pubsub(ignore_subscribe_messages=True)
+            self._pubsub.subscribe(*self._names)
+        end = time.monotonic() + timeout
+        left = timeout
+        while True:
+            message = self._pubsub.get_message(timeout=max(0.0, left))
+            if message is not None and message["type"] == "message":
+                self._pending[self._names[message["channel"]]] = None
+            # Something came: take what else is there without waiting for more.
+            left = 0.0 if self._pending else end - time.monotonic()
+            if message is None and left <= 0.0:
+                return
+
+    def close(self) -> None:
+        """Ends the subscription."""
+        if self._pubsub is not None:
+            try:
+                self._pubsub.close()
+            except (RedisError, OSError) as error:
+                log.debug(f"closing hints: {_cause(error)}")
+            self._pubsub = None
+
+
+def told(error: Exception, address: str = "Redis") -> Exception:
+    """The error that a person is meant to read, for an error reply of Redis."""
+    text = str(error)
+    word, _, rest = text.partition(" ")
+    if word == "FENCED":
+        return FencedError(rest)
+    if word == "REFUSED":
+        return StoreError(rest)
+    return StoreError(f"Redis at {address} answered with an error: {text}")
+
+
+def connect(join: JoinInfo, *, deadline: float = 30.0, name: str = "") -> Store:
+    """Connects to the run's Redis, waiting up to ``deadline`` seconds for it to come up.
+
+    Raises:
+        StoreError: it never came up, refused the password (at once), is older than 6.2, or
+            would evict keys when full.
+    """
+    client = redis.Redis(
+        host=join.host,
+        port=join.port,
+        db=join.db,
+        username=join.username,
+        password=join.password,
+        ssl=join.tls,
+        protocol=2,
+        decode_responses=False,
+        socket_connect_timeout=5.0,
+        socket_timeout=SOCKET_TIMEOUT,
+        socket_keepalive=True,
+        health_check_interval=0,
+        retry=Retry(NoBackoff(), 0),
+        client_name=f"tandem:{name}" if name else None,
+    )
+    store = Store(client, join, name)
+    info = store.persist("first contact", lambda: _info(client), deadline)
+    _check_server(info, store.address)
+    return store
+
+
+def _info(client: redis.Redis) -> dict[str, Any]:
+    pipeline = client.pipeline(transaction=False)
+    pipeline.info("server")
+    pipeline.info("memory")
+    server, memory = pipeline.execute()
+    return {**server, **memory}
+
+
+def _check_server(info: dict[str, Any], address: str) -> None:
+    version = str(info.get("redis_version", "0.0"))
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if numbers < OLDEST_REDIS:
+        raise StoreError(f"Redis at {address} is version {version}: 6.2 or newer is needed")
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise StoreError(
+            f"Redis at {address} has maxmemory-policy={policy}, which throws keys away when it "
+            f"is full: set it to noeviction (CONFIG SET maxmemory-policy noeviction)"
+        )
+
+
+def _new_incarnation() -> str:
+    return f"{os.getpid():x}.{secrets.token_hex(4)}"
+
+
+def _cause(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

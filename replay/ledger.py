@@ -1,0 +1,739 @@
+"""The ledger: every group is in one state, and each move between states is one script.
+
+::
+
+    admitted -> leased -> graded -> taken(n) -> trained
+       ^          |          |          |
+       +----------+          +----------+--> rejected(reason)
+        expired, returned, revoked
+
+The rules are in :mod:`tandem.replay.rules`, the scripts in ``scripts/``, one a transition, each
+with what must hold before and what holds after.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import xxhash
+from redis.exceptions import OutOfMemoryError
+
+from ..common import wire
+from ..common.config import Config
+from ..common.errors import StoreError
+from ..common.records import CommitResult, Group, Version
+from .connection import DEADLINE, Store, told
+from .order import Order
+
+log = logging.getLogger("tandem.replay")
+
+PAYLOAD_SECONDS = 600
+"""Life of a payload that no commit has kept."""
+CHUNK_BYTES = 16 << 20
+"""Most payload bytes of one round trip."""
+COMMITS_PER_BATCH = 64
+"""As many answers as the scripts keep for a caller."""
+TRIM_BUDGET = 2000
+"""Payloads let go by one call, about 2 ms of the server."""
+MEMORY_SECONDS = 1.0
+"""Age at which a worker asks again how full Redis is."""
+
+REJECTIONS = ("stale", "quarantined", "attempts", "ungraded", "run_ended")
+"""Every reason that a group is rejected for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerSettings:
+    """What a ledger is created with; the first part never changes in a run's life."""
+
+    sources: tuple[tuple[str, int, int], ...]
+    """Frozen. ``(name, problems, weight)`` of each source."""
+    seed: int
+    """Frozen. Of the order."""
+    data_digest: str
+    """Frozen. Digest of the problems and traces as ingested."""
+    group_size: int
+    """Frozen. G."""
+    groups_per_step: int
+    """Frozen. B."""
+    max_staleness: int
+    """Frozen. η."""
+    window: int = 1
+    """Frozen. Steps within which groups may be taken out of order; 1 = strict order."""
+    late: str = "wait"
+    """Frozen. ``wait`` or ``drop``: what a cut does about a lease that would become stale."""
+    max_attempts: int = 5
+    """Frozen. Failed attempts after which a group is rejected and listed."""
+    steps: int | None = None
+    """Rows of the run; None where ``passes`` ends it."""
+    passes: int | None = None
+    """Passes of the run; the last row may be short."""
+    lease_seconds: float = 120.0
+    """A lease that isn't renewed for so long goes to the next worker."""
+    group_deadline_seconds: float = 1800.0
+    """Cap on one lease, renewals included."""
+    max_inflight: int = 4096
+    """Greatest number of leases at a time."""
+    group_bytes: int = 0
+    """Worst case of one group's payload, for the stop before Redis is full."""
+
+    @classmethod
+    def of(
+        cls, config: Config, sources: Sequence[tuple[str, int, int]], data_digest: str
+    ) -> LedgerSettings:
+        """From a run's config and what was ingested: ``(name, problems, weight)`` a source."""
+        replay, rollout = config.replay, config.rollout
+        # 4 bytes of id, 4 of log-prob, 1 of source, and about 6 of text a token.
+        response = 15 * rollout.max_new_tokens
+        prompt = 10 * config.data.max_prompt_tokens
+        return cls(
+            sources=tuple((name, size, weight) for name, size, weight in sources),
+            seed=config.run.seed,
+            data_digest=data_digest,
+            group_size=rollout.group_size,
+            groups_per_step=replay.groups_per_step,
+            max_staleness=replay.max_staleness,
+            window=replay.window,
+            late=replay.late,
+            max_attempts=replay.max_attempts,
+            steps=config.run.steps,
+            passes=config.run.passes,
+            lease_seconds=replay.lease_seconds,
+            group_deadline_seconds=replay.group_deadline_seconds,
+            max_inflight=replay.max_inflight,
+            group_bytes=rollout.group_size * response + prompt,
+        )
+
+    def order(self) -> Order:
+        """The order of problems."""
+        return Order(self.sources, self.seed)
+
+    def frozen_fields(self) -> dict[str, str]:
+        """As stored in Redis."""
+        return {
+            "sources": json.dumps([list(s) for s in self.sources]),
+            "seed": str(self.seed),
+            "data_digest": self.data_digest,
+            "group_size": str(self.group_size),
+            "groups_per_step": str(self.groups_per_step),
+            "max_staleness": str(self.max_staleness),
+            "window": str(self.window),
+            "late": self.late,
+            "max_attempts": str(self.max_attempts),
+            "pass_length": str(self.order().pass_length),
+        }
+
+    def changeable_fields(self) -> dict[str, str]:
+        """As stored in Redis."""
+        length = self.order().pass_length
+        return {
+            "steps": str(self.steps or 0),
+            "passes": str(self.passes or 0),
+            "total_groups": str((self.passes or 0) * length),
+            "lease_ms": str(int(self.lease_seconds * 1000)),
+            "group_deadline_ms": str(int(self.group_deadline_seconds * 1000)),
+            "max_inflight": str(self.max_inflight),
+            "group_bytes": str(self.group_bytes),
+        }
+
+    @classmethod
+    def from_fields(cls, stored: Mapping[str, str]) -> LedgerSettings:
+        """Inverse of the two above."""
+        return cls(
+            sources=tuple((n, s, w) for n, s, w in json.loads(stored["sources"])),
+            seed=int(stored["seed"]),
+            data_digest=stored["data_digest"],
+            group_size=int(stored["group_size"]),
+            groups_per_step=int(stored["groups_per_step"]),
+            max_staleness=int(stored["max_staleness"]),
+            window=int(stored["window"]),
+            late=stored["late"],
+            max_attempts=int(stored["max_attempts"]),
+            steps=int(stored["steps"]) or None,
+            passes=int(stored["passes"]) or None,
+            lease_seconds=int(stored["lease_ms"]) / 1000,
+            group_deadline_seconds=int(stored["group_deadline_ms"]) / 1000,
+            max_inflight=int(stored["max_inflight"]),
+            group_bytes=int(stored["group_bytes"]),
+        )
+
+    def check(self) -> None:
+        """Raises ``StoreError`` for values that don't go together."""
+        if (not self.steps) == (not self.passes):
+            raise StoreError("a ledger ends after steps or after passes: set exactly one of them")
+        if self.window > self.max_staleness + 1:
+            raise StoreError(
+                f"window={self.window} is over max_staleness + 1 = {self.max_staleness + 1}"
+            )
+        if self.late not in ("wait", "drop"):
+            raise StoreError(f"late={self.late!r} is neither 'wait' nor 'drop'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """One group to generate."""
+
+    group_id: str
+    """``<pass>-<position>``."""
+    attempt: int
+    """Which lease of this id it is, from 1."""
+    pass_: int
+    """Run over the data set, from 0."""
+    position: int
+    """In the pass."""
+    problem_id: str
+    """The problem at that position."""
+    deadline_ms: int
+    """The group's deadline by Redis ``TIME``: past it the finished samples are committed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseReply:
+    """What a worker gets when it asks for work."""
+
+    leases: tuple[Lease, ...]
+    """At most as many as were asked for."""
+    state: str
+    """State of the run: running, draining, finished or failed."""
+    wait: str
+    """Why there were no more; empty where there were."""
+    journalled: int
+    """J."""
+    now_ms: int
+    """Redis ``TIME``, ms."""
+    lease_seconds: float
+    """Renew at about a third of this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowEntry:
+    """One group of a row."""
+
+    group_id: str
+    """``<pass>-<position>``."""
+    attempt: int
+    """The lease that was committed."""
+    digest: str
+    """xxh3-64 of the payload, hexadecimal."""
+    nbytes: int
+    """Length of the payload."""
+    trace_ids: tuple[str, ...] = ()
+    """Expert traces that fill up the group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The batch of one step, as it was written."""
+
+    step: int
+    """n."""
+    ids: tuple[RowEntry, ...]
+    """Its groups, ascending by position."""
+    short: bool = False
+    """Fewer than B groups: the last row of a run that is set in passes."""
+    quarantined: str = ""
+    """Why it was not trained on; empty unless its loss or gradient wasn't finite."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, the same as Redis holds; for the journal."""
+        return {
+            "step": self.step,
+            "short": self.short,
+            "groups": [
+                {
+                    "id": entry.group_id,
+                    "attempt": entry.attempt,
+                    "digest": entry.digest,
+                    "bytes": entry.nbytes,
+                    "traces": list(entry.trace_ids),
+                }
+                for entry in self.ids
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any], quarantined: str = "") -> Row:
+        """Inverse of :meth:`to_dict`."""
+        return cls(
+            step=int(plain["step"]),
+            short=bool(plain["short"]),
+            ids=tuple(
+                RowEntry(
+                    group_id=entry["id"],
+                    attempt=int(entry["attempt"]),
+                    digest=entry["digest"],
+                    nbytes=int(entry["bytes"]),
+                    trace_ids=tuple(entry["traces"]),
+                )
+                for entry in plain["groups"]
+            ),
+            quarantined=quarantined,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """There is no row yet."""
+
+    group_id: str
+    """The first group that isn't there."""
+    state: str
+    """Its state: ``admitted`` or ``leased``."""
+    worker: str
+    """Who holds it, or held it last."""
+    reason: str
+    """One clause for a person."""
+    run_state: str = "running"
+    """State of the run."""
+    ended: bool = False
+    """No row will ever come: the run has taken all that it was to take."""
+
+    def __str__(self) -> str:
+        if self.ended:
+            return "the run has taken all its rows"
+        holder = f" ({self.worker})" if self.worker else ""
+        return f"waiting for group {self.group_id}, {self.state}{holder}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """The ledger's final word on a commit."""
+
+    result: CommitResult
+    """Committed, duplicate, superseded or rejected."""
+    detail: str = ""
+    """Why, where it was rejected."""
+
+
+class Ledger:
+    """The ledger, as one member of the run uses it. Thread-safe.
+
+    Example, a worker's and a learner's side::
+
+        reply = ledger.lease(held, 8)  # admitted -> leased
+        ledger.commit(graded_group)  # leased -> graded
+        row = ledger.take(step, term)  # graded -> taken(step)
+        groups = ledger.fetch(row)
+        ledger.confirm(step, term)  # taken -> trained
+        ledger.durable(oldest_checkpoint, term)  # its payloads are let go
+    """
+
+    def __init__(self, store: Store, member: str) -> None:
+        self.store = store
+        self.member = member
+        self._settings: LedgerSettings | None = None
+        self._order: Order | None = None
+        self._problem_ids: dict[int, list[str]] = {}
+        self._reclaimed = ""
+        self._memory: tuple[float, int, int] = (-1e9, 0, 0)
+
+    # -- the run ---------------------------------------------------------------------------
+
+    def create(self, settings: LedgerSettings | Mapping[str, Any]) -> bool:
+        """Creates the ledger, or joins it with new values for what may change.
+
+        Returns:
+            Whether it was created.
+
+        Raises:
+            StoreError: the ledger is there with other values for frozen settings; names them.
+        """
+        if not isinstance(settings, LedgerSettings):
+            known = {f.name for f in fields(LedgerSettings)}
+            unknown = sorted(settings.keys() - known)
+            if unknown:
+                raise StoreError(f"unknown ledger settings {unknown}; there are {sorted(known)}")
+            settings = LedgerSettings(**settings)
+        settings.check()
+        frozen = settings.frozen_fields()
+        answer = json.loads(
+            self.store.script(
+                "create", json.dumps(frozen), json.dumps(settings.changeable_fields())
+            )
+        )
+        if answer["differ"]:
+            told_of = "; ".join(
+                f"{name} is {held or 'unset'} there and {frozen[name]} here"
+                for name, held in sorted(answer["differ"].items())
+            )
+            raise StoreError(
+                f"run {self.store.run_id} was begun with other settings: {told_of}. Resume it "
+                f"with those, or start over in another folder (`tandem start --fresh`)"
+            )
+        self._settings = None
+        return bool(answer["created"])
+
+    @property
+    def settings(self) -> LedgerSettings:
+        """The settings as stored, read once.
+
+        Raises:
+            StoreError: this Redis holds no ledger of the run.
+        """
+        if self._settings is None:
+            stored = self.store.call("hgetall", self.store.key("meta"))
+            if b"created" not in stored:
+                raise StoreError(
+                    f"Redis at {self.store.address} holds no ledger of run {self.store.run_id}: "
+                    f"start the run, or join with its own join file"
+                )
+            self._settings = LedgerSettings.from_fields(
+                {k.decode(): v.decode() for k, v in stored.items()}
+            )
+            self._order = self._settings.order()
+        return self._settings
+
+    @property
+    def order(self) -> Order:
+        """The order of problems."""
+        if self._order is None:
+            self._order = self.settings.order()
+        return self._order
+
+    def problem_id(self, group_id: str) -> str:
+        """The problem of a group."""
+        source, index = self.order.place(*Order.parse(group_id))
+        ids = self._problem_ids.get(source)
+        if ids is None:
+            name, size, _ = self.settings.sources[source]
+            raw = self.store.call("zrange", self.store.key(f"problem_ids:{name}"), 0, -1)
+            ids = [r.decode() for r in raw]
+            if len(ids) != size:
+                raise StoreError(
+                    f"source {name!r} has {len(ids)} problems in Redis, and the ledger was made "
+                    f"for {size}: its ingest is unfinished or was of other data"
+                )
+            self._problem_ids[source] = ids
+        return ids[index]
+
+    def end(self, reason: str) -> int:
+        """Ends the run: what is leased, admitted or graded becomes ``rejected(run_ended)``."""
+        return int(self.store.script("end", reason))
+
+    # -- the worker's side -----------------------------------------------------------------
+
+    def lease(self, held: Version, count: int) -> LeaseReply:
+        """Asks for up to ``count`` groups; expired leases come before new positions.
+
+        The first call of a process reclaims what an earlier life of the same member held.
+        """
+        incarnation = self.store.incarnation
+        if self._reclaimed != incarnation:
+            self.reclaim()
+            self._reclaimed = incarnation
+        used, most = self._memory_use()
+        raw = self.store.script(
+            "lease", self.member, self._holder, held.term, held.step, count, used, most
+        )
+        answer = json.loads(raw)
+        leases = []
+        for serial, attempt, deadline in answer["leases"] or ():
+            group_id = self.order.id_of(serial)
+            pass_, position = Order.parse(group_id)
+            leases.append(
+                Lease(
+                    group_id=group_id,
+                    attempt=attempt,
+                    pass_=pass_,
+                    position=position,
+                    problem_id=self.problem_id(group_id),
+                    deadline_ms=deadline,
+                )
+            )
+        return LeaseReply(
+            leases=tuple(leases),
+            state=answer["state"],
+            wait=answer["wait"],
+            journalled=answer["journalled"],
+            now_ms=answer["now"],
+            lease_seconds=answer["lease_ms"] / 1000,
+        )
+
+    def renew(self, group_ids: Iterable[str]) -> list[str]:
+        """Moves the leases' deadlines on; returns the groups that are this worker's no more."""
+        serials = [self.order.serial(group_id) for group_id in group_ids]
+        if not serials:
+            return []
+        lost = self.store.script("renew", self._holder, *serials)
+        return [self.order.id_of(int(serial)) for serial in lost]
+
+    def give_back(
+        self, group_id: str, attempt: int, *, reason: str = "returned", failed: bool = False
+    ) -> bool:
+        """Returns a lease. ``failed`` counts towards ``max_attempts``; a drain doesn't.
+
+        Returns:
+            False where it was this worker's no more.
+        """
+        return bool(
+            self.store.script(
+                "give_back",
+                self._holder,
+                self.order.serial(group_id),
+                attempt,
+                reason,
+                int(failed),
+            )
+        )
+
+    def reclaim(self, member: str | None = None) -> list[str]:
+        """Takes the leases of a member's earlier lives back at once, as failed attempts.
+
+        Without ``member``: of this one, whose present life keeps its own. With it: of one that
+        is known to be dead, as its supervisor knows.
+        """
+        keeps = self._holder if member is None else ""
+        serials = self.store.script("reclaim", member or self.member, keeps)
+        return [self.order.id_of(int(serial)) for serial in serials]
+
+    # -- the reward pool's side ------------------------------------------------------------
+
+    def commit(self, group: Group) -> CommitResult:
+        """Commits one graded group; see :meth:`commit_many`."""
+        return self.commit_many([group])[0].result
+
+    def commit_many(self, groups: Sequence[Group], deadline: float = DEADLINE) -> list[Receipt]:
+        """Commits graded groups, as few round trips as their bytes allow.
+
+        The payload travels in a plain ``SET`` beside the script: as a script's argument it
+        would block the server. It is put under the digest of its bytes and only where it isn't
+        there yet, so that a repeat can neither change nor expire what was committed.
+
+        Returns:
+            A final receipt for each. With fewer than two own verdicts: rejected (ungraded).
+        """
+        receipts: list[Receipt | None] = [None] * len(groups)
+        prepared = [(i, *self._prepare(group)) for i, group in enumerate(groups)]
+        begun = time.monotonic()
+        pause = 0.01
+        while prepared:
+            again = []
+            for chunk in _chunks(prepared, [len(p[1]) for p in prepared], COMMITS_PER_BATCH):
+                commands = []
+                for _, payload, name, args in chunk:
+                    commands.append(("SET", name, payload, "EX", PAYLOAD_SECONDS, "NX"))
+                    commands.append(self.store.command("commit", *args))
+                results = self.store.batch(commands)
+                for item, put, said in zip(chunk, results[::2], results[1::2], strict=True):
+                    if isinstance(said, Exception) and not isinstance(said, OutOfMemoryError):
+                        raise told(said, self.store.address)
+                    if isinstance(said, Exception) or said == b"resend":
+                        if isinstance(put, Exception) and not isinstance(put, OutOfMemoryError):
+                            raise told(put, self.store.address)
+                        again.append(item)
+                        continue
+                    word, _, detail = said.decode().partition(" ")
+                    receipts[item[0]] = Receipt(result=CommitResult(word), detail=detail)
+            if again:
+                if time.monotonic() - begun > deadline:
+                    raise StoreError(
+                        f"Redis at {self.store.address} is full: {len(again)} groups could not be "
+                        f"stored for {deadline:.0f} s. Raise replay.maxmemory_mb, or let the "
+                        f"learner catch up"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, 0.5)
+            prepared = again
+        return [receipt for receipt in receipts if receipt is not None]
+
+    def _prepare(self, group: Group) -> tuple[bytes, str, tuple[Any, ...]]:
+        payload = wire.encode(group)
+        digest = xxhash.xxh3_64_hexdigest(payload)
+        rewards = [s.reward for s in group.samples if _has_verdict(s) and s.reward is not None]
+        verdicts = sum(1 for s in group.samples if _has_verdict(s))
+        oldest = group.oldest_step
+        name = self.store.key(f"payload:{group.group_id}:{group.attempt}:{digest}")
+        args = (
+            self.order.serial(group.group_id),
+            group.attempt,
+            group.group_id,
+            digest,
+            len(payload),
+            "" if oldest is None else oldest,
+            len(group.samples),
+            verdicts,
+            repr(float(min(rewards))) if rewards else "",
+            repr(float(max(rewards))) if rewards else "",
+            json.dumps(list(group.trace_ids)),
+        )
+        return payload, name, args
+
+    # -- the learner's side ----------------------------------------------------------------
+
+    def new_term(self, at_least: int = 0) -> int:
+        """Begins a term, greater than every one before and than ``at_least`` (the journal's)."""
+        return int(self.store.script("new_term", at_least))
+
+    def term(self) -> int:
+        """The newest term; 0 before the first learner."""
+        return int(self.store.call("hget", self.store.key("meta"), "term") or 0)
+
+    def journalled(self) -> int:
+        """J: rows written."""
+        return int(self.store.call("hget", self.store.key("meta"), "journalled") or 0)
+
+    def take(self, step: int, term: int) -> Row | Waiting:
+        """Row ``step``: as it was written if it was, else cut now if enough groups are graded.
+
+        Raises:
+            FencedError: a newer learner has taken over.
+            StoreError: the row is neither written nor the next one, or was let go.
+        """
+        answer = json.loads(self.store.script("take", step, term))
+        if "row" in answer:
+            return Row.from_dict(answer["row"], answer["quarantined"])
+        if "ended" in answer:
+            return Waiting(group_id="", state="", worker="", reason="run ended", ended=True)
+        return Waiting(**answer["waiting"])
+
+    def fetch(self, row: Row) -> list[Group]:
+        """The row's groups, in its order.
+
+        Raises:
+            StoreError: a payload is gone or isn't the one that the row names.
+        """
+        groups: list[Group] = []
+        for chunk in _chunks(row.ids, [entry.nbytes for entry in row.ids], len(row.ids)):
+            names = [self.store.key(f"payload:{e.group_id}:{e.attempt}:{e.digest}") for e in chunk]
+            for entry, payload in zip(chunk, self.store.call("mget", names), strict=True):
+                if payload is None:
+                    raise StoreError(
+                        f"the samples of group {entry.group_id} (row {row.step}) are gone from "
+                        f"Redis: resume from a checkpoint at or past step {row.step}"
+                    )
+                if xxhash.xxh3_64_hexdigest(payload) != entry.digest:
+                    raise StoreError(
+                        f"the samples of group {entry.group_id} (row {row.step}) are not the ones "
+                        f"that the row was made of: their digest isn't {entry.digest}"
+                    )
+                groups.append(wire.decode(payload, Group))
+        return groups
+
+    def confirm(self, step: int, term: int) -> None:
+        """taken(step) → trained."""
+        self.store.script("confirm", step, term)
+
+    def quarantine(self, step: int, term: int, reason: str) -> None:
+        """taken(step) → rejected(quarantined): its loss or gradient wasn't finite."""
+        self.store.script("quarantine", step, term, reason)
+
+    def durable(self, step: int, term: int) -> None:
+        """The oldest checkpoint kept is at ``step``: rows and payloads up to it are let go."""
+        while int(self.store.script("durable", step, term, TRIM_BUDGET)) < step:
+            pass
+
+    def reassert(self, rows: Iterable[Row], term: int) -> int:
+        """Writes the journal's rows that Redis lacks, as after a crash of the host.
+
+        Args:
+            rows: ascending by step, without gaps.
+
+        Returns:
+            How many Redis had lost.
+        """
+        written = 0
+        batch: list[str] = []
+        for row in rows:
+            batch.append(json.dumps(row.to_dict()))
+            if len(batch) == 16:
+                written += int(self.store.script("reassert", term, *batch))
+                batch = []
+        if batch:
+            written += int(self.store.script("reassert", term, *batch))
+        return written
+
+    # -- looking ---------------------------------------------------------------------------
+
+    def counts(self) -> dict[str, int]:
+        """Groups in each state, from the sets: ``rejected:<reason>`` apart."""
+        key = self.store.key
+        bitmaps = ["trained", *(f"rejected:{reason}" for reason in REJECTIONS)]
+        sets = {"admitted": "returned", "leased": "leased", "graded": "graded", "taken": "taken"}
+        answers = self.store.batch(
+            [("ZCARD", key(name)) for name in sets.values()]
+            + [("BITCOUNT", key(name)) for name in bitmaps]
+        )
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise told(answer, self.store.address)
+        return dict(zip([*sets, *bitmaps], map(int, answers), strict=True))
+
+    def state_of(self, group_id: str) -> str:
+        """A group's state, as in the diagram; for people, audits and tests."""
+        serial = self.order.serial(group_id)
+        live = self.store.call("hget", self.store.key(f"group:{serial}"), "state")
+        if live:
+            return str(live.decode())
+        bucket, field = divmod(serial, 256)
+        final = self.store.call("hget", self.store.key(f"final:{bucket}"), field)
+        if final is None:
+            return "admitted"
+        letter, step, _, *reason = final.decode().split(":")
+        if letter == "R":
+            return f"rejected({reason[0]}, {step})"
+        return f"taken({step})" if letter == "T" else f"trained({step})"
+
+    def dead_letters(self) -> list[dict[str, Any]]:
+        """Groups given up for their failed attempts, and quarantined rows."""
+        dead = self.store.call("hvals", self.store.key("dead"))
+        rows = self.store.call("hgetall", self.store.key("quarantined"))
+        return [json.loads(text) for text in dead] + [
+            {"step": int(step), "reason": reason.decode()}
+            for step, reason in sorted(rows.items(), key=lambda item: int(item[0]))
+        ]
+
+    def waiting_for(self) -> str:
+        """Whom the next row waits for, in one line."""
+        told_of = json.loads(self.store.script("waiting"))
+        waiting = Waiting(
+            group_id=told_of["group_id"],
+            state=told_of["state"],
+            worker=told_of["worker"],
+            reason=told_of["reason"],
+            run_state=told_of["run_state"],
+        )
+        return (
+            f"row {told_of['journalled'] + 1} is {waiting} (graded {told_of['graded']}, leased "
+            f"{told_of['leased']}, returned {told_of['returned']})"
+        )
+
+    def memory_share(self) -> float:
+        """Used share of ``maxmemory``; 0 where there is no limit."""
+        self._memory = (-1e9, 0, 0)
+        used, most = self._memory_use()
+        return used / most if most else 0.0
+
+    @property
+    def _holder(self) -> str:
+        return f"{self.member}@{self.store.incarnation}"
+
+    def _memory_use(self) -> tuple[int, int]:
+        asked, used, most = self._memory
+        now = time.monotonic()
+        if now - asked > MEMORY_SECONDS:
+            info = self.store.call("info", "memory")
+            used, most = int(info["used_memory"]), int(info.get("maxmemory", 0))
+            self._memory = (now, used, most)
+        return used, most
+
+
+def _has_verdict(sample: Any) -> bool:
+    return sample.verdict is not None and not sample.verdict.leaves_baseline
+
+
+def _chunks(items: Sequence[Any], sizes: Sequence[int], most: int) -> list[list[Any]]:
+    """Splits items into runs of at most ``most`` and at most ``CHUNK_BYTES`` (or one item)."""
+    chunks: list[list[Any]] = []
+    total = 0
+    for item, size in zip(items, sizes, strict=True):
+        if not chunks or len(chunks[-1]) >= most or total + size > CHUNK_BYTES:
+            chunks.append([])
+            total = 0
+        chunks[-1].append(item)
+        total += size
+    return chunks

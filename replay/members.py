@@ -1,0 +1,80 @@
+"""The registry of live processes: who is there, since when unheard of, and how to reach it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .connection import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One process of the run."""
+
+    member: str
+    """``<role>-<index>``, or ``<role>-<host>-<pid>`` where it was started by hand."""
+    role: str
+    """learner, rollout or reward."""
+    info: Mapping[str, Any]
+    """What it says of itself: endpoint, public key, pid, version, …"""
+    age: float
+    """Seconds since its last heartbeat, by Redis ``TIME``."""
+
+
+class Members:
+    """Heartbeats in Redis. Each member is written by its own process only."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._own: dict[str, tuple[str, dict[str, Any]]] = {}
+        self._lock = threading.Lock()
+
+    def register(self, role: str, member: str, info: Mapping[str, Any]) -> None:
+        """Enters a process, in place of an earlier life of the same member."""
+        with self._lock:
+            self._own[member] = (role, dict(info))
+        self._beat(member)
+
+    def beat(self, member: str, updates: Mapping[str, Any] | None = None) -> None:
+        """Says that the member lives, with what has changed in its info."""
+        with self._lock:
+            if member not in self._own:
+                raise ValueError(f"{member} has not registered in this process")
+            if updates:
+                self._own[member][1].update(updates)
+        self._beat(member)
+
+    def leave(self, member: str) -> None:
+        """Takes the member out."""
+        with self._lock:
+            self._own.pop(member, None)
+        self.store.script("leave", member)
+
+    def live(self, role: str | None = None, within: float = 10.0) -> list[Member]:
+        """Members (of a role) heard of within so many seconds, sorted by member id."""
+        raw = self.store.script("live", int(within * 1000))
+        found = []
+        for name, text, age_ms in zip(raw[::3], raw[1::3], raw[2::3], strict=True):
+            entry = json.loads(text)
+            if role is None or entry["role"] == role:
+                found.append(
+                    Member(
+                        member=name.decode(),
+                        role=entry["role"],
+                        info=entry["info"],
+                        age=int(age_ms) / 1000,
+                    )
+                )
+        return sorted(found, key=lambda m: m.member)
+
+    def _beat(self, member: str) -> None:
+        with self._lock:
+            if member not in self._own:
+                return
+            role, info = self._own[member]
+            text = json.dumps({"role": role, "info": info})
+        self.store.script("beat", member, text)

@@ -1,0 +1,108 @@
+"""The order in which problems are asked: weighted sources, each in seeded permutations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..common.errors import DataError
+from ..common.seeds import keyed_seed
+
+
+def permutation(size: int, *key: int | str) -> NDArray[np.int64]:
+    """``[size]`` a permutation that depends on the key alone.
+
+    It sorts the raw 64-bit output of Philox, which NumPy keeps the same for good (it does not
+    promise that of ``Generator.permutation``), so that a run resumes on any machine.
+    """
+    raw = np.random.Philox(key=keyed_seed(*key)).random_raw(size)
+    return np.argsort(raw, kind="stable")
+
+
+class Order:
+    """Where each position of each pass finds its problem.
+
+    Sources are mixed by weight in cycles of ``sum(weights)`` slots, spread evenly. Each source
+    runs through its own permutation, drawn anew whenever it is used up. A *pass* is the
+    shortest number of whole cycles in which every source is used up once.
+
+    Example: 4 expert problems and 1,200 fresh ones, weights 1 and 1: a pass has 1,200 cycles of
+    2 slots; the expert problems come around 300 times in it.
+
+    >>> order = Order([("expert", 2, 1), ("fresh", 3, 1)], seed=0)
+    >>> order.pass_length
+    6
+    >>> [order.place(0, position)[0] for position in range(6)]
+    [0, 1, 0, 1, 0, 1]
+    """
+
+    def __init__(self, sources: Sequence[tuple[str, int, int]], seed: int) -> None:
+        if not sources:
+            raise DataError("the order of problems needs at least one source")
+        for name, size, weight in sources:
+            if size < 1 or weight < 1:
+                raise DataError(
+                    f"source {name!r} has size {size} and weight {weight}: both must be positive"
+                )
+        names = [name for name, _, _ in sources]
+        if len(set(names)) != len(names):
+            raise DataError(f"two sources have one name: {names}; set data.train.<i>.name")
+        divisor = math.gcd(*(weight for _, _, weight in sources))
+        self.names = tuple(names)
+        self.sizes = tuple(size for _, size, _ in sources)
+        self.weights = tuple(weight // divisor for _, _, weight in sources)
+        self.seed = seed
+        # Slot k of a source with weight w stands at (k + 1/2) / w of the cycle.
+        slots = sorted(
+            ((2 * k + 1) / (2 * weight), source, k)
+            for source, weight in enumerate(self.weights)
+            for k in range(weight)
+        )
+        self._slots = tuple((source, k) for _, source, k in slots)
+        self._cycles = max(
+            -(-size // weight) for size, weight in zip(self.sizes, self.weights, strict=True)
+        )
+        self._permutation = lru_cache(maxsize=16)(self._draw)
+
+    @property
+    def pass_length(self) -> int:
+        """Positions of one pass."""
+        return self._cycles * len(self._slots)
+
+    def place(self, pass_: int, position: int) -> tuple[int, int]:
+        """Source and problem, each as an index, at a position of a pass."""
+        if not 0 <= position < self.pass_length:
+            raise ValueError(f"position {position} is outside a pass of {self.pass_length}")
+        cycle, slot = divmod(position, len(self._slots))
+        source, k = self._slots[slot]
+        drawn = (pass_ * self._cycles + cycle) * self.weights[source] + k
+        round_, index = divmod(drawn, self.sizes[source])
+        return source, int(self._permutation(source, round_)[index])
+
+    def group_id(self, pass_: int, position: int) -> str:
+        """``<pass>-<position>``."""
+        return f"{pass_}-{position}"
+
+    @staticmethod
+    def parse(group_id: str) -> tuple[int, int]:
+        """Pass and position of a group id."""
+        pass_, dash, position = group_id.partition("-")
+        if not (dash and pass_.isdecimal() and position.isdecimal()):
+            raise ValueError(f"{group_id!r} is not a group id: <pass>-<position>")
+        return int(pass_), int(position)
+
+    def serial(self, group_id: str) -> int:
+        """Position counted over all passes: the ledger's sort key."""
+        pass_, position = self.parse(group_id)
+        return pass_ * self.pass_length + position
+
+    def id_of(self, serial: int) -> str:
+        """Inverse of :meth:`serial`."""
+        return self.group_id(*divmod(serial, self.pass_length))
+
+    def _draw(self, source: int, round_: int) -> NDArray[np.int64]:
+        return permutation(self.sizes[source], "order", self.seed, self.names[source], round_)

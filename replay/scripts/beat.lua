@@ -1,0 +1,10 @@
+-- beat: a member lives. ARGV: 3 member, 4 JSON of its role and info.
+-- After: its entry is this one, heard of now; members unheard of for an hour are gone.
+local now = now_ms()
+redis.call('hset', key('members'), ARGV[3], ARGV[4])
+redis.call('zadd', key('beats'), now, ARGV[3])
+for _, gone in ipairs(redis.call('zrangebyscore', key('beats'), '-inf', now - 3600000)) do
+  redis.call('zrem', key('beats'), gone)
+  redis.call('hdel', key('members'), gone)
+end
+return 1

@@ -1,0 +1,10 @@
+-- finish_evaluation: stores a result; the first one stands. ARGV: 3 id, 4 JSON of the result.
+-- After: it is open no more. Answer: 1 if this result stands.
+local given = first_answer()
+if given then return tonumber(given) end
+local first = redis.call('hsetnx', key('evaluation_results'), ARGV[3], ARGV[4])
+redis.call('zrem', key('evaluations_open'), ARGV[3])
+redis.call('hdel', key('evaluation_claims'), ARGV[3])
+hint('state')
+answer(first)
+return first

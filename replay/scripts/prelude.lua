@@ -1,0 +1,200 @@
+-- What every script begins with: names of keys, time, answers given before, and the moves of a
+-- group between sets that more than one transition makes.
+--
+-- Keys of a run (prefix "tandem:<run id>:"), where a serial is a position counted over passes:
+--   meta              hash    settings; term, journalled (number of the last row), cursor (the
+--                             first serial never leased), trimmed (last row whose payloads went)
+--   leased            zset    serial -> serial
+--   deadlines         zset    serial -> ms, of the same members as leased
+--   returned          zset    serial -> serial: admitted again after a lease
+--   graded            zset    serial -> serial
+--   ages              zset    serial -> step of its oldest own token, of graded groups that have one
+--   taken             zset    serial -> step, until trained
+--   group:<serial>    hash    of a live group (leased, returned, graded) only
+--   final:<s // 256>  hash    s % 256 -> T|D|R:<step>:<attempt>[:<reason>]: taken, trained, rejected
+--   trained, rejected:<reason>  bitmaps over serials: sets of which only the size is asked
+--   rows              hash    step -> row, as written
+--   quarantined       hash    step -> reason
+--   payload:<id>:<attempt>:<digest>  string, put by the client beside the script
+--   server            string  INFO's run_id of the server's life that last judged deadlines
+--   dead              hash    serial -> what is to be told of a group given up for its failures
+--   answers:<caller>  hash    request number -> answer
+-- Sizes are read from these sets; nothing is counted beside them.
+--
+-- ARGV[1] is the caller, ARGV[2] its request number.
+
+-- Called without keys it does nothing: so the client loads it. (SCRIPT LOAD would write it to the
+-- append-only file of Redis 6.2, and a restarted server would know it.)
+if #KEYS == 0 then return 'loaded' end
+
+local prefix, caller, request = KEYS[1], ARGV[1], tonumber(ARGV[2])
+local ANSWERS_KEPT = 64 -- a batch on one connection holds no more calls than this
+local ANSWERS_SECONDS = 3600
+local BUCKET = 256 -- fields of a final: bucket, few enough to stay in the compact encoding
+
+local function key(name) return prefix .. name end
+
+local function now_ms()
+  local t = redis.call('time')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+local function hint(channel) redis.call('publish', key('hint:' .. channel), '') end
+
+-- The answer that this very request got before, or false.
+local function first_answer()
+  return redis.call('hget', key('answers:' .. caller), request)
+end
+
+-- Keeps the answer for a repeat of this request, and returns it.
+local function answer(text)
+  local name = key('answers:' .. caller)
+  redis.call('hset', name, request, text)
+  redis.call('hdel', name, request - ANSWERS_KEPT)
+  redis.call('expire', name, ANSWERS_SECONDS)
+  return text
+end
+
+-- Fields of meta as a table; whole numbers as numbers. Refuses a server without the ledger.
+local NUMBERS = {
+  term = true, journalled = true, cursor = true, trimmed = true, groups_per_step = true,
+  max_staleness = true, window = true, lease_ms = true, group_deadline_ms = true,
+  max_attempts = true, max_inflight = true, steps = true, total_groups = true,
+  pass_length = true, group_bytes = true,
+}
+local function meta(...)
+  local names = {...}
+  local values = redis.call('hmget', key('meta'), 'created', ...)
+  if not values[1] then
+    return nil, redis.error_reply('REFUSED this Redis holds no ledger of run ' ..
+      string.sub(prefix, 8, -2) .. ': start the run, or join with its own join file')
+  end
+  local found = {}
+  for i, name in ipairs(names) do
+    local value = values[i + 1]
+    if NUMBERS[name] then value = tonumber(value) end
+    if value == false then value = nil end
+    found[name] = value
+  end
+  return found
+end
+
+-- An error if the caller's term isn't the ledger's, else nil.
+local function fenced(held, term)
+  if tonumber(term) == held then return nil end
+  return redis.error_reply('FENCED this learner has term ' .. term .. ', the ledger has term ' ..
+    held .. ': a newer learner has taken over; end this process')
+end
+
+local function id_of(serial, pass_length)
+  return string.format('%d-%d', math.floor(serial / pass_length), serial % pass_length)
+end
+
+local function group_key(serial) return key('group:' .. serial) end
+
+local function final_place(serial)
+  return key('final:' .. math.floor(serial / BUCKET)), serial % BUCKET
+end
+
+local function set_final(serial, text)
+  local name, field = final_place(serial)
+  redis.call('hset', name, field, text)
+end
+
+-- State letter, step, attempt and reason of a group that is no longer live, or nil.
+local function get_final(serial)
+  local name, field = final_place(serial)
+  local text = redis.call('hget', name, field)
+  if not text then return nil end
+  local letter, step, attempt, reason = string.match(text, '^(%a):(%d+):(%d+):?(.*)$')
+  return letter, tonumber(step), tonumber(attempt), reason
+end
+
+-- leased | returned | graded -> rejected(reason). Deletes come first: they are allowed when full.
+local function reject(serial, reason, step, pass_length)
+  redis.call('zrem', key('leased'), serial)
+  redis.call('zrem', key('deadlines'), serial)
+  redis.call('zrem', key('returned'), serial)
+  redis.call('zrem', key('graded'), serial)
+  redis.call('zrem', key('ages'), serial)
+  local name = group_key(serial)
+  local known = redis.call('hmget', name, 'attempt', 'digest')
+  local attempt = known[1] or 0
+  if known[2] then
+    redis.call('unlink', key('payload:' .. id_of(serial, pass_length) .. ':' .. attempt .. ':'
+      .. known[2]))
+  end
+  redis.call('unlink', name)
+  set_final(serial, 'R:' .. step .. ':' .. attempt .. ':' .. reason)
+  redis.call('setbit', key('rejected:' .. reason), serial, 1)
+end
+
+-- leased -> admitted; or, where the attempt counts as failed and was the last, -> rejected.
+local function release(serial, failed, reason, m)
+  redis.call('zrem', key('leased'), serial)
+  redis.call('zrem', key('deadlines'), serial)
+  local name = group_key(serial)
+  if failed then
+    local failures = redis.call('hincrby', name, 'failures', 1)
+    if failures >= m.max_attempts then
+      local known = redis.call('hmget', name, 'attempt', 'worker')
+      redis.call('hset', key('dead'), serial, cjson.encode({
+        group_id = id_of(serial, m.pass_length), attempt = tonumber(known[1]),
+        worker = known[2], reason = reason, failures = failures,
+      }))
+      reject(serial, 'attempts', 0, m.pass_length)
+      return
+    end
+  end
+  redis.call('hset', name, 'state', 'admitted', 'released', reason)
+  redis.call('zadd', key('returned'), serial, serial)
+end
+
+-- In a new life of the server, moves all deadlines on by one lease time, once: nobody could renew
+-- while it was down. Returns whether it did.
+local function moved_on_in_new_life()
+  local life = string.match(redis.call('info', 'server'), 'run_id:(%w+)')
+  if redis.call('get', key('server')) == life then return false end
+  redis.call('del', key('server')) -- a delete comes first: see reject
+  redis.call('set', key('server'), life)
+  local lease_ms = tonumber(redis.call('hget', key('meta'), 'lease_ms'))
+  if not lease_ms then return false end
+  for _, serial in ipairs(redis.call('zrange', key('leased'), 0, -1)) do
+    redis.call('zincrby', key('deadlines'), lease_ms, serial)
+    redis.call('hincrby', group_key(serial), 'cap', lease_ms)
+  end
+  return true
+end
+
+-- Leases past their deadline go back. Returns how many.
+local function expire_due(now, m)
+  local function find()
+    return redis.call('zrangebyscore', key('deadlines'), '-inf', now, 'limit', 0, 1024)
+  end
+  local due = find()
+  if #due > 0 and moved_on_in_new_life() then due = find() end
+  for _, serial in ipairs(due) do release(serial, true, 'lease expired', m) end
+  if #due > 0 then hint('taken') end
+  return #due
+end
+
+-- The group that a cut waits for, as a table.
+local function waited_for(m)
+  local leased = redis.call('zrange', key('leased'), 0, 0)[1]
+  local back = redis.call('zrange', key('returned'), 0, 0)[1]
+  local serial = leased
+  if back and (not leased or tonumber(back) < tonumber(leased)) then serial = back end
+  if not serial then
+    return {group_id = id_of(m.cursor, m.pass_length), state = 'admitted', worker = '',
+            reason = 'no worker has leased it yet'}
+  end
+  local known = redis.call('hmget', group_key(serial), 'state', 'worker', 'released', 'leased_ms')
+  local waited = {group_id = id_of(tonumber(serial), m.pass_length), state = known[1],
+                  worker = known[2] or '', reason = ''}
+  if known[1] == 'leased' then
+    waited.reason = string.format('leased for %.1f s', (now_ms() - tonumber(known[4])) / 1000)
+  else
+    waited.reason = 'not leased again since: ' .. (known[3] or '')
+  end
+  return waited
+end

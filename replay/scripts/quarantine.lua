@@ -1,0 +1,27 @@
+-- quarantine: taken(n) -> rejected(quarantined, n): the step's loss or gradient wasn't finite.
+-- ARGV: 3 step n, 4 term, 5 reason.
+-- Before: row n is taken and not trained; the caller has the newest term.
+-- After: the row stays as it was written, marked; its payloads stay for a person to look at.
+-- Answer: how many changed; 0 on a repeat.
+local m, missing = meta('term', 'journalled')
+if not m then return missing end
+local step = tonumber(ARGV[3])
+local refused = fenced(m.term, ARGV[4])
+if refused then return refused end
+if step > m.journalled then
+  return redis.error_reply('REFUSED step ' .. step .. ' can not be quarantined: only ' ..
+    m.journalled .. ' rows are written')
+end
+local serials = redis.call('zrangebyscore', key('taken'), step, step)
+if #serials == 0 then
+  if redis.call('hexists', key('quarantined'), step) == 1 then return 0 end
+  return redis.error_reply('REFUSED step ' .. step .. ' can not be quarantined: it is trained')
+end
+redis.call('zremrangebyscore', key('taken'), step, step)
+for _, serial in ipairs(serials) do
+  local _, _, attempt = get_final(serial)
+  set_final(serial, 'R:' .. step .. ':' .. attempt .. ':quarantined')
+  redis.call('setbit', key('rejected:quarantined'), serial, 1)
+end
+redis.call('hset', key('quarantined'), step, ARGV[5])
+return #serials

@@ -1,0 +1,16 @@
+-- reclaim: leased -> admitted, for the leases of a worker's earlier lives.
+-- ARGV: 3 worker, 4 holder of the life that goes on ('' = none does).
+-- Before: the earlier life is dead (its member id is used anew, or its supervisor saw it die).
+-- After: its leases are admitted again, each with a failed attempt. Answer: their serials.
+local m, missing = meta('max_attempts', 'pass_length')
+if not m then return missing end
+local found = {}
+for _, serial in ipairs(redis.call('zrange', key('leased'), 0, -1)) do
+  local known = redis.call('hmget', group_key(serial), 'worker', 'holder')
+  if known[1] == ARGV[3] and known[2] ~= ARGV[4] then
+    release(serial, true, 'its worker died', m)
+    found[#found + 1] = serial
+  end
+end
+if #found > 0 then hint('taken') end
+return found

@@ -1,0 +1,105 @@
+-- take: graded -> taken(n): writes row n, or gives it again as it was written.
+-- ARGV: 3 step n, 4 term.
+-- Before: the caller has the newest term; n <= J + 1.
+-- n <= J: the row, without a sweep. n = J + 1: sweeps (graded groups that are too old become
+-- rejected(stale, n)) and cuts B groups, ascending; J becomes n. Nothing else is written where
+-- too few are left, or where the cut would pass over more than the window allows.
+-- Answer: '{"row": ..., "quarantined": ...}', '{"waiting": ...}' or '{"ended": true}'.
+local m, missing = meta('term', 'journalled', 'cursor', 'trimmed', 'groups_per_step',
+  'max_staleness', 'window', 'late', 'max_attempts', 'steps', 'total_groups', 'pass_length',
+  'ended', 'state')
+if not m then return missing end
+local step = tonumber(ARGV[3])
+local refused = fenced(m.term, ARGV[4])
+if refused then return refused end
+
+local function whole(row)
+  local reason = redis.call('hget', key('quarantined'), step)
+  return '{"row":' .. row .. ',"quarantined":' .. cjson.encode(reason or '') .. '}'
+end
+
+if step <= m.journalled then
+  local row = redis.call('hget', key('rows'), step)
+  if row then return whole(row) end
+  return redis.error_reply('REFUSED row ' .. step .. ' is before the oldest checkpoint kept (' ..
+    m.trimmed .. '), so its samples were let go: resume from that checkpoint or a later one')
+end
+if step > m.journalled + 1 then
+  return redis.error_reply('REFUSED row ' .. step .. ' can not be taken: ' .. m.journalled ..
+    ' rows are written, the next one is ' .. (m.journalled + 1))
+end
+if m.ended or (m.steps > 0 and step > m.steps) then return '{"ended":true}' end
+
+expire_due(now_ms(), m)
+local swept = redis.call('zrangebyscore', key('ages'), '-inf',
+  '(' .. (step - 1 - m.max_staleness))
+for _, serial in ipairs(swept) do reject(tonumber(serial), 'stale', step, m.pass_length) end
+if #swept > 0 then hint('taken') end
+
+local function waiting(why)
+  local waited = waited_for(m)
+  waited.run_state = m.state
+  if why then waited.reason = why .. '; ' .. waited.reason end
+  return '{"waiting":' .. cjson.encode(waited) .. '}'
+end
+
+local size = m.groups_per_step
+local cut = redis.call('zrange', key('graded'), 0, size - 1)
+local short = false
+if #cut < size then
+  local all_leased = m.total_groups > 0 and m.cursor >= m.total_groups
+  if not all_leased or redis.call('zcard', key('leased')) > 0
+      or redis.call('zcard', key('returned')) > 0 then
+    return waiting()
+  end
+  if #cut == 0 then return '{"ended":true}' end
+  short = true
+end
+
+-- Unfinished ids before the cut's last one: those that it would pass over.
+local below = '(' .. cut[#cut]
+local back = redis.call('zcount', key('returned'), '-inf', below)
+local passed = redis.call('zcount', key('leased'), '-inf', below) + back
+if passed > (m.window - 1) * size then return waiting('strict order or the window holds') end
+if passed > 0 then
+  local unfinished = redis.call('zrangebyscore', key('leased'), '-inf', below)
+  local late = {}
+  for i, serial in ipairs(unfinished) do
+    local rank = i - 1
+    if back > 0 then
+      rank = rank + redis.call('zcount', key('returned'), '-inf', '(' .. serial)
+    end
+    local held = tonumber(redis.call('hget', group_key(serial), 'step'))
+    if step + math.floor(rank / size) - held > m.max_staleness then late[#late + 1] = serial end
+  end
+  if #late > 0 and m.late == 'wait' then
+    return waiting('the cut would make it too stale')
+  end
+  for _, serial in ipairs(late) do
+    release(serial, false, 'revoked: it would become too stale', m)
+    -- Its late commit is superseded: the next lease has another number.
+    redis.call('hincrby', group_key(serial), 'attempt', 1)
+  end
+end
+
+local places, entries = {}, {}
+for i, serial in ipairs(cut) do
+  local known = redis.call('hmget', group_key(serial), 'attempt', 'digest', 'bytes', 'traces')
+  places[i] = {tonumber(serial), known[1]}
+  entries[i] = string.format('{"id":"%s","attempt":%s,"digest":"%s","bytes":%s,"traces":%s}',
+    id_of(tonumber(serial), m.pass_length), known[1], known[2], known[3], known[4])
+end
+-- Deletes first: when Redis is full, a script may write only after it has deleted.
+redis.call('zremrangebyrank', key('graded'), 0, #cut - 1)
+for _, place in ipairs(places) do
+  redis.call('zrem', key('ages'), place[1])
+  redis.call('unlink', group_key(place[1]))
+  set_final(place[1], 'T:' .. step .. ':' .. place[2])
+  redis.call('zadd', key('taken'), step, place[1])
+end
+local row = string.format('{"step":%d,"short":%s,"groups":[%s]}', step, tostring(short),
+  table.concat(entries, ','))
+redis.call('hset', key('rows'), step, row)
+redis.call('hset', key('meta'), 'journalled', step)
+hint('taken')
+return whole(row)

@@ -1,0 +1,301 @@
+"""The run's small shared things in Redis: config, problems, traces, evaluations, reports, state."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeVar
+
+from ..common import wire
+from ..common.errors import StoreError
+from ..common.records import ExpertTrace, Problem, Version
+from ..common.sockets import CurveKeys, new_keys
+from .connection import Command, Store, told
+
+RunState = Literal["running", "draining", "finished", "failed"]
+R = TypeVar("R", Problem, ExpertTrace)
+
+STATES: tuple[RunState, ...] = ("running", "draining", "finished", "failed")
+CLAIM_SECONDS = 120.0
+"""An evaluation whose worker doesn't renew its claim for so long goes to another one."""
+PUT_BYTES = 4 << 20
+"""Bytes of one round trip while problems are put."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRequest:
+    """An evaluation that some rollout worker is to make."""
+
+    id: str
+    """Unique in the run, such as ``heldout@50``."""
+    set_name: str
+    """Held-out set."""
+    step: int
+    """The worker must hold this step's weights or newer ones."""
+    limit: int | None = None
+    """First so many problems; None = all."""
+    temperature: float = 0.0
+    """0 = greedy."""
+    samples: int = 1
+    """Responses a problem."""
+    final: bool = False
+    """The run ends when it is done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """What a held-out set gave."""
+
+    id: str
+    """Of the request."""
+    set_name: str
+    """Held-out set."""
+    step: int
+    """Of the weights that were really used."""
+    accuracy: float
+    """Mean over problems and samples."""
+    problems: int
+    """How many."""
+    format_share: float
+    """Share of responses in the right form."""
+    mean_length: float
+    """Tokens of a response."""
+    seconds: float
+    """Wall time."""
+    member: str
+    """Worker that made it."""
+
+
+class RunStore:
+    """Run-wide things that every role may read. Every method may be repeated safely."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    # -- config and keys -------------------------------------------------------------------
+
+    def put_config(self, yaml: str) -> None:
+        """The resolved config, which every role reads from here."""
+        self.store.call("set", self.store.key("config"), yaml.encode())
+
+    def config_yaml(self) -> str:
+        """The resolved config.
+
+        Raises:
+            StoreError: there is none: this Redis doesn't hold the run.
+        """
+        text = self.store.call("get", self.store.key("config"))
+        if text is None:
+            raise StoreError(
+                f"Redis at {self.store.address} holds no config of run {self.store.run_id}: "
+                f"is this the join file of a run that was started there?"
+            )
+        return str(text.decode())
+
+    def curve_client(self) -> CurveKeys:
+        """The key pair by which the run's clients are let in; made on the first call."""
+        fresh = new_keys()
+        key = self.store.key("curve_client")
+        self.store.call("set", key, json.dumps([fresh.public, fresh.secret]), nx=True)
+        public, secret = json.loads(self.store.call("get", key))
+        return CurveKeys(public=public, secret=secret)
+
+    def state(self) -> RunState:
+        """running, draining, finished or failed."""
+        raw = self.store.call("hget", self.store.key("meta"), "state")
+        state: RunState = raw.decode() if raw else "running"
+        return state
+
+    def set_state(self, state: RunState) -> None:
+        """Tells every process (hint ``state``)."""
+        if state not in STATES:
+            raise ValueError(f"{state!r} is not one of {', '.join(STATES)}")
+        self.store.script("set_state", state)
+
+    # -- problems and traces ---------------------------------------------------------------
+
+    def put_problems(self, problems: Iterable[Problem]) -> None:
+        """Stores problems. Ids are ``<source>/<row>``; a source's order is that of its rows."""
+
+        def commands() -> Iterable[tuple[int, Command]]:
+            for problem in problems:
+                source, slash, row = problem.problem_id.rpartition("/")
+                if not slash or not row.isdecimal():
+                    raise StoreError(
+                        f"problem id {problem.problem_id!r} isn't of the form <source>/<row>"
+                    )
+                data = wire.encode(problem)
+                name = problem.problem_id
+                yield len(data), ("HSET", self.store.key("problems"), name, data)
+                yield 0, ("ZADD", self.store.key(f"problem_ids:{source}"), int(row), name)
+
+        self._put(commands())
+
+    def problem(self, problem_id: str) -> Problem:
+        """One problem."""
+        return self.problems([problem_id])[0]
+
+    def problems(self, ids: Sequence[str]) -> list[Problem]:
+        """Problems in the order of ``ids``."""
+        return self._get("problems", ids, Problem)
+
+    def problem_ids(self, source: str) -> list[str]:
+        """A source's problems, ascending by row: what the order's indices point into."""
+        raw = self.store.call("zrange", self.store.key(f"problem_ids:{source}"), 0, -1)
+        return [name.decode() for name in raw]
+
+    def put_traces(self, traces: Iterable[ExpertTrace]) -> None:
+        """Stores graded expert traces."""
+
+        def commands() -> Iterable[tuple[int, Command]]:
+            for trace in traces:
+                data = wire.encode(trace)
+                yield len(data), ("HSET", self.store.key("traces"), trace.trace_id, data)
+
+        self._put(commands())
+
+    def traces(self, ids: Sequence[str]) -> list[ExpertTrace]:
+        """Traces in the order of ``ids``."""
+        return self._get("traces", ids, ExpertTrace)
+
+    def all_trace_ids(self) -> list[str]:
+        """Every trace, in ledger order: by source, row and number."""
+        names = [name.decode() for name in self.store.call("hkeys", self.store.key("traces"))]
+        return sorted(names, key=_trace_order)
+
+    def put_eval_set(self, name: str, problems: Iterable[Problem]) -> None:
+        """Stores a held-out set, in place of one of that name."""
+        key = self.store.key(f"eval:{name}")
+        fresh = self.store.key(f"eval_new:{name}")
+        encoded = [wire.encode(problem) for problem in problems]
+        if not encoded:
+            raise StoreError(f"held-out set {name!r} is empty")
+
+        # One transaction, so that a repeat after a lost answer doesn't append twice.
+        def put() -> None:
+            pipeline = self.store.redis.pipeline(transaction=True)
+            pipeline.delete(fresh)
+            for start in range(0, len(encoded), 256):
+                pipeline.rpush(fresh, *encoded[start : start + 256])
+            pipeline.rename(fresh, key)
+            pipeline.sadd(self.store.key("eval_sets"), name)
+            pipeline.execute()
+
+        self.store.persist(f"held-out set {name}", put)
+
+    def eval_set(self, name: str, limit: int | None = None) -> list[Problem]:
+        """The first ``limit`` problems of a held-out set; all without it."""
+        last = -1 if limit is None else limit - 1
+        raw = self.store.call("lrange", self.store.key(f"eval:{name}"), 0, last)
+        if not raw:
+            raise StoreError(
+                f"there is no held-out set {name!r}; there are {self.eval_set_names()}"
+            )
+        return [wire.decode(data, Problem) for data in raw]
+
+    def eval_set_names(self) -> list[str]:
+        """Held-out sets, sorted."""
+        return sorted(n.decode() for n in self.store.call("smembers", self.store.key("eval_sets")))
+
+    # -- evaluations -----------------------------------------------------------------------
+
+    def request_evaluation(self, request: EvaluationRequest) -> None:
+        """Asks for an evaluation; asking again for one that is asked or done changes nothing."""
+        self.store.script("request_evaluation", request.id, request.step, _json(request))
+
+    def claim_evaluation(self, member: str, held: Version) -> EvaluationRequest | None:
+        """Claims the earliest one that is due with the weights that the worker holds.
+
+        A claim expires after 120 s; see :meth:`renew_evaluation`.
+        """
+        raw = self.store.script("claim_evaluation", member, held.step, int(CLAIM_SECONDS * 1000))
+        return EvaluationRequest(**json.loads(raw)) if raw else None
+
+    def renew_evaluation(self, id_: str, member: str) -> bool:
+        """Keeps a claim for another 120 s; False where another worker has it now."""
+        return bool(self.store.script("renew_evaluation", id_, member, int(CLAIM_SECONDS * 1000)))
+
+    def finish_evaluation(self, id_: str, result: EvaluationResult) -> bool:
+        """Stores the result; the first one stands. Returns whether this was it."""
+        return bool(self.store.script("finish_evaluation", id_, _json(result)))
+
+    def evaluation(self, id_: str) -> EvaluationResult | None:
+        """The result of one evaluation, if it is done."""
+        raw = self.store.call("hget", self.store.key("evaluation_results"), id_)
+        return EvaluationResult(**json.loads(raw)) if raw else None
+
+    def evaluations(self) -> list[EvaluationResult]:
+        """All results, by step and set."""
+        raw = self.store.call("hvals", self.store.key("evaluation_results"))
+        found = [EvaluationResult(**json.loads(text)) for text in raw]
+        return sorted(found, key=lambda result: (result.step, result.set_name, result.id))
+
+    def open_evaluations(self) -> list[str]:
+        """Ids that are asked for and not done, by step."""
+        raw = self.store.call("zrange", self.store.key("evaluations_open"), 0, -1)
+        return [name.decode() for name in raw]
+
+    # -- reports ---------------------------------------------------------------------------
+
+    def report(self, member: str, stats: Mapping[str, Any]) -> None:
+        """A process's newest figures."""
+        self.store.call("hset", self.store.key("reports"), member, json.dumps(stats))
+
+    def reports(self) -> dict[str, dict[str, Any]]:
+        """The newest figures of every process, by member."""
+        raw = self.store.call("hgetall", self.store.key("reports"))
+        return {member.decode(): json.loads(text) for member, text in sorted(raw.items())}
+
+    def count_restart(self, name: str, detail: str) -> None:
+        """Lists that a process (or a grader) was started again."""
+        entry = {"name": name, "detail": detail, "time": time.time()}
+        self.store.script("append", "restarts", json.dumps(entry), 10_000)
+
+    def restarts(self) -> list[dict[str, Any]]:
+        """Restarts, oldest first: name, detail, time."""
+        raw = self.store.call("lrange", self.store.key("restarts"), 0, -1)
+        return [json.loads(text) for text in raw]
+
+    def _put(self, commands: Iterable[tuple[int, Command]]) -> None:
+        batch: list[Command] = []
+        total = 0
+
+        def send() -> None:
+            for answer in self.store.batch(batch):
+                if isinstance(answer, Exception):
+                    raise told(answer, self.store.address)
+
+        for size, command in commands:
+            batch.append(command)
+            total += size
+            if total > PUT_BYTES or len(batch) >= 2000:
+                send()
+                batch, total = [], 0
+        send()
+
+    def _get(self, kind: str, ids: Sequence[str], cls: type[R]) -> list[R]:
+        if not ids:
+            return []
+        raw = self.store.call("hmget", self.store.key(kind), list(ids))
+        missing = [name for name, data in zip(ids, raw, strict=True) if data is None]
+        if missing:
+            raise StoreError(f"{len(missing)} {kind} aren't in Redis: {', '.join(missing[:5])}")
+        return [wire.decode(data, cls) for data in raw]
+
+
+def _json(record: Any) -> str:
+    return json.dumps(asdict(record))
+
+
+def _trace_order(trace_id: str) -> tuple[str, int, str, int, str]:
+    problem, _, number = trace_id.rpartition("#")
+    source, _, row = problem.rpartition("/")
+    return (
+        source,
+        int(row) if row.isdecimal() else -1,
+        row,
+        int(number) if number.isdecimal() else -1,
+        trace_id,
+    )

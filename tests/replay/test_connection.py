@@ -1,0 +1,175 @@
+"""The connection: what is waited for, what is an error, and that a repeat changes nothing."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tandem.common.errors import StoreError
+from tandem.replay.connection import Store, connect, script_names, script_source
+
+
+def test_a_wrong_password_is_told_at_once_and_not_shown(server: Any):
+    join = replace(server.join(), password="not-the-password")
+    with pytest.raises(StoreError, match=f"127.0.0.1:{server.port} refused the password") as error:
+        connect(join, deadline=60)
+    assert "not-the-password" not in str(error.value)
+
+
+def test_no_password_is_told_at_once(server: Any):
+    with pytest.raises(StoreError, match="refused the password"):
+        connect(replace(server.join(), password=None), deadline=60)
+
+
+def test_a_server_that_never_comes_up_ends_in_an_error_with_its_address(own_server: Any):
+    own_server.stop()
+    with pytest.raises(StoreError, match=f"127.0.0.1:{own_server.port} did not answer"):
+        connect(own_server.join(), deadline=0.2)
+
+
+def test_connecting_waits_for_a_server_that_comes_up(own_server: Any):
+    own_server.kill()
+    starter = threading.Thread(target=own_server.start)
+    starter.start()
+    store = connect(own_server.join(), deadline=20)
+    starter.join()
+    assert store.redis.ping()
+    store.close()
+
+
+def test_a_server_that_would_evict_keys_is_refused(own_server: Any):
+    admin = connect(own_server.join())
+    admin.redis.config_set("maxmemory-policy", "allkeys-lru")
+    with pytest.raises(StoreError, match="maxmemory-policy=allkeys-lru"):
+        connect(own_server.join())
+    admin.close()
+
+
+def test_neither_store_nor_join_info_show_the_password(server: Any):
+    join = server.join()
+    store = connect(join)
+    assert server.password not in repr(store)
+    assert server.password not in repr(join)
+    store.close()
+
+
+def test_every_script_states_what_must_hold_before_and_what_holds_after():
+    for name in script_names():
+        body = script_source(name).split(f"-- {name}:")
+        assert len(body) == 2, f"{name}.lua doesn't begin by saying what it is"
+
+
+def test_every_script_compiles(store: Store):
+    for name in script_names():
+        store.redis.script_load(script_source(name))
+
+
+def test_scripts_come_back_after_they_were_flushed(store: Store):
+    store.script("append", "things", "one", 10)
+    store.redis.script_flush()
+    store.script("append", "things", "two", 10)
+    assert store.redis.lrange(store.key("things"), 0, -1) == [b"one", b"two"]
+
+
+def test_a_batch_comes_back_after_scripts_were_flushed(store: Store):
+    store.redis.script_flush()
+    commands = [store.command("append", "things", f"{i}", 10) for i in range(3)]
+    assert store.batch(commands) == [1, 1, 1]
+    assert store.redis.lrange(store.key("things"), 0, -1) == [b"0", b"1", b"2"]
+
+
+def test_a_repeated_request_gets_its_first_answer_and_acts_once(store: Store):
+    command = store.command("append", "things", "one", 10)
+    for _ in range(3):
+        assert store.redis.execute_command(*command) == 1
+    assert store.redis.lrange(store.key("things"), 0, -1) == [b"one"]
+
+
+def test_threads_count_their_requests_apart(store: Store):
+    callers: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: callers.append(store.command("waiting")[4]))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(callers)) == 3
+
+
+def test_two_connections_of_one_process_are_two_callers(server: Any):
+    join = server.join()
+    one, two = connect(join), connect(join)
+    assert one.command("waiting")[4] != two.command("waiting")[4]
+    one.close()
+    two.close()
+
+
+def test_a_call_goes_on_after_the_server_was_killed_and_started_again(own_server: Any):
+    store = connect(own_server.join())
+    store.script("append", "things", "before", 10)
+    own_server.kill()
+    starter = threading.Timer(0.1, own_server.start)
+    starter.start()
+    store.script("append", "things", "after", 10, deadline=20)
+    starter.join()
+    assert store.redis.lrange(store.key("things"), 0, -1) == [b"before", b"after"]
+    store.close()
+
+
+def test_a_call_gives_up_at_its_deadline_and_says_how_to_go_on(own_server: Any):
+    store = connect(own_server.join())
+    own_server.kill()
+    with pytest.raises(StoreError, match="tandem start"):
+        store.script("append", "things", "x", 10, deadline=0.2)
+    store.close()
+
+
+def test_keys_carry_the_run(store: Store):
+    assert store.key("meta") == f"tandem:{store.run_id}:meta"
+
+
+def test_a_hint_wakes_a_waiter(store: Store):
+    hints = store.hints("graded", "state")
+    hints.wait(0.01)
+    threading.Timer(0.05, store.hint, ["state"]).start()
+    assert hints.wait(10) == "state"
+    hints.close()
+
+
+def test_many_hints_of_one_channel_wake_once(store: Store):
+    hints = store.hints("graded", "taken")
+    hints.wait(0.01)
+    for channel in ("graded", "graded", "taken", "graded"):
+        store.hint(channel)
+    woken = {hints.wait(10), hints.wait(10)}
+    assert woken == {"graded", "taken"}
+    assert hints.wait(0.02) is None
+    hints.close()
+
+
+def test_a_waiter_without_a_hint_comes_back(store: Store):
+    hints = store.hints("graded")
+    assert hints.wait(0.05) is None
+    hints.close()
+
+
+def test_hints_come_again_after_the_server_was_restarted(own_server: Any):
+    store = connect(own_server.join())
+    hints = store.hints("taken")
+    assert hints.wait(0.01) is None
+    own_server.kill()
+    assert hints.wait(0.05) is None
+    own_server.start()
+    for _ in range(200):
+        store.hint("taken")
+        if hints.wait(0.05) == "taken":
+            break
+    else:
+        pytest.fail("no hint came after the restart")
+    hints.close()
+    store.close()

@@ -1,0 +1,229 @@
+"""The ledger under crashes and races: nothing acknowledged is lost, nothing happens twice."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from tandem.common.records import Version
+from tandem.replay.connection import Store, connect, script_names, script_source
+from tandem.replay.ledger import Ledger, Row
+
+Worlds = Callable[..., Any]
+
+
+def test_a_killed_server_comes_back_with_all_that_it_acknowledged(own_server: Any, make: Any):
+    store = connect(own_server.join())
+    w = make.world(store, max_staleness=3)
+    row = w.step(1)
+    w.ledger.confirm(1, w.term)
+    leases = w.lease(held=1, count=4)
+    w.commit(leases[:3], step=1)
+    before = (w.ledger.counts(), w.ledger.journalled(), w.ledger.term())
+    own_server.kill()
+    own_server.start()
+    assert (w.ledger.counts(), w.ledger.journalled(), w.ledger.term()) == before
+    assert w.ledger.take(1, w.term) == row
+    second = w.ledger.take(2, w.term)
+    assert [group.group_id for group in w.ledger.fetch(second)] == ["0-2", "0-3"]
+    store.close()
+
+
+def test_a_server_killed_under_load_loses_no_acknowledged_commit(own_server: Any, make: Any):
+    store = connect(own_server.join())
+    w = make.world(store, max_staleness=1000, sources=(("a", 100, 1),))
+    acknowledged: list[str] = []
+    begun, stop = threading.Event(), threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            for lease in w.lease(count=4):
+                if w.commit([lease]) == ["committed"]:
+                    acknowledged.append(lease.group_id)
+            if len(acknowledged) > 40:
+                begun.set()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    for _ in range(2):
+        assert begun.wait(30)
+        own_server.kill()
+        own_server.start()
+        begun.clear()
+    assert begun.wait(30)
+    stop.set()
+    worker.join(30)
+    graded = {w.ledger.order.id_of(int(s)) for s in store.redis.zrange(store.key("graded"), 0, -1)}
+    assert graded == set(acknowledged)
+    assert len(acknowledged) == len(set(acknowledged))
+    store.close()
+
+
+def test_a_new_life_of_the_server_moves_deadlines_on_before_they_are_judged(
+    own_server: Any, make: Any
+):
+    store = connect(own_server.join())
+    w = make.world(store, lease_seconds=60)
+    (lease,) = w.lease()
+    now = int(store.redis.time()[0]) * 1000
+    store.redis.zadd(store.key("deadlines"), {"0": now - 5000})  # it passed while Redis was down
+    own_server.kill()
+    own_server.start()
+    other = Ledger(store, "rollout-1").lease(Version(term=1, step=0), 1)
+    assert other.leases[0].group_id == "0-1"
+    assert w.ledger.renew([lease.group_id]) == []
+    assert store.redis.zscore(store.key("deadlines"), "0") > now
+    store.close()
+
+
+def test_a_server_that_kept_its_scripts_over_a_restart_is_found_out_as_well(
+    own_server: Any, make: Any
+):
+    store = connect(own_server.join())
+    w = make.world(store, lease_seconds=60)
+    w.lease()
+    for name in script_names():
+        store.redis.script_load(script_source(name))  # Redis 6.2 keeps these in its file
+    now = int(store.redis.time()[0]) * 1000
+    store.redis.zadd(store.key("deadlines"), {"0": now - 5000})
+    own_server.kill()
+    own_server.start()
+    assert w.lease(ledger=w.member("rollout-1"))[0].group_id == "0-1"
+    store.close()
+
+
+def test_deadlines_move_on_once_a_life(own_server: Any, make: Any):
+    store = connect(own_server.join())
+    w = make.world(store, lease_seconds=60)
+    w.lease()
+    before = store.redis.zscore(store.key("deadlines"), "0")
+    own_server.kill()
+    own_server.start()
+    for _ in range(2):
+        other = connect(own_server.join(store.run_id))
+        other.redis.script_flush()
+        other.script("waiting")
+        other.close()
+    assert store.redis.zscore(store.key("deadlines"), "0") == before + 60_000
+    store.close()
+
+
+def test_workers_that_lease_at_once_never_share_a_group(server: Any, make: Any):
+    store = connect(server.join())
+    w = make.world(store, max_staleness=1000)
+    taken: list[str] = []
+    start = threading.Barrier(4)
+
+    def work(index: int) -> None:
+        ledger = Ledger(store, f"rollout-{index}")
+        start.wait()
+        for _ in range(15):
+            taken.extend(lease.group_id for lease in w.lease(count=3, ledger=ledger))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(taken) == 180
+    assert Counter(taken).most_common(1)[0][1] == 1
+    store.close()
+
+
+def test_one_of_two_attempts_that_commit_at_once_counts(server: Any, make: Any):
+    store = connect(server.join())
+    w = make.world(store, max_staleness=1000)
+    for _ in range(10):
+        (lease,) = w.lease()
+        w.expire(lease)
+        (again,) = w.lease(ledger=w.member("rollout-1"))
+        start = threading.Barrier(2)
+        results: list[str] = []
+
+        def commit(which: Any, start: Any = start, results: Any = results) -> None:
+            start.wait()
+            results.extend(w.commit([which]))
+
+        threads = [threading.Thread(target=commit, args=(x,)) for x in (lease, again)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(results) == ["committed", "superseded"]
+    store.close()
+
+
+def test_a_stopped_learner_that_wakes_up_can_not_take_what_a_new_one_takes(world: Worlds):
+    w = world(max_staleness=9)
+    old = w.term
+    w.commit(w.lease(count=6))
+    rows: list[Row] = []
+    fenced: list[BaseException] = []
+    w.ledger.take(1, old)
+    new = w.ledger.new_term()
+
+    def zombie() -> None:
+        try:
+            w.ledger.take(2, old)
+        except BaseException as error:  # noqa: BLE001 - the thread hands it to the test
+            fenced.append(error)
+
+    thread = threading.Thread(target=zombie)
+    thread.start()
+    rows.append(w.ledger.take(2, new))
+    thread.join()
+    assert len(fenced) == 1
+    assert [entry.group_id for entry in rows[0].ids] == ["0-2", "0-3"]
+
+
+def test_a_full_server_makes_commits_wait_until_the_learner_frees_memory(
+    own_server: Any, make: Any
+):
+    store = connect(own_server.join())
+    w = make.world(store, groups_per_step=2)
+    w.step(1)
+    w.ledger.confirm(1, w.term)
+    leases = w.lease(held=1, count=2)
+    store.redis.config_set("maxmemory", "1")  # below what is used: every write that adds fails
+    done = threading.Event()
+    results: list[str] = []
+
+    def commit() -> None:
+        results.extend(w.commit(leases, step=1))
+        done.set()
+
+    thread = threading.Thread(target=commit)
+    thread.start()
+    assert not done.wait(0.1)
+    w.ledger.confirm(1, w.term)
+    w.ledger.durable(1, w.term)  # what frees memory works when full
+    store.redis.config_set("maxmemory", "0")
+    assert done.wait(20)
+    thread.join()
+    assert results == ["committed", "committed"]
+    store.close()
+
+
+def test_a_full_server_still_takes_and_confirms(own_server: Any, make: Any):
+    store = connect(own_server.join())
+    w = make.world(store)
+    w.commit(w.lease(count=2))
+    store.redis.config_set("maxmemory", "1")
+    row = w.ledger.take(1, w.term)
+    assert isinstance(row, Row)
+    w.ledger.confirm(1, w.term)
+    w.ledger.durable(1, w.term)
+    assert w.ledger.counts()["trained"] == 2
+    store.close()
+
+
+def test_a_run_is_not_seen_from_another_run_on_the_same_server(server: Any, make: Any):
+    one, two = connect(server.join()), connect(server.join())
+    first, second = make.world(one), make.world(two)
+    first.lease(count=2)
+    assert second.ledger.counts()["leased"] == 0
+    assert isinstance(one, Store)
+    one.close()
+    two.close()
