@@ -1,0 +1,274 @@
+"""Finds the answer in a response: where it stands, never what it is worth.
+
+Everything here is a linear scan of untrusted text. The order of reading is fixed:
+
+1. Only the **solution** is read: what follows the last ``</think>``. A response that is still
+   inside its thoughts (the prompt or the text opened ``<think>`` and nothing closed it) has none.
+2. The last closed ``\\boxed{...}`` (or ``\\fbox``), with balanced braces. Boxes that follow one
+   another joined only by a comma, "and", "or" or spacing are one list, so that a hedge over two
+   boxes is read as the pair that it is.
+3. The last ``<answer>...</answer>``.
+4. Where the response ended by itself (a truncated one has had its chance): what follows the last
+   "answer is" or "answer:", then ``####``, then a solution that is one short formula, then the
+   last formula between math delimiters, then the last number.
+
+A solution that opens a box without closing it has no answer at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass
+
+MAX_SOLUTION = 50_000
+"""Characters of a solution that are read, from its end."""
+MAX_ANSWER = 2_000
+"""Longest answer that is compared: longer ones in the study were all junk."""
+MAX_FALLBACK = 2_000
+"""Characters from the end that the fall-backs read: they may take a square of it in time."""
+
+_TOKENS = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])(?:\s{0,3}\{)?|\\.|[{}]", re.DOTALL)
+_JOINED = re.compile(
+    r"(?:\s|[,;$]|\\[()\[\],;!: ]|\\q?quad\b|\\text\s*\{[^{}]{0,60}\}|\b[a-z]{1,12}\b){0,40}",
+    re.IGNORECASE,
+)
+_JOINING_WORD = re.compile(r"[,;]|\b(?:and|or)\b", re.IGNORECASE)
+_ANCHOR = re.compile(
+    r"answer(?:\s{1,5}(?:is|equals)\b|\s{0,3}(?:\*\*)?\s{0,3}[:=])\s{0,5}(?:\*\*)?:?", re.I
+)
+_HASHES = re.compile(r"####[ \t]+([^\n]+)")
+_MATH = re.compile(
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\\d])\$((?:\\\$|[^$\n])+?)(?<!\\)\$", re.S
+)
+_NUMBER = re.compile(
+    r"(?<![\w.,])[-+−]?[$€£¥]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:[.,]\d+)?(?:/\d+)?"
+    r"(?:\s*\\?%|\s*(?:percent|pct)\b)?"
+)
+_TWO_LETTERS = re.compile(r"[A-Za-z]{2}")
+_UNITS_ONLY = re.compile(r"\s*(?:\\?%|percent|percentage|pct|and|or|,)?\s*\.?\s*", re.I)
+_CLOSING = re.compile(
+    r"\s*(?:\.?\s*I hope (?:it is|it's) correct\b.*|<\|.*|</answer>.*|\*\*)$", re.I | re.S
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extraction:
+    """What was read out of one response."""
+
+    answer: str | None
+    """The answer as written; None where there is none."""
+    how: str
+    """Which rule found it: box, tag, anchor, hashes, whole, formula, number, or why not."""
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    final = deque(pattern.finditer(text), maxlen=1)
+    return final[0] if final else None
+
+
+def solution(text: str, prompt_text: str = "") -> str | None:
+    """What follows the last ``</think>``; None inside thoughts that were never closed."""
+    end = text.rfind("</think>")
+    if end >= 0:
+        return text[end + 8 :]
+    if "<think>" in text or prompt_text.rstrip().endswith("<think>"):
+        return None
+    return text
+
+
+def close_of(text: str, start: int) -> int:
+    """Index of the brace that closes the one before ``start``, or -1. ``\\{`` doesn't count."""
+    depth = 1
+    position = start
+    length = len(text)
+    while position < length:
+        character = text[position]
+        if character == "\\":
+            position += 2
+            continue
+        if character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                return position
+        position += 1
+    return -1
+
+
+def boxes(text: str) -> tuple[list[tuple[int, int, str]], bool]:
+    """Closed outermost boxes as (start, one past the end, content), and whether the last is open.
+
+    One pass with a stack: thousands of boxes that are never closed cost no more than their length.
+    """
+    found: list[tuple[int, int, str]] = []
+    stack: list[tuple[int, int] | None] = []
+    last_begun = last_closed = -1
+    for match in _TOKENS.finditer(text):
+        token = match.group()
+        if token == "{":
+            stack.append(None)
+        elif token == "}":
+            opened = stack.pop() if stack else None
+            if opened is not None:
+                start, inside = opened
+                while found and found[-1][0] > start:
+                    found.pop()
+                found.append((start, match.end(), text[inside : match.start()]))
+                last_closed = max(last_closed, start)
+        elif token[1] in "bf" and len(token) > 2:
+            last_begun = match.start()
+            if token.endswith("{"):
+                stack.append((match.start(), match.end()))
+    return found, last_begun > last_closed
+
+
+def final_box(text: str) -> tuple[str | None, bool]:
+    """Content of the last closed box, and whether a later one was begun and never closed.
+
+    Boxes joined into a list are given as one list.
+    """
+    start = text.find("\\boxed")
+    if start < 0 and "\\fbox" not in text:
+        return None, False
+    if text.startswith("{", start + 6) and text.find("box", start + 7) < 0:
+        end = close_of(text, start + 7)
+        return (text[start + 7 : end].strip(), False) if end >= 0 else (None, True)
+    found, is_open = boxes(text)
+    if not found:
+        return None, is_open
+    contents = [found[-1][2].strip()]
+    for before, after in zip(reversed(found[:-1]), reversed(found[1:]), strict=True):
+        between = text[before[1] : after[0]]
+        if len(between) > 80 or not _JOINED.fullmatch(between):
+            break
+        if not _JOINING_WORD.search(between) and between.strip():
+            break
+        contents.append(before[2].strip())
+    distinct = list(dict.fromkeys(reversed(contents)))
+    return (distinct[0] if len(distinct) == 1 else ", ".join(distinct)), is_open
+
+
+def last_box(text: str) -> str | None:
+    """Content of the last closed box."""
+    return final_box(text)[0]
+
+
+def answer_tag(text: str) -> str | None:
+    """Content of the last ``<answer>``, which must be closed."""
+    start = text.rfind("<answer>")
+    if start < 0:
+        return None
+    end = text.find("</answer>", start)
+    if end < 0:
+        return None
+    return text[start + 8 : end].strip()
+
+
+def formulas(text: str) -> list[str]:
+    """Contents of all math delimiters, in order."""
+    return [next(g for g in m.groups() if g is not None).strip() for m in _MATH.finditer(text)]
+
+
+def numbers(text: str) -> list[str]:
+    """Every plain number in a text, in order."""
+    return [m.group() for m in _NUMBER.finditer(text)]
+
+
+def hashes(text: str) -> str | None:
+    """What follows the last ``####`` on its line (GSM8K)."""
+    found = _HASHES.findall(text)
+    return found[-1].strip() if found else None
+
+
+def anchored(text: str) -> str | None:
+    """What follows the last "answer is" or "answer:" in its sentence."""
+    match = _last(_ANCHOR, text)
+    if match is None:
+        return None
+    rest = _CLOSING.sub("", text[match.end() : match.end() + MAX_ANSWER].strip())
+    first = _MATH.search(rest)
+    if first is not None and first.start() <= 3:
+        return next(g for g in first.groups() if g is not None).strip()
+    line = rest.split("\n", 1)[0]
+    sentence = re.split(r"\.(?:\s|$)", line, maxsplit=1)[0].strip()
+    if _words(_MATH.sub(" ", sentence)) > 1:
+        return _last_value(sentence) or sentence
+    return sentence or None
+
+
+def _last_value(text: str) -> str | None:
+    """The last formula or plain number of a prose text, whichever ends it."""
+    formula = _last(_MATH, text)
+    number = _last(_NUMBER, text)
+    if formula is not None and (number is None or number.end() <= formula.end()):
+        return next(g for g in formula.groups() if g is not None).strip()
+    return number.group() if number is not None else None
+
+
+def refine(content: str) -> str:
+    """The one value of a box (or tag) that holds prose: ``The sum is $x+1$`` gives ``x+1``.
+
+    With more than one value it stays as it is: nobody picks the right one out of a hedge.
+    """
+    if len(content) > MAX_ANSWER or _TWO_LETTERS.search(content) is None or _words(content) == 0:
+        return content
+    inside = formulas(content)
+    outside = _MATH.sub(" ", content)
+    if inside:
+        if _words(outside) == 0 or len(set(inside)) > 1 or numbers(outside):
+            return content
+        return inside[0] if not _UNITS_ONLY.fullmatch(outside) else content
+    if "\\" in content or _words(content) < 2 or _JOINING_WORD.search(outside):
+        return content
+    values = set(numbers(content))
+    if len(values) == 1:
+        return values.pop()
+    return anchored(content) or content
+
+
+def _words(text: str) -> int:
+    """Number of plain words of two or more letters, LaTeX commands left out."""
+    return len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", text)))
+
+
+def find(text: str, *, prompt_text: str = "", truncated: bool = False) -> Extraction:
+    """The answer by the rules at the top of this file."""
+    part = solution(text, prompt_text)
+    if part is None:
+        return Extraction(answer=None, how="thinking")
+    part = part[-MAX_SOLUTION:]
+    box, is_open = final_box(part)
+    if is_open:
+        return Extraction(answer=None, how="open box")
+    if box is not None:
+        return Extraction(answer=refine(box) or None, how="box" if box else "empty")
+    tag = answer_tag(part)
+    if tag:
+        return Extraction(answer=refine(tag), how="tag")
+    if truncated:
+        return Extraction(answer=None, how="truncated")
+    return fallback(part[-MAX_FALLBACK:])
+
+
+def fallback(part: str) -> Extraction:
+    """Rule 4: a response that ended by itself, without box or tag."""
+    anchor = anchored(part)
+    if anchor:
+        return Extraction(answer=anchor, how="anchor")
+    hashed = hashes(part)
+    if hashed:
+        return Extraction(answer=hashed, how="hashes")
+    stripped = part.strip()
+    if 0 < len(stripped) <= 200 and "\n" not in stripped and _words(stripped) <= 1:
+        return Extraction(answer=refine(stripped), how="whole")
+    inside = formulas(part)
+    plain = numbers(part)
+    if inside and not (plain and part.rfind(plain[-1]) > part.rfind(inside[-1]) + len(inside[-1])):
+        return Extraction(answer=inside[-1], how="formula")
+    if plain:
+        return Extraction(answer=plain[-1], how="number")
+    if 0 < len(stripped) <= 200:
+        return Extraction(answer=stripped, how="whole")
+    return Extraction(answer=None, how="none")

@@ -1,0 +1,480 @@
+"""Grader processes seen from the dispatcher: dispatch, deadlines, deaths and replacements.
+
+One single-threaded state machine without a thread of its own. Its one descriptor
+(:meth:`GraderProcesses.fileno`) goes into the owner's poller; :meth:`GraderProcesses.poll` then
+does what is due. The life of a slot::
+
+    starting -> idle <-> busy -> (dead: replaced by a new slot)
+
+A request's deadline counts from its dispatch to a grader, not from its arrival: a burst that
+waits its turn is no timeout. A grader past it is killed; its request is ``timeout`` at once and
+the others go on. A request whose grader died is tried once more, then it is ``crashed``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgpack
+
+from ..common.errors import TandemError
+from ..common.records import Verdict
+from .zygote import EXIT_CRASH, EXIT_MEMORY, MAX_MESSAGE
+
+logger = logging.getLogger("tandem.reward")
+
+RECYCLE_AFTER = 5_000
+"""Requests after which a grader is replaced (sympy's caches only grow)."""
+RECYCLE_SHARE = 0.5
+"""Of the memory limit: a grader that ever held so much is replaced."""
+START_SECONDS = 60.0
+"""Deadline for the zygote to have imported math-verify."""
+MAX_FAILED_STARTS = 3
+"""Zygotes that die in a row before they grade anything, then the pool gives up."""
+KEPT_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT", "PATH")
+"""All of the environment that graders get: nothing that could be a secret."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """A grader (or zygote) that died and was replaced."""
+
+    kind: str
+    """``grader`` or ``zygote``."""
+    pid: int
+    """Of the process that is gone."""
+    time: float
+    """Seconds since the epoch."""
+    reason: str
+    """``deadline``, ``killed by signal 9``, ``memory``, ``recycled``, …"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one request."""
+
+    verdict: Verdict
+    """The verdict."""
+    seconds: float
+    """From dispatch to reply."""
+    waited: float
+    """From arrival to dispatch."""
+
+
+@dataclass(slots=True)
+class _Request:
+    answer: str
+    gold: str
+    done: Callable[[Outcome], None]
+    arrived: float
+    attempts: int = 0
+    dispatched: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    number: int
+    channel: socket.socket
+    pid: int = 0
+    state: str = "starting"
+    request: _Request | None = None
+    served: int = 0
+    since: float = field(default_factory=time.monotonic)
+    was_ready: bool = False
+    last_words: str = ""
+
+
+class GraderProcesses:
+    """``count`` graders behind one warm zygote. Not thread-safe: one owner.
+
+    Args:
+        count: graders.
+        deadline: seconds of one request.
+        memory_mb: address-space limit of a grader, MiB.
+        on_restart: called with every :class:`Restart`.
+
+    Raises:
+        TandemError: from :meth:`poll`, when graders can't be started at all.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        deadline: float,
+        memory_mb: int,
+        on_restart: Callable[[Restart], None] | None = None,
+    ) -> None:
+        self.count = count
+        self.deadline = deadline
+        self.memory_mb = memory_mb
+        self.limits: list[str] = []
+        """What the kernel grants besides rlimits: no network, no new privileges."""
+        self._on_restart = on_restart
+        self._selector = selectors.EpollSelector()
+        self._queue: deque[_Request] = deque()
+        self._slots: dict[int, _Slot] = {}
+        self._dying: set[int] = set()
+        self._next_slot = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._ready = False
+        self._started = 0.0
+        self._failed_starts = 0
+        self._failed_graders = 0
+        self._failure = ""
+
+    # --- what the owner calls ----------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """Readable when :meth:`poll` has something to do (deadlines aside)."""
+        return self._selector.fileno()
+
+    @property
+    def running(self) -> bool:
+        """True once the zygote has been started."""
+        return self._process is not None
+
+    @property
+    def ready(self) -> bool:
+        """True when at least one grader can take a request."""
+        return any(slot.state in ("idle", "busy") for slot in self._slots.values())
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have no outcome yet."""
+        return len(self._queue) + sum(s.request is not None for s in self._slots.values())
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a grader."""
+        return len(self._queue)
+
+    def pids(self) -> list[int]:
+        """Of the live graders."""
+        return [s.pid for s in self._slots.values() if s.pid and s.state in ("idle", "busy")]
+
+    @property
+    def zygote_pid(self) -> int | None:
+        """Of the zygote."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Starts the zygote, if it isn't running; returns at once."""
+        if self._process is None:
+            self._start_zygote()
+
+    def submit(self, answer: str, gold: str, done: Callable[[Outcome], None]) -> None:
+        """Queues one comparison; ``done`` is called from a later :meth:`poll`."""
+        self.start()
+        self._queue.append(_Request(answer, gold, done, time.monotonic()))
+        self._dispatch()
+
+    def next_deadline(self) -> float | None:
+        """``time.monotonic`` at which :meth:`poll` must be called even without an event."""
+        times = [
+            s.request.dispatched + self.deadline
+            for s in self._slots.values()
+            if s.request is not None and s.state == "busy"
+        ]
+        if self._process is not None and not self._ready:
+            times.append(self._started + START_SECONDS)
+        return min(times, default=None)
+
+    def poll(self, timeout: float = 0.0) -> None:
+        """Waits up to ``timeout`` seconds for events, and does all that is due."""
+        due = self.next_deadline()
+        if due is not None:
+            timeout = min(timeout, max(0.0, due - time.monotonic()))
+        for key, _ in self._selector.select(timeout):
+            if key.data is None:
+                self._hear_zygote()
+            else:
+                self._hear_grader(key.data)
+        # After the replies: one that came while nobody looked is no timeout.
+        self._enforce()
+        self._dispatch()
+
+    def close(self) -> None:
+        """Ends graders and zygote, and reaps the zygote."""
+        for slot in list(self._slots.values()):
+            self._forget(slot)
+        self._stop_zygote()
+        self._selector.close()
+
+    # --- the zygote --------------------------------------------------------------------------
+
+    def _start_zygote(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {k: os.environ[k] for k in KEPT_ENVIRONMENT if k in os.environ}
+        environment |= {
+            # sympy and mpmath pick gmpy2 up by themselves, and no signal can stop its C code.
+            "SYMPY_GROUND_TYPES": "python",
+            "MPMATH_NOGMPY": "1",
+            "LANG": "C.UTF-8",
+            "PYTHONHASHSEED": "0",
+        }
+        command = [sys.executable, "-P", "-m", f"{__package__}.zygote"]
+        command += [str(theirs.fileno()), str(self.memory_mb), str(os.getpid())]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            pass_fds=(theirs.fileno(),),
+            # A Ctrl-C or a SIGTERM for the group is the pool's to answer: it drains first.
+            start_new_session=True,
+        )
+        theirs.close()
+        ours.setblocking(False)
+        self._control = ours
+        self._ready = False
+        self._started = time.monotonic()
+        self._selector.register(ours, selectors.EVENT_READ, None)
+
+    def _stop_zygote(self) -> None:
+        if self._control is not None:
+            self._selector.unregister(self._control)
+            self._control.close()
+            self._control = None
+        if self._process is not None:
+            try:
+                self._process.wait(2.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+        self._ready = False
+
+    def _hear_zygote(self) -> None:
+        while self._control is not None:
+            try:
+                data = self._control.recv(MAX_MESSAGE)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                self._zygote_died()
+                return
+            kind, *rest = msgpack.unpackb(data)
+            if kind == "ready":
+                self._ready = True
+                self.limits = list(rest[1])
+                self._fill()
+            elif kind == "spawned":
+                slot = self._slots.get(rest[0])
+                if slot is not None:
+                    slot.pid = rest[1]
+            elif kind == "exited":
+                self._grader_exited(*rest)
+            elif kind == "failed":
+                self._failure = str(rest[0])
+
+    def _zygote_died(self) -> None:
+        process = self._process
+        assert process is not None
+        self._stop_zygote()
+        code = process.returncode
+        if "math_verify" in self._failure or "sympy" in self._failure:
+            raise TandemError(
+                f"graders can't start: {self._failure}: install math-verify with "
+                f"`pip install 'tandem-rl[reward]'`"
+            )
+        self._failed_starts += 1
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            raise TandemError(
+                f"graders can't start: the zygote ended {self._failed_starts} times in a row "
+                f"(last exit status {code}) {self._failure}"
+            )
+        self._count("zygote", process.pid, _how_it_ended(code))
+        self._dying.clear()
+        for slot in list(self._slots.values()):
+            request = slot.request
+            self._forget(slot)
+            if request is not None:
+                self._again(request)
+        self._start_zygote()
+
+    # --- graders -----------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """As many graders as there should be."""
+        while self._ready and self._control is not None and len(self._slots) < self.count:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.setblocking(False)
+            slot = _Slot(self._next_slot, ours)
+            self._next_slot += 1
+            self._slots[slot.number] = slot
+            self._selector.register(ours, selectors.EVENT_READ, slot)
+            try:
+                socket.send_fds(
+                    self._control, [msgpack.packb(["spawn", slot.number])], [theirs.fileno()]
+                )
+            except (BrokenPipeError, ConnectionResetError, BlockingIOError):
+                # The zygote is gone; its closed socket is the next event.
+                self._forget(slot)
+                return
+            finally:
+                theirs.close()
+
+    def _dispatch(self) -> None:
+        if not self._queue:
+            return
+        for slot in list(self._slots.values()):
+            if not self._queue:
+                return
+            if slot.state != "idle":
+                continue
+            request = self._queue.popleft()
+            request.dispatched = time.monotonic()
+            slot.state, slot.request = "busy", request
+            try:
+                message = msgpack.packb([request.answer, request.gold, self.deadline])
+            except UnicodeEncodeError:
+                # Half a surrogate pair: no answer that could be right holds one.
+                clean = request.answer.encode("utf-8", "replace").decode()
+                gold = request.gold.encode("utf-8", "replace").decode()
+                message = msgpack.packb([clean, gold, self.deadline])
+            try:
+                slot.channel.send(message)
+            except (BrokenPipeError, ConnectionResetError, BlockingIOError):
+                # It died since we last looked; its closed socket tells, and the request is kept.
+                logger.debug("grader %d was gone at dispatch", slot.pid)
+
+    def _hear_grader(self, slot: _Slot) -> None:
+        if self._slots.get(slot.number) is not slot:
+            return
+        try:
+            data = slot.channel.recv(MAX_MESSAGE)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            # How it ended is the zygote's to tell; until then the slot holds its request.
+            self._selector.unregister(slot.channel)
+            slot.state = "gone"
+            slot.since = time.monotonic()
+            return
+        message = msgpack.unpackb(data)
+        if message[0] == "ready":
+            slot.state, slot.was_ready = "idle", True
+            return
+        if message[0] == "crash":
+            slot.last_words = str(message[1])
+            return
+        request, slot.request = slot.request, None
+        slot.served += 1
+        self._failed_starts = self._failed_graders = 0
+        verdict, _, resident_kib = message
+        slot.state = "idle"
+        if slot.served >= RECYCLE_AFTER or resident_kib * 1024 > RECYCLE_SHARE * (
+            self.memory_mb << 20
+        ):
+            self._replace(slot, "recycled")
+        if request is not None:
+            self._finish(request, Verdict(verdict))
+
+    def _grader_exited(self, number: int, pid: int, status: int) -> None:
+        if number in self._dying:
+            self._dying.discard(number)
+            return
+        slot = self._slots.get(number)
+        if slot is None:
+            return
+        if slot.state not in ("gone", "starting") and slot.request is not None:
+            # Its reply may lie unread in the socket.
+            self._hear_grader(slot)
+        request = slot.request
+        self._forget(slot)
+        reason = "memory" if status == EXIT_MEMORY else _how_it_ended(status)
+        if status == EXIT_CRASH:
+            reason = f"crashed: {slot.last_words.strip().rpartition(chr(10))[2][:200]}"
+            logger.warning("grader %d crashed:\n%s", pid, slot.last_words)
+        self._count("grader", pid, reason)
+        if not slot.was_ready:
+            self._failed_graders += 1
+            if self._failed_graders >= MAX_FAILED_STARTS * self.count:
+                raise TandemError(
+                    f"graders can't start: {self._failed_graders} died in a row before their first "
+                    f"request (last: {reason}); raise reward.memory_mb={self.memory_mb}?"
+                )
+        if request is not None:
+            if status == EXIT_MEMORY:
+                self._finish(request, Verdict.MEMORY)
+            elif status == -signal.SIGXCPU:
+                self._finish(request, Verdict.TIMEOUT)
+            else:
+                self._again(request)
+        self._fill()
+
+    def _enforce(self) -> None:
+        now = time.monotonic()
+        for slot in list(self._slots.values()):
+            request = slot.request
+            if (
+                slot.state == "busy"
+                and request is not None
+                and now - request.dispatched >= self.deadline
+            ):
+                self._replace(slot, "deadline")
+                self._finish(request, Verdict.TIMEOUT)
+            elif slot.state == "starting" and now - slot.since > START_SECONDS:
+                self._replace(slot, "never ready")
+        if self._process is not None and not self._ready and now - self._started > START_SECONDS:
+            self._process.kill()
+
+    def _replace(self, slot: _Slot, reason: str) -> None:
+        """Kills a grader; the zygote reaps it while the new one already starts."""
+        self._forget(slot)
+        self._dying.add(slot.number)
+        self._count("grader", slot.pid, reason)
+        if self._control is not None:
+            try:
+                self._control.send(msgpack.packb(["kill", slot.number]))
+            except (BrokenPipeError, ConnectionResetError, BlockingIOError):
+                logger.debug("zygote was gone when grader %d was to be killed", slot.pid)
+        self._fill()
+
+    def _forget(self, slot: _Slot) -> None:
+        self._slots.pop(slot.number, None)
+        if slot.channel.fileno() >= 0:
+            if slot.state != "gone":
+                self._selector.unregister(slot.channel)
+            slot.channel.close()
+
+    def _again(self, request: _Request) -> None:
+        request.attempts += 1
+        if request.attempts > 1:
+            self._finish(request, Verdict.CRASHED)
+        else:
+            self._queue.appendleft(request)
+
+    def _finish(self, request: _Request, verdict: Verdict) -> None:
+        now = time.monotonic()
+        started = request.dispatched or now
+        request.done(
+            Outcome(verdict=verdict, seconds=now - started, waited=started - request.arrived)
+        )
+
+    def _count(self, kind: str, pid: int, reason: str) -> None:
+        restart = Restart(kind=kind, pid=pid, time=time.time(), reason=reason)
+        if reason != "recycled":
+            logger.info("%s %d is gone (%s) and is replaced", kind, pid, reason)
+        if self._on_restart is not None:
+            self._on_restart(restart)
+
+
+def _how_it_ended(status: int) -> str:
+    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
