@@ -1,0 +1,1 @@
+"""How weights travel from the learner to running rollout workers."""

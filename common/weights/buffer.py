@@ -1,0 +1,24 @@
+"""One flat buffer and the tensors in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .manifest import TensorEntry
+
+
+def flat_buffer(total_bytes: int, device: torch.device) -> torch.Tensor:
+    """A zeroed uint8 buffer: padding between tensors is sent and summed, so it must be defined."""
+    return torch.zeros(total_bytes, dtype=torch.uint8, device=device)
+
+
+def views(buffer: torch.Tensor, params: Sequence[TensorEntry]) -> list[tuple[str, torch.Tensor]]:
+    """(name, view) of every tensor, sharing the buffer's memory."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for p in params:
+        dtype: torch.dtype = getattr(torch, p.dtype)
+        piece = buffer[p.offset : p.offset + p.nbytes]
+        found.append((p.name, piece.view(dtype).view(p.shape)))
+    return found

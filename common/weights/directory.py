@@ -1,0 +1,85 @@
+"""Where the learner's weight service is to be found: through the members registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+ROLE = "learner"
+"""The role under which the service stands in the registry."""
+
+
+class RegisteredMember(Protocol):
+    """What is read of a registry entry."""
+
+    @property
+    def member(self) -> str:
+        """Member id."""
+        ...
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """What it told of itself."""
+        ...
+
+
+class Registry(Protocol):
+    """What is needed of :mod:`tandem.replay.members`."""
+
+    def register(self, role: str, member: str, info: Mapping[str, Any]) -> object:
+        """Enters a member."""
+        ...
+
+    def beat(self, member: str, updates: Mapping[str, Any] | None = None) -> object:
+        """Keeps it alive."""
+        ...
+
+    def leave(self, member: str) -> object:
+        """Takes it out."""
+        ...
+
+    def live(self, role: str) -> Sequence[RegisteredMember]:
+        """Members heard of lately."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerAddress:
+    """A learner's weight service."""
+
+    member: str
+    """Member id of the learner."""
+    term: int
+    """Its term."""
+    endpoint: str
+    """ZeroMQ endpoint of its ROUTER."""
+    public_key: str
+    """CURVE key of the ROUTER; empty where it has none."""
+
+    def info(self) -> dict[str, Any]:
+        """As it stands in the registry."""
+        return {
+            "endpoint": self.endpoint,
+            "public_key": self.public_key,
+            "term": self.term,
+        }
+
+
+def newest_learner(members: Iterable[RegisteredMember]) -> LearnerAddress | None:
+    """The service of the newest term; None where no learner announces one.
+
+    A killed learner stands in the registry until its heartbeat is overdue, so for a while
+    there may be two: the term decides.
+    """
+    found = [
+        LearnerAddress(
+            member=m.member,
+            term=int(m.info["term"]),
+            endpoint=str(m.info["endpoint"]),
+            public_key=str(m.info["public_key"]),
+        )
+        for m in members
+        if m.info.get("endpoint") and m.info.get("term") is not None
+    ]
+    return max(found, key=lambda address: address.term, default=None)

@@ -1,0 +1,199 @@
+"""What carries the buckets: one small interface, one file per backend."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import psutil
+import torch
+
+from ..errors import ConfigError, WeightsError
+
+BYTES_PER_SECOND = 50e6
+"""Slowest rate at which a bucket may come; gloo on loopback was seen at 130 to 560 MB/s."""
+LEAST_BUCKET_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where and as whom a member enters a channel."""
+
+    host: str
+    """Address of the meeting point."""
+    port: int
+    """Its port."""
+    channel: str
+    """Random name of the channel; key prefix at the meeting point."""
+    rank: int
+    """0 is the sender."""
+    world_size: int
+    """Ranks, the sender included."""
+
+
+class Transport(ABC):
+    """One channel between the learner (rank 0) and the ranks of one engine.
+
+    All calls of a channel come from one thread. A call either completes or raises
+    :class:`~tandem.common.errors.WeightsError` by its deadline; after that the channel is of no
+    use and is closed. Calls release the GIL while they wait.
+    """
+
+    name: ClassVar[str]
+    """As in ``weights.transport``."""
+
+    def __init__(self, interface: str) -> None:
+        self.interface = interface
+
+    @abstractmethod
+    def open(self, meeting: Meeting, seconds: float) -> None:
+        """Meets the other ranks within ``seconds``."""
+
+    @abstractmethod
+    def send(self, buckets: Sequence[torch.Tensor], seconds: float) -> None:
+        """Rank 0: sends uint8 tensors to every other rank within ``seconds``."""
+
+    @abstractmethod
+    def receive(self, buckets: Sequence[torch.Tensor], seconds: float) -> Iterator[int]:
+        """Other ranks: fills the tensors in order, yielding the index of each as it is full."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees the channel; safe to call twice."""
+
+    def abort(self) -> None:
+        """From another thread: ends a call under way where the backend can.
+
+        gloo can't: its wait ends at the deadline or when the other side closes, so callers
+        leave such a thread behind and go on without it.
+        """
+        return None
+
+
+def bucket_seconds(nbytes: int, left: float) -> float:
+    """Seconds that one bucket may take, with ``left`` until the transfer's own deadline."""
+    return max(0.05, min(left, max(LEAST_BUCKET_SECONDS, nbytes / BYTES_PER_SECOND)))
+
+
+def local_address(interface: str, facing: str | None = None) -> str:
+    """The one address of this host that the weight channel binds.
+
+    Args:
+        interface: an address or the name of a network interface. An address that is another
+            host's (the setting is shared by the run) stands for the address of this host
+            from which that one, or ``facing``, is reached.
+        facing: host of the other side.
+
+    Raises:
+        ConfigError: it would listen everywhere, or names nothing on this host.
+    """
+    addresses = psutil.net_if_addrs()
+    if interface in addresses:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            for entry in addresses[interface]:
+                if entry.family == family:
+                    return entry.address
+        raise ConfigError(f"weights.interface={interface} has no IP address on this host")
+    try:
+        wanted = ipaddress.ip_address(interface)
+    except ValueError:
+        raise ConfigError(
+            f"weights.interface={interface} is neither an address nor an interface of this host "
+            f"(there are: {', '.join(addresses)})"
+        ) from None
+    if wanted.is_unspecified:
+        raise ConfigError(
+            f"refused weights.interface={interface}: the weight channel has no credentials of its "
+            f"own, so it binds loopback or one private address, never all of them"
+        )
+    mine = {entry.address for entries in addresses.values() for entry in entries}
+    if interface in mine or wanted.is_loopback:
+        return interface
+    family = socket.AF_INET6 if wanted.version == 6 else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Connecting a datagram socket sends nothing; it only asks the routing table.
+        try:
+            probe.connect((facing or interface, 9))
+        except OSError as error:
+            raise ConfigError(
+                f"no address of this host reaches {facing or interface}: {error}"
+            ) from None
+        return str(probe.getsockname()[0])
+
+
+def _gloo(interface: str) -> Transport:
+    from .gloo import GlooTransport
+
+    return GlooTransport(interface)
+
+
+def _nccl(interface: str) -> Transport:
+    from .nccl import NcclTransport
+
+    return NcclTransport(interface)
+
+
+TRANSPORTS: dict[str, Callable[[str], Transport]] = {"gloo": _gloo, "nccl": _nccl}
+
+
+def make_transport(name: str, interface: str) -> Transport:
+    """A closed channel of the named backend.
+
+    Raises:
+        WeightsError: an unknown name.
+    """
+    factory = TRANSPORTS.get(name)
+    if factory is None:
+        raise WeightsError(f"unknown transport {name!r} (known: {', '.join(TRANSPORTS)})")
+    return factory(interface)
+
+
+def choose_transport(setting: str, *, sender: str, receiver: str, offered: Sequence[str]) -> str:
+    """Which transport a pair uses.
+
+    Args:
+        setting: ``weights.transport``.
+        sender: device of the learner's buffer, ``cpu`` or ``cuda:<uuid>``.
+        receiver: the same of the worker.
+        offered: what the worker can open.
+
+    Raises:
+        WeightsError: the setting asks for what the pair can't do.
+
+    >>> choose_transport("auto", sender="cuda:a", receiver="cuda:b", offered=("nccl", "gloo"))
+    'nccl'
+    >>> choose_transport("auto", sender="cuda:a", receiver="cuda:a", offered=("nccl", "gloo"))
+    'gloo'
+    """
+    # Two ranks of one NCCL communicator can't share a GPU.
+    apart = "cpu" not in (sender, receiver) and sender != receiver
+    if setting == "auto":
+        return "nccl" if apart and "nccl" in offered else "gloo"
+    if setting not in offered:
+        raise WeightsError(
+            f"weights.transport={setting}, but the worker can open only {', '.join(offered)}"
+        )
+    if setting == "nccl" and not apart:
+        raise WeightsError(
+            f"weights.transport=nccl needs a GPU on each side and not the same one; the learner "
+            f"is on {sender}, the worker on {receiver}: set weights.transport=gloo"
+        )
+    return setting
+
+
+def device_name(device: torch.device) -> str:
+    """``cpu``, or ``cuda:<uuid>``, which tells GPUs apart across processes."""
+    if device.type != "cuda":
+        return "cpu"
+    return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
+
+
+def offered_transports(device: torch.device) -> tuple[str, ...]:
+    """What a process that stages on ``device`` can open, best first."""
+    if device.type == "cuda" and torch.distributed.is_nccl_available():
+        return ("nccl", "gloo")
+    return ("gloo",)

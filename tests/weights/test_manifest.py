@@ -1,0 +1,233 @@
+"""Manifest, checksums, states and addresses, as pure rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+
+import pytest
+import torch
+
+from tandem.common.errors import ConfigError, WeightsError, WireError
+from tandem.common.records import Version
+from tandem.common.weights.buffer import flat_buffer, views
+from tandem.common.weights.checksum import checksum
+from tandem.common.weights.directory import newest_learner
+from tandem.common.weights.manifest import (
+    ALIGNMENT,
+    WeightManifest,
+    check_manifest,
+    first_difference,
+    make_manifest,
+    plan,
+    read_layout,
+    restamped,
+)
+from tandem.common.weights.protocol import Commit, Prepare, pack, unpack
+from tandem.common.weights.states import ReceiverState, RoundState, refusal
+from tandem.common.weights.transport import choose_transport, local_address
+
+SPECS = [("a", (3, 5), "float32"), ("b", (), "bfloat16"), ("c d", (70,), "torch.int64")]
+V1 = Version(term=1, step=1)
+
+
+def manifest() -> WeightManifest:
+    layout = plan(SPECS, 512)
+    return make_manifest("run", V1, layout, list(range(len(layout.ranges))), "xxh3")
+
+
+def test_tensors_are_aligned_and_buckets_cover_the_buffer() -> None:
+    layout = plan(SPECS, 512)
+    assert all(p.offset % ALIGNMENT == 0 for p in layout.params)
+    assert sum(nbytes for _, nbytes in layout.ranges) == layout.total_bytes
+    assert max(nbytes for _, nbytes in layout.ranges) <= 512
+
+
+def test_views_share_the_buffer_and_have_the_shapes() -> None:
+    layout = plan(SPECS, 512)
+    buffer = flat_buffer(layout.total_bytes, torch.device("cpu"))
+    named = dict(views(buffer, layout.params))
+    assert [(n, tuple(t.shape), t.dtype) for n, t in named.items()] == [
+        ("a", (3, 5), torch.float32),
+        ("b", (), torch.bfloat16),
+        ("c d", (70,), torch.int64),
+    ]
+    named["c d"].fill_(-1)
+    assert int((buffer == 255).sum()) == 70 * 8
+
+
+def test_a_layout_survives_its_text() -> None:
+    layout = plan(SPECS, 512)
+    assert read_layout(layout.text) == layout.params
+
+
+def test_a_manifest_survives_the_wire() -> None:
+    sent = Prepare(round="1.1/1", manifest=manifest(), transport="gloo", bytes_follow=True)
+    received = unpack(pack(sent))
+    assert received == sent
+    check_manifest(received.manifest)
+
+
+def test_an_unknown_message_is_refused() -> None:
+    with pytest.raises(WireError, match="refused weight message"):
+        unpack([b"Group", pack(Commit(round="r", run_id="x", version=V1))[1]])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": Version(term=1, step=2)},
+        {"run_id": "other"},
+        {"digest": "0" * 64},
+        {"content": "0" * 64},
+        {"total_bytes": 1 << 20},
+        {"layout": "float32 3x5 0 60 a\n"},
+        {"layout": "float32 3x5 13 60 a\n"},
+        {"layout": "float32 3x5 0 61 a\n"},
+        {"layout": "nonsense\n"},
+        {"checksum": "sum64"},
+    ],
+)
+def test_a_changed_manifest_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(WeightsError):
+        check_manifest(dataclasses.replace(manifest(), **change))
+
+
+def test_a_restamp_keeps_the_content_and_changes_the_digest() -> None:
+    before = manifest()
+    after = restamped(before, Version(term=1, step=2))
+    check_manifest(after)
+    assert after.content == before.content
+    assert after.digest != before.digest
+
+
+@pytest.mark.parametrize(
+    ("expected", "told"),
+    [
+        (SPECS[::-1], None),
+        ([*SPECS, ("z", (1,), "float32")], "z is missing"),
+        (SPECS[:2], "c d is unknown to the engine"),
+        ([("a", (5, 3), "float32"), *SPECS[1:]], r"a has shape [5, 3] in the engine and [3, 5]"),
+        ([("a", (3, 5), "float16"), *SPECS[1:]], "a has dtype float16 in the engine and float32"),
+    ],
+)
+def test_the_first_difference_is_named(
+    expected: list[tuple[str, tuple[int, ...], str]], told: str | None
+) -> None:
+    found = first_difference(expected, manifest().params)
+    assert (found is None) if told is None else (found is not None and told in found)
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3", "sum64"])
+def test_a_checksum_sees_a_flipped_bit_and_swapped_words(algorithm: str) -> None:
+    data = torch.arange(2_100_000 // 8 * 8, dtype=torch.int64).to(torch.uint8)
+    before = checksum(data, algorithm)
+    assert 0 <= before < 1 << 64
+    flipped = data.clone()
+    flipped[2_000_003] ^= 64
+    assert checksum(flipped, algorithm) != before
+    swapped = data.clone()
+    swapped[0:8], swapped[8:16] = data[8:16], data[0:8]
+    assert checksum(swapped, algorithm) != before
+    assert checksum(data.clone(), algorithm) == before
+
+
+def test_an_unknown_checksum_is_refused() -> None:
+    with pytest.raises(WeightsError, match="unknown checksum 'md5'"):
+        checksum(torch.zeros(8, dtype=torch.uint8), "md5")
+
+
+def test_a_round_goes_through_its_states_in_order() -> None:
+    states = RoundState()
+    states.prepare("r", V1)
+    for state in (ReceiverState.STAGING, ReceiverState.STAGED, ReceiverState.COMMITTING):
+        states.step(state)
+    states.done()
+    assert states.state is ReceiverState.IDLE
+
+
+def test_nothing_is_committed_that_was_not_staged() -> None:
+    states = RoundState()
+    states.prepare("r", V1)
+    states.step(ReceiverState.STAGING)
+    with pytest.raises(WeightsError, match="staging can't become committing"):
+        states.step(ReceiverState.COMMITTING)
+
+
+def test_a_round_can_fail_until_it_commits() -> None:
+    states = RoundState()
+    for last in (None, ReceiverState.STAGING, ReceiverState.STAGED):
+        states.prepare("r", V1)
+        if last is not None:
+            states.step(ReceiverState.STAGING)
+        if last is ReceiverState.STAGED:
+            states.step(ReceiverState.STAGED)
+        assert states.fail()
+        assert states.state is ReceiverState.IDLE
+    states.prepare("r", V1)
+    for state in (ReceiverState.STAGING, ReceiverState.STAGED, ReceiverState.COMMITTING):
+        states.step(state)
+    assert not states.fail()
+    assert states.state is ReceiverState.COMMITTING
+
+
+@pytest.mark.parametrize(
+    ("term", "held", "run_id", "offered", "told"),
+    [
+        (1, None, "run", (1, 0), None),
+        (1, (1, 3), "run", (1, 4), None),
+        (2, (1, 50), "run", (2, 40), None),
+        (1, (1, 3), "run", (1, 3), "not newer than 1.3"),
+        (1, (1, 3), "run", (1, 2), "not newer than 1.3"),
+        (2, None, "run", (1, 9), "term 2 has begun"),
+        (1, None, "other", (1, 0), "belongs to run other"),
+    ],
+)
+def test_which_versions_are_taken_up(
+    term: int, held: tuple[int, int] | None, run_id: str, offered: tuple[int, int], told: str | None
+) -> None:
+    found = refusal(
+        run_id="run",
+        term=term,
+        held=Version(term=held[0], step=held[1]) if held else None,
+        offered_run=run_id,
+        offered=Version(term=offered[0], step=offered[1]),
+    )
+    assert (found is None) if told is None else (found is not None and told in found)
+
+
+def test_the_newest_term_is_the_learner() -> None:
+    class Entry:
+        def __init__(self, member: str, term: int) -> None:
+            self.member = member
+            self.info = {"endpoint": "tcp://x", "public_key": "k", "term": term}
+
+    class NotYet:
+        member = "learner-2"
+        info: dict[str, object] = {}  # noqa: RUF012
+
+    found = newest_learner([Entry("old", 3), Entry("new", 4), NotYet()])
+    assert found is not None
+    assert (found.member, found.term) == ("new", 4)
+
+
+def test_the_weight_channel_never_listens_everywhere() -> None:
+    for everywhere in ("0.0.0.0", "::"):
+        with pytest.raises(ConfigError, match="no credentials of its own"):
+            local_address(everywhere)
+
+
+def test_an_interface_is_named_by_address_or_name() -> None:
+    assert local_address("127.0.0.1") == "127.0.0.1"
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    assert local_address(loopback) == "127.0.0.1"
+    with pytest.raises(ConfigError, match="neither an address nor an interface"):
+        local_address("no-such-interface")
+
+
+def test_nccl_is_asked_for_only_where_it_can_work() -> None:
+    with pytest.raises(WeightsError, match="not the same one"):
+        choose_transport("nccl", sender="cuda:a", receiver="cuda:a", offered=("nccl", "gloo"))
+    with pytest.raises(WeightsError, match="can open only gloo"):
+        choose_transport("nccl", sender="cuda:a", receiver="cpu", offered=("gloo",))
+    assert choose_transport("auto", sender="cuda:a", receiver="cpu", offered=("gloo",)) == "gloo"

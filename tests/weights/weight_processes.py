@@ -1,0 +1,147 @@
+"""Learner and worker processes of the weight tests: real sockets, real gloo, tiny tensors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from tandem.common.config import Config, build
+from tandem.common.records import Version
+from tandem.common.run_folder import JoinInfo
+from tandem.common.weights.gloo import GlooTransport
+from tandem.common.weights.transport import Transport
+from tandem.learner.publish import WeightPublisher
+from tandem.replay.connection import connect
+from tandem.rollout.weights import WeightReceiver
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def config(**weights: Any) -> Config:
+    """A config with short deadlines and buckets of one megabyte."""
+    short = {"open_seconds": 10, "stage_seconds": 20, "commit_seconds": 20, "bucket_mb": 1}
+    tree = {
+        "run": {"steps": 1},
+        "data": {"train": [{"path": "unused"}]},
+        "weights": {"transport": "gloo", **short, **weights},
+    }
+    return build(tree)
+
+
+def model(seed: int, *, big: bool = False) -> Named:
+    """A few tensors of odd sizes; with ``big`` they take three buckets."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed.weight": (7, 5), "layer.bias": (3,), "scale": (), "head.weight": (5, 11)}
+    if big:
+        shapes["layer.weight"] = (700, 1000)
+    return [(name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()]
+
+
+def specs_of(named: Named) -> list[tuple[str, tuple[int, ...], str]]:
+    """What an engine with these parameters can load."""
+    return [(name, tuple(tensor.shape), "float32") for name, tensor in named]
+
+
+def as_bytes(named: Named) -> dict[str, bytes]:
+    """Every bit of the tensors."""
+    return {name: tensor.detach().numpy().tobytes() for name, tensor in named}
+
+
+class FlippedByte(GlooTransport):
+    """Damages one byte of the first version that it sends."""
+
+    damaged = 0
+
+    def send(self, buckets: Sequence[torch.Tensor], seconds: float) -> None:
+        if FlippedByte.damaged == 0:
+            FlippedByte.damaged = 1
+            buckets = [bucket.clone() for bucket in buckets]
+            buckets[-1][17] ^= 1
+        super().send(buckets, seconds)
+
+
+class StopsHalfWay:
+    """Makes transports that send or receive one bucket, say ``half`` and go no further."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def __call__(self, name: str, interface: str) -> Transport:
+        pipe = self._pipe
+
+        class Half(GlooTransport):
+            def send(self, buckets: Sequence[torch.Tensor], seconds: float) -> None:
+                super().send(buckets[:1], seconds)
+                pipe.send("half")
+                threading.Event().wait(60)
+
+            def receive(self, buckets: Sequence[torch.Tensor], seconds: float) -> Iterator[int]:
+                yield from super().receive(buckets[:1], seconds)
+                pipe.send("half")
+                threading.Event().wait(60)
+
+        return Half(interface)
+
+
+def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any]) -> None:
+    """A rollout worker without an engine: tells of each commit what it was given.
+
+    Sends ``(version, {name: bytes})`` at each commit. With ``gate`` it commits only when it is
+    told to go on; with ``broken`` its engine fails.
+    """
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def commit(tensors: Named, version: Version) -> bool:
+        if options.get("broken"):
+            raise RuntimeError("half of the layers are on the meta device")
+        pipe.send((version, as_bytes(tensors)))
+        if options.get("gate"):
+            pipe.recv()
+        return True
+
+    store = connect(join, name=member)
+    more = {"transports": StopsHalfWay(pipe)} if options.get("half") else {}
+    receiver = WeightReceiver(
+        store, member, options["specs"], commit, config=options["config"], **more
+    )
+    receiver.start()
+    threading.Event().wait(120)
+
+
+def learner(pipe: Connection, join: JoinInfo, term: int, options: dict[str, Any]) -> None:
+    """A learner that publishes ``model(seed)`` as each version that it is told."""
+    torch.set_num_threads(1)
+    store = connect(join, name="learner-0")
+    more = {"transports": StopsHalfWay(pipe)} if options.get("half") else {}
+    publisher = WeightPublisher(store, join, options["config"], term, "learner-0", **more)
+    publisher.start()
+    while True:
+        step, seed = pipe.recv()
+        publisher.publish(Version(term=term, step=step), model(seed, big=options.get("big", False)))
+
+
+def listening(pid: int) -> list[str]:
+    """Hexadecimal ``address:port`` of every TCP socket on which a process listens."""
+    inodes = set()
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{entry}")
+        except FileNotFoundError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/{pid}/net/{table}") as lines:
+            for line in list(lines)[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and fields[9] in inodes:
+                    found.append(fields[1])
+    return found
