@@ -1,0 +1,1 @@
+"""Evaluation of held-out problems: the one place where a rollout grades for itself."""

@@ -1,0 +1,297 @@
+"""Accuracy of a policy on a held-out set, with any engine and the run's own grader.
+
+Used by a rollout worker for evaluations during a run, and by ``tandem evaluate`` for a model
+folder on its own, which needs no Redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...common import prompts
+from ...common.config import EvaluateConfig, ModelConfig, RewardConfig, RolloutConfig
+from ...common.errors import DataError, TandemError
+from ...common.records import FinishReason, Problem, Sample, SamplingParams, Verdict
+from ...replay.readers import iterate_rows
+from ...reward.grading import Grade, GradeItem, Grader
+from ..engine import Engine, GroupRequest
+from ..engines import make_engine
+
+FORMAT = "format"
+"""The reward component that says whether a response has the right form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What a set of problems gave."""
+
+    problems: int
+    """Problems answered."""
+    samples: int
+    """Responses a problem (k of avg@k)."""
+    accuracy: float
+    """avg@k: mean over problems of the share of their responses that are correct."""
+    pass_rate: float
+    """pass@k: share of problems with at least one correct response."""
+    format_share: float
+    """Share of responses in the right form; NaN where the reward has no component for it."""
+    reward: float
+    """Mean composed reward of the responses that have one; NaN without any."""
+    mean_length: float
+    """Tokens of a response, its end token included."""
+    cut_share: float
+    """Share of responses that were cut by the length limit."""
+    ungraded: int
+    """Responses whose grading failed by no fault of theirs; they count as not correct."""
+    by_source: dict[str, float]
+    """Accuracy by data source."""
+    problems_by_source: dict[str, int]
+    """Problems by data source."""
+    step: int | None
+    """Step of the oldest weights that sampled; None where the engine has no version."""
+    seconds: float
+    """Wall time, grading included."""
+    tokens: int
+    """Tokens sampled."""
+    responses: tuple[tuple[Sample, Grade], ...] = field(repr=False, default=())
+    """Every response with its grade, by problem, then sample."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain data, without the responses; NaN becomes None."""
+        plain = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "responses"
+        }
+        return {k: None if isinstance(v, float) and np.isnan(v) else v for k, v in plain.items()}
+
+
+async def evaluate(
+    engine: Engine,
+    problems: Sequence[Problem],
+    grader: Grader,
+    *,
+    temperature: float = 0.0,
+    samples: int = 1,
+    max_new_tokens: int,
+    seed: int = 0,
+    top_p: float = 1.0,
+    name: str = "evaluation",
+    deadline: float = 3600.0,
+) -> Evaluation:
+    """Answers every problem ``samples`` times and grades the answers.
+
+    Args:
+        engine: started; other groups may run in it meanwhile.
+        problems: at least one.
+        grader: the run's.
+        temperature: 0 = greedy, which gives one response a problem whatever ``samples`` says.
+        samples: k of avg@k.
+        max_new_tokens: most tokens of a response.
+        seed: keys the noise together with ``name`` and the problem's place.
+        top_p: nucleus of the sampling.
+        name: the same name, seed and weights give the same responses.
+        deadline: seconds for all of it.
+
+    Raises:
+        DataError: no problems.
+        TandemError: the engine could not answer a problem; or the deadline has passed.
+    """
+    if not problems:
+        raise DataError("an evaluation needs at least one problem, and the set is empty")
+    start = time.perf_counter()
+    count = 1 if temperature == 0 else samples
+    sampling = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
+    requests = [
+        GroupRequest(
+            group_id=f"{name}:{i}",
+            prompt_tokens=problem.prompt_tokens,
+            count=count,
+            sampling=sampling,
+            seed=seed,
+        )
+        for i, problem in enumerate(problems)
+    ]
+    answered: dict[str, tuple[Sample, ...]] = {}
+    try:
+        async with asyncio.timeout(deadline):
+            async for group in engine.generate(requests):
+                if group.error is not None:
+                    number = int(group.group_id.rpartition(":")[2])
+                    raise TandemError(
+                        f"{name}: problem {problems[number].problem_id} can't be answered: "
+                        f"{group.error}"
+                    )
+                answered[group.group_id] = group.samples
+    except TimeoutError:
+        raise TandemError(
+            f"{name}: the engine answered {len(answered)} of {len(problems)} problems in "
+            f"{deadline:.0f} s: evaluate fewer problems, or shorter responses"
+        ) from None
+    responses = [answered[request.group_id] for request in requests]
+    items = [
+        GradeItem(
+            text=sample.text,
+            gold=problem.gold,
+            data_source=problem.data_source,
+            finish_reason=sample.finish_reason,
+            prompt_text=problem.prompt_text,
+            tokens=sample.tokens,
+            extra=problem.extra,
+        )
+        for problem, group in zip(problems, responses, strict=True)
+        for sample in group
+    ]
+    grades = await asyncio.to_thread(grader.grade_texts, items)
+    return summarise(problems, responses, grades, seconds=time.perf_counter() - start)
+
+
+class Evaluator:
+    """:func:`evaluate` with one engine and one grader, whose processes start when first needed."""
+
+    def __init__(self, engine: Engine, reward: RewardConfig) -> None:
+        self._engine = engine
+        self._grader = Grader(reward)
+
+    async def evaluate(self, problems: Sequence[Problem], **settings: Any) -> Evaluation:
+        """See :func:`evaluate`."""
+        return await evaluate(self._engine, problems, self._grader, **settings)
+
+    def close(self) -> None:
+        """Ends the grader's processes."""
+        self._grader.close()
+
+
+def summarise(
+    problems: Sequence[Problem],
+    responses: Sequence[Sequence[Sample]],
+    grades: Sequence[Grade],
+    *,
+    seconds: float,
+) -> Evaluation:
+    """Figures of graded responses.
+
+    Args:
+        problems: ``[N]``.
+        responses: ``[N][k]`` of them.
+        grades: ``[N * k]`` by problem, then sample.
+        seconds: wall time of it all.
+    """
+    count = len(responses[0])
+    correct = np.array([grade.verdict is Verdict.CORRECT for grade in grades])
+    per_problem = correct.reshape(len(problems), count)
+    forms = [g.components.get(FORMAT) for g in grades]
+    known_forms = [value for value in forms if value is not None]
+    rewards = [g.reward for g in grades if g.reward is not None]
+    flat = [sample for group in responses for sample in group]
+    steps = [s.oldest_step for s in flat if s.oldest_step is not None]
+    sources = sorted({problem.data_source for problem in problems})
+    of_source = {
+        source: np.array([problem.data_source == source for problem in problems])
+        for source in sources
+    }
+    return Evaluation(
+        problems=len(problems),
+        samples=count,
+        accuracy=float(per_problem.mean()),
+        pass_rate=float(per_problem.any(axis=1).mean()),
+        format_share=float(np.mean(known_forms)) if known_forms else float("nan"),
+        reward=float(np.mean(rewards)) if rewards else float("nan"),
+        mean_length=float(np.mean([len(sample.tokens) for sample in flat])),
+        cut_share=float(np.mean([s.finish_reason is FinishReason.LENGTH for s in flat])),
+        ungraded=sum(grade.verdict.leaves_baseline for grade in grades),
+        by_source={s: float(per_problem[mask].mean()) for s, mask in of_source.items()},
+        problems_by_source={s: int(mask.sum()) for s, mask in of_source.items()},
+        step=min(steps, default=None),
+        seconds=seconds,
+        tokens=sum(len(sample.tokens) for sample in flat),
+        responses=tuple(zip(flat, grades, strict=True)),
+    )
+
+
+def evaluate_folder(
+    model_path: str,
+    problems: Sequence[Problem],
+    *,
+    model: ModelConfig | None = None,
+    rollout: RolloutConfig | None = None,
+    reward: RewardConfig | None = None,
+    settings: EvaluateConfig | None = None,
+    seed: int = 0,
+    name: str = "evaluation",
+    max_rows: int = 256,
+) -> Evaluation:
+    """Evaluates a model folder in this process: no run, no Redis.
+
+    Args:
+        model_path: a Hugging Face folder, a hub name or ``miniature``.
+        problems: rendered and tokenised with that model's tokenizer.
+        model, rollout, reward, settings: as in a run's config; defaults where None.
+        seed: of the noise.
+        name: of the set; keys the noise.
+        max_rows: most responses generated at a time.
+
+    Raises:
+        DataError: the folder holds no model, or there are no problems.
+    """
+    rollout = rollout or RolloutConfig()
+    settings = settings or EvaluateConfig()
+    model = (model or ModelConfig()).model_copy(update={"path": model_path})
+
+    async def run() -> Evaluation:
+        engine = make_engine(model, rollout, max_rows=max_rows)
+        await engine.start()
+        try:
+            with Grader(reward or RewardConfig()) as grader:
+                return await evaluate(
+                    engine,
+                    problems,
+                    grader,
+                    temperature=settings.temperature,
+                    samples=settings.samples,
+                    max_new_tokens=rollout.max_new_tokens,
+                    seed=seed,
+                    name=name,
+                )
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def load_problems(
+    path: str | Path,
+    tokenizer: Any,
+    *,
+    system_prompt: str | None = None,
+    limit: int | None = None,
+) -> list[Problem]:
+    """The first ``limit`` problems of a parquet file in LUFFY's columns, rendered for a model.
+
+    Raises:
+        DataError: the file can't be read, or a row isn't what its columns should hold.
+    """
+    path = Path(path)
+    problems = []
+    for row in itertools.islice(iterate_rows(path), limit):
+        messages = [{"role": m.role, "content": m.content} for m in row.prompt]
+        text, tokens = prompts.render(tokenizer, messages, system_prompt)
+        problems.append(
+            Problem(
+                problem_id=f"{path.stem}/{row.row}",
+                prompt_text=text,
+                prompt_tokens=tokens,
+                gold=row.gold,
+                data_source=row.data_source,
+                ability=row.ability,
+                extra=row.extra,
+            )
+        )
+    return problems

@@ -1,0 +1,429 @@
+"""Keeps finished groups until a reward pool's receipt for them has come.
+
+One thread owns a DEALER to every live pool (one DEALER over several pools would queue to dead
+ones). A group goes to the connected pool with the fewest groups outstanding. It goes out again
+when its pool's connection breaks, when its pool leaves the registry, and when no receipt has
+come for long: the ledger takes a repeat for what it is. Only a receipt ends the matter; a dead
+pool, a dead Redis or a slow grader never loses a group.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ..common import wire
+from ..common.errors import DeadlineError, StoreError, WireError
+from ..common.records import CommitResult, Group, GroupReceipt, GroupSubmission
+from ..common.sockets import CurveKeys, connect_dealer
+from ..common.weights.mailbox import Mailbox
+
+log = logging.getLogger("tandem.rollout")
+
+LOOK_SECONDS = 0.5
+"""Between two looks into the registry."""
+RESEND_SECONDS = 30.0
+"""First wait for a receipt from a pool that stays connected; doubles up to the longest."""
+LONGEST_RESEND_SECONDS = 480.0
+"""Slow graders are no reason to make them work twice."""
+TELL_SECONDS = 15.0
+"""Without any receipt for so long while groups wait, a line says who is waited for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolAddress:
+    """Where a reward pool listens."""
+
+    member: str
+    """Its member id."""
+    endpoint: str
+    """``tcp://host:port``."""
+    public_key: str | None
+    """Its CURVE key; None where the run has none."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A group without a receipt."""
+
+    group_id: str
+    attempt: int
+    message: bytes
+    """The encoded submission."""
+    since: float
+    """When it was handed in (monotonic)."""
+    pool: str | None = None
+    """Who has it; None: it is to be sent."""
+    sent: float = 0.0
+    """When it was last sent."""
+    sends: int = 0
+    """How often."""
+    patience: float = RESEND_SECONDS
+    """Seconds until it is sent again."""
+
+
+class _Link:
+    """The DEALER to one pool, with its monitor."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: PoolAddress,
+        member: str,
+        client: CurveKeys | None,
+    ) -> None:
+        self.address = address
+        self.socket = connect_dealer(
+            context,
+            address.endpoint,
+            identity=member,
+            server_public=address.public_key,
+            client=client,
+        )
+        self.socket.setsockopt(zmq.SNDHWM, 1000)
+        self.monitor = self.socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        )
+        self.connected = False
+        self.outstanding: set[int] = set()
+
+    def close(self) -> None:
+        """Closes both sockets."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=0)
+
+
+@dataclass(slots=True)
+class SubmissionStats:
+    """Counters of one worker's submissions."""
+
+    submitted: int = 0
+    """Groups handed in."""
+    resent: int = 0
+    """Sendings beyond a group's first."""
+    results: Counter[str] = field(default_factory=Counter)
+    """Receipts by result."""
+    outstanding: int = 0
+    """Groups without a receipt."""
+    pools: int = 0
+    """Pools that are connected."""
+    receipt_seconds: float = 0.0
+    """Sum over receipts of the time from handing in to receipt."""
+
+
+class Submitter:
+    """Sends finished groups to the reward pools.
+
+    Args:
+        member: member id of this worker.
+        pools: the live pools by the registry; called from a thread of its own, may raise
+            ``StoreError``, which is a wait.
+        client: the run's client keys; None where the run has none.
+        on_receipt: called from the sending thread with every group's one receipt.
+        most: groups that may be outstanding before :meth:`wait_room` waits.
+        resend_seconds: see :data:`RESEND_SECONDS`.
+    """
+
+    def __init__(
+        self,
+        member: str,
+        pools: Callable[[], Iterable[PoolAddress]],
+        client: CurveKeys | None,
+        on_receipt: Callable[[GroupReceipt], None],
+        *,
+        most: int = 64,
+        resend_seconds: float = RESEND_SECONDS,
+    ) -> None:
+        self._member = member
+        self._pools = pools
+        self._client = client
+        self._on_receipt = on_receipt
+        self._most = most
+        self._resend = resend_seconds
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._mailbox: Mailbox[tuple[int, _Pending] | list[PoolAddress] | None] = Mailbox()
+        self._changed = threading.Condition()
+        self._stopping = threading.Event()
+        self._requests = 0
+        self._open = 0
+        self._stats = SubmissionStats()
+        self._threads: list[threading.Thread] = []
+        # Owned by the sending thread.
+        self._links: dict[str, _Link] = {}
+        self._pending: dict[int, _Pending] = {}
+        self._last_receipt = time.monotonic()
+        self._told = time.monotonic()
+
+    def start(self) -> None:
+        """Starts looking for pools and sending."""
+        for name, target in (("submit", self._run), ("submit-finder", self._find)):
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def submit(self, group: Group) -> None:
+        """Takes over a finished group; returns at once.
+
+        Raises:
+            WireError: the group is too long to be sent at all.
+        """
+        with self._changed:
+            self._requests += 1
+            request = self._requests
+        message = wire.encode(GroupSubmission(request_id=request, group=group))
+        pending = _Pending(
+            group.group_id, group.attempt, message, time.monotonic(), patience=self._resend
+        )
+        with self._changed:
+            self._open += 1
+            self._stats.submitted += 1
+        self._mailbox.post((request, pending))
+
+    @property
+    def outstanding(self) -> int:
+        """Groups without a receipt."""
+        return self._open
+
+    def wait_room(self, timeout: float) -> bool:
+        """Waits until fewer than ``most`` groups are outstanding; False after ``timeout``."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._open < self._most, timeout)
+
+    def drain(self, deadline: float) -> None:
+        """Waits for the receipts of all that was handed in.
+
+        Raises:
+            DeadlineError: some are missing after ``deadline`` seconds; says how many, and who
+                was waited for.
+        """
+        half = deadline / 2
+        with self._changed:
+            if self._changed.wait_for(lambda: self._open == 0, half):
+                return
+            log.warning(f"{self._open} groups still wait for a receipt from {self._whom()}")
+            if self._changed.wait_for(lambda: self._open == 0, deadline - half):
+                return
+            raise DeadlineError(
+                f"{self._open} finished groups had no receipt from {self._whom()} after "
+                f"{deadline:.0f} s; their leases go to another worker when they expire"
+            )
+
+    def stats(self) -> SubmissionStats:
+        """A copy of the counters."""
+        with self._changed:
+            return SubmissionStats(
+                submitted=self._stats.submitted,
+                resent=self._stats.resent,
+                results=Counter(self._stats.results),
+                outstanding=self._open,
+                pools=self._stats.pools,
+                receipt_seconds=self._stats.receipt_seconds,
+            )
+
+    def close(self) -> None:
+        """Stops; groups without a receipt are given up (their leases expire)."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        self._mailbox.post(None)
+        for thread in self._threads:
+            thread.join(timeout=5.0)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._mailbox.close()
+            self._context.term()
+
+    # The finder.
+
+    def _find(self) -> None:
+        failing = False
+        known: list[PoolAddress] | None = None
+        while not self._stopping.is_set():
+            try:
+                found = list(self._pools())
+            except StoreError as error:
+                if not failing:
+                    log.warning(f"the registry can't be read, pools stay as they are: {error}")
+                failing = True
+            else:
+                failing = False
+                if found != known:
+                    known = found
+                    self._mailbox.post(found)
+            self._stopping.wait(LOOK_SECONDS)
+
+    # The sending thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                try:
+                    self._turn()
+                except Exception:
+                    # A fault of one turn must not end the only thread that keeps groups.
+                    log.exception("a fault while submitting; going on")
+                    self._stopping.wait(0.5)
+        finally:
+            for link in self._links.values():
+                link.close()
+
+    def _turn(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._mailbox.fd, zmq.POLLIN)
+        for link in self._links.values():
+            poller.register(link.socket, zmq.POLLIN)
+            poller.register(link.monitor, zmq.POLLIN)
+        now = time.monotonic()
+        due = min((p.sent + p.patience for p in self._pending.values() if p.pool), default=now + 5)
+        ready = dict(poller.poll(max(1, int(min(due - now, 1.0) * 1000))))
+        for item in self._mailbox.take() if self._mailbox.fd in ready else ():
+            if isinstance(item, list):
+                self._meet(item)
+            elif item is not None:
+                self._pending[item[0]] = item[1]
+        for link in list(self._links.values()):
+            if link.monitor in ready:
+                self._listen(link)
+            if link.socket in ready:
+                self._receive(link)
+        self._send_all()
+        self._tell()
+
+    def _meet(self, addresses: list[PoolAddress]) -> None:
+        """Opens links to new pools and closes those of pools that are gone or moved."""
+        wanted = {address.member: address for address in addresses}
+        for member, link in list(self._links.items()):
+            if wanted.get(member) != link.address:
+                self._lose(link, "left the registry" if member not in wanted else "moved")
+                link.close()
+                del self._links[member]
+        for member, address in wanted.items():
+            if member not in self._links:
+                self._links[member] = _Link(self._context, address, self._member, self._client)
+        self._count_pools()
+
+    def _listen(self, link: _Link) -> None:
+        while link.monitor.poll(0):
+            event = recv_monitor_message(link.monitor)["event"]
+            link.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if event == zmq.EVENT_DISCONNECTED:
+                self._lose(link, "broke the connection")
+        self._count_pools()
+
+    def _lose(self, link: _Link, how: str) -> None:
+        """What a pool had goes out again: whether it was committed there, nobody knows."""
+        link.connected = False
+        if link.outstanding:
+            log.warning(
+                f"reward pool {link.address.member} {how} with {len(link.outstanding)} groups; "
+                f"sending them again"
+            )
+        for request in link.outstanding:
+            self._pending[request].pool = None
+        link.outstanding.clear()
+
+    def _receive(self, link: _Link) -> None:
+        while True:
+            try:
+                frames = link.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                receipt = wire.decode(frames[-1], GroupReceipt)
+            except WireError as error:
+                log.warning(f"from reward pool {link.address.member}: {error}")
+                continue
+            self._settle(receipt)
+
+    def _settle(self, receipt: GroupReceipt) -> None:
+        pending = self._pending.get(receipt.request_id)
+        if pending is None or (pending.group_id, pending.attempt) != (
+            receipt.group_id,
+            receipt.attempt,
+        ):
+            return  # The receipt of a repeat, after that of another sending.
+        del self._pending[receipt.request_id]
+        for link in self._links.values():
+            link.outstanding.discard(receipt.request_id)
+        now = self._last_receipt = time.monotonic()
+        line = f"group {receipt.group_id} attempt {receipt.attempt}: {receipt.result}"
+        if receipt.detail:
+            line += f" ({receipt.detail})"
+        quiet = receipt.result is CommitResult.COMMITTED
+        log.log(logging.DEBUG if quiet else logging.INFO, line)
+        try:
+            self._on_receipt(receipt)
+        finally:
+            with self._changed:
+                self._open -= 1
+                self._stats.results[str(receipt.result)] += 1
+                self._stats.receipt_seconds += now - pending.since
+                self._changed.notify_all()
+
+    def _send_all(self) -> None:
+        now = time.monotonic()
+        for request, pending in self._pending.items():
+            if pending.pool is not None:
+                if now - pending.sent < pending.patience:
+                    continue
+                log.info(
+                    f"no receipt for group {pending.group_id} from {pending.pool} for "
+                    f"{now - pending.sent:.0f} s; sending it again"
+                )
+                pending.patience = min(2 * pending.patience, LONGEST_RESEND_SECONDS)
+                self._links[pending.pool].outstanding.discard(request)
+            if not self._send(request, pending, now):
+                return
+
+    def _send(self, request: int, pending: _Pending, now: float) -> bool:
+        """Sends to the least busy pool, another than the last one if there is; False if none."""
+        last, pending.pool = pending.pool, None
+        links = [link for link in self._links.values() if link.connected]
+        links.sort(key=lambda link: (link.address.member == last, len(link.outstanding)))
+        for link in links:
+            try:
+                link.socket.send(pending.message, zmq.NOBLOCK)
+            except zmq.Again:
+                continue
+            link.outstanding.add(request)
+            pending.pool, pending.sent = link.address.member, now
+            pending.sends += 1
+            if pending.sends > 1:
+                with self._changed:
+                    self._stats.resent += 1
+            return True
+        return False
+
+    def _tell(self) -> None:
+        now = time.monotonic()
+        if not self._pending:
+            self._told = now
+            return
+        quiet_since = max(self._last_receipt, min(p.since for p in self._pending.values()))
+        if now - max(self._told, quiet_since) > TELL_SECONDS:
+            self._told = now
+            log.warning(
+                f"{len(self._pending)} finished groups wait for a receipt for "
+                f"{now - quiet_since:.0f} s, from {self._whom()}"
+            )
+
+    def _whom(self) -> str:
+        links = list(self._links.values())
+        if not links:
+            return "a reward pool: none is registered"
+        return ", ".join(
+            f"{link.address.member} at {link.address.endpoint}"
+            + ("" if link.connected else " (not connected)")
+            for link in links
+        )
+
+    def _count_pools(self) -> None:
+        with self._changed:
+            self._stats.pools = sum(link.connected for link in self._links.values())

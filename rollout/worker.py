@@ -1,0 +1,673 @@
+"""The rollout worker: leases groups, generates them, sees them through to their receipts.
+
+One process has one engine. The asyncio loop drives it; what waits on Redis or on a socket runs
+in threads beside it::
+
+    loop        hold a version -> claim a due evaluation -> lease -> generate -> submit -> again
+    redis       the loop's own Redis calls, so that a slow Redis never holds up a weight change
+    keeper      heartbeat, renewal of leases, group deadlines
+    listener    hints (taken, version, state), which wake a waiting loop
+    submit      finished groups, until their receipts
+    weights-*   new versions, committed into the engine between two token steps
+    decode      the engine's
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..common.config import Config
+from ..common.errors import DeadlineError, StoreError, TandemError, WireError
+from ..common.records import (
+    FinishReason,
+    Group,
+    GroupReceipt,
+    Problem,
+    SamplingParams,
+    Version,
+)
+from ..common.run_folder import JoinInfo, RunFolder
+from ..common.telemetry import Clock
+from ..replay.connection import Store, connect
+from ..replay.ledger import Lease, LeaseReply, Ledger
+from ..replay.members import Members
+from ..replay.rules import choose_traces
+from ..replay.store import EvaluationRequest, EvaluationResult, RunStore
+from .engine import Engine, FinishedGroup, GroupRequest, NamedWeights
+from .engines import make_engine
+from .submission import PoolAddress, Submitter
+
+if TYPE_CHECKING:
+    from .evaluate.evaluation import Evaluation, Evaluator
+
+log = logging.getLogger("tandem.rollout")
+
+T = TypeVar("T")
+
+ROLE = "rollout"
+BEAT_SECONDS = 2.0
+"""Between two heartbeats."""
+REPORT_SECONDS = 2.0
+"""Between two reports."""
+IDLE_SECONDS = 0.25
+"""Longest wait for a hint before looking again."""
+OUTAGE_SECONDS = 300.0
+"""Redis away for so long ends the worker; its supervisor starts it again."""
+BATCHES_OUTSTANDING = 4
+"""Batches without receipts at which a worker waits for the pool."""
+PROBLEMS_KEPT = 4096
+"""Problems kept in memory."""
+DRAIN_SHARE = 0.4
+"""Of ``launch.drain_seconds``: for what is being generated, and again for its receipts."""
+MIN_SAMPLES = 2
+"""Finished samples that a group past its deadline needs to be committed at all."""
+MAX_ENGINE_FAILURES = 3
+"""Batches in a row of which the engine finished nothing; then the process ends."""
+SWITCH_SECONDS = 0.0005
+"""How long a thread may hold the interpreter while the decode thread waits for it."""
+
+
+def main(join: JoinInfo, config: Config, *, name: str, folder: RunFolder | None) -> int:
+    """Works until the run has ended or SIGTERM asks to drain; returns the exit status."""
+    import torch
+
+    # Before any parallel work, which fixes them.
+    torch.set_num_threads(config.rollout.threads)
+    torch.set_num_interop_threads(1)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        return asyncio.run(Worker(join, config, name).run())
+    except TandemError as error:
+        log.error(str(error))
+        return error.exit_code
+
+
+@dataclass(slots=True)
+class _Held:
+    """A lease that this worker holds."""
+
+    lease: Lease
+    """Of the group."""
+    deadline: float
+    """The group's deadline (monotonic)."""
+    revoked: bool = False
+    """It is another worker's now: nothing of it is to be submitted."""
+    late: bool = False
+    """It was aborted at its deadline."""
+
+
+class Worker:
+    """One rollout worker."""
+
+    def __init__(self, join: JoinInfo, config: Config, name: str) -> None:
+        self.name = name
+        self.config = config
+        self._join = join
+        self._batch = config.rollout.groups_per_batch
+        self._clock = Clock()
+        self._held: dict[str, _Held] = {}
+        # Guards `_held`, which loop, keeper and the submitter's thread change.
+        self._lock = threading.Lock()
+        self._problems: OrderedDict[str, Problem] = OrderedDict()
+        self._nudge = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._ended = threading.Event()
+        self._state = "running"
+        self._lease_seconds = config.replay.lease_seconds
+        self._evaluating: EvaluationRequest | None = None
+        self._evaluation: asyncio.Task[Evaluation] | None = None
+        self._evaluator: Evaluator | None = None
+        self._steady = asyncio.Lock()
+        self._failures = 0
+        self._counts = {
+            "groups": 0,
+            "samples": 0,
+            "tokens": 0,
+            "partial_groups": 0,
+            "revoked_groups": 0,
+            "failed_groups": 0,
+            "evaluations": 0,
+        }
+        self._waiting_for = ""
+        self._redis = ThreadPoolExecutor(1, thread_name_prefix="redis")
+        self._threads: list[threading.Thread] = []
+
+    # The life of the process.
+
+    async def run(self) -> int:
+        """Starts everything, works, drains."""
+        from .weights import WeightReceiver
+
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
+        self._store: Store = await self._in_redis(lambda: connect(self._join, name=self.name))
+        self._runs = RunStore(self._store)
+        self._ledger = Ledger(self._store, self.name)
+        self._members = Members(self._store)
+        client = await self._in_redis(self._runs.curve_client)
+        # Loading a large model takes minutes, in which the loop must hear of SIGTERM.
+        self._engine: Engine = await asyncio.to_thread(
+            make_engine, self.config.model, self.config.rollout
+        )
+        await self._engine.start()
+        self._submitter = Submitter(
+            self.name,
+            self._pools,
+            client,
+            self._on_receipt,
+            most=BATCHES_OUTSTANDING * self._batch,
+        )
+        receiver = WeightReceiver(
+            self._store,
+            self.name,
+            self._engine.parameter_specs(),
+            self._commit_weights,
+            config=self.config,
+        )
+        self._receiver = receiver
+        await self._in_redis(self._register)
+        self._submitter.start()
+        receiver.start()
+        for title, target in (("keeper", self._keep), ("listener", self._listen)):
+            thread = threading.Thread(target=target, name=title, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        reporting = asyncio.create_task(self._reporting())
+        log.info(f"{self.name} is ready")
+        try:
+            status = await self._work()
+            return max(status, await self._drain())
+        finally:
+            reporting.cancel()
+            self._ended.set()
+            await asyncio.to_thread(receiver.close)
+            await asyncio.to_thread(self._submitter.close)
+            await self._engine.close()
+            if self._evaluator is not None:
+                await asyncio.to_thread(self._evaluator.close)
+            for thread in self._threads:
+                await asyncio.to_thread(thread.join, 2.0)
+            await self._leave()
+            self._redis.shutdown(wait=False, cancel_futures=True)
+
+    def _on_sigterm(self) -> None:
+        log.info(f"{self.name} was told to end; draining")
+        self._stop.set()
+        self._nudge.set()
+        self._loop.call_later(DRAIN_SHARE * self.config.launch.drain_seconds, self._cut_short)
+
+    def _cut_short(self) -> None:
+        """Ends what is still being generated in a drain; its leases are given back."""
+        with self._lock:
+            held = list(self._held)
+        self._abort(held)
+        if self._evaluation is not None:
+            self._evaluation.cancel()
+
+    def _register(self) -> None:
+        self._members.register(
+            ROLE,
+            self.name,
+            {"pid": os.getpid(), "host": socket.gethostname(), "version": None},
+        )
+
+    async def _leave(self) -> None:
+        try:
+            await asyncio.wait_for(self._in_redis(lambda: self._members.leave(self.name)), 5.0)
+        except (StoreError, TimeoutError) as error:
+            log.warning(f"{self.name} leaves without saying so: {error}")
+
+    async def _in_redis(self, call: Callable[[], T]) -> T:
+        """Runs a blocking call in the one thread that talks to Redis for the loop."""
+        return await self._loop.run_in_executor(self._redis, call)
+
+    # Working.
+
+    async def _work(self) -> int:
+        """Until SIGTERM, or until the run has ended and nothing is left to evaluate."""
+        outage: float | None = None
+        while not self._stop.is_set():
+            try:
+                worked = await self._turn()
+                if self._state in ("finished", "failed") and not worked:
+                    log.info(f"the run is {self._state}; {self.name} ends")
+                    return 0
+                outage = None
+            except StoreError as error:
+                now = time.monotonic()
+                outage = outage or now
+                if now - outage > OUTAGE_SECONDS:
+                    log.error(f"gave up after {now - outage:.0f} s without Redis: {error}")
+                    return 1
+                log.warning(f"Redis is away, trying again: {error}")
+                with self._clock.doing("wait/redis"):
+                    await self._nap(1.0)
+            if self._failures >= MAX_ENGINE_FAILURES:
+                log.error(
+                    f"the engine failed {self._failures} batches in a row; {self.name} ends so "
+                    f"that a fresh process can take its place"
+                )
+                return 1
+        return 0
+
+    async def _turn(self) -> bool:
+        """One evaluation or one batch; False if there was nothing to do."""
+        held = self._engine.version
+        if held is None:
+            self._waiting_for = "learner: the first weights"
+            self._state = await self._in_redis(self._runs.state)
+            with self._clock.doing("wait/version"):
+                await self._nap(IDLE_SECONDS)
+            return False
+        if self._submitter.outstanding >= BATCHES_OUTSTANDING * self._batch:
+            self._waiting_for = "reward pool: receipts"
+            with self._clock.doing("wait/pool"):
+                await asyncio.to_thread(self._submitter.wait_room, IDLE_SECONDS)
+            return False
+        with self._clock.doing("redis"):
+            work = await self._in_redis(lambda: self._find_work(held))
+        if isinstance(work, EvaluationRequest):
+            with self._clock.doing("evaluate"):
+                await self._evaluate(work)
+            return True
+        reply, problems = work
+        self._state, self._lease_seconds = reply.state, reply.lease_seconds
+        if not reply.leases:
+            self._waiting_for = reply.wait or "ledger"
+            with self._clock.doing(f"wait/{_slug(self._waiting_for)}"):
+                await self._nap(IDLE_SECONDS)
+            return False
+        self._waiting_for = ""
+        with self._clock.doing("generate"):
+            await self._generate(reply.leases, problems)
+        return True
+
+    async def _nap(self, seconds: float) -> None:
+        """Waits for a hint, a new version or SIGTERM, but no longer than ``seconds``."""
+        try:
+            await asyncio.wait_for(self._nudge.wait(), seconds)
+        except TimeoutError:
+            pass
+        self._nudge.clear()
+
+    def _find_work(
+        self, held: Version
+    ) -> EvaluationRequest | tuple[LeaseReply, dict[str, Problem]]:
+        """A due evaluation, else leases with their problems (in the Redis thread)."""
+        request = self._runs.claim_evaluation(self.name, held)
+        if request is not None:
+            return request
+        reply = self._ledger.lease(held, self._batch)
+        now = time.monotonic()
+        with self._lock:
+            for lease in reply.leases:
+                left = (lease.deadline_ms - reply.now_ms) / 1000
+                self._held[lease.group_id] = _Held(lease, now + left)
+        wanted = [lease.problem_id for lease in reply.leases]
+        missing = list(dict.fromkeys(i for i in wanted if i not in self._problems))
+        if missing:
+            try:
+                found = self._runs.problems(missing)
+            except StoreError:
+                for lease in reply.leases:
+                    self._give_back_now(lease, "problems can't be read", failed=False)
+                raise
+            self._problems.update(zip(missing, found, strict=True))
+        chosen = {i: self._problems[i] for i in wanted}
+        for i in wanted:
+            self._problems.move_to_end(i)
+        while len(self._problems) > PROBLEMS_KEPT:
+            self._problems.popitem(last=False)
+        return reply, chosen
+
+    async def _generate(self, leases: Sequence[Lease], problems: dict[str, Problem]) -> None:
+        """Generates one batch; hands in each group as it finishes."""
+        rollout, seed = self.config.rollout, self.config.run.seed
+        sampling = SamplingParams(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            max_new_tokens=rollout.max_new_tokens,
+        )
+        traces = {
+            lease.group_id: choose_traces(
+                problems[lease.problem_id], seed, lease.group_id, self.config.expert.per_group
+            )
+            for lease in leases
+        }
+        requests = [
+            GroupRequest(
+                group_id=lease.group_id,
+                prompt_tokens=problems[lease.problem_id].prompt_tokens,
+                count=rollout.group_size - len(traces[lease.group_id]),
+                sampling=sampling,
+                seed=seed,
+            )
+            for lease in leases
+        ]
+        left = {lease.group_id: lease for lease in leases}
+        finished = 0
+        try:
+            async for group in self._engine.generate(requests):
+                lease = left.pop(group.group_id)
+                try:
+                    finished += await self._hand_in(
+                        group, lease, problems[lease.problem_id], traces[group.group_id]
+                    )
+                except StoreError as error:
+                    # The lease expires by itself; the other groups go on.
+                    log.warning(f"group {group.group_id}: {error}")
+                    self._forget(group.group_id)
+        except (TandemError, ValueError) as error:
+            log.error(f"the engine gave up a batch: {error}")
+        for lease in left.values():
+            await self._give_back(lease, "the engine gave up its batch", failed=True)
+        self._failures = 0 if finished else self._failures + 1
+
+    async def _hand_in(
+        self, finished: FinishedGroup, lease: Lease, problem: Problem, traces: tuple[str, ...]
+    ) -> int:
+        """Submits one finished group or gives its lease back; 1 where the engine did its part."""
+        with self._lock:
+            held = self._held.get(lease.group_id)
+        if held is None or held.revoked:
+            self._counts["revoked_groups"] += 1
+            self._forget(lease.group_id)
+            return 1
+        if finished.error is not None:
+            log.warning(f"group {lease.group_id} failed: {finished.error}")
+            self._counts["failed_groups"] += 1
+            await self._give_back(lease, finished.error, failed=True)
+            return 0
+        samples = finished.samples
+        whole = tuple(s for s in samples if s.finish_reason is not FinishReason.ABORT)
+        if len(whole) < len(samples):
+            if not held.late:  # Aborted in a drain.
+                await self._give_back(lease, "drained", failed=False)
+                return 1
+            if len(whole) < MIN_SAMPLES:
+                await self._give_back(
+                    lease,
+                    f"{len(whole)} of {len(samples)} samples finished before its deadline",
+                    failed=True,
+                )
+                return 1
+            self._counts["partial_groups"] += 1
+        group = Group(
+            group_id=lease.group_id,
+            attempt=lease.attempt,
+            worker=self.name,
+            problem_id=problem.problem_id,
+            prompt_tokens=problem.prompt_tokens,
+            prompt_text=problem.prompt_text,
+            gold=problem.gold,
+            data_source=problem.data_source,
+            samples=whole,
+            trace_ids=traces,
+            extra=problem.extra,
+        )
+        try:
+            self._submitter.submit(group)
+        except WireError as error:
+            log.error(f"group {lease.group_id} can't be sent: {error}")
+            self._counts["failed_groups"] += 1
+            await self._give_back(lease, str(error), failed=True)
+            return 1
+        self._counts["groups"] += 1
+        self._counts["samples"] += len(whole)
+        self._counts["tokens"] += sum(len(s.tokens) for s in whole)
+        return 1
+
+    async def _give_back(self, lease: Lease, reason: str, *, failed: bool) -> None:
+        await self._in_redis(lambda: self._give_back_now(lease, reason, failed=failed))
+
+    def _give_back_now(self, lease: Lease, reason: str, *, failed: bool) -> None:
+        self._forget(lease.group_id)
+        try:
+            self._ledger.give_back(
+                lease.group_id, lease.attempt, reason=reason[:200], failed=failed
+            )
+        except StoreError as error:
+            log.warning(f"group {lease.group_id} wasn't given back and will expire: {error}")
+
+    def _forget(self, group_id: str) -> None:
+        with self._lock:
+            self._held.pop(group_id, None)
+
+    def _on_receipt(self, receipt: GroupReceipt) -> None:
+        self._forget(receipt.group_id)
+
+    # Evaluation.
+
+    async def _evaluate(self, request: EvaluationRequest) -> None:
+        """Evaluates the weights in use, which are held still for it."""
+        from .evaluate.evaluation import Evaluator
+
+        if self._evaluator is None:
+            self._evaluator = Evaluator(self._engine, self.config.reward)
+        self._evaluating = request
+        try:
+            problems = await self._in_redis(
+                lambda: self._runs.eval_set(request.set_name, request.limit)
+            )
+            async with self._steady:
+                version = self._engine.version
+                self._evaluation = asyncio.create_task(
+                    self._evaluator.evaluate(
+                        problems,
+                        temperature=request.temperature,
+                        samples=request.samples,
+                        max_new_tokens=self.config.rollout.max_new_tokens,
+                        seed=self.config.run.seed,
+                        name=f"evaluate {request.set_name}",
+                    )
+                )
+                await asyncio.wait([self._evaluation])
+            if self._evaluation.cancelled():
+                log.info(f"evaluation {request.id} was left to another worker")
+                return
+            found = self._evaluation.result()
+            step = version.step if version is not None else request.step
+            result = EvaluationResult(
+                id=request.id,
+                set_name=request.set_name,
+                step=found.step if found.step is not None else step,
+                accuracy=found.accuracy,
+                problems=found.problems,
+                format_share=found.format_share,
+                mean_length=found.mean_length,
+                seconds=found.seconds,
+                member=self.name,
+            )
+            await self._in_redis(lambda: self._runs.finish_evaluation(request.id, result))
+            self._counts["evaluations"] += 1
+            log.info(
+                f"{request.set_name} at step {result.step}: accuracy {found.accuracy:.1%} of "
+                f"{found.problems} problems in {found.seconds:.1f} s"
+            )
+        except StoreError:
+            raise
+        except TandemError as error:
+            # Its claim expires, and this or another worker tries again.
+            log.error(f"evaluation {request.id} failed: {error}")
+        finally:
+            self._evaluating = None
+
+    # New weights.
+
+    def _commit_weights(self, tensors: list[tuple[str, Any]], version: Version) -> bool:
+        """Called from the receiver's thread; returns when the engine serves the version."""
+        done = asyncio.run_coroutine_threadsafe(self._commit(tensors, version), self._loop)
+        done.result(self.config.weights.commit_seconds)
+        return True
+
+    async def _commit(self, tensors: list[tuple[str, Any]], version: Version) -> None:
+        still = False
+        try:
+            # An evaluation should be of one version, but not at the price of the deadline.
+            async with asyncio.timeout(self.config.weights.commit_seconds / 2):
+                await self._steady.acquire()
+            still = True
+        except TimeoutError:
+            log.warning(f"version {version} is committed into a long evaluation")
+        try:
+            if tensors:
+                await self._engine.load(NamedWeights(dict(tensors)), version)
+            else:
+                await self._engine.restamp(version)
+        finally:
+            if still:
+                self._steady.release()
+        self._nudge.set()
+
+    # Beside the loop.
+
+    def _pools(self) -> list[PoolAddress]:
+        return [
+            PoolAddress(
+                member=member.member,
+                endpoint=str(member.info["endpoint"]),
+                public_key=member.info.get("public_key"),
+            )
+            for member in self._members.live("reward")
+            if "endpoint" in member.info
+        ]
+
+    def _listen(self) -> None:
+        """Passes hints on to the loop."""
+        hints = self._store.hints("taken", "version", "state")
+        while not self._ended.is_set():
+            if hints.wait(1.0) is not None and not self._ended.is_set():
+                self._loop.call_soon_threadsafe(self._nudge.set)
+        hints.close()
+
+    def _keep(self) -> None:
+        """Heartbeats, renews leases and minds the groups' deadlines."""
+        next_beat = next_renewal = 0.0
+        while not self._ended.is_set():
+            now = time.monotonic()
+            try:
+                if now >= next_beat:
+                    next_beat = now + BEAT_SECONDS
+                    version = self._engine.version
+                    self._members.beat(
+                        self.name, {"version": [version.term, version.step] if version else None}
+                    )
+                    evaluating = self._evaluating
+                    if evaluating is not None:
+                        self._runs.renew_evaluation(evaluating.id, self.name)
+                if now >= next_renewal:
+                    next_renewal = now + self._lease_seconds / 3
+                    self._renew()
+                self._end_late(now)
+            except StoreError as error:
+                log.warning(f"no heartbeat and no renewal: {error}")
+            wake = min(next_beat, next_renewal) - time.monotonic()
+            self._ended.wait(min(max(wake, 0.05), 1.0))
+
+    def _renew(self) -> None:
+        with self._lock:
+            wanted = list(self._held)
+        if not wanted:
+            return
+        lost = self._ledger.renew(wanted)
+        revoked = []
+        with self._lock:
+            for group_id in lost:
+                held = self._held.get(group_id)
+                if held is not None and not held.revoked:
+                    held.revoked = True
+                    revoked.append(group_id)
+        if revoked:
+            log.info(f"leases revoked: {', '.join(revoked)}")
+            self._abort(revoked)
+
+    def _end_late(self, now: float) -> None:
+        late = []
+        with self._lock:
+            for group_id, held in self._held.items():
+                if not held.late and now >= held.deadline:
+                    held.late = True
+                    late.append(group_id)
+        if late:
+            log.warning(f"past their deadline, ended with what they have: {', '.join(late)}")
+            self._abort(late)
+
+    def _abort(self, group_ids: list[str]) -> None:
+        asyncio.run_coroutine_threadsafe(self._engine.abort(group_ids), self._loop)
+
+    async def _reporting(self) -> None:
+        """Reports figures every two seconds."""
+        before, since = self._engine.stats(), time.monotonic()
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            now, stats = time.monotonic(), self._engine.stats()
+            report = self._report(stats.sampled_tokens - before.sampled_tokens, now - since)
+            before, since = stats, now
+            try:
+                await self._in_redis(partial(self._runs.report, self.name, report))
+            except StoreError as error:
+                log.warning(f"no report: {error}")
+
+    def _report(self, tokens: int, seconds: float) -> dict[str, Any]:
+        taken = self._clock.take()
+        total = max(taken.pop("total"), 1e-9)
+        version = self._engine.version
+        submissions = self._submitter.stats()
+        receipts = sum(submissions.results.values())
+        return {
+            "role": ROLE,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "time": time.time(),
+            "version": [version.term, version.step] if version else None,
+            "tokens_per_second": tokens / max(seconds, 1e-9),
+            "shares": {name: spent / total for name, spent in sorted(taken.items())},
+            "waiting_for": self._waiting_for,
+            "leases": len(self._held),
+            "counts": dict(self._counts),
+            "engine": asdict(self._engine.stats()),
+            "submission": {
+                "submitted": submissions.submitted,
+                "resent": submissions.resent,
+                "outstanding": submissions.outstanding,
+                "pools": submissions.pools,
+                "results": dict(submissions.results),
+                "mean_receipt_seconds": submissions.receipt_seconds / max(receipts, 1),
+            },
+            "weights": self._receiver.stats(),
+        }
+
+    # Draining.
+
+    async def _drain(self) -> int:
+        """Gives back what was not generated and waits for the receipts of what was."""
+        deadline = DRAIN_SHARE * self.config.launch.drain_seconds
+        status = 0
+        try:
+            await asyncio.to_thread(self._submitter.drain, deadline)
+        except DeadlineError as error:
+            log.error(str(error))
+            status = 1
+        with self._lock:
+            left = [held.lease for held in self._held.values()]
+        for lease in left:
+            await self._give_back(lease, "drained", failed=False)
+        return status
+
+
+def _slug(reason: str) -> str:
+    """A wait's reason as the name of an activity: its first words, without figures."""
+    return reason.split(":")[0].strip().replace(" ", "_") or "ledger"

@@ -1,0 +1,116 @@
+"""The decoders give transformers' logits, and the fast one is chosen where it may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.common.errors import TandemError
+from tandem.rollout.decoder import (
+    DirectDecoder,
+    GenericDecoder,
+    KeyValues,
+    choose,
+    disagreement,
+    rms_norm,
+    why_not_direct,
+)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral"])
+def test_llama_like_models_go_the_direct_way(tiny: Any, kind: str) -> None:
+    model = tiny.model(kind)
+    decoder = choose(model)
+    assert isinstance(decoder, DirectDecoder)
+    assert disagreement(model, decoder) < 1e-4
+
+
+def test_other_models_go_through_transformers(tiny: Any) -> None:
+    model = tiny.model("gpt2")
+    decoder = choose(model)
+    assert isinstance(decoder, GenericDecoder)
+    assert disagreement(model, decoder) < 1e-4
+    with pytest.raises(TandemError, match="gpt2"):
+        choose(tiny.model("gpt2"), "direct")
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_bfloat16_stays_near_transformers(tiny: Any, kind: str) -> None:
+    model = tiny.model(kind, dtype=torch.bfloat16)
+    decoder = choose(model)
+    assert isinstance(decoder, DirectDecoder)
+    assert disagreement(model, decoder) < 0.1
+
+
+def test_a_model_whose_layers_do_something_else_is_found_out(tiny: Any) -> None:
+    model = tiny.model("llama")
+    forward = model.model.layers[1].mlp.forward
+    model.model.layers[1].mlp.forward = lambda x: 2.0 * forward(x)
+    assert why_not_direct(model) is None
+    assert isinstance(choose(model), GenericDecoder)
+
+
+def test_a_length_dependent_rope_is_left_to_transformers(tiny: Any) -> None:
+    model = tiny.model("llama")
+    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    assert why_not_direct(model) == "rope type dynamic"
+
+
+def test_sliding_windows_are_refused(tiny: Any) -> None:
+    model = tiny.model("qwen2")
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(TandemError, match="sliding_attention"):
+        choose(model)
+    model = tiny.model("mistral")
+    model.config.sliding_window = 16
+    with pytest.raises(TandemError, match="16 tokens"):
+        choose(model)
+
+
+def test_fused_parameters_are_still_the_models_own(tiny: Any) -> None:
+    model, reference = tiny.model("qwen2", seed=0), tiny.model("qwen2", seed=1)
+    before = {name: p.shape for name, p in model.named_parameters()}
+    decoder = DirectDecoder(model)
+    assert {name: p.shape for name, p in model.named_parameters()} == before
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(reference.get_parameter(name))
+    assert disagreement(reference, decoder) < 1e-4
+
+
+@pytest.mark.parametrize("decoder_of", [DirectDecoder, GenericDecoder])
+def test_dropping_and_joining_rows_leaves_the_others_alone(tiny: Any, decoder_of: Any) -> None:
+    model = tiny.model("qwen2")
+    decoder = decoder_of(model)
+    numbers = torch.randint(3, 24, (4, 10), generator=torch.Generator().manual_seed(0))
+    lengths = np.array([3, 9, 5, 7])
+    at = torch.from_numpy(lengths)
+    with torch.inference_mode():
+        cache = decoder.prefill(numbers[:, :9], at)
+        cache.grow(16)
+        cache.keep(torch.tensor([3, 0]))
+        late = decoder.prefill(numbers[1:2, :9], at[1:2])
+        late.grow(16)
+        cache.append(late)
+        rows = torch.tensor([3, 0, 1])
+        logits = decoder.step(numbers[rows, at[rows]], lengths[rows], cache)
+        expected = model(input_ids=numbers).logits[rows, at[rows]]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_growing_keeps_what_is_there_and_adds_zeros() -> None:
+    cache = KeyValues([torch.ones(2, 3, 1, 4, 5)])
+    cache.grow(7)
+    assert cache.capacity == 7
+    assert float(cache.layers[0][..., :4, :].min()) == 1.0
+    assert float(cache.layers[0][..., 4:, :].abs().max()) == 0.0
+
+
+def test_rms_norm_is_the_formula() -> None:
+    x, weight = torch.randn(5, 16, dtype=torch.float32), torch.rand(16)
+    expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    torch.testing.assert_close(rms_norm(x, weight, 1e-6), expected)
+    assert float(rms_norm(torch.zeros(1, 16), weight, 1e-6).abs().max()) == 0.0

@@ -1,0 +1,517 @@
+"""What every engine must do, whatever runs inside; the same tests hold for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.common.errors import WeightsError
+from tandem.common.records import FinishReason, Sample, SamplingParams, Source, Version
+from tandem.rollout.engine import Engine, FinishedGroup, GroupRequest, NamedWeights
+
+V1, V2 = Version(term=1, step=1), Version(term=1, step=2)
+NewEngine = Callable[..., Any]
+
+
+def prompt(length: int, key: int = 0) -> np.ndarray:
+    """[length] Token ids without an end token."""
+    generator = np.random.Generator(np.random.Philox(key=key))
+    return generator.integers(3, 24, length).astype(np.int32)
+
+
+def asks(
+    group_id: str = "0-0",
+    *,
+    length: int = 9,
+    key: int = 0,
+    count: int = 4,
+    new: int = 24,
+    seed: int = 0,
+    **settings: Any,
+) -> GroupRequest:
+    """A request with short defaults."""
+    sampling = {
+        name: settings.pop(name) for name in ("temperature", "top_p", "top_k") if name in settings
+    }
+    return GroupRequest(
+        group_id=group_id,
+        prompt_tokens=prompt(length, key),
+        count=count,
+        sampling=SamplingParams(max_new_tokens=new, **sampling),
+        seed=seed,
+        **settings,
+    )
+
+
+def in_engine(engine: Any, scenario: Callable[[Any], Awaitable[Any]]) -> Any:
+    """Starts an engine, lets the scenario use it, closes it."""
+
+    async def run() -> Any:
+        await engine.start()
+        try:
+            return await asyncio.wait_for(scenario(engine), 60)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+async def collect(engine: Any, *requests: GroupRequest) -> dict[str, FinishedGroup]:
+    return {group.group_id: group async for group in engine.generate(requests)}
+
+
+def generate(engine: Any, *requests: GroupRequest) -> dict[str, FinishedGroup]:
+    return in_engine(engine, lambda e: collect(e, *requests))
+
+
+def forward_logprobs(model: Any, request: GroupRequest, sample: Sample) -> np.ndarray:
+    """[L] Log-probs of a sample's tokens by transformers' own forward at its temperature."""
+    row = torch.from_numpy(np.concatenate([request.prompt_tokens, sample.tokens])).long()[None]
+    with torch.no_grad():
+        logits = model(input_ids=row).logits[0, len(request.prompt_tokens) - 1 : -1].float()
+    logprobs = (logits / (request.sampling.temperature or 1.0)).log_softmax(-1)
+    chosen = logprobs.gather(1, torch.from_numpy(sample.tokens).long()[:, None])
+    return chosen[:, 0].numpy()
+
+
+def same_tokens(a: FinishedGroup, b: FinishedGroup) -> bool:
+    return all(
+        np.array_equal(x.tokens, y.tokens) for x, y in zip(a.samples, b.samples, strict=True)
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_those_of_a_full_forward_at_the_sampling_temperature(
+    new_engine: NewEngine, tiny: Any, temperature: float
+) -> None:
+    requests = [
+        asks("0-0", length=5, temperature=temperature),
+        asks("0-1", length=17, key=1, temperature=temperature),
+    ]
+    groups = generate(new_engine(tiny.model()), *requests)
+    reference = tiny.model()
+    for request in requests:
+        for sample in groups[request.group_id].samples:
+            expected = forward_logprobs(reference, request, sample)
+            np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
+
+
+def test_a_group_alone_and_in_company_gives_the_same_samples(
+    new_engine: NewEngine, tiny: Any
+) -> None:
+    alone = generate(new_engine(tiny.model()), asks("0-7", key=7))["0-7"]
+    company = [asks(f"1-{i}", length=3 + 5 * i, key=i, new=30) for i in range(4)]
+    together = generate(new_engine(tiny.model()), *company[:2], asks("0-7", key=7), *company[2:])
+    for a, b in zip(alone.samples, together["0-7"].samples, strict=True):
+        assert np.array_equal(a.tokens, b.tokens)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+def test_a_group_that_joins_a_running_batch_gives_the_same_samples(
+    new_engine: NewEngine, tiny: Any
+) -> None:
+    alone = generate(new_engine(tiny.model()), asks("0-7", key=7))["0-7"]
+
+    async def scenario(engine: Any) -> FinishedGroup:
+        first = asyncio.create_task(collect(engine, asks("0-1", key=1, count=8, new=200)))
+        while engine.stats().decode_steps < 3:
+            await asyncio.sleep(0)
+        joined = (await collect(engine, asks("0-7", key=7)))["0-7"]
+        await engine.abort(["0-1"])
+        await first
+        return joined
+
+    assert same_tokens(alone, in_engine(new_engine(tiny.model()), scenario))
+
+
+def test_noise_is_keyed_by_seed_group_and_sample(new_engine: NewEngine, tiny: Any) -> None:
+    first = generate(new_engine(tiny.model()), asks("0-1"))["0-1"]
+    again = generate(new_engine(tiny.model()), asks("0-1"))["0-1"]
+    other_seed = generate(new_engine(tiny.model()), asks("0-1", seed=1))["0-1"]
+    other_group = generate(new_engine(tiny.model()), asks("0-2"))["0-2"]
+    assert same_tokens(first, again)
+    assert not same_tokens(first, other_seed)
+    assert not same_tokens(first, other_group)
+    assert len({sample.tokens.tobytes() for sample in first.samples}) > 1
+
+
+def test_the_first_samples_do_not_depend_on_how_many_are_asked_for(
+    new_engine: NewEngine, tiny: Any
+) -> None:
+    seven = generate(new_engine(tiny.model()), asks("0-1", count=7))["0-1"]
+    eight = generate(new_engine(tiny.model()), asks("0-1", count=8))["0-1"]
+    for a, b in zip(seven.samples, eight.samples[:7], strict=True):
+        assert np.array_equal(a.tokens, b.tokens)
+
+
+def test_temperature_zero_is_transformers_greedy_generate(new_engine: NewEngine, tiny: Any) -> None:
+    requests = [asks(f"0-{i}", length=4 + 3 * i, key=i, count=1, temperature=0.0) for i in range(4)]
+    groups = generate(new_engine(tiny.model()), *requests)
+    reference = tiny.model()
+    for request in requests:
+        row = torch.from_numpy(request.prompt_tokens).long()[None]
+        with torch.no_grad():
+            expected = reference.generate(
+                row,
+                attention_mask=torch.ones_like(row),
+                do_sample=False,
+                max_new_tokens=24,
+                eos_token_id=tiny.EOS,
+                pad_token_id=0,
+            )[0, row.shape[1] :]
+        sample = groups[request.group_id].samples[0]
+        assert sample.tokens.tolist() == expected.tolist()
+
+
+def test_samples_follow_the_models_distribution(new_engine: NewEngine, tiny: Any) -> None:
+    model = tiny.model()
+    request = asks("0-0", count=2000, new=1)
+    group = generate(new_engine(tiny.model(), max_rows=2000), request)["0-0"]
+    with torch.no_grad():
+        row = torch.from_numpy(request.prompt_tokens).long()[None]
+        probs = model(input_ids=row).logits[0, -1].softmax(-1).numpy()
+    counts = np.bincount([s.tokens[0] for s in group.samples], minlength=tiny.VOCABULARY)
+    error = np.sqrt(2000 * probs * (1 - probs)) + 1e-9
+    assert np.all(np.abs(counts - 2000 * probs) < 5 * error + 1)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("top_k", 2), ("top_p", 0.5)])
+def test_truncated_sampling_keeps_to_the_likely_tokens_and_renormalises(
+    new_engine: NewEngine, tiny: Any, setting: str, value: float
+) -> None:
+    request = asks("0-0", count=40, new=1, **{setting: value})
+    group = generate(new_engine(tiny.model()), request)["0-0"]
+    with torch.no_grad():
+        row = torch.from_numpy(request.prompt_tokens).long()[None]
+        probs = tiny.model()(input_ids=row).logits[0, -1].softmax(-1)
+    ordered = probs.sort(descending=True)
+    kept = 2 if setting == "top_k" else int((ordered.values.cumsum(0) < value).sum()) + 1
+    allowed = ordered.indices[:kept].tolist()
+    mass = float(ordered.values[:kept].sum())
+    for sample in group.samples:
+        token = int(sample.tokens[0])
+        assert token in allowed
+        assert sample.logprobs[0] == pytest.approx(np.log(float(probs[token]) / mass), abs=1e-4)
+
+
+def test_groups_with_unlike_sampling_share_a_batch(new_engine: NewEngine, tiny: Any) -> None:
+    mixed = [asks("0-0", temperature=0.0, count=1), asks("0-1", temperature=0.5), asks("0-2")]
+    together = generate(new_engine(tiny.model()), *mixed)
+    for request in mixed:
+        alone = generate(new_engine(tiny.model()), request)
+        assert same_tokens(together[request.group_id], alone[request.group_id])
+
+
+def test_a_response_ends_with_the_end_token_or_at_the_limit(
+    new_engine: NewEngine, tiny: Any
+) -> None:
+    group = generate(new_engine(tiny.model()), asks("0-0", count=64, new=12))["0-0"]
+    reasons = {sample.finish_reason for sample in group.samples}
+    assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
+    for sample in group.samples:
+        inside, last = sample.tokens[:-1], sample.tokens[-1]
+        assert tiny.EOS not in inside
+        if sample.finish_reason is FinishReason.STOP:
+            assert last == tiny.EOS
+            assert len(sample.tokens) <= 12
+        else:
+            assert last != tiny.EOS
+            assert len(sample.tokens) == 12
+
+
+def test_text_is_the_response_without_special_tokens(new_engine: NewEngine, tiny: Any) -> None:
+    tokenizer = tiny.tokenizer()
+    group = generate(new_engine(tiny.model()), asks("0-0", count=8))["0-0"]
+    for sample in group.samples:
+        assert sample.text == tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
+        assert "<eos>" not in sample.text
+
+
+def test_a_prefix_begins_every_response_and_has_no_logprobs(
+    new_engine: NewEngine, tiny: Any
+) -> None:
+    prefix = prompt(6, key=5)
+    request = asks("0-0", prefix_tokens=prefix, new=10)
+    group = generate(new_engine(tiny.model(), version=V1), request)["0-0"]
+    reference = tiny.model()
+    for sample in group.samples:
+        assert sample.tokens[:6].tolist() == prefix.tolist()
+        assert sample.source.tolist() == [Source.EXPERT] * 6 + [Source.OWN] * (
+            len(sample.tokens) - 6
+        )
+        assert np.isnan(sample.logprobs[:6]).all()
+        expected = forward_logprobs(reference, request, sample)
+        np.testing.assert_allclose(sample.logprobs[6:], expected[6:], atol=1e-4)
+        assert 1 <= len(sample.tokens) - 6 <= 10
+        (span,) = sample.spans
+        assert (span.start, span.end) == (6, len(sample.tokens))
+
+
+def test_each_sample_may_have_a_prefix_of_its_own(new_engine: NewEngine, tiny: Any) -> None:
+    prefixes = (prompt(6, key=5), prompt(0), prompt(3, key=8))
+    group = generate(new_engine(tiny.model()), asks("0-0", count=3, prefix_tokens=prefixes))["0-0"]
+    for sample, prefix in zip(group.samples, prefixes, strict=True):
+        assert sample.tokens[: len(prefix)].tolist() == prefix.tolist()
+        assert int((sample.source == Source.EXPERT).sum()) == len(prefix)
+
+
+def test_a_sample_continued_from_its_own_beginning_ends_alike(
+    new_engine: NewEngine, tiny: Any
+) -> None:
+    whole = generate(new_engine(tiny.model()), asks("0-0", new=20))["0-0"]
+    cut = tuple(sample.tokens[: min(5, len(sample.tokens) - 1)] for sample in whole.samples)
+    again = generate(new_engine(tiny.model()), asks("0-0", new=20, prefix_tokens=cut))["0-0"]
+    for a, b in zip(whole.samples, again.samples, strict=True):
+        assert b.tokens[: len(a.tokens)].tolist() == a.tokens.tolist()
+
+
+def test_groups_are_yielded_as_they_finish(new_engine: NewEngine, tiny: Any) -> None:
+    async def scenario(engine: Any) -> list[str]:
+        requests = [asks("0-0", new=120, count=16), asks("0-1", new=2, count=2)]
+        return [group.group_id async for group in engine.generate(requests)]
+
+    assert in_engine(new_engine(tiny.model()), scenario) == ["0-1", "0-0"]
+
+
+def test_more_groups_than_rows_wait_their_turn(new_engine: NewEngine, tiny: Any) -> None:
+    requests = [asks(f"0-{i}", key=i, count=3) for i in range(7)]
+    roomy = generate(new_engine(tiny.model()), *requests)
+    narrow = generate(new_engine(tiny.model(), max_rows=4), *requests)
+    assert roomy.keys() == narrow.keys()
+    assert all(same_tokens(roomy[i], narrow[i]) for i in roomy)
+
+
+def test_abort_yields_partial_samples(new_engine: NewEngine, tiny: Any) -> None:
+    async def scenario(engine: Any) -> FinishedGroup:
+        task = asyncio.create_task(collect(engine, asks("0-0", new=200, count=16)))
+        while engine.stats().decode_steps < 4:
+            await asyncio.sleep(0)
+        await engine.pause()
+        await engine.abort(["0-0", "never heard of"])
+        await engine.resume()
+        return (await task)["0-0"]
+
+    group = in_engine(new_engine(tiny.model(), version=V1), scenario)
+    whole = generate(new_engine(tiny.model()), asks("0-0", new=200, count=16))["0-0"]
+    assert FinishReason.ABORT in {s.finish_reason for s in group.samples}
+    for partial, full in zip(group.samples, whole.samples, strict=True):
+        length = len(partial.tokens)
+        assert partial.tokens.tolist() == full.tokens[:length].tolist()
+        assert not np.isnan(partial.logprobs).any()
+        assert [(s.start, s.end) for s in partial.spans] == [(0, length)]
+
+
+def test_a_group_aborted_before_its_turn_has_samples_without_own_tokens(
+    new_engine: NewEngine, tiny: Any
+) -> None:
+    async def scenario(engine: Any) -> dict[str, FinishedGroup]:
+        await engine.pause()
+        task = asyncio.create_task(
+            collect(engine, asks("0-0", prefix_tokens=prompt(3)), asks("0-1", count=2))
+        )
+        while engine.stats().waiting_groups < 2:
+            await asyncio.sleep(0)
+        await engine.abort(["0-0"])
+        await engine.resume()
+        return await task
+
+    groups = in_engine(new_engine(tiny.model()), scenario)
+    assert all(s.finish_reason is FinishReason.ABORT for s in groups["0-0"].samples)
+    assert all(len(s.tokens) == 3 and s.spans == () for s in groups["0-0"].samples)
+    assert all(s.finish_reason is not FinishReason.ABORT for s in groups["0-1"].samples)
+
+
+def test_leaving_the_iterator_aborts_what_is_left(new_engine: NewEngine, tiny: Any) -> None:
+    async def scenario(engine: Any) -> int:
+        stream = engine.generate([asks("0-0", new=1, count=1), asks("0-1", new=240, count=8)])
+        await anext(stream)
+        await stream.aclose()
+        while engine.stats().running_rows:
+            await asyncio.sleep(0)
+        return int(engine.stats().decode_steps)
+
+    assert in_engine(new_engine(tiny.model()), scenario) < 200
+
+
+def test_a_request_that_cannot_be_generated_fails_alone(new_engine: NewEngine, tiny: Any) -> None:
+    bad = [
+        asks("0-1", length=300),
+        asks("0-2", prefix_tokens=np.array([5, tiny.EOS], dtype=np.int32)),
+        asks("0-3", prefix_tokens=np.array([tiny.VOCABULARY], dtype=np.int32)),
+        asks("0-4", length=0),
+    ]
+    groups = generate(new_engine(tiny.model()), asks("0-0"), *bad)
+    assert groups["0-0"].error is None
+    for request, word in zip(bad, ("context", "end token", "outside", "no tokens"), strict=True):
+        group = groups[request.group_id]
+        assert group.samples == ()
+        assert word in (group.error or "")
+
+
+def test_a_response_stops_at_the_models_context(new_engine: NewEngine, tiny: Any) -> None:
+    group = generate(new_engine(tiny.model()), asks("0-0", length=250, count=16, new=50))["0-0"]
+    assert max(len(s.tokens) for s in group.samples) == 6
+
+
+def test_a_group_id_may_run_only_once_at_a_time(new_engine: NewEngine, tiny: Any) -> None:
+    with pytest.raises(ValueError, match="0-0"):
+        generate(new_engine(tiny.model()), asks("0-0"), asks("0-0"))
+
+
+def test_pause_keeps_rows_and_resume_goes_on(new_engine: NewEngine, tiny: Any) -> None:
+    undisturbed = generate(new_engine(tiny.model()), asks("0-0", new=60))["0-0"]
+
+    async def scenario(engine: Any) -> FinishedGroup:
+        task = asyncio.create_task(collect(engine, asks("0-0", new=60)))
+        while engine.stats().decode_steps < 2:
+            await asyncio.sleep(0)
+        await engine.pause()
+        steps = engine.stats().decode_steps
+        await asyncio.sleep(0.02)
+        assert engine.stats().decode_steps == steps
+        await engine.resume()
+        return (await task)["0-0"]
+
+    assert same_tokens(undisturbed, in_engine(new_engine(tiny.model()), scenario))
+
+
+class TestWeightsInFlight:
+    """New weights between two token steps."""
+
+    @staticmethod
+    def changed_midway(
+        engine: Any, tiny: Any, *requests: GroupRequest, after: int = 6
+    ) -> dict[str, FinishedGroup]:
+        new = NamedWeights(tiny.weights(tiny.model(seed=1)))
+
+        async def scenario(engine: Any) -> dict[str, FinishedGroup]:
+            await engine.load(NamedWeights(tiny.weights(tiny.model(seed=0))), V1)
+            task = asyncio.create_task(collect(engine, *requests))
+            while engine.stats().decode_steps < after:
+                await asyncio.sleep(0)
+            await engine.load(new, V2)
+            assert engine.version == V2
+            return await task
+
+        groups: dict[str, FinishedGroup] = in_engine(engine, scenario)
+        return groups
+
+    def test_spans_say_which_version_sampled_which_tokens(
+        self, new_engine: NewEngine, tiny: Any
+    ) -> None:
+        request = asks("0-0", new=60, count=16)
+        group = self.changed_midway(new_engine(tiny.model(seed=5)), tiny, request)["0-0"]
+        old, new = tiny.model(seed=0), tiny.model(seed=1)
+        two = [s for s in group.samples if len(s.spans) == 2]
+        assert two, "no sample ran through the change"
+        for sample in group.samples:
+            assert sample.spans[0].start == 0
+            assert sample.spans[-1].end == len(sample.tokens)
+            assert sample.oldest_step == 1
+            for span, model in zip(sample.spans, (old, new), strict=False):
+                expected = forward_logprobs(model, request, sample)[span.start : span.end]
+                got = sample.logprobs[span.start : span.end]
+                np.testing.assert_allclose(got, expected, atol=1e-4)
+        for sample in two:
+            first, second = sample.spans
+            assert (first.step, second.step) == (1, 2)
+            assert first.end == second.start
+
+    def test_with_recomputed_keys_the_rest_is_that_of_a_fresh_run_from_there(
+        self, new_engine: NewEngine, tiny: Any
+    ) -> None:
+        requests = [
+            asks("0-0", new=60, count=8),
+            asks("0-1", new=60, length=14, key=1, prefix_tokens=prompt(4, key=2)),
+        ]
+        groups = self.changed_midway(new_engine(tiny.model(seed=5)), tiny, *requests)
+        checked = 0
+        for request in requests:
+            for index, sample in enumerate(groups[request.group_id].samples):
+                if len(sample.spans) < 2:
+                    continue
+                start = sample.spans[1].start
+                prefixes = tuple(
+                    sample.tokens[:start] if i == index else prompt(0) for i in range(request.count)
+                )
+                fresh = asks(
+                    request.group_id,
+                    length=len(request.prompt_tokens),
+                    key=int(request.group_id[-1]),
+                    count=request.count,
+                    new=60,
+                    prefix_tokens=prefixes,
+                )
+                engine = new_engine(tiny.model(seed=1))
+                again = generate(engine, fresh)[request.group_id].samples[index]
+                length = min(len(again.tokens), len(sample.tokens))
+                assert again.tokens[:length].tolist() == sample.tokens[:length].tolist()
+                np.testing.assert_allclose(
+                    again.logprobs[start:length], sample.logprobs[start:length], atol=1e-4
+                )
+                checked += 1
+                if checked == 4:
+                    return
+        assert checked
+
+    def test_without_recomputing_the_old_keys_stay(self, new_engine: NewEngine, tiny: Any) -> None:
+        request = asks("0-0", new=60, count=8)
+        engine = new_engine(tiny.model(seed=5), recompute_kv=False)
+        group = self.changed_midway(engine, tiny, request)["0-0"]
+        new = tiny.model(seed=1)
+        differences = [
+            np.abs(sample.logprobs - forward_logprobs(new, request, sample))[s.start : s.end].max()
+            for sample in group.samples
+            for s in sample.spans[1:]
+        ]
+        assert max(differences) > 1e-2
+
+    def test_weights_that_do_not_fit_change_nothing(self, new_engine: NewEngine, tiny: Any) -> None:
+        wrong_shape = tiny.weights(tiny.model(seed=1))
+        name = next(n for n, p in wrong_shape.items() if p.ndim == 2)
+        wrong_shape[name] = wrong_shape[name][:-1]
+        lacking = tiny.weights(tiny.model(seed=1))
+        del lacking[name]
+        half = {n: p.bfloat16() for n, p in tiny.weights(tiny.model(seed=1)).items()}
+
+        async def scenario(engine: Any) -> FinishedGroup:
+            for bad in (wrong_shape, lacking, half, {**lacking, "no.such": torch.zeros(1)}):
+                with pytest.raises(WeightsError, match=r"1\.2"):
+                    await engine.load(NamedWeights(bad), V2)
+            assert engine.version == V1
+            return (await collect(engine, asks("0-0")))["0-0"]
+
+        got = in_engine(new_engine(tiny.model(), version=V1), scenario)
+        assert same_tokens(got, generate(new_engine(tiny.model()), asks("0-0"))["0-0"])
+
+    def test_loading_gives_the_new_models_samples(self, new_engine: NewEngine, tiny: Any) -> None:
+        async def scenario(engine: Any) -> FinishedGroup:
+            await engine.load(NamedWeights(tiny.weights(tiny.model(seed=1))), V2)
+            return (await collect(engine, asks("0-0")))["0-0"]
+
+        loaded = in_engine(new_engine(tiny.model(seed=0)), scenario)
+        assert same_tokens(loaded, generate(new_engine(tiny.model(seed=1)), asks("0-0"))["0-0"])
+
+    def test_a_restamp_renames_the_weights(self, new_engine: NewEngine, tiny: Any) -> None:
+        async def scenario(engine: Any) -> FinishedGroup:
+            await engine.restamp(V2)
+            return (await collect(engine, asks("0-0")))["0-0"]
+
+        group = in_engine(new_engine(tiny.model(), version=V1), scenario)
+        assert {(s.term, s.step) for sample in group.samples for s in sample.spans} == {(1, 2)}
+
+    def test_specs_name_every_parameter_once(self, new_engine: NewEngine, tiny: Any) -> None:
+        expected = {
+            name: (tuple(p.shape), "float32") for name, p in tiny.model().named_parameters()
+        }
+        specs = new_engine(tiny.model()).parameter_specs()
+        assert {s.name: (s.shape, s.dtype) for s in specs} == expected
+
+
+def test_it_is_an_engine(new_engine: NewEngine, tiny: Any) -> None:
+    assert isinstance(new_engine(tiny.model()), Engine)

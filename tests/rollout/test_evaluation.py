@@ -1,0 +1,166 @@
+"""Evaluation: answers, grades and figures of a held-out set."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tandem.common.config import EvaluateConfig, RewardConfig, RolloutConfig
+from tandem.common.errors import DataError, TandemError
+from tandem.common.models import load_tokenizer
+from tandem.common.records import FinishReason, Problem, Sample, SamplingParams, Verdict
+from tandem.reward.grading import Grade, Grader
+from tandem.rollout.evaluate.evaluation import (
+    Evaluation,
+    evaluate,
+    evaluate_folder,
+    load_problems,
+    summarise,
+)
+
+
+def problem(number: int, tokens: np.ndarray, source: str = "a") -> Problem:
+    return Problem(
+        problem_id=f"set/{number}",
+        prompt_text="",
+        prompt_tokens=tokens,
+        gold="7",
+        data_source=source,
+    )
+
+
+def sample(length: int, reason: FinishReason = FinishReason.STOP) -> Sample:
+    return Sample(
+        tokens=np.zeros(length, dtype=np.int32),
+        source=np.zeros(length, dtype=np.uint8),
+        logprobs=np.zeros(length, dtype=np.float32),
+        spans=(),
+        finish_reason=reason,
+        sampling=SamplingParams(),
+        text="",
+    )
+
+
+def grade(verdict: Verdict, form: float | None = 1.0) -> Grade:
+    return Grade(
+        verdict=verdict,
+        reward=None if verdict.leaves_baseline else float(verdict is Verdict.CORRECT),
+        components={"format": form},
+        extracted=None,
+        seconds=0.0,
+        cached=False,
+    )
+
+
+def test_figures_are_those_of_the_grades() -> None:
+    tokens = np.array([3], dtype=np.int32)
+    problems = [problem(0, tokens), problem(1, tokens), problem(2, tokens, "b")]
+    responses = [[sample(4), sample(6)], [sample(2), sample(2)], [sample(9), sample(1)]]
+    responses[2][0] = sample(9, FinishReason.LENGTH)
+    right, wrong, crashed = Verdict.CORRECT, Verdict.WRONG, Verdict.CRASHED
+    grades = [grade(v) for v in (right, wrong, wrong, wrong, right)] + [grade(crashed, 0.0)]
+    found = summarise(problems, responses, grades, seconds=1.0)
+    assert found.accuracy == pytest.approx(2 / 6)
+    assert found.pass_rate == pytest.approx(2 / 3)
+    assert found.by_source == {"a": pytest.approx(0.25), "b": pytest.approx(0.5)}
+    assert found.problems_by_source == {"a": 2, "b": 1}
+    assert found.format_share == pytest.approx(5 / 6)
+    assert found.reward == pytest.approx(2 / 5)
+    assert found.mean_length == pytest.approx(4.0)
+    assert found.cut_share == pytest.approx(1 / 6)
+    assert found.ungraded == 1
+    assert found.tokens == 24
+
+
+def test_without_a_format_component_its_share_is_unknown() -> None:
+    tokens = np.array([3], dtype=np.int32)
+    found = summarise([problem(0, tokens)], [[sample(1)]], [grade(Verdict.WRONG, None)], seconds=1)
+    assert np.isnan(found.format_share)
+    assert found.to_dict()["format_share"] is None
+
+
+def in_engine(tiny: Any, problems: list[Problem], **settings: Any) -> Evaluation:
+    from tandem.rollout.torch_engine import TorchEngine
+
+    async def run() -> Evaluation:
+        engine = TorchEngine(tiny.model(), tiny.tokenizer())
+        await engine.start()
+        try:
+            with Grader(RewardConfig()) as grader:
+                return await evaluate(engine, problems, grader, **settings)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def test_responses_stand_in_the_order_of_the_problems(tiny: Any) -> None:
+    prompts = [np.arange(3, 5 + i, dtype=np.int32) for i in range(6)]
+    problems = [problem(i, tokens) for i, tokens in enumerate(prompts)]
+    together = in_engine(tiny, problems, max_new_tokens=8)
+    for index in (0, 5):
+        alone = in_engine(tiny, [problems[index]], max_new_tokens=8)
+        assert alone.responses[0][0].tokens.tolist() == together.responses[index][0].tokens.tolist()
+
+
+def test_sampling_k_times_gives_k_responses_and_greedy_one(tiny: Any) -> None:
+    problems = [problem(0, np.array([3, 4], dtype=np.int32))]
+    sampled = in_engine(tiny, problems, temperature=1.0, samples=5, max_new_tokens=8)
+    assert (sampled.samples, len(sampled.responses)) == (5, 5)
+    greedy = in_engine(tiny, problems, samples=5, max_new_tokens=8)
+    assert (greedy.samples, len(greedy.responses)) == (1, 1)
+
+
+def test_the_same_seed_and_name_give_the_same_responses(tiny: Any) -> None:
+    problems = [problem(i, np.array([3, 4 + i], dtype=np.int32)) for i in range(3)]
+    settings = {"temperature": 1.0, "samples": 2, "max_new_tokens": 8}
+    first, again, other = (
+        [s.tokens.tolist() for s, _ in in_engine(tiny, problems, seed=n, **settings).responses]
+        for n in (0, 0, 1)
+    )
+    assert first == again
+    assert first != other
+
+
+def test_an_empty_set_is_an_error(tiny: Any) -> None:
+    with pytest.raises(DataError, match="empty"):
+        in_engine(tiny, [], max_new_tokens=8)
+
+
+def test_a_problem_that_cannot_be_answered_is_named(tiny: Any) -> None:
+    problems = [problem(0, np.array([3], dtype=np.int32)), problem(1, np.full(999, 3, np.int32))]
+    with pytest.raises(TandemError, match="set/1"):
+        in_engine(tiny, problems, max_new_tokens=8)
+
+
+def test_the_shipped_model_does_short_chains_and_no_long_ones(tmp_path: Path) -> None:
+    from random import Random
+
+    import pyarrow.parquet as pq
+
+    from tandem.launch.miniature.parquet import table
+    from tandem.launch.miniature.problems import distinct
+
+    found = {}
+    for k in (2, 8):
+        path = tmp_path / f"k{k}.parquet"
+        rows = table(distinct(Random(k), k, 60), split="heldout", with_target=False)
+        pq.write_table(rows, path)
+        problems = load_problems(path, load_tokenizer("miniature"), limit=50)
+        assert [p.problem_id for p in problems[:2]] == [f"k{k}/0", f"k{k}/1"]
+        found[k] = evaluate_folder(
+            "miniature",
+            problems,
+            rollout=RolloutConfig(engine="torch", max_new_tokens=70),
+            reward=RewardConfig(),
+            settings=EvaluateConfig(),
+        )
+    assert found[2].accuracy > 0.9
+    assert found[8].accuracy < 0.05
+    assert found[2].by_source == {"miniature": found[2].accuracy}
+    assert dataclasses.asdict(found[2])["step"] is None

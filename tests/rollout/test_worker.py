@@ -1,0 +1,334 @@
+"""A real worker process against a real Redis, a real ledger and a real weight publisher."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.common.config import Config, build, to_yaml
+from tandem.common.models import load_model, load_tokenizer, resolve
+from tandem.common.prompts import render
+from tandem.common.records import (
+    CommitResult,
+    FinishReason,
+    Group,
+    Problem,
+    Verdict,
+    Version,
+)
+from tandem.replay.connection import connect
+from tandem.replay.ledger import Ledger, LedgerSettings, Row
+from tandem.replay.members import Members
+from tandem.replay.store import EvaluationRequest, RunStore
+
+START = """
+import json, sys
+from tandem.common.config import build
+from tandem.common.run_folder import JoinInfo
+from tandem.common.telemetry import start_log
+from tandem.replay.connection import connect
+from tandem.replay.store import RunStore
+import yaml
+with open(sys.argv[1]) as file:
+    join = JoinInfo(**json.load(file))
+store = connect(join)
+config = build(yaml.safe_load(RunStore(store).config_yaml()))
+store.close()
+start_log("rollout", "INFO")
+from tandem.rollout.worker import main
+sys.exit(main(join, config, name=sys.argv[2], folder=None))
+"""
+
+
+def until(holds: Callable[[], Any], what: str | Callable[[], str], deadline: float = 40.0) -> Any:
+    """Waits for a true value and returns it."""
+    end = time.monotonic() + deadline
+    while not (found := holds()):
+        if time.monotonic() > end:
+            told = what if isinstance(what, str) else what()
+            raise AssertionError(f"waited {deadline:.0f} s in vain for {told}")
+        time.sleep(0.01)
+    return found
+
+
+class Bench:
+    """Everything of a run but the worker: Redis, ledger, pool, and a learner that only counts."""
+
+    def __init__(self, server: Any, pool_of: Any, folder: Path) -> None:
+        from tandem.learner.publish import WeightPublisher
+
+        self.server = server
+        self.folder = folder
+        self.join = server.join()
+        self.store = connect(self.join)
+        self.runs = RunStore(self.store)
+        self.ledger = Ledger(self.store, "learner-0")
+        self.members = Members(self.store)
+        self.config = settings()
+        tokenizer = load_tokenizer("miniature")
+        self.problems = [problem(tokenizer, number) for number in range(40)]
+        self.runs.put_config(to_yaml(self.config))
+        self.runs.put_problems(self.problems)
+        self.runs.put_eval_set("heldout", self.problems[:12])
+        self.ledger.create(LedgerSettings.of(self.config, [("train", 40, 1)], "digest"))
+        self.model = load_model("miniature")
+        self.term = self.ledger.new_term()
+        self.publisher = WeightPublisher(self.store, self.join, self.config, self.term, "learner-0")
+        self.publisher.start()
+        self.publish(0)
+        self.step = 0
+        self.silent = False
+        self.pool = pool_of(self.runs.curve_client(), self._judge)
+        self.members.register(
+            "reward",
+            "reward-0",
+            {
+                "endpoint": self.pool.address.endpoint,
+                "public_key": self.pool.address.public_key,
+            },
+        )
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, daemon=True)
+        self._heart.start()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(1.0):
+            self.members.beat("reward-0")
+
+    def publish(self, step: int) -> None:
+        """A version whose weights differ a little from the one before."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(1.0001)
+        self.publisher.publish(
+            Version(term=self.term, step=step), list(self.model.named_parameters())
+        )
+
+    def _judge(self, group: Group) -> tuple[CommitResult, str] | None:
+        if self.silent:
+            return None
+        graded = [
+            dataclasses.replace(sample, verdict=Verdict.WRONG, reward=0.0)
+            for sample in group.samples
+        ]
+        ledger = Ledger(self.store, "reward-0")
+        return ledger.commit(dataclasses.replace(group, samples=tuple(graded))), ""
+
+    def worker(self, name: str = "rollout-0") -> subprocess.Popen[bytes]:
+        """Starts a worker process."""
+        path = self.folder / "join.json"
+        path.write_text(json.dumps(dataclasses.asdict(self.join)))
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", START, str(path), name],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        self.workers.append(process)
+        return process
+
+    def log(self, name: str = "rollout-0") -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def train(self, steps: int) -> list[Group]:
+        """Takes, confirms and publishes so many steps; returns the last one's groups."""
+        groups: list[Group] = []
+        for _ in range(steps):
+            step = self.step + 1
+            row = self.take(step)
+            groups = self.ledger.fetch(row)
+            self.ledger.confirm(step, self.term)
+            self.publish(step)
+            self.step = step
+        return groups
+
+    def take(self, step: int) -> Row:
+        """A step's row, as soon as it can be cut."""
+        found: list[Any] = []
+
+        def cut() -> bool:
+            found[:] = [self.ledger.take(step, self.term)]
+            return isinstance(found[0], Row)
+
+        until(cut, lambda: f"row {step}: {found} {self.runs.reports()} {self.log()[-3000:]}")
+        row: Row = found[0]
+        return row
+
+    def held(self) -> tuple[int, int] | None:
+        """Version that the worker says it holds."""
+        for member in self.members.live("rollout"):
+            version = member.info.get("version")
+            return tuple(version) if version else None
+        return None
+
+    def close(self) -> None:
+        for process in self.workers:
+            if process.poll() is None:
+                process.kill()
+                process.wait(10)
+        self._ended.set()
+        self._heart.join(5)
+        self.pool.die()
+        self.publisher.close()
+        self.store.close()
+
+
+def settings() -> Config:
+    return build(
+        {
+            "run": {"steps": 1000, "seed": 7},
+            "model": {"path": resolve("miniature")},
+            "data": {"train": [{"path": "unused.parquet", "name": "train"}]},
+            "rollout": {"group_size": 4, "groups_per_batch": 3, "max_new_tokens": 40},
+            "replay": {"groups_per_step": 2, "max_staleness": 1, "lease_seconds": 20},
+            "launch": {"drain_seconds": 20},
+        }
+    )
+
+
+def problem(tokenizer: Any, number: int) -> Problem:
+    text, tokens = render(tokenizer, [{"role": "user", "content": f"{10 + number}+3-1+2=?<think>"}])
+    return Problem(
+        problem_id=f"train/{number}",
+        prompt_text=text,
+        prompt_tokens=tokens,
+        gold=f"{14 + number}",
+        data_source="test",
+    )
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory, pools: Any, servers: Any) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("worker")
+    (folder / "redis").mkdir()
+    with servers.running(folder / "redis") as server:
+        made = Bench(server, pools.StandInPool, folder)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+@pytest.fixture(scope="module")
+def worker(bench: Bench) -> subprocess.Popen[bytes]:
+    """The worker process that the tests below share."""
+    return bench.worker()
+
+
+def test_it_feeds_the_ledger_with_groups_of_the_configured_shape(
+    bench: Bench, worker: subprocess.Popen[bytes]
+) -> None:
+    groups = bench.train(4)
+    assert len(groups) == 2
+    for group in groups:
+        assert group.worker == "rollout-0"
+        assert len(group.samples) == 4
+        original = next(p for p in bench.problems if p.problem_id == group.problem_id)
+        assert group.prompt_tokens.tolist() == original.prompt_tokens.tolist()
+        for sample in group.samples:
+            assert sample.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+            assert 1 <= len(sample.tokens) <= 40
+            assert not np.isnan(sample.logprobs).any()
+            assert sample.spans[0].start == 0
+            assert sample.spans[-1].end == len(sample.tokens)
+
+
+def test_no_token_is_older_than_the_ledger_admits(
+    bench: Bench, worker: subprocess.Popen[bytes]
+) -> None:
+    for _ in range(5):
+        for group in bench.train(1):
+            assert group.oldest_step is not None
+            assert bench.step - 1 - group.oldest_step <= bench.config.replay.max_staleness
+
+
+def test_it_follows_the_published_versions(bench: Bench, worker: subprocess.Popen[bytes]) -> None:
+    bench.train(1)
+    wanted = (bench.term, bench.step)
+    until(lambda: bench.held() == wanted, f"version {wanted} in the registry")
+
+
+def test_it_makes_a_due_evaluation(bench: Bench, worker: subprocess.Popen[bytes]) -> None:
+    bench.train(1)
+    bench.runs.request_evaluation(
+        EvaluationRequest(id="heldout@1", set_name="heldout", step=bench.step, limit=10)
+    )
+    result = until(lambda: bench.runs.evaluation("heldout@1"), "the evaluation")
+    assert result.problems == 10
+    assert result.step == bench.step
+    assert 0.0 <= result.accuracy <= 1.0
+    assert result.member == "rollout-0"
+
+
+def test_it_reports_what_it_does(bench: Bench, worker: subprocess.Popen[bytes]) -> None:
+    report = until(lambda: bench.runs.reports().get("rollout-0"), "a report")
+    assert report["role"] == "rollout"
+    assert report["pid"] == worker.pid
+    assert report["counts"]["groups"] >= 1
+    assert report["counts"]["tokens"] > report["counts"]["samples"]
+    assert set(report["submission"]["results"]) <= {"committed"}
+    # The learner stands still, so that the worker waits for the ledger's admission.
+    report = until(
+        lambda: (r := bench.runs.reports()["rollout-0"])["waiting_for"] and r, "an idle report"
+    )
+    assert "admission" in report["waiting_for"]
+
+
+def test_groups_finished_while_redis_is_away_are_not_lost(
+    bench: Bench, worker: subprocess.Popen[bytes]
+) -> None:
+    bench.silent = True
+    bench.publish(bench.step + 1)  # Admits the next groups, which then find no receipt.
+    before = len(bench.pool.received)
+    bench.take(bench.step + 1)
+    bench.ledger.confirm(bench.step + 1, bench.term)
+    bench.step += 1
+    assert bench.pool.wait_received(before + 1, 20)
+    bench.server.kill()
+    bench.silent = False
+    bench.server.start()
+    # Those in the hands of the silent pool go out again once it has another address.
+    moved = {"endpoint": bench.pool.address.endpoint.replace("127.0.0.1", "localhost")}
+    bench.members.beat("reward-0", moved)
+    bench.train(3)
+    assert worker.poll() is None
+
+
+def test_a_worker_that_is_killed_takes_up_its_leases_when_it_is_back(
+    bench: Bench, worker: subprocess.Popen[bytes]
+) -> None:
+    worker.send_signal(signal.SIGKILL)
+    worker.wait(10)
+    bench.worker()
+    bench.train(2)
+
+
+def test_on_sigterm_it_drains_and_leaves(bench: Bench) -> None:
+    process = bench.workers[-1]
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0, bench.log()[-2000:]
+    assert bench.members.live("rollout") == []
+    assert bench.ledger.counts().get("leased", 0) == 0
+
+
+def test_it_ends_by_itself_when_the_run_is_finished(bench: Bench) -> None:
+    process = bench.worker()
+    until(lambda: bench.held(), "the new worker")
+    bench.runs.set_state("finished")
+    assert process.wait(20) == 0, bench.log()[-2000:]
