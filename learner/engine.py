@@ -1,0 +1,426 @@
+"""DeepSpeed around the policy: updates, log-probs, checkpoints and the Hugging Face export."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..common.config import Config
+from ..common.errors import DataError
+from .microbatch import MicroBatch
+from .objectives import Objective
+from .policy import Policy, count_parameters
+from .rendezvous import gather_names, sum_over_ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger("tandem.learner")
+
+TAG = "engine"
+"""DeepSpeed's name for the one checkpoint in a folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UpdateResult:
+    """What came of one update."""
+
+    applied: bool
+    """False where loss or gradient wasn't finite: then no parameter has changed."""
+    loss: float
+    """Over all ranks."""
+    grad_norm: float
+    """Before clipping, over all ranks; infinite where it wasn't finite."""
+    sums: dict[str, float]
+    """The objective's sums over all ranks."""
+    logprobs: list[Tensor]
+    """``[N]`` of each micro-batch of this rank, detached."""
+    entropies: list[Tensor]
+    """``[N]`` likewise."""
+
+
+class DeepSpeedEngine:
+    """One rank of the learner.
+
+    Args:
+        model: Loaded in ``config.model.dtype``; its parameters become DeepSpeed's.
+        config: The run's.
+        device: Of this rank.
+
+    The process group must stand (:mod:`tandem.learner.rendezvous`).
+    """
+
+    def __init__(self, model: PreTrainedModel, config: Config, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.world_size = dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.stage = stage_of(config, self.world_size)
+        if config.learner.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.policy = Policy(model)
+        self._optimizer = _Optimizer(self.policy, config, self.stage)
+        self._engine = self._initialise()
+        self._engine.train()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The wrapped model."""
+        return self.policy.model
+
+    def _initialise(self) -> Any:
+        deepspeed = _deepspeed(self.device)
+        engine, _, _, _ = deepspeed.initialize(
+            model=self.policy,
+            optimizer=self._optimizer.optimizer,
+            config=self._settings(),
+            dist_init_required=False,
+        )
+        return engine
+
+    def _settings(self) -> dict[str, Any]:
+        learner = self.config.learner
+        bf16 = self.config.model.dtype == "bfloat16"
+        # Everything that has a default which acts on the result is written out.
+        settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            # The caller owns the boundary: any number of backward passes, then one step.
+            "managed_gradient_accumulation": False,
+            "gradient_clipping": 0.0 if self._optimizer.guards else learner.optimizer.grad_clip,
+            "zero_optimization": {"stage": self.stage, "overlap_comm": False},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": bf16},
+            "steps_per_print": None,
+            "wall_clock_breakdown": False,
+        }
+        if self.stage == 3:
+            settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        return settings
+
+    # Training.
+
+    def update(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        scalars: Mapping[str, float],
+        *,
+        lr: float,
+        before_step: Callable[[], None] | None = None,
+    ) -> UpdateResult:
+        """One optimizer step on the sum of the micro-batches' losses.
+
+        Args:
+            micro_batches: This rank's; every rank has as many.
+            objective: The loss.
+            scalars: Its statistics over the whole update.
+            lr: Learning rate.
+            before_step: Called once all gradients are there, before a parameter changes.
+        """
+        losses: list[Tensor] = []
+        sums: dict[str, Tensor] = {}
+        logprobs: list[Tensor] = []
+        entropies: list[Tensor] = []
+        for micro in micro_batches:
+            micro = micro.to(self.device)
+            scored, entropy = self._forward(micro, objective.needs_entropy)
+            if micro.dummy:
+                loss = scored.sum() * 0.0
+            else:
+                rows = micro.rows.with_columns(logprobs=scored, entropy=entropy)
+                loss, parts = objective.loss(rows, scalars)
+                for name, value in parts.items():
+                    sums[name] = sums[name] + value if name in sums else value
+                logprobs.append(scored.detach())
+                entropies.append(entropy.detach())
+            value = loss.detach()
+            losses.append(value)
+            # Data parallelism averages over ranks; the sum is wanted. The factor in brackets is
+            # 1, or NaN where the loss isn't finite, so that no such loss has a finite gradient.
+            scaled = loss * (float(self.world_size) * (1 + (value - value)))
+            self._engine.backward(scaled, scale_wrt_gas=False)
+        if before_step is not None:
+            before_step()
+        self._optimizer.set_lr(lr)
+        self._engine.step()
+        applied = self._optimizer.applied if self._optimizer.guards else self._applied()
+        names = sorted(sums)
+        flat = torch.stack(
+            [torch.stack(losses).sum().double(), *(sums[name].double() for name in names)]
+        )
+        # A rank of dummies alone has no sums of its own.
+        total = self.sum_by_name(dict(zip(["loss", *names], flat.tolist(), strict=True)))
+        return UpdateResult(
+            applied=applied,
+            loss=total.pop("loss"),
+            grad_norm=self._grad_norm(applied),
+            sums=total,
+            logprobs=logprobs,
+            entropies=entropies,
+        )
+
+    def sum_by_name(self, values: dict[str, float]) -> dict[str, float]:
+        """Sums over ranks; a rank may lack names that others have."""
+        if self.world_size == 1:
+            return values
+        names = sorted({name for names in gather_names(sorted(values)) for name in names})
+        summed = sum_over_ranks([values.get(name, 0.0) for name in names])
+        return dict(zip(names, summed, strict=True))
+
+    @torch.no_grad()
+    def score(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
+        """Log-probs and entropies of every micro-batch's tokens under the present weights."""
+        self._engine.eval()
+        try:
+            return [self._forward(micro.to(self.device), False) for micro in micro_batches]
+        finally:
+            self._engine.train()
+
+    def _forward(self, micro: MicroBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+        scored, entropy = self._engine(
+            micro.input_ids, micro.index, micro.targets, micro.temperature, entropy_gradient
+        )
+        return scored, entropy
+
+    def _applied(self) -> bool:
+        return bool(self._engine.was_step_applied())
+
+    def _grad_norm(self, applied: bool) -> float:
+        if not applied:
+            return float("inf")
+        if self._optimizer.guards:
+            return self._optimizer.norm
+        norm = self._engine.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm)
+
+    # Weights out.
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of every parameter as the model names them, tied ones once.
+
+        With ZeRO-3 each is gathered while it is looked at, so every rank must walk through all.
+        """
+        for name, parameter in self.model.named_parameters():
+            with self._gathered([parameter]):
+                yield name, parameter.detach()
+
+    @contextmanager
+    def _gathered(self, parameters: list[Any]) -> Iterator[None]:
+        if self.stage < 3:
+            yield
+            return
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=None):
+            yield
+
+    def parameter_count(self) -> int:
+        """Parameters of the model, tied ones once."""
+        if self.stage < 3:
+            return count_parameters(self.model)
+        return sum(p.ds_numel for p in self.model.parameters())
+
+    def barrier(self) -> None:
+        """Waits until every rank has come here."""
+        if self.world_size > 1:
+            sum_over_ranks([0.0])
+
+    # Checkpoints.
+
+    def save(self, folder: Path) -> None:
+        """Parameters, optimizer and random states of all ranks, into an existing folder."""
+        state = {"torch_rng": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
+        self._engine.save_checkpoint(
+            str(folder), tag=TAG, client_state={f"rng_{self.rank}": state}, save_latest=False
+        )
+
+    def load(self, folder: Path) -> None:
+        """Inverse of :meth:`save`, at the same number of ranks.
+
+        Raises:
+            DataError: it can't be read, or is of another number of ranks.
+        """
+        try:
+            path, client = self._engine.load_checkpoint(str(folder), tag=TAG)
+        except Exception as error:  # noqa: BLE001 - torch, pickle and DeepSpeed raise their own kinds
+            raise DataError(
+                f"the checkpoint {folder} can't be read: {' '.join(str(error).split())[:300]}"
+            ) from None
+        if path is None:
+            raise DataError(f"the checkpoint {folder} holds no DeepSpeed state")
+        state = client.get(f"rng_{self.rank}") or client.get("rng_0")
+        if state is not None:
+            torch.set_rng_state(state["torch_rng"])
+            if "cuda_rng" in state and self.device.type == "cuda":
+                torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+
+    def export(self, folder: Path, base: Path | None) -> None:
+        """Writes the model as a plain Hugging Face folder, whole or not at all. Collective.
+
+        Args:
+            folder: Replaced if it is there.
+            base: The folder that the model was loaded from: its tokenizer and config files are
+                copied byte for byte, so that whatever reads the base reads the result.
+        """
+        tensors = {name: tensor.cpu().clone() for name, tensor in self._exported()}
+        if self.rank != 0:
+            return
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            self.model.save_pretrained(staging, state_dict=tensors)
+            if base is not None and base.is_dir():
+                _copy_side_files(base, staging, self.config.model.dtype)
+            for path in staging.iterdir():
+                path.chmod(0o644)
+            staging.chmod(0o755)
+            sync_tree(staging)
+            replace_folder(staging, folder)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+
+    def _exported(self) -> Iterator[tuple[str, Tensor]]:
+        """All entries of the state dict, tied ones under every name."""
+        if self.stage < 3:
+            yield from self.model.state_dict().items()
+        else:
+            yield from self.parameters()
+
+
+def stage_of(config: Config, ranks: int) -> int:
+    """The ZeRO stage that is run.
+
+    One float32 rank has nothing to partition, and stages 1 and 2 would only copy gradients and
+    parameters to and fro (on the miniature 3 ms an update).
+    """
+    stage = config.learner.zero_stage
+    return 0 if ranks == 1 and stage in (1, 2) and config.model.dtype == "float32" else stage
+
+
+def _copy_side_files(base: Path, staging: Path, dtype: str) -> None:
+    weights = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
+    for path in sorted(base.iterdir()):
+        heavy = path.suffix in weights or path.name.endswith(".index.json")
+        if path.is_file() and not heavy:
+            shutil.copyfile(path, staging / path.name)
+    config = staging / "config.json"
+    content = json.loads(config.read_text(encoding="utf-8"))
+    for key in ("dtype", "torch_dtype"):
+        if key in content:
+            content[key] = dtype
+    config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def sync_tree(folder: Path) -> None:
+    """fsync of every file and folder below, and of the folder."""
+    for root, _, names in os.walk(folder):
+        for place in [*(os.path.join(root, name) for name in names), root]:
+            descriptor = os.open(place, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def replace_folder(staging: Path, folder: Path) -> None:
+    """Puts a folder in another's place; a reader sees the old, none for a moment, or the new."""
+    aside = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, aside)
+    os.replace(staging, folder)
+    descriptor = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _deepspeed(device: torch.device) -> Any:
+    """DeepSpeed, set up so that it compiles nothing."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # A build that was killed leaves a lock there, on which every later process waits for ever.
+    if "TORCH_EXTENSIONS_DIR" not in os.environ:
+        place = tempfile.mkdtemp(prefix="tandem-extensions-")
+        os.environ["TORCH_EXTENSIONS_DIR"] = place
+    os.environ.setdefault("DS_BUILD_OPS", "0")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    # init_distributed otherwise compiles an all-reduce for inference, with g++ and ninja.
+    known = getattr(deepspeed.ops, "__compatible_ops__", None)
+    if device.type == "cpu" and isinstance(known, dict):
+        known["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    return deepspeed
+
+
+class _Optimizer:
+    """The client AdamW, and with ZeRO-0 the gradient's norm, clip and check.
+
+    ZeRO-0 in float32 gives no norm and would apply a gradient that isn't finite.
+    """
+
+    def __init__(self, policy: Policy, config: Config, stage: int) -> None:
+        wanted = config.learner.optimizer
+        self.guards = stage == 0 and config.model.dtype == "float32"
+        self.applied = True
+        self.norm = float("nan")
+        self._clip = wanted.grad_clip
+        self.optimizer = (_Guarded if self.guards else torch.optim.AdamW)(
+            [p for p in policy.parameters() if p.requires_grad],
+            lr=wanted.lr,
+            betas=wanted.betas,
+            eps=wanted.eps,
+            weight_decay=wanted.weight_decay,
+            fused=True,
+        )
+        if isinstance(self.optimizer, _Guarded):
+            self.optimizer.guard = self._check
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def _check(self) -> bool:
+        parameters = [
+            p
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        self.norm = float(norm)
+        self.applied = bool(torch.isfinite(norm))
+        if self.applied and self._clip:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
+        return self.applied
+
+
+class _Guarded(torch.optim.AdamW):
+    """AdamW that asks before it steps."""
+
+    guard: Callable[[], bool]
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure) if self.guard() else None

@@ -1,0 +1,148 @@
+"""A micro-batch as tensors: padded token ids for the forward pass, flat rows for the objective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..common.records import Source
+from .advantages import Baseline, advantages
+from .batch import NO_LAG, Batch, ragged
+from .objectives import Objective
+from .rows import Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """What one forward and backward pass takes."""
+
+    input_ids: Tensor
+    """``[r, S]`` int64, padded on the right with id 0."""
+    index: Tensor
+    """``[N]`` int64, where in the flattened ``[r · S]`` the token before each own or expert
+    token stands: its hidden state predicts that token."""
+    targets: Tensor
+    """``[N]`` int64, those tokens."""
+    temperature: Tensor | None
+    """``[N]`` float32; None where all are 1."""
+    rows: Rows
+    """The same N tokens, for the objective."""
+    dummy: bool = False
+    """Its loss counts nothing; it only keeps collectives in step."""
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of the forward pass, padding included."""
+        return self.input_ids.numel()
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        if device.type == "cpu":
+            return self
+        heat = self.temperature
+        return MicroBatch(
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            index=self.index.to(device, non_blocking=True),
+            targets=self.targets.to(device, non_blocking=True),
+            temperature=None if heat is None else heat.to(device, non_blocking=True),
+            rows=self.rows.to(device),
+            dummy=self.dummy,
+        )
+
+
+def rows_of(
+    batch: Batch,
+    *,
+    step: int,
+    baseline: Baseline,
+    truncation: str,
+    objective: Objective,
+) -> Rows:
+    """All rows of a batch as tensors, their advantages computed.
+
+    Args:
+        batch: Whole groups.
+        step: The step that it is trained in; the learner's weights are of step − 1.
+        baseline: Of the advantages.
+        truncation: ``wrong``: a truncated row counts as what its grade says. ``mask``: it is in
+            the baseline and out of the loss. ``zero_advantage``: the same through A = 0.
+        objective: Decides the temperature by source.
+    """
+    counted = np.flatnonzero(batch.source != Source.ENVIRONMENT)
+    row = np.repeat(np.arange(len(batch)), batch.response_length)[counted]
+    within = np.arange(len(batch.source)) - np.repeat(batch.response_start, batch.response_length)
+    expert = batch.source[counted] == Source.EXPERT
+    known = np.isfinite(batch.behaviour[counted])
+    steps = batch.steps[counted]
+    heat = batch.temperature[row]
+    for source, which in (("own", ~expert), ("expert", expert)):
+        if source in objective.plain_temperature:
+            heat = np.where(which, np.float32(1), heat)
+    group = torch.from_numpy(batch.group)
+    rewards = torch.from_numpy(batch.rewards)
+    expert_row = torch.from_numpy(batch.expert_row)
+    given = advantages(rewards, group, batch.groups, expert_row, baseline)
+    truncated = torch.from_numpy(batch.truncated)
+    masked = torch.zeros_like(truncated)
+    if truncation == "zero_advantage":
+        given = torch.where(truncated, torch.zeros_like(given), given)
+    elif truncation == "mask":
+        masked = truncated
+    return Rows(
+        row=torch.from_numpy(row.astype(np.int64)),
+        expert=torch.from_numpy(expert),
+        position=torch.from_numpy(within[counted].astype(np.int64)),
+        behaviour=torch.from_numpy(np.where(known, batch.behaviour[counted], np.float32(0))),
+        known=torch.from_numpy(known),
+        lag=torch.from_numpy(np.where(steps == NO_LAG, NO_LAG, step - 1 - steps)),
+        temperature=torch.from_numpy(heat),
+        advantages=given,
+        rewards=rewards,
+        group=group,
+        expert_row=expert_row,
+        masked=masked,
+        lengths=torch.from_numpy(np.bincount(row, minlength=len(batch)).astype(np.int64)),
+    )
+
+
+def micro_batch(batch: Batch, rows: Rows, which: NDArray[np.int64]) -> MicroBatch:
+    """The micro-batch of the rows with these indices; ``rows`` are all rows of the batch."""
+    if not len(which):
+        return dummy(rows)
+    lengths = batch.lengths[which]
+    width = int(lengths.max())
+    input_ids = np.zeros((len(which), width), np.int64)
+    flat = ragged(np.arange(len(which)) * width, lengths)
+    input_ids.reshape(-1)[flat] = batch.tokens[ragged(batch.start[which], lengths)]
+    spans = ragged(batch.response_start[which], batch.response_length[which])
+    counted = batch.source[spans] != Source.ENVIRONMENT
+    # The token at place t of a response is predicted at place P − 1 + t of the row.
+    before = batch.prompt_length[which] - 1
+    index = ragged(np.arange(len(which)) * width + before, batch.response_length[which])
+    answers = ragged(batch.start[which] + batch.prompt_length[which], batch.response_length[which])
+    chosen = rows.select(torch.from_numpy(which))
+    plain = bool((chosen.temperature == 1).all())
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids),
+        index=torch.from_numpy(index[counted]),
+        targets=torch.from_numpy(batch.tokens[answers[counted]]),
+        temperature=None if plain else chosen.temperature,
+        rows=chosen,
+    )
+
+
+def dummy(rows: Rows) -> MicroBatch:
+    """One row of two tokens with valid ids, attached to the graph, whose loss counts nothing."""
+    one = rows.select(torch.zeros(0, dtype=torch.int64))
+    return MicroBatch(
+        input_ids=torch.zeros((1, 2), dtype=torch.int64),
+        index=torch.zeros(1, dtype=torch.int64),
+        targets=torch.zeros(1, dtype=torch.int64),
+        temperature=None,
+        rows=one,
+        dummy=True,
+    )

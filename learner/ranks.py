@@ -1,0 +1,132 @@
+"""Rank 0 leads, the other ranks follow: every collective is entered by all, or by none.
+
+Rank 0 decides alone (step, checkpoint, export, end) and broadcasts the decision with the
+records that it needs. A follower knows neither Redis nor the journal.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from torch import Tensor
+
+from ..common import wire
+from ..common.records import ExpertTrace, Group
+from .engine import DeepSpeedEngine
+from .rendezvous import broadcast_bytes
+from .updates import GroupWithTraces, StepOutcome, Updates
+
+IDLE_SECONDS = 20.0
+"""Rank 0 says so often that it is alive while it waits for something."""
+
+
+class Leader:
+    """Rank 0's view of all ranks. For one thread, but for the signs of life."""
+
+    def __init__(self, engine: DeepSpeedEngine, updates: Updates) -> None:
+        self.engine = engine
+        self._updates = updates
+        self._alone = engine.world_size == 1
+
+    def train(
+        self,
+        step: int,
+        groups: Sequence[GroupWithTraces],
+        traces: Mapping[str, ExpertTrace],
+        *,
+        lr: float,
+        before_step: Callable[[], None] | None = None,
+    ) -> StepOutcome:
+        """See :meth:`Updates.train`."""
+        if not self._alone:
+            self._tell(
+                "train",
+                step=step,
+                lr=lr,
+                groups=[[wire.encode(group), list(names)] for group, names in groups],
+                traces=[wire.encode(trace) for trace in traces.values()],
+            )
+        return self._updates.train(step, groups, traces, lr=lr, before_step=before_step)
+
+    def save(self, folder: Path) -> None:
+        """Writes the engine's part of a checkpoint."""
+        self._tell("save", folder=str(folder))
+        self.engine.save(folder)
+        # All ranks' files are there once all have answered.
+        self.engine.barrier()
+
+    def load(self, folder: Path) -> None:
+        """Reads it again."""
+        self._tell("load", folder=str(folder))
+        self.engine.load(folder)
+
+    def export(self, folder: Path, base: Path | None) -> None:
+        """Writes the Hugging Face folder."""
+        self._tell("export", folder=str(folder))
+        self.engine.export(folder, base)
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of every parameter; must be walked through to its end."""
+        if self.engine.stage == 3:
+            self._tell("parameters")
+        return self.engine.parameters()
+
+    def stop(self) -> None:
+        """Lets the followers go."""
+        self._tell("stop")
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Keeps the followers from giving up while rank 0 waits for something else."""
+        if self._alone:
+            yield
+            return
+        done = threading.Event()
+
+        def reassure() -> None:
+            while not done.wait(IDLE_SECONDS):
+                self._tell("idle")
+
+        thread = threading.Thread(target=reassure, name="ranks-idle", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _tell(self, what: str, **details: Any) -> None:
+        if not self._alone:
+            broadcast_bytes(msgpack.packb({"do": what, **details}, use_bin_type=True))
+
+
+def follow(engine: DeepSpeedEngine, updates: Updates) -> None:
+    """Does what rank 0 says until it says stop."""
+    while True:
+        said = msgpack.unpackb(broadcast_bytes(None), raw=False)
+        match said["do"]:
+            case "train":
+                traces = [wire.decode(data, ExpertTrace) for data in said["traces"]]
+                updates.train(
+                    said["step"],
+                    [(wire.decode(data, Group), names) for data, names in said["groups"]],
+                    {trace.trace_id: trace for trace in traces},
+                    lr=said["lr"],
+                )
+            case "save":
+                engine.save(Path(said["folder"]))
+                engine.barrier()
+            case "load":
+                engine.load(Path(said["folder"]))
+            case "export":
+                engine.export(Path(said["folder"]), None)
+            case "parameters":
+                for _ in engine.parameters():
+                    pass
+            case "stop":
+                return

@@ -1,0 +1,151 @@
+"""What a step's groups were like: figures for metrics.jsonl and texts for samples.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..common.records import ExpertTrace, FinishReason, Group, Sample, Source, Verdict
+from .advantages import EQUAL_REWARDS
+from .updates import GroupWithTraces
+
+
+def describe(
+    step: int, groups: Sequence[GroupWithTraces], traces: Mapping[str, ExpertTrace]
+) -> dict[str, float]:
+    """``reward/…``, ``rollout/…`` and ``replay/…`` of a step.
+
+    ``reward/zero_variance`` is the share of groups without a signal (all rewards equal, expert
+    rows included); ``…_accuracy`` the same by accuracy alone. ``rollout/entropy`` is the
+    estimate −mean log μ over all own tokens. ``replay/staleness_…`` is in steps.
+    """
+    samples = [sample for group, _ in groups for sample in group.samples]
+    used = [traces[name] for _, names in groups for name in names]
+    found: dict[str, float] = {
+        "replay/groups": float(len(groups)),
+        "replay/expert_rows": float(len(used)),
+    }
+    if used:
+        found["replay/expert_length"] = _mean([len(trace.tokens) for trace in used])
+    if samples:
+        found |= _rewards(groups, samples, traces) | _rollouts(groups, samples)
+        ages = [
+            step - 1 - oldest for sample in samples if (oldest := sample.oldest_step) is not None
+        ]
+        if ages:
+            found["replay/staleness_mean"] = _mean(ages)
+            found["replay/staleness_max"] = float(max(ages))
+    return found
+
+
+def _rewards(
+    groups: Sequence[GroupWithTraces],
+    samples: Sequence[Sample],
+    traces: Mapping[str, ExpertTrace],
+) -> dict[str, float]:
+    counted = [s for s in samples if _counts(s)]
+    found = {"reward/graded": len(counted) / len(samples)}
+    if counted:
+        found["reward/mean"] = _mean([s.reward for s in counted])
+        found["reward/accuracy"] = _mean([s.verdict is Verdict.CORRECT for s in counted])
+        for name in dict.fromkeys(name for s in counted for name in s.components):
+            values = [s.components[name] for s in counted if s.components.get(name) is not None]
+            if values and name != "accuracy":
+                found[f"reward/{name}"] = _mean(values)
+    for verdict in Verdict:
+        share = _mean([s.verdict is verdict for s in samples])
+        if share and verdict not in (Verdict.CORRECT, Verdict.WRONG):
+            found[f"reward/verdict_{verdict.value}"] = share
+    equal, equal_accuracy, solved, unsolved = [], [], [], []
+    for group, names in groups:
+        own = [s for s in group.samples if _counts(s)]
+        experts = [traces[name] for name in names]
+        rewards = [s.reward for s in own] + [t.reward for t in experts if t.reward is not None]
+        right = [s.verdict is Verdict.CORRECT for s in own]
+        both = right + [t.verdict is Verdict.CORRECT for t in experts]
+        numbers = [float(r) for r in rewards if r is not None]
+        equal.append(not numbers or max(numbers) - min(numbers) <= EQUAL_REWARDS)
+        equal_accuracy.append(len(set(both)) <= 1)
+        solved.append(bool(right) and all(right))
+        unsolved.append(not any(right))
+    return found | {
+        "reward/zero_variance": _mean(equal),
+        "reward/zero_variance_accuracy": _mean(equal_accuracy),
+        "reward/solved_all": _mean(solved),
+        "reward/solved_none": _mean(unsolved),
+    }
+
+
+def _rollouts(groups: Sequence[GroupWithTraces], samples: Sequence[Sample]) -> dict[str, float]:
+    lengths = [len(s.tokens) for s in samples]
+    logprobs = np.concatenate([s.logprobs[s.source == Source.OWN] for s in samples])
+    partial = [any(s.finish_reason is FinishReason.ABORT for s in g.samples) for g, _ in groups]
+    found = {
+        "rollout/length_mean": _mean(lengths),
+        "rollout/length_max": float(max(lengths)),
+        "rollout/truncated": _mean([s.finish_reason is FinishReason.LENGTH for s in samples]),
+        "rollout/partial_groups": _mean(partial),
+        "rollout/tokens": float(sum(lengths)),
+    }
+    if len(logprobs):
+        found["rollout/entropy"] = -float(logprobs.mean())
+    return found
+
+
+def texts(
+    step: int,
+    groups: Sequence[GroupWithTraces],
+    traces: Mapping[str, ExpertTrace],
+    most: int,
+) -> list[dict[str, Any]]:
+    """The step's first groups as records of samples.jsonl."""
+    return [_text(step, group, [traces[name] for name in names]) for group, names in groups[:most]]
+
+
+def _text(step: int, group: Group, traces: Sequence[ExpertTrace]) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = [
+        {
+            "source": "own",
+            "text": sample.text,
+            "tokens": len(sample.tokens),
+            "finish_reason": sample.finish_reason.value,
+            "reward": sample.reward,
+            "verdict": None if sample.verdict is None else sample.verdict.value,
+            "extracted": sample.extracted,
+            "components": dict(sample.components),
+            "versions": [f"{s.term}.{s.step}" for s in sample.spans],
+        }
+        for sample in group.samples
+    ]
+    rows += [
+        {
+            "source": "expert",
+            "trace_id": trace.trace_id,
+            "text": trace.text,
+            "tokens": len(trace.tokens),
+            "reward": trace.reward,
+            "verdict": trace.verdict.value,
+        }
+        for trace in traces
+    ]
+    return {
+        "step": step,
+        "group_id": group.group_id,
+        "problem_id": group.problem_id,
+        "data_source": group.data_source,
+        "worker": group.worker,
+        "prompt": group.prompt_text,
+        "gold": group.gold,
+        "rows": rows,
+    }
+
+
+def _counts(sample: Sample) -> bool:
+    verdict = sample.verdict
+    return verdict is not None and not verdict.leaves_baseline and sample.reward is not None
+
+
+def _mean(values: Sequence[Any]) -> float:
+    return float(sum(values)) / len(values)

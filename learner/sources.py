@@ -1,0 +1,241 @@
+"""Where the steps' rows come from: the ledger, or stored expert traces (offline)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..common.config import Config
+from ..common.errors import DataError, StoreError
+from ..common.records import ExpertTrace, Group
+from ..common.seeds import keyed_generator
+from ..replay.ledger import Ledger, Row, Waiting
+from ..replay.store import RunStore
+from .journal import Journal
+from .updates import GroupWithTraces
+
+log = logging.getLogger("tandem.learner")
+
+CACHED_TRACES = 4096
+"""Traces kept in memory: each is used again in every pass."""
+COMPARED_ROWS = 16
+"""Rows of the journal that are compared with those in Redis at a start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepBatch:
+    """All that a step is trained on."""
+
+    step: int
+    """n."""
+    row: dict[str, Any]
+    """As it stands in the journal."""
+    groups: list[GroupWithTraces]
+    """In the row's order."""
+    traces: dict[str, ExpertTrace]
+    """Every trace that the groups name."""
+    quarantined: bool = False
+    """The row is written and marked: it uses its number and isn't trained on."""
+
+
+class BatchSource(ABC):
+    """Gives the batch of each step, the same one however often it is asked for."""
+
+    total_steps: int
+    """Steps of the whole run; for passes over a ledger that rejects groups, at most so many."""
+
+    @abstractmethod
+    def begin(self, term: int, journal: Journal) -> int:
+        """Brings the source in line with the journal; returns J, the steps that have rows."""
+
+    @abstractmethod
+    def take(self, step: int, term: int) -> StepBatch | Waiting:
+        """The batch of a step, or whom it waits for.
+
+        Raises:
+            FencedError: a newer learner has taken over.
+        """
+
+    @abstractmethod
+    def confirm(self, step: int, term: int) -> None:
+        """The step is trained."""
+
+    @abstractmethod
+    def quarantine(self, step: int, term: int, reason: str) -> None:
+        """The step used its number and changed nothing."""
+
+    @abstractmethod
+    def durable(self, step: int, term: int) -> None:
+        """No checkpoint before this step will be gone back to."""
+
+    @abstractmethod
+    def waiting_for(self) -> str:
+        """Whom the next step waits for."""
+
+
+class TraceCache:
+    """Expert traces by id, the last used ones kept."""
+
+    def __init__(self, runs: RunStore) -> None:
+        self._runs = runs
+        self._kept: OrderedDict[str, ExpertTrace] = OrderedDict()
+
+    def get(self, ids: Sequence[str]) -> dict[str, ExpertTrace]:
+        """The traces with these ids."""
+        wanted = list(dict.fromkeys(ids))
+        missing = [name for name in wanted if name not in self._kept]
+        for trace in self._runs.traces(missing) if missing else ():
+            self._kept[trace.trace_id] = trace
+        found = {}
+        for name in wanted:
+            self._kept.move_to_end(name)
+            found[name] = self._kept[name]
+        while len(self._kept) > CACHED_TRACES:
+            self._kept.popitem(last=False)
+        return found
+
+
+class LedgerSource(BatchSource):
+    """Rows of graded groups, cut by the ledger."""
+
+    def __init__(self, ledger: Ledger, runs: RunStore) -> None:
+        self._ledger = ledger
+        self._traces = TraceCache(runs)
+        settings = ledger.settings
+        groups = (settings.passes or 0) * ledger.order.pass_length
+        self.total_steps = settings.steps or math.ceil(groups / settings.groups_per_step)
+
+    def begin(self, term: int, journal: Journal) -> int:
+        # What Redis lacks, and some before it: a different row there is another history.
+        first = self._ledger.journalled() - COMPARED_ROWS
+        rows = [Row.from_dict(journal.rows[step]) for step in sorted(journal.rows) if step > first]
+        written = self._ledger.reassert(rows, term)
+        if written:
+            log.warning(
+                f"Redis had lost {written} row(s) that stand in the journal; they are written again"
+            )
+        return self._ledger.journalled()
+
+    def take(self, step: int, term: int) -> StepBatch | Waiting:
+        row = self._ledger.take(step, term)
+        if isinstance(row, Waiting):
+            return row
+        groups: list[GroupWithTraces] = []
+        traces: dict[str, ExpertTrace] = {}
+        if not row.quarantined:
+            fetched = self._ledger.fetch(row)
+            traces = self._traces.get([name for entry in row.ids for name in entry.trace_ids])
+            groups = [
+                (group, entry.trace_ids) for group, entry in zip(fetched, row.ids, strict=True)
+            ]
+        return StepBatch(
+            step=step,
+            row=row.to_dict(),
+            groups=groups,
+            traces=traces,
+            quarantined=bool(row.quarantined),
+        )
+
+    def confirm(self, step: int, term: int) -> None:
+        self._ledger.confirm(step, term)
+
+    def quarantine(self, step: int, term: int, reason: str) -> None:
+        self._ledger.quarantine(step, term, reason)
+
+    def durable(self, step: int, term: int) -> None:
+        self._ledger.durable(step, term)
+
+    def waiting_for(self) -> str:
+        return self._ledger.waiting_for()
+
+
+class OfflineSource(BatchSource):
+    """Rows of stored expert traces: no rollout worker, no lease, the same journal.
+
+    Pass e goes through the accepted traces in a permutation keyed by (run seed, e); step n takes
+    the next ``replay.groups_per_step`` of them, over pass borders. Each trace is a group of one.
+    """
+
+    def __init__(self, config: Config, runs: RunStore) -> None:
+        self._runs = runs
+        self._cache = TraceCache(runs)
+        self._seed = config.run.seed
+        self._size = config.replay.groups_per_step
+        self._ids = self._accepted(set(config.expert.accept))
+        if not self._ids:
+            raise DataError(
+                f"learner.source=offline: the data has no expert trace with a verdict in "
+                f"expert.accept={list(config.expert.accept)}: name a source with a target column"
+            )
+        self._drawn: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
+        whole = (config.run.passes or 0) * len(self._ids)
+        self._last = whole if config.run.passes else None
+        self.total_steps = config.run.steps or math.ceil(whole / self._size)
+
+    def _accepted(self, verdicts: set[str]) -> list[str]:
+        ids = self._runs.all_trace_ids()
+        found = []
+        for start in range(0, len(ids), 256):
+            for trace in self._runs.traces(ids[start : start + 256]):
+                if trace.verdict.value in verdicts:
+                    found.append(trace.trace_id)
+        return found
+
+    def begin(self, term: int, journal: Journal) -> int:
+        return journal.last_step
+
+    def take(self, step: int, term: int) -> StepBatch | Waiting:
+        if step > self.total_steps:
+            return Waiting(group_id="", state="", worker="", reason="run ended", ended=True)
+        names = self.names(step)
+        traces = self._cache.get(names)
+        problems = self._runs.problems([traces[name].problem_id for name in names])
+        groups: list[GroupWithTraces] = []
+        for place, (name, problem) in enumerate(zip(names, problems, strict=True)):
+            group = Group(
+                group_id=f"offline:{step}:{place}",
+                attempt=1,
+                worker="",
+                problem_id=problem.problem_id,
+                prompt_tokens=problem.prompt_tokens,
+                prompt_text=problem.prompt_text,
+                gold=problem.gold,
+                data_source=problem.data_source,
+                samples=(),
+                trace_ids=(name,),
+            )
+            groups.append((group, (name,)))
+        row = {"step": step, "short": len(names) < self._size, "offline": names}
+        return StepBatch(step=step, row=row, groups=groups, traces=traces)
+
+    def names(self, step: int) -> list[str]:
+        """Trace ids of a step."""
+        first = (step - 1) * self._size
+        end = first + self._size if self._last is None else min(first + self._size, self._last)
+        return [self._at(place) for place in range(first, end)]
+
+    def _at(self, place: int) -> str:
+        pass_, position = divmod(place, len(self._ids))
+        if self._drawn[0] != pass_:
+            order = keyed_generator(self._seed, "offline", pass_).permutation(len(self._ids))
+            self._drawn = (pass_, order)
+        return self._ids[int(self._drawn[1][position])]
+
+    def confirm(self, step: int, term: int) -> None:
+        """Nothing: the journal alone keeps count."""
+
+    def quarantine(self, step: int, term: int, reason: str) -> None:
+        """Nothing: the journal alone keeps count."""
+
+    def durable(self, step: int, term: int) -> None:
+        """Nothing: traces stay."""
+
+    def waiting_for(self) -> str:
+        raise StoreError("an offline step waits for nobody")

@@ -1,0 +1,538 @@
+"""The learner: takes rows from the ledger, trains, publishes, checkpoints, ends the run.
+
+One step, on rank 0::
+
+    take -> journal(row) -> update -> journal(applied) -> publish -> confirm -> metrics
+
+A resumed learner takes a new term, loads the newest checkpoint, trains the steps again that are
+journalled above it, and only then publishes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ..common.config import Config
+from ..common.errors import DataError, FencedError, TandemError
+from ..common.models import load_model, resolve
+from ..common.records import Version
+from ..common.run_folder import JoinInfo, RunFolder
+from ..common.telemetry import Clock, JsonLines, read_json_lines
+from ..replay.connection import Store, connect
+from ..replay.ledger import Ledger, Waiting
+from ..replay.members import Members
+from ..replay.store import EvaluationResult, RunStore
+from .checkpoints import Checkpoint, Checkpoints
+from .engine import DeepSpeedEngine
+from .evaluations import Evaluations
+from .journal import Journal, cut_back
+from .policy import device_of
+from .publish import WeightPublisher
+from .ranks import Leader, follow
+from .rendezvous import process_group
+from .reports import describe, texts
+from .schedule import learning_rate
+from .sources import BatchSource, LedgerSource, OfflineSource, StepBatch
+from .updates import Updates
+
+log = logging.getLogger("tandem.learner")
+
+HINT_SECONDS = 0.25
+"""Longest wait for a hint before the ledger is asked again."""
+REPORT_SECONDS = 1.0
+"""Between two reports to Redis."""
+
+
+def main(
+    join: JoinInfo,
+    config: Config,
+    *,
+    name: str,
+    folder: RunFolder | None,
+    rank: int = 0,
+    world_size: int = 1,
+    master_port: int | None = None,
+) -> int:
+    """One rank of the learner; returns the exit code.
+
+    Ends with 0 when the run is finished, and after SIGTERM, once the step at hand is done and a
+    checkpoint is written.
+
+    Raises:
+        TandemError: the run can't go on; the message says why.
+    """
+    if folder is None:
+        raise DataError("the learner keeps journal and checkpoints in the run's folder: give it")
+    stop = _StopSignal(heed=rank == 0)
+    torch.set_num_threads(config.learner.threads)
+    torch.manual_seed(config.run.seed)
+    device = device_of(rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with process_group(rank, world_size, master_port):
+        model = load_model(
+            config.model.path,
+            dtype=config.model.dtype,
+            attention=config.model.attention,
+            device=device,
+        )
+        engine = DeepSpeedEngine(model, config, device)
+        updates = Updates(engine, config)
+        if rank != 0:
+            follow(engine, updates)
+            return 0
+        leader = Leader(engine, updates)
+        store = connect(join, name=name)
+        try:
+            Trainer(store, join, config, name, folder, leader, stop).run()
+        except FencedError:
+            # A newer learner owns the run's state; leave without touching it.
+            raise
+        except _RunFailed:
+            RunStore(store).set_state("failed")
+            raise
+        finally:
+            store.close()
+        leader.stop()
+    return 0
+
+
+class _RunFailed(TandemError):
+    """The run can't succeed by starting the learner again."""
+
+
+class _StopSignal:
+    """SIGTERM asks to drain. Followers leave that to rank 0."""
+
+    def __init__(self, *, heed: bool) -> None:
+        self.asked = False
+        self._heed = heed
+        signal.signal(signal.SIGTERM, self._on)
+
+    def _on(self, number: int, frame: FrameType | None) -> None:
+        self.asked = self._heed
+
+
+class Trainer:
+    """Rank 0's loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        join: JoinInfo,
+        config: Config,
+        name: str,
+        folder: RunFolder,
+        leader: Leader,
+        stop: _StopSignal,
+    ) -> None:
+        self._store = store
+        self._join = join
+        self._config = config
+        self._name = name
+        self._folder = folder
+        self._leader = leader
+        self._stop = stop
+        self._runs = RunStore(store)
+        self._members = Members(store)
+        self._ledger = Ledger(store, name)
+        self._hints = store.hints("graded", "state")
+        self._journal = Journal(folder.journal)
+        self._checkpoints = Checkpoints(folder.checkpoints, config.learner.checkpoints_kept)
+        self._evaluations = Evaluations(self._runs, self._members, config, lambda: self._stop.asked)
+        self._clock = Clock()
+        self._source: BatchSource
+        self._publisher: WeightPublisher | None = None
+        self._metrics: JsonLines
+        self._samples: JsonLines
+        self._logged: set[str] = set()
+        self._published: Version | None = None
+        self._term = 0
+        self._step = 0
+        self._saved = -1
+        self._bad_in_a_row = 0
+        self._reported = 0.0
+        self._shares: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        self._progress = (time.monotonic(), 0)
+
+    # The run.
+
+    def run(self) -> None:
+        """From the newest checkpoint to the end of the run, or until told to stop."""
+        self._term = self._ledger.new_term(self._journal.last_term)
+        offline = self._config.learner.source == "offline"
+        self._source = (
+            OfflineSource(self._config, self._runs)
+            if offline
+            else LedgerSource(self._ledger, self._runs)
+        )
+        total = self._source.total_steps
+        try:
+            self._resume()
+            self._replay(self._source.begin(self._term, self._journal))
+            if not self._stop.asked:
+                self._publish_first(total)
+                self._train(total)
+            if self._stop.asked and not self._ended(total):
+                self._checkpoint()
+                log.info(f"drained at step {self._step}")
+            else:
+                self._finish()
+        finally:
+            if self._publisher is not None:
+                self._publisher.close()
+            self._journal.close()
+            self._hints.close()
+
+    def _resume(self) -> None:
+        self._checkpoints.clean()
+        newest = self._newest()
+        if newest is not None:
+            self._leader.load(newest.folder)
+            self._step = self._saved = newest.version.step
+            log.info(f"resumes from the checkpoint of step {self._step}")
+        if self._step or self._journal.last_step:
+            self._journal.resumed(self._term, self._step)
+        for path in (self._folder.metrics, self._folder.samples):
+            cut_back(path, self._step)
+        self._logged = {
+            str(record["eval/id"])
+            for record in read_json_lines(self._folder.metrics)
+            if "eval/id" in record
+        }
+        self._metrics = JsonLines(self._folder.metrics)
+        self._samples = JsonLines(self._folder.samples)
+
+    def _newest(self) -> Checkpoint | None:
+        newest = self._checkpoints.newest()
+        if newest is not None and newest.ranks != self._leader.engine.world_size:
+            raise DataError(
+                f"{newest.folder} was written by {newest.ranks} rank(s), and there are "
+                f"{self._leader.engine.world_size}: resume with learner.ranks={newest.ranks}"
+            )
+        return newest
+
+    def _replay(self, journalled: int) -> None:
+        """Trains the steps again that have a row and are above the checkpoint."""
+        if journalled > self._step:
+            log.info(f"trains steps {self._step + 1} to {journalled} again from the journal")
+        while self._step < journalled and not self._stop.asked:
+            batch = self._next(self._step + 1)
+            if batch is None:
+                return
+            self._do(batch)
+        self._clock.take()
+
+    def _publish_first(self, total: int) -> None:
+        self._publisher = WeightPublisher(
+            self._store, self._join, self._config, self._term, self._name
+        )
+        self._publisher.start()
+        # Asked for before anybody holds the weights, so that it comes before the first lease.
+        ids = self._evaluations.request(self._step, total) if self._step == 0 else []
+        self._publish()
+        engine = self._leader.engine
+        log.info(
+            f"term {self._term}, step {self._step} of {total}: "
+            f"{engine.parameter_count():,} parameters in {self._config.model.dtype} on "
+            f"{engine.world_size} rank(s), ZeRO-{engine.stage}, "
+            f"objective {self._config.learner.objective.name}"
+        )
+        if self._config.evaluate.exact:
+            self._await(ids)
+
+    def _train(self, total: int) -> None:
+        every = self._config.learner.checkpoint_every
+        self._progress = (time.monotonic(), self._step)
+        while not self._stop.asked:
+            with self._clock.doing("wait/batch"):
+                batch = self._next(self._step + 1)
+            if batch is None:
+                return
+            self._do(batch)
+            if self._step % every == 0 and self._step < total:
+                self._checkpoint()
+            if self._step < total:
+                ids = self._evaluations.request(self._step, total)
+                if ids and self._config.evaluate.exact:
+                    self._await(ids)
+            self._tell_progress(total)
+
+    def _ended(self, total: int) -> bool:
+        return self._step >= total
+
+    def _finish(self) -> None:
+        self._checkpoint()
+        # A run that is set in passes may end before its greatest number of steps.
+        ids = self._evaluations.request(self._step, self._step)
+        self._publish()
+        base = Path(resolve(self._config.model.path))
+        with self._clock.doing("export"):
+            self._leader.export(self._folder.model, base)
+        log.info(f"wrote the model to {self._folder.model}")
+        if ids and not self._evaluate_last(ids):
+            log.warning("the trained model was not evaluated")
+        if self._stop.asked:
+            return
+        rejected = self._ledger.end("the learner has trained its last step")
+        self._runs.set_state("finished")
+        self._report(force=True)
+        log.info(f"finished after step {self._step}; {rejected} group(s) in flight were let go")
+
+    def _evaluate_last(self, ids: list[str]) -> bool:
+        with self._leader.waiting():
+            workers = self._config.rollout.workers > 0 or self._members.live("rollout")
+            return bool(workers) and self._evaluations.wait(ids, self._log_evaluation)
+
+    # One step.
+
+    def _next(self, step: int) -> StepBatch | None:
+        """The step's batch; None when no row will come, or the process is to drain."""
+        since = time.monotonic()
+        told = since
+        stall = self._config.launch.stall_seconds
+        with self._leader.waiting():
+            while not self._stop.asked:
+                taken = self._source.take(step, self._term)
+                if isinstance(taken, StepBatch):
+                    return taken
+                if taken.ended:
+                    return None
+                self._between(taken)
+                now = time.monotonic()
+                if now - told >= stall:
+                    told = now
+                    log.warning(f"no step for {now - since:.0f} s: {self._source.waiting_for()}")
+                self._hints.wait(HINT_SECONDS)
+        return None
+
+    def _between(self, waiting: Waiting) -> None:
+        """What is done while a batch is waited for."""
+        for result in self._evaluations.arrived():
+            self._log_evaluation(result)
+        self._report(str(waiting))
+
+    def _do(self, batch: StepBatch) -> None:
+        step, clock = batch.step, self._clock
+        with clock.doing("journal"):
+            written = self._journal.row(self._term, step, batch.row)
+        known = self._journal.outcomes.get(step)
+        if batch.quarantined or known == "quarantined":
+            written()
+            self._use_up(step, "quarantined before")
+            return
+        lr = learning_rate(self._config.learner.optimizer, step, self._source.total_steps)
+        with clock.doing("compute"):
+            outcome = self._leader.train(
+                step, batch.groups, batch.traces, lr=lr, before_step=written
+            )
+        if not outcome.applied:
+            self._quarantine(batch, outcome.undone)
+            return
+        self._bad_in_a_row = 0
+        self._step = step
+        with clock.doing("journal"):
+            noted = self._journal.applied(self._term, step)
+        if self._must_publish(step):
+            with clock.doing("publish"):
+                self._publish()
+        with clock.doing("metrics"):
+            metrics = {**outcome.metrics, **describe(step, batch.groups, batch.traces)}
+            for record in texts(
+                step, batch.groups, batch.traces, self._config.log.samples_per_step
+            ):
+                self._samples.write(record)
+        with clock.doing("journal"):
+            noted()
+        with clock.doing("confirm"):
+            self._source.confirm(step, self._term)
+        self._record(metrics)
+        for result in self._evaluations.arrived():
+            self._log_evaluation(result)
+        self._report()
+
+    def _quarantine(self, batch: StepBatch, undone: bool) -> None:
+        step = batch.step
+        reason = "loss or gradient not finite"
+        ids = ", ".join(group.group_id for group, _ in batch.groups)
+        log.warning(f"step {step}: {reason}; its groups are quarantined: {ids}")
+        self._journal.quarantined(self._term, step, reason)()
+        self._bad_in_a_row += 1
+        if undone:
+            # Earlier updates of the step are in the weights: back to the checkpoint and on.
+            self._rewind(step - 1)
+        self._use_up(step, reason)
+        self._metrics.write(self._stamped({"train/applied": 0.0}))
+        if self._bad_in_a_row >= self._config.learner.max_nonfinite:
+            raise _RunFailed(
+                f"{self._bad_in_a_row} steps in a row had a loss or gradient that isn't finite "
+                f"(learner.max_nonfinite={self._config.learner.max_nonfinite}), the last one "
+                f"step {step}: lower learner.optimizer.lr, or look at the quarantined groups"
+            )
+
+    def _use_up(self, step: int, reason: str) -> None:
+        self._source.quarantine(step, self._term, reason)
+        self._step = step
+        if self._publisher is not None:
+            self._published = Version(term=self._term, step=step)
+            self._publisher.restamp(self._published)
+
+    def _rewind(self, step: int) -> None:
+        newest = self._newest()
+        if newest is None:
+            raise _RunFailed(
+                f"step {step + 1} had an update that isn't finite after others of the same step, "
+                f"and there is no checkpoint to go back to: lower learner.optimizer.lr, or set "
+                f"learner.minibatches=1"
+            )
+        publisher, self._publisher = self._publisher, None
+        bad = self._bad_in_a_row
+        self._leader.load(newest.folder)
+        self._step = newest.version.step
+        self._journal.resumed(self._term, self._step)
+        for file in (self._metrics, self._samples):
+            file.close()
+        for path in (self._folder.metrics, self._folder.samples):
+            cut_back(path, self._step)
+        self._metrics = JsonLines(self._folder.metrics)
+        self._samples = JsonLines(self._folder.samples)
+        self._replay(step)
+        self._publisher = publisher
+        self._bad_in_a_row = bad
+
+    def _must_publish(self, step: int) -> bool:
+        due = self._evaluations.due(step, self._source.total_steps)
+        return step % self._config.weights.every == 0 or due
+
+    def _publish(self) -> None:
+        if self._publisher is None:
+            return
+        version = Version(term=self._term, step=self._step)
+        if self._published == version:
+            return
+        self._publisher.publish(version, self._leader.parameters())
+        self._published = version
+
+    def _checkpoint(self) -> None:
+        if self._saved == self._step:
+            return
+        with self._clock.doing("checkpoint"):
+            self._checkpoints.save(
+                Version(term=self._term, step=self._step),
+                lambda folder: self._leader.save(folder),
+                ranks=self._leader.engine.world_size,
+                state={"run_id": self._join.run_id, "seed": self._config.run.seed},
+                may_finish=self._still_newest,
+            )
+            self._saved = self._step
+            # One alone might be damaged, and then the samples since the start are needed.
+            kept = self._checkpoints.all()
+            if len(kept) >= 2:
+                self._source.durable(kept[0].version.step, self._term)
+        log.info(f"checkpoint of step {self._step}")
+
+    def _still_newest(self) -> None:
+        newest = self._ledger.term()
+        if newest != self._term:
+            raise FencedError(f"term {self._term} is over: a learner of term {newest} has started")
+
+    # What is told.
+
+    def _await(self, ids: list[str]) -> None:
+        if ids:
+            with self._clock.doing("wait/evaluation"), self._leader.waiting():
+                self._evaluations.wait(ids, self._log_evaluation)
+
+    def _log_evaluation(self, result: EvaluationResult) -> None:
+        if result.id in self._logged:
+            return
+        self._logged.add(result.id)
+        name = f"eval/{result.set_name}"
+        self._metrics.write(
+            {
+                "step": result.step,
+                "term": self._term,
+                "time": time.time(),
+                "eval/id": result.id,
+                f"{name}/accuracy": result.accuracy,
+                f"{name}/format": result.format_share,
+                f"{name}/length": result.mean_length,
+                f"{name}/problems": result.problems,
+                f"{name}/seconds": result.seconds,
+            }
+        )
+        log.info(
+            f"evaluation {result.id}: accuracy {result.accuracy:.1%} on {result.problems} "
+            f"problems (weights of step {result.step}, {result.seconds:.1f} s)"
+        )
+
+    def _stamped(self, metrics: dict[str, float]) -> dict[str, Any]:
+        return {"step": self._step, "term": self._term, "time": time.time(), **metrics}
+
+    def _record(self, metrics: dict[str, float]) -> None:
+        spent = self._clock.take()
+        self._shares = spent
+        self._last = metrics
+        times = {f"time/{name}": seconds for name, seconds in spent.items()}
+        self._metrics.write(self._stamped({**metrics, **times}))
+
+    def _report(self, waiting: str = "", *, force: bool = False) -> None:
+        now = time.monotonic()
+        if not force and now - self._reported < REPORT_SECONDS:
+            return
+        self._reported = now
+        weights = self._publisher.stats() if self._publisher is not None else {}
+        self._runs.report(
+            self._name,
+            {
+                "role": "learner",
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "time": time.time(),
+                "version": [self._term, self._step],
+                "total_steps": self._source.total_steps,
+                "waiting": waiting,
+                "seconds": self._shares,
+                "weights": weights,
+                "loss": _finite(self._last.get("train/loss")),
+                "reward": _finite(self._last.get("reward/mean")),
+            },
+        )
+
+    def _tell_progress(self, total: int) -> None:
+        every = self._config.log.every
+        if self._step % every and self._step != total:
+            return
+        since, before = self._progress
+        now = time.monotonic()
+        pace = (now - since) / max(1, self._step - before)
+        self._progress = (now, self._step)
+        last = self._last
+        parts = [f"step {self._step}/{total}", f"{pace:.3f} s a step"]
+        for name, label in (
+            ("train/loss", "loss"),
+            ("reward/mean", "reward"),
+            ("reward/accuracy", "accuracy"),
+            ("rollout/length_mean", "length"),
+            ("replay/staleness_mean", "staleness"),
+            ("train/grad_norm", "gradient"),
+        ):
+            if name in last:
+                parts.append(f"{label} {last[name]:.4g}")
+        waited = sum(s for name, s in self._shares.items() if name.startswith("wait/"))
+        parts.append(f"waited {waited / max(self._shares.get('total', 0.0), 1e-9):.0%}")
+        log.info(", ".join(parts))
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and abs(value) < float("inf") else None

@@ -1,0 +1,284 @@
+"""One ledger step on the learner's ranks: mini-batches, micro-batches, updates, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..common.config import Config
+from ..common.errors import ConfigError
+from ..common.records import ExpertTrace, Group
+from .batch import Batch, build
+from .diagnostics import diagnose
+from .engine import DeepSpeedEngine, UpdateResult
+from .microbatch import MicroBatch, micro_batch, rows_of
+from .objectives import Objective, ObjectiveSettings, make
+from .packing import plan
+from .rendezvous import max_over_ranks, sum_over_ranks
+from .rows import Rows
+
+GroupWithTraces = tuple[Group, Sequence[str]]
+"""A group with the ids of the expert traces that fill it up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What came of a step."""
+
+    applied: bool
+    """False where a loss or gradient wasn't finite."""
+    undone: bool
+    """Whether updates of the step were made before that and must be undone."""
+    metrics: dict[str, float]
+    """``train/…``"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Update:
+    """One mini-batch, ready to be trained on."""
+
+    rows: Rows
+    """All its rows."""
+    micro_batches: list[MicroBatch]
+    """This rank's share of the rows that can move the gradient."""
+    scoring: list[MicroBatch]
+    """This rank's share of all rows, where the objective's columns or statistics want it."""
+    constant: float
+    """Configured response length × nominal rows."""
+    active: int
+    """Rows that can move the gradient, over all ranks."""
+    padded_tokens: int
+    """Of this rank's forward passes."""
+
+
+def objective_of(config: Config) -> Objective:
+    """The configured objective.
+
+    Raises:
+        ConfigError: there is none of that name, or it wants a column that nothing fills.
+    """
+    wanted = config.learner.objective
+    objective = make(
+        wanted.name,
+        ObjectiveSettings(
+            advantage=wanted.advantage,
+            aggregation=wanted.aggregation,
+            clip_low=wanted.clip_low,
+            clip_high=wanted.clip_high,
+            dual_clip=wanted.dual_clip,
+            shaping=wanted.shaping,
+            gamma=wanted.gamma,
+            sft_coefficient=wanted.sft_coefficient,
+            entropy_coefficient=wanted.entropy_coefficient,
+            expert_negative=config.expert.negative,
+        ),
+    )
+    missing = objective.columns & {"reference", "values"}
+    if missing:
+        raise ConfigError(
+            f"learner.objective.name={wanted.name} needs {', '.join(sorted(missing))}, which "
+            f"this learner doesn't compute"
+        )
+    return objective
+
+
+class Updates:
+    """Trains one step at a time; every rank calls it with the same arguments.
+
+    Args:
+        engine: This rank's.
+        config: The run's.
+        objective: None = the configured one.
+    """
+
+    def __init__(
+        self, engine: DeepSpeedEngine, config: Config, objective: Objective | None = None
+    ) -> None:
+        self.engine = engine
+        self.config = config
+        self.objective = objective if objective is not None else objective_of(config)
+
+    def train(
+        self,
+        step: int,
+        groups: Sequence[GroupWithTraces],
+        traces: Mapping[str, ExpertTrace],
+        *,
+        lr: float,
+        before_step: Callable[[], None] | None = None,
+    ) -> StepOutcome:
+        """All updates of a step.
+
+        Args:
+            step: Of the ledger, from 1; the engine's weights are of ``step − 1``.
+            groups: Of the row, in its order.
+            traces: Every trace that they name.
+            lr: Learning rate.
+            before_step: Called once, before the first parameter changes.
+        """
+        size = min(self.config.learner.minibatches, max(1, len(groups)))
+        shares = np.array_split(np.arange(len(groups)), size)
+        updates = [self._prepare(step, [groups[i] for i in share], traces) for share in shares]
+        found: list[dict[str, float]] = []
+        for number, update in enumerate(updates):
+            scalars = self._scalars(update)
+            if not update.active:
+                # Nothing can move the gradient: no pass, and no step of the optimizer either.
+                found.append({"applied": 1.0, "rows": float(update.rows.count), "rows_active": 0.0})
+                continue
+            result = self.engine.update(
+                update.micro_batches,
+                self.objective,
+                scalars,
+                lr=lr,
+                before_step=before_step,
+            )
+            before_step = None
+            found.append(self._metrics(update, result, scalars))
+            if not result.applied:
+                return StepOutcome(applied=False, undone=number > 0, metrics=_named(found[-1:], lr))
+        if before_step is not None:
+            before_step()
+        return StepOutcome(applied=True, undone=False, metrics=_named(found, lr))
+
+    def _prepare(
+        self,
+        step: int,
+        groups: Sequence[GroupWithTraces],
+        traces: Mapping[str, ExpertTrace],
+    ) -> _Update:
+        settings = self.config.learner
+        batch = build(groups, traces, temperature=self.config.rollout.temperature)
+        rows = rows_of(
+            batch,
+            step=step,
+            baseline=settings.objective.advantage,
+            truncation=settings.objective.truncation,
+            objective=self.objective,
+        )
+        nominal = len(groups)
+        if settings.source == "ledger":
+            nominal *= self.config.rollout.group_size
+        active = torch.nonzero(self._active_units(rows)).squeeze(1).numpy()
+        own = self._pack(batch, rows, active)
+        scoring: list[MicroBatch] = []
+        if self.objective.columns & {"current", "proximal"}:
+            scoring = self._pack(batch, rows, np.arange(len(batch)))
+            if "proximal" in self.objective.columns:
+                own = self._with_proximal(own)
+        return _Update(
+            rows=rows,
+            micro_batches=own,
+            scoring=scoring,
+            constant=float(self.config.rollout.max_new_tokens * nominal),
+            active=len(active),
+            padded_tokens=sum(micro.padded_tokens for micro in own),
+        )
+
+    def _active_units(self, rows: Rows) -> Tensor:
+        """``[R]`` bool: rows whose unit has an active row (units stay whole)."""
+        active = self.objective.active(rows)
+        units = self._units(rows)
+        if units is None or not len(units):
+            return active
+        most = torch.zeros(int(units.max()) + 1, dtype=torch.int64)
+        return most.index_add(0, units, active.to(torch.int64))[units] > 0
+
+    def _units(self, rows: Rows) -> Tensor | None:
+        if self.objective.unit == "row":
+            return None
+        # Both rows of a pair are of one group; keeping the group together keeps the pair.
+        return rows.group
+
+    def _pack(self, batch: Batch, rows: Rows, which: np.ndarray) -> list[MicroBatch]:
+        units = self._units(rows)
+        numbers = which if units is None else units.numpy()[which]
+        shares = plan(
+            batch.lengths[which],
+            numbers,
+            budget=self.config.learner.micro_batch_tokens,
+            ranks=self.engine.world_size,
+        )
+        return [micro_batch(batch, rows, which[part]) for part in shares[self.engine.rank]]
+
+    def _with_proximal(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        scored = self.engine.score(micro_batches)
+        return [
+            micro
+            if micro.dummy
+            else replace(
+                micro, rows=micro.rows.with_columns(proximal=logprobs.to(micro.rows.row.device))
+            )
+            for micro, (logprobs, _) in zip(micro_batches, scored, strict=True)
+        ]
+
+    @torch.no_grad()
+    def _scalars(self, update: _Update) -> dict[str, float]:
+        if "current" not in self.objective.columns:
+            # Every rank has all rows, so nothing needs to be reduced.
+            counted = self.objective.statistics(update.rows)
+            return {"constant": update.constant} | {k: float(v) for k, v in counted.items()}
+        totals: dict[str, float] = {}
+        scored = self.engine.score(update.scoring)
+        for micro, (logprobs, entropy) in zip(update.scoring, scored, strict=True):
+            if micro.dummy:
+                continue
+            rows = micro.to(self.engine.device).rows
+            rows = rows.with_columns(logprobs=logprobs, entropy=entropy)
+            for name, value in self.objective.statistics(rows).items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        return {"constant": update.constant} | self.engine.sum_by_name(totals)
+
+    def _metrics(
+        self, update: _Update, result: UpdateResult, scalars: Mapping[str, float]
+    ) -> dict[str, float]:
+        real = [m for m in update.micro_batches if not m.dummy]
+        looked = diagnose(
+            [micro.to(self.engine.device).rows for micro in real],
+            result.logprobs,
+            result.entropies,
+            sum_over_ranks=sum_over_ranks,
+            max_over_ranks=max_over_ranks,
+        )
+        return {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "applied": float(result.applied),
+            "rows": float(update.rows.count),
+            "rows_active": float(update.active),
+            "micro_batches": float(len(update.micro_batches)),
+            "padded_tokens": float(update.padded_tokens),
+            **self.objective.report(result.sums, scalars),
+            **looked,
+        }
+
+
+_SUMMED = frozenset(
+    {"rows", "rows_active", "tokens_own", "tokens_expert", "micro_batches", "padded_tokens"}
+)
+_GREATEST = frozenset({"ratio_max", "k3_p99"})
+
+
+def _named(found: Sequence[Mapping[str, float]], lr: float) -> dict[str, float]:
+    """Metrics of a step from those of its updates, each under ``train/``."""
+    names = dict.fromkeys(name for one in found for name in one)
+    metrics = {"train/lr": lr, "train/updates": float(len(found))}
+    for name in names:
+        values = [one[name] for one in found if name in one]
+        if name == "log_ratio_max_lag0":
+            # Only in the first update are the weights those that sampled.
+            if name not in found[0]:
+                continue
+            value = found[0][name]
+        elif name in _SUMMED:
+            value = sum(values)
+        elif name in _GREATEST:
+            value = max(values)
+        else:
+            value = sum(values) / len(values)
+        metrics[f"train/{name}"] = value
+    return metrics

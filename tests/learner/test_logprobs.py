@@ -1,0 +1,82 @@
+"""Log-probs in chunks are those of the plain path, with the same gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tandem.learner import logprobs as module
+from tandem.learner.logprobs import token_logprobs
+
+N, H, V = 37, 8, 11
+
+
+def case(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, H, generator=rng, dtype=dtype)
+    weight = torch.randn(V, H, generator=rng, dtype=dtype)
+    tokens = torch.randint(0, V, (N,), generator=rng)
+    temperature = torch.rand(N, generator=rng) + 0.5
+    return hidden.requires_grad_(), weight.requires_grad_(), tokens, temperature
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_log_probs_and_entropy_are_those_of_the_tempered_softmax(
+    chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * V * 5)
+    hidden, weight, tokens, temperature = case(torch.float64)
+    found, entropy = token_logprobs(hidden, weight, tokens, temperature, chunked=chunked)
+    share = torch.softmax(hidden @ weight.T / temperature[:, None], -1)
+    torch.testing.assert_close(found, share[torch.arange(N), tokens].log())
+    torch.testing.assert_close(entropy, -(share * share.log()).sum(-1))
+    assert not entropy.requires_grad
+
+
+@pytest.mark.parametrize("heat", [True, False])
+def test_chunked_gradients_are_the_plain_ones(
+    heat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * V * 5)
+    gradients = []
+    for chunked in (False, True):
+        hidden, weight, tokens, temperature = case(torch.float64)
+        found, entropy = token_logprobs(
+            hidden,
+            weight,
+            tokens,
+            temperature if heat else None,
+            entropy_gradient=True,
+            chunked=chunked,
+        )
+        ramp = torch.linspace(-1, 1, N, dtype=torch.float64)
+        ((found * ramp).sum() + (entropy * ramp.flip(0)).sum()).backward()
+        gradients.append((hidden.grad, weight.grad))
+    for plain, pieces in zip(*gradients, strict=True):
+        torch.testing.assert_close(pieces, plain)
+
+
+def test_a_bf16_matrix_gets_a_bf16_gradient_summed_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * V)
+    hidden, weight, tokens, _ = case(torch.float64)
+    exact, _ = token_logprobs(hidden, weight, tokens, None, chunked=False)
+    exact.sum().backward()
+    narrow = [t.detach().bfloat16().requires_grad_() for t in (hidden, weight)]
+    found, _ = token_logprobs(*narrow, tokens, None, chunked=True)  # type: ignore[arg-type]
+    found.sum().backward()
+    assert found.dtype == torch.float32
+    assert narrow[1].grad is not None
+    assert narrow[1].grad.dtype == torch.bfloat16
+    torch.testing.assert_close(narrow[1].grad.double(), weight.grad, atol=0.15, rtol=0.05)
+
+
+def test_the_size_of_the_vocabulary_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, tokens, _ = case(torch.float32)
+    plain, _ = token_logprobs(hidden, weight, tokens, None)
+    assert plain.grad_fn is not None
+    assert "Chunked" not in type(plain.grad_fn).__name__
+    monkeypatch.setattr(module, "CHUNKED_FROM", V)
+    pieces, _ = token_logprobs(hidden, weight, tokens, None)
+    assert "Chunked" in type(pieces.grad_fn).__name__
