@@ -1,0 +1,9 @@
+"""``python -m tandem.launch``: the same as ``tandem``."""
+
+from __future__ import annotations
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,108 @@
+"""The ``tandem`` command: finds the sub-command, and tells a user's error as one line.
+
+Nothing heavy is imported before the sub-command is known; ``tandem --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ..common.errors import ConfigError, TandemError
+
+COMMANDS: dict[str, str] = {
+    "start": "start or resume a whole run on this host",
+    "offline": "train on stored expert traces, without rollout workers",
+    "evaluate": "accuracy of a model on a held-out set",
+    "status": "where a run stands: ledger, members, versions, restarts",
+    "stop": "drain and checkpoint a run, as Ctrl-C in its terminal does",
+    "rollout": "one rollout worker, by hand or on another host",
+    "reward": "one reward pool, by hand or on another host",
+    "learner": "one learner rank, by hand",
+    "join-file": "write the file that lets another host join a run",
+    "presets": "list the presets",
+    "config": "print the resolved settings of a preset, with their meaning",
+    "make-miniature": "write the miniature's problems and traces, or make its base model",
+}
+"""Sub-command to its help line; ``commands/<name>.py`` holds it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are told like every other user error."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises instead of printing usage and leaving."""
+        raise ConfigError(f"{message} (`{self.prog} --help` lists what it takes)")
+
+
+def usage() -> str:
+    """The text of ``tandem --help``."""
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:<{width}}{about}" for name, about in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: tandem COMMAND [ARGS ...]",
+            "",
+            "Asynchronous reinforcement learning for language models. `tandem start` alone trains",
+            "the miniature: a whole run on two CPU cores in about a minute.",
+            "",
+            *lines,
+            "",
+            "`tandem COMMAND --help` has the options of one.",
+        ]
+    )
+
+
+def nearest(word: str, valid: Sequence[str]) -> str:
+    """`` (did you mean …?)``, or all that is valid where nothing is near."""
+    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else f" (there are: {', '.join(valid)})"
+
+
+def dispatch(arguments: Sequence[str]) -> int:
+    """Runs one sub-command and returns its exit code.
+
+    Raises:
+        TandemError: what the user should read as one line.
+    """
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    name, *rest = arguments
+    if name in ("--version", "-V"):
+        from importlib.metadata import version
+
+        print(f"tandem {version('tandem-rl')}")
+        return 0
+    if name not in COMMANDS:
+        raise ConfigError(f"unknown command {name!r}{nearest(name, list(COMMANDS))}")
+    command = importlib.import_module(f"tandem.launch.commands.{name.replace('-', '_')}")
+    parser = Parser(prog=f"tandem {name}", description=command.__doc__, allow_abbrev=False)
+    command.add_arguments(parser)
+    return int(command.run(parser.parse_intermixed_args(rest)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point: returns the exit code; a user's error is one line on standard error."""
+    try:
+        code = dispatch(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except TandemError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output went away (`| head`). Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""One file per sub-command: the only place that combines the rooms."""

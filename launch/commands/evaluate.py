@@ -1,0 +1,122 @@
+"""Accuracy of a model on a held-out set, in this process: needs no Redis."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...common.errors import ConfigError
+from ...common.run_folder import RunFolder, write_atomic
+from ..options import existing
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Model and data, both taken from a run where they aren't given."""
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="PRESET or KEY=VALUE",
+        help="settings: sampling, reward and prompt are those of a run's config.yaml, else of "
+        "the preset named here",
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", help="Hugging Face folder or hub name (default: RUN/model)"
+    )
+    parser.add_argument("--data", metavar="PARQUET", help="(default: the run's held-out set)")
+    parser.add_argument("--run", metavar="DIR", help="a run's folder")
+    parser.add_argument("--set", metavar="NAME", help="which of the run's held-out sets")
+    parser.add_argument("--limit", type=int, metavar="N", help="the first N problems")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--out", metavar="FILE", help="write the figures there, as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evaluates and prints the figures."""
+    if arguments.limit is not None and arguments.limit < 1:
+        raise ConfigError(f"--limit {arguments.limit}: at least 1 problem is needed")
+    config, folder = _config(arguments)
+    model = arguments.model or (str(folder.model) if folder else None)
+    if model is None:
+        raise ConfigError("name the model with --model DIR, or a run with --run DIR")
+    data, name = _data(arguments, config, folder)
+    # Read when torch is loaded, below.
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+    from ..preflight import check_model
+
+    check_model(config)
+    from ...rollout.evaluate.evaluation import evaluate_folder, load_problems
+    from ..ingest import load_tokenizer
+
+    problems = load_problems(
+        data,
+        load_tokenizer(model),
+        system_prompt=config.data.system_prompt,
+        limit=arguments.limit,
+    )
+    result = evaluate_folder(
+        model,
+        problems,
+        model=config.model,
+        rollout=config.rollout,
+        reward=config.reward,
+        settings=config.evaluate,
+        seed=config.run.seed,
+        name=name,
+    )
+    figures = {"model": model, "data": str(data), **result.to_dict()}
+    text = json.dumps(figures, indent=1)
+    if arguments.out:
+        write_atomic(Path(arguments.out), text + "\n")
+    if arguments.json:
+        print(text)
+    else:
+        print(
+            f"accuracy {100 * result.accuracy:.1f}% on {result.problems} problems of {data}\n"
+            f"right form {100 * result.format_share:.1f}%, {result.mean_length:.0f} tokens a "
+            f"response, {result.seconds:.1f} s"
+        )
+    return 0
+
+
+def _config(arguments: argparse.Namespace) -> tuple[Config, RunFolder | None]:
+    """Settings of the evaluation, and the run's folder where there is one."""
+    from ...common.config import build, read_yaml
+    from ..presets import load, split
+
+    folder = existing(arguments.run) if arguments.run else None
+    if folder is None and arguments.model:
+        beside = RunFolder(Path(arguments.model).expanduser().absolute().parent)
+        if beside.run_json.exists() and beside.config.exists():
+            folder = beside
+    name, overrides = split(arguments.words, "")
+    if name:
+        return load(name).resolve(overrides), folder
+    if folder is not None:
+        return build(read_yaml(folder.config), overrides), folder
+    if arguments.model == "miniature":
+        return load("miniature").resolve(overrides), None
+    plain = {"run": {"steps": 1}, "data": {"train": [{"path": arguments.data or ""}]}}
+    return build(plain, overrides), None
+
+
+def _data(
+    arguments: argparse.Namespace, config: Config, folder: RunFolder | None
+) -> tuple[Path, str]:
+    if arguments.data:
+        return Path(arguments.data).expanduser(), Path(arguments.data).stem
+    if folder is None:
+        raise ConfigError("name the problems with --data PARQUET, or a run with --run DIR")
+    sets = {one.name: one for one in config.data.evaluate}
+    if not sets:
+        raise ConfigError("the run has no held-out set: name problems with --data PARQUET")
+    name = arguments.set or next(iter(sets))
+    if name not in sets:
+        raise ConfigError(f"--set {name}: the run has {', '.join(sets)}")
+    return folder.resolve(sets[name].path), name

@@ -1,0 +1,52 @@
+"""Write the 0600 file that lets a process on another host join a run: address and password."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import socket
+import sys
+from pathlib import Path
+
+from ...common.errors import DataError
+from ...common.run_folder import read_join, write_private
+from ..options import existing, newest_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The run and where to write."""
+    parser.add_argument("out", metavar="FILE", help="the file to write")
+    parser.add_argument(
+        "--run", metavar="DIR", help="the run's folder (default: the newest in runs/)"
+    )
+    parser.add_argument(
+        "--host", help="the name or address by which the other host reaches this one"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes it."""
+    folder = existing(arguments.run) if arguments.run else newest_run()
+    join = read_join(folder.join)
+    out = Path(arguments.out)
+    if out.is_dir():
+        raise DataError(f"{out} is a folder: name the file to write")
+    if not out.absolute().parent.is_dir():
+        raise DataError(f"{out.parent} is no folder: make it first")
+    from ...common.sockets import is_loopback
+
+    if arguments.host:
+        join = dataclasses.replace(join, host=arguments.host)
+    elif join.host in ("0.0.0.0", "::"):
+        join = dataclasses.replace(join, host=socket.getfqdn())
+    write_private(out, json.dumps(dataclasses.asdict(join)) + "\n")
+    print(f"{out}: copy it to the other host (it holds the password), then run there:")
+    print(f"  tandem rollout --join {out.name}")
+    if is_loopback(join.host):
+        print(
+            f"note: the run listens on {join.host}, which other hosts can't reach; start it "
+            f"with launch.bind=ADDRESS of a private network, or forward the ports by ssh",
+            file=sys.stderr,
+        )
+    return 0

@@ -1,0 +1,47 @@
+"""Run one rank of the learner. It needs the run's folder, where its journal and checkpoints are."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...common.errors import ConfigError
+from ..roles import add_arguments as add_role_arguments
+from ..roles import run_role
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of a role, and its place among the ranks."""
+    add_role_arguments(parser)
+    parser.add_argument("--rank", type=int, default=0, help="of this process, from 0")
+    parser.add_argument("--world-size", type=int, default=1, help="number of ranks")
+    parser.add_argument(
+        "--master-port",
+        type=int,
+        default=0,
+        help="port of the ranks' rendezvous; needed with more than one rank",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Works until the run has ended or it is told to drain."""
+    if not 0 <= arguments.rank < arguments.world_size:
+        raise ConfigError(
+            f"--rank {arguments.rank} is none of --world-size {arguments.world_size}: "
+            f"ranks count from 0"
+        )
+    if arguments.world_size > 1 and not arguments.master_port:
+        raise ConfigError("--world-size over 1 needs --master-port, the same for every rank")
+    if arguments.run is None:
+        raise ConfigError("the learner keeps its journal in the run's folder: give --run DIR")
+    port = arguments.master_port
+    if not port:
+        from ..redis_server import choose_port
+
+        port = choose_port("127.0.0.1", None)
+    return run_role(
+        "learner",
+        arguments,
+        rank=arguments.rank,
+        world_size=arguments.world_size,
+        master_port=port,
+    )

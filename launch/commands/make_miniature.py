@@ -1,0 +1,53 @@
+"""Write the miniature's problems and expert traces as parquet, or make its base model again."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to make."""
+    parser.add_argument("out", metavar="DIR", nargs="?", help="folder for the parquet files")
+    parser.add_argument(
+        "--setting", choices=("hard", "easy"), default="hard", help="chains of 8, or of 4"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the training problems")
+    parser.add_argument("--traces", type=int, default=4, help="expert traces (hard)")
+    parser.add_argument("--fresh", type=int, default=1200, help="problems without one")
+    parser.add_argument(
+        "--base", metavar="DIR", help="make the base model into this folder (minutes)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes files."""
+    from ...common.errors import ConfigError
+
+    if arguments.out is None and arguments.base is None:
+        raise ConfigError("name a folder for the problems, or --base DIR for the base model")
+    if arguments.out is not None:
+        from ..miniature.parquet import write
+
+        out = Path(arguments.out)
+        made = write(
+            out,
+            arguments.setting,
+            seed=arguments.seed,
+            traces=arguments.traces,
+            fresh=arguments.fresh,
+            train=arguments.fresh,
+        )
+        for name, rows in made.rows.items():
+            print(f"{out / name}: {rows} problems of {made.k} operations")
+    if arguments.base is not None:
+        from ..miniature import base_model
+
+        base_model.make(
+            Path(arguments.base),
+            seed=arguments.seed,
+            log=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+        print(f"{arguments.base}: the base model (tandem start model.path={arguments.base})")
+    return 0

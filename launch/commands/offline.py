@@ -1,0 +1,24 @@
+"""Train on stored expert traces: Redis and learner alone, no rollout workers."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..options import add_preset_words
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Preset, overrides and ``--fresh``."""
+    add_preset_words(parser, default="miniature-sft")
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="start over: an existing run's folder is moved aside (<dir>.1, …), never deleted",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Sees the run to its end."""
+    from ..job import run_job
+
+    return run_job(arguments.words, fresh=arguments.fresh, offline=True)

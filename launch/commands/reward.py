@@ -1,0 +1,18 @@
+"""Run one reward pool that joins a run, on this host or another one."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..roles import add_arguments as add_role_arguments
+from ..roles import run_role
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of a role."""
+    add_role_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Works until the run has ended or it is told to drain."""
+    return run_role("reward", arguments)

@@ -1,0 +1,42 @@
+"""Drain and checkpoint a run on this host, as a first Ctrl-C in its terminal does."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from ...common.errors import DeadlineError
+from ..options import existing, newest_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The run."""
+    parser.add_argument("run", metavar="DIR", nargs="?", help="default: the newest in runs/")
+    parser.add_argument(
+        "--wait", type=float, default=120.0, metavar="SECONDS", help="for its end (default: 120)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Sends SIGTERM to the supervisor and waits for its end."""
+    import psutil
+
+    from ..folder_lock import supervisor_of
+
+    folder = existing(arguments.run) if arguments.run else newest_run()
+    pid = supervisor_of(folder)
+    if pid is None:
+        print(f"{folder.path}: no `tandem start` of this host runs it")
+        return 0
+    process = psutil.Process(pid)
+    process.terminate()
+    began = time.monotonic()
+    try:
+        process.wait(arguments.wait)
+    except psutil.TimeoutExpired:
+        raise DeadlineError(
+            f"process {pid} of {folder.path} is still draining after {arguments.wait:.0f} s: "
+            f"`tandem stop` again ends it at once"
+        ) from None
+    print(f"{folder.path}: stopped in {time.monotonic() - began:.1f} s; the same `start` resumes")
+    return 0

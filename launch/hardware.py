@@ -1,0 +1,107 @@
+"""What this machine has: GPUs (asked of nvidia-smi, without torch), cores, memory, disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One NVIDIA GPU."""
+
+    index: int
+    """As CUDA counts them with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``."""
+    name: str
+    """Model name."""
+    memory_mb: int
+    """Total memory, MiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a run can be placed on."""
+
+    gpus: tuple[Gpu, ...]
+    """Those that ``CUDA_VISIBLE_DEVICES`` leaves visible."""
+    cores: int
+    """That this process may use."""
+    memory_mb: int
+    """Total, MiB."""
+
+    def __str__(self) -> str:
+        gpus = "no GPU"
+        if self.gpus:
+            kinds = sorted({gpu.name for gpu in self.gpus})
+            gpus = f"{len(self.gpus)} GPU{'s' * (len(self.gpus) > 1)} ({', '.join(kinds)})"
+        return f"{self.cores} cores, {self.memory_mb / 1024:.0f} GB, {gpus}"
+
+
+def machine() -> Machine:
+    """Looks at this machine; takes a few milliseconds without an NVIDIA driver."""
+    return Machine(
+        gpus=gpus(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        memory_mb=psutil.virtual_memory().total >> 20,
+    )
+
+
+def gpus(deadline: float = 20.0) -> tuple[Gpu, ...]:
+    """GPUs that nvidia-smi lists and ``CUDA_VISIBLE_DEVICES`` leaves; none where it fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    try:
+        listed = subprocess.run(
+            [program, "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=deadline,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return visible(parse_gpus(listed), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def parse_gpus(listed: str) -> tuple[Gpu, ...]:
+    """Rows ``index, name, MiB`` of nvidia-smi; rows that aren't (a driver's error) are left out.
+
+    >>> parse_gpus("0, NVIDIA H100 80GB HBM3, 81559")[0].memory_mb
+    81559
+    """
+    found = []
+    for line in listed.splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) == 3 and parts[0].isdigit() and parts[2].isdigit():
+            found.append(Gpu(index=int(parts[0]), name=parts[1], memory_mb=int(parts[2])))
+    return tuple(found)
+
+
+def visible(gpus: tuple[Gpu, ...], mask: str | None) -> tuple[Gpu, ...]:
+    """What ``CUDA_VISIBLE_DEVICES`` leaves, in its order; UUIDs are not looked up: all stay."""
+    if mask is None:
+        return gpus
+    by_index = {str(gpu.index): gpu for gpu in gpus}
+    wanted = [word.strip() for word in mask.split(",") if word.strip()]
+    if any(not word.lstrip("-").isdigit() for word in wanted):
+        return gpus[: len(wanted)]
+    chosen = []
+    for word in wanted:
+        if word not in by_index:
+            break  # CUDA stops at the first index that is none.
+        chosen.append(by_index[word])
+    return tuple(chosen)
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes of the disk that would hold ``path``, which need not exist yet."""
+    folder = path.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,586 @@
+"""One whole job: opens the folder, checks, ingests, starts all parts, and sees the run to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..common.errors import ConfigError, StoreError, TandemError
+from ..common.run_folder import JoinInfo, RunFolder, read_join, write_atomic
+from . import redis_server
+from .folder_lock import FolderLock
+from .hardware import Machine, machine
+from .idle import ReportWatch
+from .opening import Kind, Opening, open_folder
+from .preflight import Placement, check_disk, check_model, place, workers_of
+from .presets import Preset, load
+from .progress import Progress, duration
+from .supervision import Outcome, Part, ProcessSpec, Supervisor, last_lines, shown
+
+if TYPE_CHECKING:
+    from ..common.config import Config
+    from ..replay.connection import Store
+
+REDIS_SECONDS = 120.0
+"""For redis-server to load its append-only file and answer."""
+LEARNER, ROLLOUT, REWARD, REDIS = range(4)
+"""Stages, in the order in which they are drained."""
+
+
+class Terminal:
+    """Prints lines; remembers that the terminal went away instead of failing."""
+
+    def __init__(self) -> None:
+        self.gone = False
+
+    def say(self, line: str) -> None:
+        """Prints a line at once."""
+        if self.gone:
+            return
+        try:
+            print(line, flush=True)
+        except OSError:
+            # EPIPE or EIO: nobody reads any more. Python would try again at exit.
+            self.gone = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was asked of Redis before it ended, for the summary."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    """Groups by ledger state."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """All results, by step."""
+    grader_restarts: list[dict[str, Any]] = field(default_factory=list)
+    """As the pools counted them."""
+    dead_letters: list[dict[str, Any]] = field(default_factory=list)
+    """Groups given up."""
+    idle: dict[str, float] = field(default_factory=dict)
+    """Share of its time that each role waited."""
+    complete: bool = False
+    """All of it was read."""
+
+
+def run_job(words: Sequence[str], *, fresh: bool, offline: bool) -> int:
+    """Runs ``tandem start`` (or ``offline``) and returns the exit code.
+
+    Raises:
+        TandemError: what the user should read; the run's folder can be resumed.
+    """
+    from .presets import split
+
+    terminal = Terminal()
+    name, overrides = split(words, "miniature-sft" if offline else "miniature")
+    preset = load(name)
+    opening = open_folder(preset, overrides, fresh=fresh)
+    config = opening.config
+    if offline and config.learner.source != "offline":
+        raise ConfigError(
+            f"preset {preset.name} trains on rollouts (learner.source=ledger): "
+            f"`tandem start {name}` runs it, or set learner.source=offline"
+        )
+    if opening.kind is Kind.FINISHED:
+        terminal.say(
+            f"{shown(opening.folder.path)} is finished"
+            f"{_results_of(opening.folder)}. Start over with --fresh (the folder is moved aside), "
+            f"or go on with more steps: run.steps={(config.run.steps or 0) * 2 or '…'}"
+        )
+        return 0
+    return Job(preset, opening, terminal, began=time.time()).run()
+
+
+def _results_of(folder: RunFolder) -> str:
+    try:
+        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
+    if before is None or after is None:
+        return f" ({summary.get('steps')} steps)"
+    return f" ({summary.get('steps')} steps, accuracy {100 * before:.1f}% -> {100 * after:.1f}%)"
+
+
+class Job:
+    """One run on this host, from the checks to the summary."""
+
+    def __init__(
+        self, preset: Preset, opening: Opening, terminal: Terminal, *, began: float
+    ) -> None:
+        self._preset = preset
+        self._opening = opening
+        self._folder = opening.folder
+        self._config: Config = opening.config
+        self._terminal = terminal
+        self._say = terminal.say
+        self._began = began
+        self._lock = FolderLock(self._folder)
+        self._machine: Machine = machine()
+        self._store: Store | None = None
+        self._findings = Findings()
+        self._reports: ReportWatch | None = None
+        self._record: dict[str, Any] = dict(opening.run)
+
+    # --- the whole -----------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Sees the run to its end."""
+        resumed = self._opening.kind is Kind.RESUMED
+        if resumed:
+            # Before seconds are spent on reading: is somebody else at it?
+            self._lock.take()
+        elif self._opening.set_aside is not None:
+            self._refuse_live()
+        try:
+            return self._checked(resumed)
+        finally:
+            if self._reports is not None:
+                self._reports.stop()
+            if self._store is not None:
+                self._store.close()
+            self._lock.release()
+
+    def _checked(self, resumed: bool) -> int:
+        config = self._config
+        placement = place(config, self._machine)
+        model = check_model(config)
+        join, config = self._where_redis_is(config)
+        self._config = config
+        if not resumed:
+            check_disk(config, self._folder.path, model)
+        from . import ingest
+
+        digest = ingest.inputs_digest(config, self._folder)
+        ingested = self._record.get("ingest") or {}
+        prepared = None
+        if ingested.get("inputs") != digest:
+            prepared = ingest.prepare(config, self._folder)
+            if ingested and prepared.data_digest != ingested["data_digest"]:
+                raise ConfigError(
+                    f"the data sets have changed since {shown(self._folder.path)} was started: "
+                    f"restore them, or start over with --fresh (the old folder is moved aside)"
+                )
+        # --- from here on things are written and started ---
+        if not resumed:
+            self._make_folder()
+        else:
+            for key, (old, new) in self._opening.changed.items():
+                self._say(f"changed: {key}: {old!r} -> {new!r}")
+        self._write_config(join)
+        ingest.write_miniature(config, self._folder)
+        verb = "resumes" if resumed else "starts"
+        self._say(
+            f"{self._preset.name} {verb} in {shown(self._folder.path)} on {self._machine}"
+            f"{' (this preset is untested)' if self._preset.untested else ''}"
+        )
+        if prepared is not None:
+            for name, counts in prepared.counts.items():
+                self._say(f"data {name}: {counts}")
+        with self._supervisor() as supervisor:
+            self._watch = supervisor
+            redis_part = self._start_redis(supervisor, join)
+            if supervisor.stop_requested:
+                supervisor.drain()
+                return self._stopped(supervisor, Outcome.STOPPED)
+            self._fill(join, prepared, digest)
+            for part in self._parts(placement):
+                supervisor.start(part)
+            self._record["state"] = "running"
+            self._folder.write_run(self._record)
+            try:
+                outcome = supervisor.run()
+            except TandemError:
+                self._record["state"] = "failed"
+                self._folder.write_run(self._record)
+                raise
+            if outcome is not Outcome.FINISHED:
+                return self._stopped(supervisor, outcome)
+            if redis_part is None:
+                self._ask_last()
+        return self._finished()
+
+    def _refuse_live(self) -> None:
+        """``--fresh`` must not move a folder from under a run that goes on in it."""
+        self._lock.take()
+        self._lock.release()
+
+    def _make_folder(self) -> None:
+        aside = self._opening.set_aside
+        if aside is not None:
+            os.rename(self._folder.path, aside)
+            self._say(f"{shown(self._folder.path)} is now {shown(aside)}")
+        self._folder.make()
+        self._lock.take()
+        if self._folder.read_run():
+            raise TandemError(
+                f"{shown(self._folder.path)} was started by another process just now: look there "
+                f"with `tandem status {shown(self._folder.path)}`"
+            )
+
+    def _where_redis_is(self, config: Config) -> tuple[JoinInfo, Config]:
+        """How the run's Redis will be joined; an external one is checked here already."""
+        kept = read_join(self._folder.join) if self._folder.join.exists() else None
+        if self._opening.set_aside is not None:
+            kept = None
+        run_id = self._opening.run_id
+        url = config.replay.redis_url
+        if url is not None:
+            join, without_password = redis_server.parse_url(url, run_id, kept)
+            redis_server.check_external(join)
+            replay = config.replay.model_copy(update={"redis_url": without_password})
+            return join, config.model_copy(update={"replay": replay})
+        redis_server.find()
+        bind = config.launch.bind
+        # Where every address is bound, this host's own processes use loopback.
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind)
+        port = redis_server.choose_port(bind, kept.port if kept else None)
+        if kept is not None and kept.run_id == run_id:
+            if port != kept.port:
+                self._say(
+                    f"note: port {kept.port} is taken, Redis listens on {port}: members on other "
+                    f"hosts need a new file from `tandem join-file`"
+                )
+            return replace(kept, host=host, port=port), config
+        password = redis_server.new_password()
+        return JoinInfo(run_id=run_id, host=host, port=port, password=password), config
+
+    def _write_config(self, join: JoinInfo) -> None:
+        from ..common.config import to_yaml
+
+        write_atomic(self._folder.config, to_yaml(self._config))
+        self._folder.write_join(join)
+        self._record |= {
+            "run_id": self._opening.run_id,
+            "preset": self._preset.name,
+            "preset_path": str(self._preset.path),
+            "overrides": [_without_password(word) for word in self._opening.overrides],
+            "port": join.port,
+            "state": "starting",
+        }
+        self._record.setdefault("created", time.time())
+        self._record.setdefault("wall_seconds", 0.0)
+        self._folder.write_run(self._record)
+
+    # --- parts ---------------------------------------------------------------------------
+
+    def _supervisor(self) -> Supervisor:
+        launch = self._config.launch
+        total = self._config.run.steps
+        self._progress = Progress(
+            self._folder.metrics,
+            total=total,
+            every=self._config.log.every,
+            say=self._say,
+            restarts=lambda: len(self._watch.restarts),
+        )
+        return Supervisor(
+            max_failures=launch.max_failures,
+            backoff_seconds=launch.backoff_seconds,
+            drain_seconds=launch.drain_seconds,
+            say=self._say,
+            progress=self._steps,
+            finished=self._has_finished,
+            tick=self._tick,
+            restarts_file=self._folder.logs / "restarts.jsonl",
+        )
+
+    def _steps(self) -> int:
+        self._progress.update()
+        return self._progress.step
+
+    def _has_finished(self) -> bool:
+        from ..replay.store import RunStore
+
+        assert self._store is not None
+        try:
+            return RunStore(self._store).state() == "finished"
+        except StoreError as error:
+            self._say(f"whether the run has finished can't be asked: {error}")
+            return False
+
+    def _tick(self) -> None:
+        self._progress.update()
+        if self._terminal.gone:
+            self._watch.request_stop("the terminal has gone away")
+        stalled = time.monotonic() - self._progress.moved
+        if stalled > self._config.launch.stall_seconds:
+            self._progress.moved = time.monotonic()
+            self._say(f"no step for {duration(stalled)}: {self._who_waits()}")
+
+    def _who_waits(self) -> str:
+        from ..replay.ledger import Ledger
+
+        assert self._store is not None
+        if self._config.learner.source == "offline":
+            return f"look into {shown(self._folder.logs / 'learner-0.log')}"
+        try:
+            return Ledger(self._store, "supervisor").waiting_for()
+        except TandemError as error:
+            return str(error)
+
+    def _start_redis(self, supervisor: Supervisor, join: JoinInfo) -> Part | None:
+        if self._config.replay.redis_url is not None:
+            redis_server.wait_ready(join, deadline=REDIS_SECONDS)
+            return None
+        program = redis_server.find()
+        conf = redis_server.write_conf(
+            self._folder, join, self._config.replay, self._config.launch.bind
+        )
+        log = self._folder.logs / "redis.log"
+        part = Part(
+            name="redis",
+            stage=REDIS,
+            specs=lambda: [
+                ProcessSpec(
+                    name="redis",
+                    arguments=("exec", str(program.path), str(conf)),
+                    log=log,
+                    pass_fds=(self._lock.fileno(),),
+                )
+            ],
+            on_start=lambda pids: self._lock.name_redis(pids[0]),
+            before_end=self._ask_last,
+        )
+        supervisor.start(part)
+        try:
+            info = redis_server.wait_ready(
+                join,
+                deadline=REDIS_SECONDS,
+                alive=lambda: part.alive() and not supervisor.stop_requested,
+            )
+        except StoreError as error:
+            if supervisor.stop_requested:
+                return part
+            raise StoreError(
+                f"{error}; the last lines of {shown(log)}:\n{last_lines(log)}"
+            ) from None
+        self._record["redis_version"] = info["redis_version"]
+        return part
+
+    def _fill(self, join: JoinInfo, prepared: Any, digest: str) -> None:
+        from ..replay.connection import connect
+        from ..replay.ledger import Ledger
+        from ..replay.store import RunStore
+        from . import ingest
+
+        self._store = connect(join, name="supervisor")
+        runs, ledger = RunStore(self._store), Ledger(self._store, "supervisor")
+        before = self._record.get("ingest")
+        if before:
+            sources = [(str(n), int(s), int(w)) for n, s, w in before["sources"]]
+            ingest.reload(ledger, runs, self._config, sources, before["data_digest"])
+            before["inputs"] = digest
+        else:
+            assert prepared is not None
+            ingest.load(ledger, runs, self._config, prepared)
+            self._record["ingest"] = {
+                "inputs": digest,
+                "data_digest": prepared.data_digest,
+                "sources": [list(source) for source in prepared.sources],
+                "traces": len(prepared.traces),
+            }
+        self._folder.write_run(self._record)
+        if runs.state() != "running":
+            runs.set_state("running")
+        self._reports = ReportWatch(runs)
+
+    def _parts(self, placement: Placement) -> list[Part]:
+        config = self._config
+        parts = [
+            Part(
+                name="learner",
+                stage=LEARNER,
+                specs=lambda: self._learner_specs(placement),
+                may_finish=True,
+            )
+        ]
+        workers = workers_of(config)
+        for index in range(workers):
+            parts.append(
+                self._simple_part(
+                    "rollout", index, ROLLOUT, config.rollout.threads, placement.rollout[index]
+                )
+            )
+        if config.learner.source == "ledger":
+            for index in range(config.reward.pools):
+                parts.append(self._simple_part("reward", index, REWARD, 1, ()))
+        return parts
+
+    def _simple_part(
+        self, role: str, index: int, stage: int, threads: int, gpus: Sequence[int]
+    ) -> Part:
+        spec = self._spec(role, index, (), threads, gpus)
+        return Part(name=spec.name, stage=stage, specs=lambda: [spec])
+
+    def _learner_specs(self, placement: Placement) -> list[ProcessSpec]:
+        ranks = self._config.learner.ranks
+        # A new port for every life: the old one may linger in a half-closed rendezvous.
+        port = redis_server.choose_port("127.0.0.1", None)
+        return [
+            self._spec(
+                "learner",
+                rank,
+                ("--rank", str(rank), "--world-size", str(ranks), "--master-port", str(port)),
+                self._config.learner.threads,
+                placement.learner[rank],
+            )
+            for rank in range(ranks)
+        ]
+
+    def _spec(
+        self, role: str, index: int, extra: Sequence[str], threads: int, gpus: Sequence[int]
+    ) -> ProcessSpec:
+        name = f"{role}-{index}"
+        return ProcessSpec(
+            name=name,
+            arguments=(role, "--run", str(self._folder.path), "--name", name, *extra),
+            log=self._folder.logs / f"{name}.log",
+            threads=threads,
+            environment={
+                "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+                "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+            },
+        )
+
+    # --- the end -------------------------------------------------------------------------
+
+    def _ask_last(self) -> None:
+        """Reads from Redis what the summary tells, while it is still there."""
+        from dataclasses import asdict
+
+        from ..replay.ledger import Ledger
+        from ..replay.store import RunStore
+
+        if self._store is None or self._findings.complete:
+            return
+        runs, found = RunStore(self._store), self._findings
+        if self._reports is not None:
+            found.idle = self._reports.stop()
+        try:
+            found.counts = Ledger(self._store, "supervisor").counts()
+            found.evaluations = [asdict(result) for result in runs.evaluations()]
+            found.grader_restarts = runs.restarts()
+            found.dead_letters = Ledger(self._store, "supervisor").dead_letters()
+            found.complete = True
+        except TandemError as error:
+            self._say(f"the ledger's figures couldn't be read at the end: {error}")
+
+    def _wall(self) -> float:
+        """Seconds of this life and of the earlier ones."""
+        return float(self._record.get("wall_seconds") or 0.0) + time.time() - self._began
+
+    def _stopped(self, supervisor: Supervisor, outcome: Outcome) -> int:
+        self._record["wall_seconds"] = self._wall()
+        self._record["state"] = "stopped"
+        self._folder.write_run(self._record)
+        self._progress.update()
+        how = "stopped" if outcome is Outcome.STOPPED else "ended at once"
+        self._say(
+            f"{how} at step {self._progress.step}; "
+            f"`{self._again()}` goes on from the last checkpoint"
+        )
+        return 128 + int(supervisor.signal_seen or signal.SIGHUP)
+
+    def _again(self) -> str:
+        command = "offline" if self._config.learner.source == "offline" else "start"
+        default = "miniature-sft" if command == "offline" else "miniature"
+        words = [] if self._preset.name == default else [self._preset_word()]
+        if self._folder.path != Path(f"runs/{self._preset.name}").absolute():
+            words.append(f"run.dir={shown(self._folder.path)}")
+        return " ".join(["tandem", command, *words])
+
+    def _preset_word(self) -> str:
+        from .presets import FOLDER
+
+        own = self._preset.path.parent != FOLDER
+        return shown(self._preset.path) if own else self._preset.name
+
+    def _finished(self) -> int:
+        from . import summary
+
+        self._progress.update()
+        if self._config.learner.source == "offline":
+            self._evaluate_offline()
+        made = summary.make(
+            folder=self._folder,
+            config=self._config,
+            record=self._record,
+            findings=self._findings,
+            wall_seconds=self._wall(),
+            machine=self._machine,
+        )
+        summary.write(self._folder, made)
+        self._record["wall_seconds"] = self._wall()
+        self._record["state"] = "finished"
+        self._folder.write_run(self._record)
+        for line in summary.table(made, self._folder):
+            self._say(line)
+        self._say(f"next: {summary.next_command(self._config, self._preset.name, self._machine)}")
+        return 0
+
+    def _evaluate_offline(self) -> None:
+        """Before and after, by ``tandem evaluate`` in processes of their own, side by side."""
+        settings, sets = self._config.evaluate, self._config.data.evaluate
+        if not sets:
+            return
+        name, last = sets[0].name, self._progress.step
+        # A worker that evaluated during the run may have done these too.
+        done = {one["step"] for one in self._findings.evaluations if one["set_name"] == name}
+        wanted = []
+        if settings.at_start and 0 not in done:
+            wanted.append(("before", self._config.model.path, 0))
+        if settings.at_end and last not in done:
+            wanted.append(("after", str(self._folder.model), last))
+        if not wanted:
+            return
+        self._say(f"evaluating on {name}")
+        outputs = {}
+        launch = self._config.launch
+        with Supervisor(
+            max_failures=1,
+            backoff_seconds=launch.backoff_seconds,
+            drain_seconds=5.0,
+            say=self._say,
+        ) as supervisor:
+            for when, model, step in wanted:
+                out = self._folder.logs / f"evaluate-{when}.json"
+                out.unlink(missing_ok=True)
+                outputs[when] = (out, step)
+                spec = ProcessSpec(
+                    name=f"evaluate-{when}",
+                    arguments=(
+                        *("evaluate", "--run", str(self._folder.path), "--model", model),
+                        *("--set", name, "--out", str(out)),
+                    ),
+                    log=self._folder.logs / f"evaluate-{when}.log",
+                    threads=self._config.rollout.threads,
+                )
+                supervisor.start(Part(name=spec.name, stage=ROLLOUT, specs=partial(list, [spec])))
+            outcome = supervisor.run_until(lambda: all(out.exists() for out, _ in outputs.values()))
+        if outcome is not Outcome.FINISHED:
+            raise TandemError(
+                f"stopped while evaluating; `tandem evaluate --run {shown(self._folder.path)}` "
+                f"does it"
+            )
+        for out, step in outputs.values():
+            result = json.loads(out.read_text(encoding="utf-8"))
+            self._findings.evaluations.append(
+                {**result, "step": step, "set_name": name, "member": "tandem evaluate"}
+            )
+
+
+def _without_password(word: str) -> str:
+    """An override as it may be kept."""
+    key, equals, value = word.partition("=")
+    if key.strip() == "replay.redis_url":
+        return f"{key}{equals}{redis_server.without_password(value)}"
+    return word

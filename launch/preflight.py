@@ -1,0 +1,148 @@
+"""What is checked before anything is started or written: machine, model folder, disk, Redis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..common.errors import ConfigError, DataError
+from .hardware import Machine, free_bytes
+
+if TYPE_CHECKING:
+    from ..common.config import Config
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+"""A folder without any of them has no tokenizer."""
+CHECKPOINT_BYTES = 16
+"""A parameter in a checkpoint: fp32 master, two moments of Adam, and the model's own copy."""
+LOG_BYTES = 64 << 20
+"""Metrics, samples and logs of a run, roughly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Which GPUs each process sees, as indices; empty lists: the run is on CPUs."""
+
+    learner: tuple[tuple[int, ...], ...]
+    """One entry a rank."""
+    rollout: tuple[tuple[int, ...], ...]
+    """One entry a worker."""
+
+
+def gpus_needed(config: Config) -> int:
+    """A GPU for every learner rank and every engine's tensor-parallel rank."""
+    workers = workers_of(config)
+    return config.learner.ranks + workers * config.rollout.gpus_per_worker
+
+
+def workers_of(config: Config) -> int:
+    """Rollout workers that are started: offline, one for evaluations during the run, if any."""
+    if config.learner.source == "ledger":
+        return config.rollout.workers
+    return min(1, config.rollout.workers) if config.evaluate.every else 0
+
+
+def place(config: Config, machine: Machine) -> Placement:
+    """Gives the learner's ranks the first GPUs and the engines the next ones.
+
+    Raises:
+        ConfigError: ``launch.gpus=required`` and the machine has fewer than are needed.
+    """
+    ranks, workers = config.learner.ranks, workers_of(config)
+    each, needed = config.rollout.gpus_per_worker, gpus_needed(config)
+    have = len(machine.gpus)
+    on_cpu = Placement(learner=((),) * ranks, rollout=((),) * workers)
+    if config.launch.gpus == "none":
+        return on_cpu
+    if have < needed:
+        if config.launch.gpus == "auto":
+            return on_cpu
+        raise ConfigError(
+            f"{config.run.dir}: this preset needs {needed} GPUs (learner.ranks={ranks} + "
+            f"rollout.workers={workers} x rollout.gpus_per_worker={each}) and this machine has "
+            f"{have or 'none'} ({machine}): run it where there are {needed}, lower those "
+            f"settings, or try the whole system on CPUs with `tandem start miniature`"
+        )
+    indices = [gpu.index for gpu in machine.gpus]
+    rest = indices[ranks:]
+    return Placement(
+        learner=tuple((index,) for index in indices[:ranks]),
+        rollout=tuple(tuple(rest[i * each : (i + 1) * each]) for i in range(workers)),
+    )
+
+
+def check_model(config: Config) -> Path | None:
+    """Looks into the model's folder; None where the path is the name of a model on a hub.
+
+    Raises:
+        DataError: the folder lacks something; names it.
+        ConfigError: prompts and responses don't fit into the model's context.
+    """
+    from ..common.models import read_model_config, resolve
+
+    path = Path(resolve(config.model.path))
+    if not path.is_dir():
+        return None
+    settings = read_model_config(config.model.path)
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        raise DataError(
+            f"model.path={config.model.path} has no tokenizer (none of "
+            f"{', '.join(TOKENIZER_FILES)}): copy the tokenizer's files of the model that it "
+            f"comes from into it"
+        )
+    if not weight_files(path):
+        raise DataError(
+            f"model.path={config.model.path} has no weights (*.safetensors or *.bin): copy them "
+            f"into it, or name another folder"
+        )
+    text = settings.get("text_config")
+    context = (text if isinstance(text, dict) else settings).get("max_position_embeddings")
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if isinstance(context, int) and longest > context:
+        raise ConfigError(
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} and "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens} together are over the "
+            f"model's context of {context} tokens: lower one of them"
+        )
+    return path
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files with the weights."""
+    return sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+
+
+def disk_needed(config: Config, model: Path | None) -> int:
+    """Bytes that a run's folder may come to hold, roughly."""
+    weights = sum(file.stat().st_size for file in weight_files(model)) if model else 0
+    # Two bytes a parameter in most published folders, four in the miniature's: the lower bound
+    # of the bytes is the upper bound of the count.
+    parameters = weights // 2
+    kept = config.learner.checkpoints_kept + 1  # One is being written while the others are kept.
+    redis = 2 * (config.replay.maxmemory_mb << 20) // 4
+    return kept * parameters * CHECKPOINT_BYTES + 4 * parameters + redis + LOG_BYTES
+
+
+def check_disk(config: Config, folder: Path, model: Path | None) -> None:
+    """Raises ``ConfigError`` where the disk can't hold the run."""
+    needed, free = disk_needed(config, model), free_bytes(folder)
+    if needed > free:
+        raise ConfigError(
+            f"the disk of {folder} has {human(free)} free and the run may need {human(needed)} "
+            f"(learner.checkpoints_kept={config.learner.checkpoints_kept}): make room, or name a "
+            f"folder on another disk with run.dir=…"
+        )
+
+
+def human(count: float) -> str:
+    """Bytes for a person.
+
+    >>> human(3 << 29)
+    '1.5 GB'
+    """
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:,.1f} TB"

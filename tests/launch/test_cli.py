@@ -1,0 +1,211 @@
+"""The command line: what a user sees of commands, presets, settings and errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tandem.common.config import Config, Section, build
+from tandem.common.errors import ConfigError
+from tandem.launch import cli, presets
+from tandem.launch.cli import main
+
+
+def tandem(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command in this process."""
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_every_command_has_a_file_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = tandem(capsys, "--help")
+    assert code == 0
+    for name in cli.COMMANDS:
+        assert name in out
+        with pytest.raises(SystemExit) as left:
+            main([name, "--help"])
+        assert left.value.code == 0
+
+
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = tandem(capsys, "strat")
+    assert (code, out) == (2, "")
+    assert err == "tandem: unknown command 'strat' (did you mean start?)\n"
+
+
+def test_an_unknown_preset_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = tandem(capsys, "start", "minature")
+    assert code == 2
+    assert "(did you mean miniature?)" in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.group_sise=4", "did you mean rollout.group_size?"),
+        ("rollout.group_size=many", "rollout.group_size='many'"),
+        ("learner.optimizer.learning_rate=1", "learner.optimizer.learning_rate"),
+        ("replay.window=9", "replay.window=9 is over replay.max_staleness + 1 = 2"),
+    ],
+)
+def test_a_bad_setting_is_one_line_that_names_it(
+    capsys: pytest.CaptureFixture[str], override: str, said: str
+) -> None:
+    code, _, err = tandem(capsys, "config", "miniature", override)
+    assert code == 2
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = tandem(capsys, "presets", "--loud")
+    assert code == 2
+    assert err.startswith("tandem: unrecognized arguments: --loud")
+    assert len(err.splitlines()) == 1
+
+
+def test_options_may_stand_between_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = tandem(capsys, "config", "miniature", "--json", "run.steps=7")
+    assert code == 0
+    assert json.loads(out)["run"]["steps"] == 7
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_every_preset_is_valid_and_has_a_line_about_it(name: str) -> None:
+    preset = presets.load(name)
+    config = preset.resolve([])
+    assert config.run.dir == f"runs/{name}"
+    assert preset.about
+
+
+def test_the_printed_settings_read_back_as_the_same_tree(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = tandem(capsys, "config", "miniature-easy", "run.seed=3")
+    assert code == 0
+    assert "# γ of the shaping." in out
+    assert build(yaml.safe_load(out)) == presets.load("miniature-easy").resolve(["run.seed=3"])
+
+
+def test_the_miniature_has_the_measured_setting() -> None:
+    config = presets.load("miniature").resolve([])
+    assert config.run.steps == 250
+    assert (config.replay.groups_per_step, config.rollout.group_size) == (8, 8)
+    assert (config.data.miniature, config.data.miniature_traces) == ("hard", 4)
+    assert [source.weight for source in config.data.train] == [1, 1]
+    assert config.expert.per_group == 1
+    objective = config.learner.objective
+    assert (objective.name, objective.gamma, objective.advantage) == ("luffy", 0.1, "group_mean")
+    assert (objective.clip_low, objective.dual_clip) == (0.2, 3.0)
+    assert config.learner.optimizer.lr == 5e-4
+
+
+def test_the_format_gate_of_the_miniature_takes_its_right_responses_only() -> None:
+    import re
+    from random import Random
+
+    from tandem.launch.miniature.problems import draw
+
+    config = presets.load("miniature").resolve([])
+    component = next(c for c in config.reward.components if c.name == "format")
+    assert component.gate
+    pattern = re.compile(component.params["pattern"])
+    response = draw(Random(0), 8).response
+    assert pattern.fullmatch(response)
+    assert not pattern.fullmatch(response + " ")
+    assert not pattern.fullmatch(response.replace("</think> ", "</think>"))
+
+
+def test_a_users_preset_inherits_key_by_key(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: miniature\nlearner: {optimizer: {lr: 1e-3}}\n")
+    preset = presets.load(str(path))
+    config = preset.resolve([])
+    assert config.run.dir == "runs/mine"
+    assert config.learner.optimizer.lr == 1e-3
+    assert config.learner.optimizer.warmup_steps == 5
+
+
+def test_a_preset_that_inherits_from_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    with pytest.raises(ConfigError, match="inherits from itself"):
+        presets.load(str(tmp_path / "a.yaml"))
+
+
+def test_an_error_in_a_users_preset_names_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: miniature\nrollout: {temprature: 1}\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: .*rollout\.temperature"):
+        presets.load(str(path)).resolve([])
+
+
+def test_two_presets_at_once_are_refused() -> None:
+    with pytest.raises(ConfigError, match="only one preset"):
+        presets.split(["miniature", "miniature-easy"], "miniature")
+
+
+def test_help_and_list_answer_without_the_libraries() -> None:
+    code = (
+        "import sys; from tandem.launch.cli import main; main(['--help']); "
+        "print(sorted({'pydantic', 'torch', 'pyarrow', 'redis', 'zmq', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    done = subprocess.run(
+        [
+            "bash",
+            "-c",
+            f"{sys.executable} -P -m tandem.launch.cli config | head -n 1; exit ${{PIPESTATUS[0]}}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_make_miniature_writes_parquet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = tandem(
+        capsys, "make-miniature", str(tmp_path / "d"), "--fresh", "20", "--traces", "2"
+    )
+    assert code == 0
+    assert "expert.parquet: 2 problems of 8 operations" in out
+    assert (tmp_path / "d" / "fresh.parquet").exists()
+
+
+@pytest.mark.parametrize("role", ["rollout", "reward", "learner", "status"])
+def test_a_run_that_is_not_there_is_one_line(
+    capsys: pytest.CaptureFixture[str], role: str, tmp_path: Path
+) -> None:
+    code, _, err = tandem(capsys, role, "--run", str(tmp_path))
+    assert code == 2
+    assert "is no run's folder" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_every_setting_has_a_meaning() -> None:
+    from tandem.launch.settings import meanings
+
+    for name, info in Config.model_fields.items():
+        section = info.annotation
+        assert isinstance(section, type)
+        assert issubclass(section, Section)
+        plain = {
+            key
+            for key, field in section.model_fields.items()
+            if not (isinstance(field.annotation, type) and issubclass(field.annotation, Section))
+        }
+        assert plain <= set(meanings(section)), name

@@ -1,0 +1,336 @@
+"""Ingest: what comes out of data sets, and every bad input as one line before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tandem.common.config import Config
+from tandem.common.models import resolve
+from tandem.common.records import Verdict
+from tandem.common.run_folder import JoinInfo, RunFolder
+from tandem.launch import ingest, redis_server
+from tandem.launch.cli import main
+from tandem.launch.miniature.parquet import SCHEMA, write
+from tandem.launch.presets import load
+from tandem.replay.connection import connect
+from tandem.replay.ledger import Ledger
+from tandem.replay.store import RunStore
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def made(here: Path) -> Path:
+    """Parquet files of the hard miniature, in small."""
+    write(here / "d", traces=3, fresh=6, held_out=5)
+    return here / "d"
+
+
+PLAIN = (
+    "data.miniature=null",
+    "data.train=[{path: d/expert.parquet},{path: d/fresh.parquet, weight: 2}]",
+    "data.evaluate=[{path: d/heldout.parquet, name: heldout}]",
+)
+
+
+def prepared(*overrides: str) -> ingest.Prepared:
+    config = load("miniature").resolve([*PLAIN, *overrides])
+    assert config.run.dir is not None
+    return ingest.prepare(config, RunFolder(config.run.dir))
+
+
+def change(path: Path, edit: Callable[[list[dict]], None]) -> None:
+    """Edits the rows of a parquet file."""
+    rows = pq.read_table(path).to_pylist()
+    edit(rows)
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
+
+
+# --- what comes out ---
+
+
+def test_problems_traces_and_held_out_sets(made: Path) -> None:
+    found = prepared()
+    assert found.sources == (("expert", 3, 1), ("fresh", 6, 2))
+    assert len(found.problems) == 9
+    assert len(found.evaluate["heldout"]) == 5
+    problem = found.problems[0]
+    assert problem.problem_id == "expert/0"
+    assert problem.trace_ids == ("expert/0#0",)
+    assert problem.prompt_text.endswith("<think>")
+    assert len(problem.prompt_tokens) == 21
+    trace = found.traces[0]
+    assert trace.verdict is Verdict.CORRECT
+    assert trace.reward == 1.0
+    assert trace.components["format"] == 1.0
+    assert len(trace.tokens) == 53
+    assert trace.grader is not None
+    assert not [p for p in found.problems if p.problem_id.startswith("fresh") and p.trace_ids]
+
+
+def test_the_digest_names_the_data(made: Path) -> None:
+    before = prepared().data_digest
+    assert prepared().data_digest == before
+    change(made / "fresh.parquet", lambda rows: rows[3]["reward_model"].update(ground_truth="1"))
+    assert prepared().data_digest != before
+
+
+def test_traces_that_nobody_uses_are_left_alone(made: Path) -> None:
+    found = prepared("expert.per_group=0")
+    assert found.traces == ()
+    assert not any(problem.trace_ids for problem in found.problems)
+
+
+def test_a_wrong_trace_does_not_enter_and_is_counted(made: Path) -> None:
+    change(made / "expert.parquet", lambda rows: rows[1]["reward_model"].update(ground_truth="99"))
+    found = prepared()
+    assert [trace.trace_id for trace in found.traces] == ["expert/0#0", "expert/2#0"]
+    assert found.counts["expert"].refused_traces == {"wrong": 1}
+    assert "1 traces graded wrong" in str(found.counts["expert"])
+
+
+def test_a_trace_over_the_limit_is_left_out_whole(made: Path) -> None:
+    found = prepared("rollout.max_new_tokens=40", "expert.per_group=0", "learner.source=ledger")
+    assert found.traces == ()
+    made_sft = load("miniature-sft").resolve(["data.miniature_fresh=3"])
+    assert len(ingest.prepare(made_sft, RunFolder("x")).traces) == 4
+
+
+def test_the_opener_that_the_prompt_ends_with_is_taken_off_the_trace(made: Path) -> None:
+    plain = prepared().traces[0]
+
+    def reopen(rows: list[dict]) -> None:
+        rows[0]["target"][0]["content"] = "<think>" + rows[0]["target"][0]["content"]
+
+    change(made / "expert.parquet", reopen)
+    np.testing.assert_array_equal(prepared().traces[0].tokens, plain.tokens)
+
+
+def test_long_prompts_are_dropped_and_counted(made: Path) -> None:
+    def lengthen(rows: list[dict]) -> None:
+        rows[2]["prompt"][0]["content"] = "1+1" * 20
+
+    change(made / "fresh.parquet", lengthen)
+    found = prepared()
+    assert found.counts["fresh"].long_prompts == 1
+    assert found.sources[1] == ("fresh", 5, 2)
+    assert "fresh/2" not in {problem.problem_id for problem in found.problems}
+
+
+def test_bad_golds_can_be_dropped(made: Path) -> None:
+    change(
+        made / "fresh.parquet", lambda rows: rows[4]["reward_model"].update(ground_truth="\\frac{")
+    )
+    found = prepared("data.bad_golds=drop")
+    assert found.counts["fresh"].bad_golds == 1
+    assert "fresh/4" not in {problem.problem_id for problem in found.problems}
+
+
+# --- into Redis ---
+
+
+@pytest.fixture
+def join(here: Path) -> Iterator[JoinInfo]:
+    folder = RunFolder(here / "server")
+    folder.make()
+    join = JoinInfo(
+        run_id="r",
+        host="127.0.0.1",
+        port=redis_server.choose_port("127.0.0.1", None),
+        password="right",
+    )
+    config = load("miniature").resolve([])
+    conf = redis_server.write_conf(folder, join, config.replay, "127.0.0.1")
+    server = subprocess.Popen(
+        [str(redis_server.find().path), str(conf)], stdout=subprocess.DEVNULL
+    )
+    redis_server.wait_ready(join, deadline=20)
+    yield join
+    server.kill()
+    server.wait()
+
+
+def test_loading_may_be_repeated(made: Path, join: JoinInfo) -> None:
+    config: Config = load("miniature").resolve(PLAIN)
+    found = prepared()
+    store = connect(join)
+    runs, ledger = RunStore(store), Ledger(store, "test")
+    for _ in range(2):
+        ingest.load(ledger, runs, config, found)
+    assert len(runs.all_trace_ids()) == 3
+    assert len(runs.problem_ids("fresh")) == 6
+    assert len(runs.eval_set("heldout")) == 5
+    ingest.reload(ledger, runs, config, found.sources, found.data_digest)
+    store.close()
+
+
+def test_an_empty_redis_is_never_taken_for_the_runs_ledger(
+    made: Path, join: JoinInfo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tandem.common.errors import StoreError
+
+    store = connect(join)
+    with pytest.raises(StoreError, match="holds no ledger of run r"):
+        ingest.reload(
+            Ledger(store, "test"), RunStore(store), load("miniature").resolve(PLAIN), [], "digest"
+        )
+    store.close()
+
+
+# --- bad inputs ---
+
+
+def refused(capsys: pytest.CaptureFixture[str], here: Path, *words: str) -> str:
+    """The one line that a start with these words ends in; nothing was written or started."""
+    before = sorted(here.rglob("*"))
+    code = main(["start", *words])
+    out, err = capsys.readouterr()
+    assert code != 0
+    assert out == ""
+    assert err.startswith("tandem: ")
+    assert len(err.splitlines()) == 1
+    assert sorted(here.rglob("*")) == before
+    return err
+
+
+def test_a_missing_column(made: Path, here: Path, capsys) -> None:
+    table = pq.read_table(made / "fresh.parquet").drop_columns(["reward_model"])
+    pq.write_table(table, made / "fresh.parquet")
+    said = refused(capsys, here, *PLAIN)
+    assert "fresh.parquet" in said
+    assert "reward_model" in said
+
+
+def test_an_empty_data_set(made: Path, here: Path, capsys) -> None:
+    change(made / "fresh.parquet", lambda rows: rows.clear())
+    assert "holds no rows" in refused(capsys, here, *PLAIN)
+
+
+def test_a_file_that_is_not_there(made: Path, here: Path, capsys) -> None:
+    assert "d/none.parquet is missing" in refused(
+        capsys, here, *PLAIN, "data.train.1.path=d/none.parquet"
+    )
+
+
+def test_a_file_that_is_no_parquet(made: Path, here: Path, capsys) -> None:
+    (made / "fresh.parquet").write_text("prompt,answer\n")
+    assert "can't be read as parquet" in refused(capsys, here, *PLAIN)
+
+
+def test_a_gold_that_cannot_be_parsed(made: Path, here: Path, capsys) -> None:
+    change(
+        made / "fresh.parquet", lambda rows: rows[4]["reward_model"].update(ground_truth="\\frac{")
+    )
+    said = refused(capsys, here, *PLAIN)
+    assert "fresh.parquet row 4: the gold answer" in said
+    assert "data.bad_golds=drop" in said
+
+
+def test_a_long_prompt_where_it_is_to_be_refused(made: Path, here: Path, capsys) -> None:
+    said = refused(capsys, here, *PLAIN, "data.overlong=refuse", "data.max_prompt_tokens=20")
+    assert "row 0: the prompt has 21 tokens" in said
+
+
+def test_no_expert_trace_where_the_preset_wants_some(made: Path, here: Path, capsys) -> None:
+    said = refused(capsys, here, *PLAIN, "data.train=[{path: d/fresh.parquet}]")
+    assert "expert.per_group=0" in said
+
+
+@pytest.fixture
+def model(here: Path) -> Path:
+    shutil.copytree(resolve("miniature"), here / "model")
+    return here / "model"
+
+
+def test_a_model_folder_without_a_tokenizer(model: Path, here: Path, capsys) -> None:
+    for name in ("tokenizer.json", "vocab.json", "merges.txt"):
+        (model / name).unlink(missing_ok=True)
+    assert "model.path=model has no tokenizer" in refused(capsys, here, "model.path=model")
+
+
+def test_a_model_folder_with_a_damaged_tokenizer(model: Path, here: Path, capsys) -> None:
+    (model / "tokenizer.json").write_text("{}")
+    assert "its tokenizer can't be read" in refused(capsys, here, "model.path=model")
+
+
+def test_a_model_folder_without_weights(model: Path, here: Path, capsys) -> None:
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    assert "has no weights" in refused(capsys, here, "model.path=model")
+
+
+def test_a_model_folder_that_is_not_there(here: Path, capsys) -> None:
+    assert "model.path=./none" in refused(capsys, here, "model.path=./none")
+
+
+def test_more_tokens_than_the_models_context(here: Path, capsys) -> None:
+    said = refused(capsys, here, "rollout.max_new_tokens=512")
+    assert "over the model's context of 256 tokens" in said
+
+
+def test_no_room_on_the_disk(here: Path, capsys) -> None:
+    said = refused(capsys, here, "learner.checkpoints_kept=1000000000")
+    assert "the run may need" in said
+    assert "run.dir=" in said
+
+
+def test_a_redis_that_refuses_the_password(here: Path, capsys, join: JoinInfo) -> None:
+    url = f"replay.redis_url=redis://:wrong@127.0.0.1:{join.port}/0"
+    said = refused(capsys, here, url)
+    assert "refused the password" in said
+    assert "wrong" not in said.replace("wrong one", "")
+
+
+def test_a_redis_that_is_not_there(here: Path, capsys) -> None:
+    port = redis_server.choose_port("127.0.0.1", None)
+    said = refused(capsys, here, f"replay.redis_url=redis://127.0.0.1:{port}/0")
+    assert "nothing answers there" in said
+
+
+def test_a_preset_for_gpus_on_a_machine_without(here: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    said = refused(capsys, here, "qwen2.5-math-7b-luffy-8gpu")
+    assert "needs 8 GPUs" in said
+    assert "tandem start miniature" in said
+
+
+def test_offline_with_a_preset_for_rollouts(here: Path, capsys) -> None:
+    assert main(["offline", "miniature"]) == 2
+    assert "tandem start miniature" in capsys.readouterr().err
+
+
+def test_two_sources_of_one_name(made: Path, here: Path, capsys) -> None:
+    said = refused(capsys, here, *PLAIN, "data.train.1.name=expert")
+    assert "two entries named 'expert'" in said
+
+
+def test_a_finished_run_says_so(here: Path, capsys) -> None:
+    from tandem.common.config import to_yaml
+
+    preset = load("miniature")
+    folder = RunFolder("runs/miniature")
+    folder.make()
+    folder.config.write_text(to_yaml(preset.resolve([])))
+    folder.write_run(
+        {"run_id": "x", "preset_path": str(preset.path), "overrides": [], "state": "finished"}
+    )
+    folder.summary.write_text(
+        json.dumps({"steps": 250, "accuracy_before": 0.0, "accuracy_after": 0.85})
+    )
+    assert main(["start"]) == 0
+    out = capsys.readouterr().out
+    assert "runs/miniature is finished (250 steps, accuracy 0.0% -> 85.0%)" in out
+    assert "--fresh" in out

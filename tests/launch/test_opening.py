@@ -1,0 +1,148 @@
+"""A run's folder: new, resumed, finished, moved aside, and what a resumed run may not change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.common.config import to_yaml
+from tandem.common.errors import ConfigError, DataError
+from tandem.common.run_folder import RunFolder
+from tandem.launch.opening import Kind, Opening, open_folder
+from tandem.launch.presets import load
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def start(*overrides: str, preset: str = "miniature", state: str = "stopped") -> RunFolder:
+    """A folder as a started run leaves it."""
+    opening = open_folder(load(preset), overrides, fresh=False)
+    opening.folder.make()
+    opening.folder.config.write_text(to_yaml(opening.config))
+    opening.folder.write_run(
+        {
+            "run_id": opening.run_id,
+            "preset": preset,
+            "preset_path": str(load(preset).path),
+            "overrides": list(opening.overrides),
+            "state": state,
+        }
+    )
+    return opening.folder
+
+
+def again(*overrides: str, preset: str = "miniature", fresh: bool = False) -> Opening:
+    return open_folder(load(preset), overrides, fresh=fresh)
+
+
+def test_a_new_run_is_named_after_its_preset_and_nothing_is_written(here: Path) -> None:
+    opening = again()
+    assert opening.kind is Kind.NEW
+    assert opening.folder.path == here / "runs" / "miniature"
+    assert list(here.iterdir()) == []
+
+
+def test_two_new_runs_have_different_ids() -> None:
+    assert again().run_id != again().run_id
+
+
+def test_an_unfinished_run_is_resumed_with_what_it_was_started_with() -> None:
+    folder = start("run.steps=20", "rollout.group_size=4")
+    opening = again()
+    assert opening.kind is Kind.RESUMED
+    assert opening.run_id == folder.read_run()["run_id"]
+    assert (opening.config.run.steps, opening.config.rollout.group_size) == (20, 4)
+    assert opening.changed == {}
+
+
+def test_what_may_change_is_listed() -> None:
+    start("run.steps=20")
+    opening = again("run.steps=40", "log.every=5")
+    assert opening.changed == {"run.steps": (20, 40), "log.every": (10, 5)}
+    assert opening.overrides == ("run.steps=20", "run.steps=40", "log.every=5")
+
+
+def test_all_that_may_not_change_is_named_with_the_way_out() -> None:
+    start()
+    with pytest.raises(ConfigError) as told:
+        again("rollout.group_size=4", "run.seed=1", "run.steps=9")
+    message = str(told.value)
+    assert "rollout.group_size: 8 -> 4" in message
+    assert "run.seed: 0 -> 1" in message
+    assert "run.steps" not in message
+    assert "--fresh" in message
+
+
+def test_another_preset_in_the_same_folder_is_refused() -> None:
+    start()
+    with pytest.raises(ConfigError, match=r"learner\.objective\.name: 'luffy' -> 'grpo'"):
+        again("run.dir=runs/miniature", preset="miniature-on-policy")
+
+
+def test_the_same_folder_by_another_path_is_the_same(here: Path) -> None:
+    start()
+    opening = again(f"run.dir={here}/runs/miniature")
+    assert opening.kind is Kind.RESUMED
+    assert opening.changed == {}
+
+
+def test_a_finished_run_stays_finished() -> None:
+    start("run.steps=20", state="finished")
+    assert again().kind is Kind.FINISHED
+    assert again("run.steps=10").kind is Kind.FINISHED
+
+
+def test_a_finished_run_goes_on_with_more_steps() -> None:
+    start("run.steps=20", state="finished")
+    assert again("run.steps=30").kind is Kind.RESUMED
+
+
+def test_fresh_moves_aside_to_the_first_free_name(here: Path) -> None:
+    folder = start(state="finished")
+    (here / "runs" / "miniature.1").mkdir()
+    opening = again("rollout.group_size=4", fresh=True)
+    assert opening.kind is Kind.NEW
+    assert opening.set_aside == here / "runs" / "miniature.2"
+    assert opening.run_id != folder.read_run()["run_id"]
+    assert folder.path.exists()
+
+
+def test_fresh_without_an_old_run_is_a_new_run() -> None:
+    opening = again(fresh=True)
+    assert (opening.kind, opening.set_aside) == (Kind.NEW, None)
+
+
+def test_a_folder_with_other_things_in_it_is_refused(here: Path) -> None:
+    (here / "thesis").mkdir()
+    (here / "thesis" / "chapter.tex").touch()
+    with pytest.raises(DataError, match=r"chapter\.tex"):
+        again("run.dir=thesis")
+    with pytest.raises(DataError, match="is a file"):
+        again("run.dir=thesis/chapter.tex")
+
+
+def test_a_run_without_its_run_json_is_not_taken_for_a_new_one() -> None:
+    folder = start()
+    folder.run_json.unlink()
+    folder.journal.touch()
+    with pytest.raises(DataError, match=r"run\.json is missing"):
+        again()
+
+
+def test_a_damaged_run_json_is_told() -> None:
+    folder = start()
+    folder.run_json.write_text("{")
+    with pytest.raises(DataError, match=r"run\.json is damaged"):
+        again()
+
+
+def test_a_password_in_the_url_is_no_change_and_is_not_shown() -> None:
+    start("replay.redis_url=redis://h:1/0")
+    opening = again("replay.redis_url=redis://:secret@h:1/0")
+    assert opening.changed == {}
+    assert opening.config.replay.redis_url == "redis://:secret@h:1/0"
