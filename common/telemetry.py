@@ -119,21 +119,33 @@ class Clock:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._running: list[tuple[str, list[float]]] = []
         self._since = time.perf_counter()
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:
         """Adds the block's wall seconds to an activity. Names of waits begin ``wait/``."""
-        start = time.perf_counter()
+        begun = [time.perf_counter()]
+        entry = (activity, begun)
+        self._running.append(entry)
         try:
             yield
         finally:
-            spent = time.perf_counter() - start
-            self._seconds[activity] = self._seconds.get(activity, 0.0) + spent
+            self._running = [other for other in self._running if other is not entry]
+            self._add(activity, time.perf_counter() - begun[0])
+
+    def _add(self, activity: str, spent: float) -> None:
+        self._seconds[activity] = self._seconds.get(activity, 0.0) + spent
 
     def take(self) -> dict[str, float]:
-        """Seconds by activity since the last take, with ``total``, and starts anew."""
+        """Seconds by activity since the last take, with ``total``, and starts anew.
+
+        What is still being done counts up to now.
+        """
         now = time.perf_counter()
+        for activity, begun in self._running:
+            self._add(activity, now - begun[0])
+            begun[0] = now
         taken = {**self._seconds, "total": now - self._since}
         self._seconds = {}
         self._since = now

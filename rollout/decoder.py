@@ -8,8 +8,8 @@ moving another. A row's results don't depend on the rows beside it.
 Two decoders:
 
 - :class:`DirectDecoder` calls the matrices of Llama-like models itself. At small sizes most of
-  a step is Python: transformers' own forward took 2.6 ms of CPU a step for the miniature,
-  against 0.7 ms here.
+  a step is Python: for 64 rows of the miniature on one thread, transformers' own forward took
+  3.4 ms a step where this took 1.5 ms.
 - :class:`GenericDecoder` calls transformers' forward, for every other causal model.
 """
 
@@ -115,7 +115,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""
     if x.is_cuda or x.dtype != torch.float32:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    # On CPUs F.rms_norm is a chain of slow kernels: 50 us for [64, 64], against 9 us for this.
+    # On CPUs F.rms_norm is slow: 50 us for [64, 64], where this way takes under 10.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return x.mul(scale).mul_(weight)

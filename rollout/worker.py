@@ -635,6 +635,7 @@ class Worker:
             "version": [version.term, version.step] if version else None,
             "tokens_per_second": tokens / max(seconds, 1e-9),
             "shares": {name: spent / total for name, spent in sorted(taken.items())},
+            "clock": {**taken, "total": total},
             "waiting_for": self._waiting_for,
             "leases": len(self._held),
             "counts": dict(self._counts),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import redis
 
 from tandem.common.errors import StoreError
 from tandem.replay.connection import Store, connect, script_names, script_source
@@ -129,6 +131,32 @@ def test_a_call_gives_up_at_its_deadline_and_says_how_to_go_on(own_server: Any):
     store.close()
 
 
+def test_the_client_library_does_not_try_again_by_itself(store: Store):
+    # Only Store.script repeats calls, with their request number.
+    hung_up: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def hang_up() -> None:
+            while True:
+                try:
+                    caller, _ = listener.accept()
+                except OSError:
+                    return
+                hung_up.append(1)
+                caller.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        store.redis.connection_pool.connection_kwargs["port"] = listener.getsockname()[1]
+        store.redis.connection_pool.disconnect()
+        store.redis.connection_pool.reset()
+        with pytest.raises(redis.ConnectionError):
+            store.redis.ping()
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+    assert hung_up == [1]
+
+
 def test_keys_carry_the_run(store: Store):
     assert store.key("meta") == f"tandem:{store.run_id}:meta"
 
@@ -136,8 +164,10 @@ def test_keys_carry_the_run(store: Store):
 def test_a_hint_wakes_a_waiter(store: Store):
     hints = store.hints("graded", "state")
     hints.wait(0.01)
-    threading.Timer(0.05, store.hint, ["state"]).start()
+    sender = threading.Timer(0.05, store.hint, ["state"])
+    sender.start()
     assert hints.wait(10) == "state"
+    sender.join()
     hints.close()
 
 

@@ -228,6 +228,13 @@ def test_a_restarted_worker_gets_back_at_once_what_its_earlier_life_held(
     later.close()
 
 
+def test_a_worker_that_reclaims_keeps_what_its_present_life_holds(world: Worlds):
+    w = world()
+    (lease,) = w.lease()
+    assert w.ledger.reclaim() == []
+    assert w.ledger.state_of(lease.group_id) == "leased"
+
+
 def test_the_leases_of_a_member_known_to_be_dead_can_be_reclaimed(world: Worlds):
     w = world()
     (lease,) = w.lease()

@@ -60,6 +60,11 @@ def test_weights_spread_evenly_over_a_cycle():
     assert all(Counter(sources[i : i + 4]) == {0: 1, 1: 3} for i in range(0, 100, 4))
 
 
+def test_slots_of_a_cycle_are_spread_and_not_in_a_row():
+    order = Order([("a", 100, 1), ("b", 100, 3)], seed=0)
+    assert [s for s, _ in places(order, 0)[:4]] == [1, 0, 1, 1]
+
+
 def test_weights_count_by_their_ratio():
     assert places(Order([("a", 9, 2), ("b", 9, 2)], 0), 0) == places(
         Order([("a", 9, 1), ("b", 9, 1)], 0), 0

@@ -29,6 +29,7 @@ from tandem.common.records import (
     Verdict,
     Version,
 )
+from tandem.common.telemetry import Clock
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger, LedgerSettings, Row
 from tandem.replay.members import Members
@@ -327,8 +328,20 @@ def test_on_sigterm_it_drains_and_leaves(bench: Bench) -> None:
     assert bench.ledger.counts().get("leased", 0) == 0
 
 
+@pytest.mark.slow
 def test_it_ends_by_itself_when_the_run_is_finished(bench: Bench) -> None:
     process = bench.worker()
     until(lambda: bench.held(), "the new worker")
     bench.runs.set_state("finished")
     assert process.wait(20) == 0, bench.log()[-2000:]
+
+
+def test_shares_of_time_count_what_is_still_going_on() -> None:
+    clock = Clock()
+    with clock.doing("generate"):
+        time.sleep(0.02)
+        first = clock.take()
+        time.sleep(0.02)
+    second = clock.take()
+    for taken in (first, second):
+        assert 0.02 <= taken["generate"] <= taken["total"]
