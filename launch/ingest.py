@@ -416,7 +416,27 @@ class _Maker:
         bad = {
             gold for gold, grade in zip(unique, grades, strict=True) if grade.verdict in unreadable
         }
+        if self._grader.mode.compare != "exact":
+            bad |= {gold for gold in unique if broken(gold)}
         return {row.row for row in rows if row.gold in bad}
+
+
+def broken(gold: str) -> bool:
+    """True for a gold answer that is cut or holds nothing to compare.
+
+    Parsers of mathematics take such a text for a name and compare it letter by letter, so that
+    every answer would be wrong.
+
+    >>> [broken(gold) for gold in ("\\\\frac{1}{", "??", "[0, 1)", "\\\\{1, 2\\\\}", "∅")]
+    [True, True, False, False, False]
+    """
+    plain = gold.replace("\\\\", "").replace("\\{", "").replace("\\}", "")
+    depth = 0
+    for character in plain:
+        depth += (character == "{") - (character == "}")
+        if depth < 0:
+            return True
+    return depth != 0 or not any(c.isalnum() or c in "∅∞" for c in plain)
 
 
 def role_config(config: Config) -> Config:

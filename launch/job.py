@@ -19,6 +19,7 @@ from . import redis_server
 from .folder_lock import FolderLock
 from .hardware import Machine, machine
 from .idle import ReportWatch
+from .ingest_process import Found, IngestProcess
 from .opening import Kind, Opening, open_folder
 from .preflight import Placement, check_disk, check_model, place, workers_of
 from .presets import Preset, load
@@ -128,6 +129,7 @@ class Job:
         self._store: Store | None = None
         self._findings = Findings()
         self._reports: ReportWatch | None = None
+        self._ingest: IngestProcess | None = None
         self._record: dict[str, Any] = dict(opening.run)
 
     # --- the whole -----------------------------------------------------------------------
@@ -143,6 +145,8 @@ class Job:
         try:
             return self._checked(resumed)
         finally:
+            if self._ingest is not None:
+                self._ingest.close()
             if self._reports is not None:
                 self._reports.stop()
             if self._store is not None:
@@ -161,10 +165,11 @@ class Job:
 
         digest = ingest.inputs_digest(config, self._folder)
         ingested = self._record.get("ingest") or {}
-        prepared = None
+        found: Found | None = None
         if ingested.get("inputs") != digest:
-            prepared = ingest.prepare(config, self._folder)
-            if ingested and prepared.data_digest != ingested["data_digest"]:
+            self._ingest = IngestProcess(config, self._folder)
+            found = self._ingest.prepare()
+            if ingested and found.data_digest != ingested["data_digest"]:
                 raise ConfigError(
                     f"the data sets have changed since {shown(self._folder.path)} was started: "
                     f"restore them, or start over with --fresh (the old folder is moved aside)"
@@ -182,8 +187,8 @@ class Job:
             f"{self._preset.name} {verb} in {shown(self._folder.path)} on {self._machine}"
             f"{' (this preset is untested)' if self._preset.untested else ''}"
         )
-        if prepared is not None:
-            for name, counts in prepared.counts.items():
+        if found is not None:
+            for name, counts in found.counts.items():
                 self._say(f"data {name}: {counts}")
         with self._supervisor() as supervisor:
             self._watch = supervisor
@@ -191,7 +196,7 @@ class Job:
             if supervisor.stop_requested:
                 supervisor.drain()
                 return self._stopped(supervisor, Outcome.STOPPED)
-            self._fill(join, prepared, digest)
+            self._fill(join, found, digest)
             for part in self._parts(placement):
                 supervisor.start(part)
             self._record["state"] = "running"
@@ -235,7 +240,7 @@ class Job:
         url = config.replay.redis_url
         if url is not None:
             join, without_password = redis_server.parse_url(url, run_id, kept)
-            redis_server.check_external(join)
+            self._record["redis_version"] = redis_server.check_external(join)
             replay = config.replay.model_copy(update={"redis_url": without_password})
             return join, config.model_copy(update={"replay": replay})
         redis_server.find()
@@ -366,7 +371,7 @@ class Job:
         self._record["redis_version"] = info["redis_version"]
         return part
 
-    def _fill(self, join: JoinInfo, prepared: Any, digest: str) -> None:
+    def _fill(self, join: JoinInfo, found: Found | None, digest: str) -> None:
         from ..replay.connection import connect
         from ..replay.ledger import Ledger
         from ..replay.store import RunStore
@@ -380,14 +385,18 @@ class Job:
             ingest.reload(ledger, runs, self._config, sources, before["data_digest"])
             before["inputs"] = digest
         else:
-            assert prepared is not None
-            ingest.load(ledger, runs, self._config, prepared)
+            assert found is not None
+            assert self._ingest is not None
+            self._ingest.load(self._folder.join)
             self._record["ingest"] = {
                 "inputs": digest,
-                "data_digest": prepared.data_digest,
-                "sources": [list(source) for source in prepared.sources],
-                "traces": len(prepared.traces),
+                "data_digest": found.data_digest,
+                "sources": [list(source) for source in found.sources],
+                "traces": found.traces,
             }
+        if self._ingest is not None:
+            self._ingest.close()
+            self._ingest = None
         self._folder.write_run(self._record)
         if runs.state() != "running":
             runs.set_state("running")

@@ -85,6 +85,8 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
     config = preset.resolve(overrides)
     assert config.run.dir is not None
     folder = RunFolder(config.run.dir)
+    if folder.path.exists() and not folder.path.is_dir():
+        raise DataError(f"{_shown(folder.path)} is a file: name another folder with run.dir=…")
     new = {"run_id": secrets.token_hex(6), "preset": preset.name}
     run = folder.read_run()
     if not run:
@@ -175,8 +177,6 @@ def _frozen(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
 def _refuse_foreign(folder: RunFolder) -> None:
     if not folder.path.exists():
         return
-    if not folder.path.is_dir():
-        raise DataError(f"{_shown(folder.path)} is a file: name another folder with run.dir=…")
     others = sorted(
         entry.name
         for entry in os.scandir(folder.path)

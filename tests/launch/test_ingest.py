@@ -88,6 +88,25 @@ def test_the_digest_names_the_data(made: Path) -> None:
     assert prepared().data_digest != before
 
 
+def test_what_was_read_is_known_again_by_its_bytes(made: Path) -> None:
+    def digest(*overrides: str) -> str:
+        config = load("miniature").resolve([*PLAIN, *overrides])
+        return ingest.inputs_digest(config, RunFolder("runs/x"))
+
+    before = digest()
+    assert digest("run.steps=9", "log.every=1") == before
+    assert digest("rollout.max_new_tokens=60") != before
+    change(made / "heldout.parquet", lambda rows: rows.pop())
+    assert digest() != before
+
+
+def test_the_miniature_is_read_before_its_folder_exists(here: Path) -> None:
+    config = load("miniature").resolve(["data.miniature_fresh=5"])
+    found = ingest.prepare(config, RunFolder("runs/x"))
+    assert found.sources == (("expert", 4, 1), ("fresh", 5, 1))
+    assert list(here.iterdir()) == []
+
+
 def test_traces_that_nobody_uses_are_left_alone(made: Path) -> None:
     found = prepared("expert.per_group=0")
     assert found.traces == ()
@@ -139,6 +158,18 @@ def test_bad_golds_can_be_dropped(made: Path) -> None:
     assert "fresh/4" not in {problem.problem_id for problem in found.problems}
 
 
+@pytest.mark.parametrize("gold", ["\\frac{1}{", "}{", "???", "$$"])
+def test_golds_that_nothing_can_equal_are_broken(gold: str) -> None:
+    assert ingest.broken(gold)
+
+
+@pytest.mark.parametrize(
+    "gold", ["42", "[0, 1)", "\\{1, 2\\}", "∅", "x^{2}", "C", "Monday", "\\frac{1}{2}", "-∞"]
+)
+def test_golds_of_every_usual_kind_are_not(gold: str) -> None:
+    assert not ingest.broken(gold)
+
+
 # --- into Redis ---
 
 
@@ -154,9 +185,7 @@ def join(here: Path) -> Iterator[JoinInfo]:
     )
     config = load("miniature").resolve([])
     conf = redis_server.write_conf(folder, join, config.replay, "127.0.0.1")
-    server = subprocess.Popen(
-        [str(redis_server.find().path), str(conf)], stdout=subprocess.DEVNULL
-    )
+    server = subprocess.Popen([str(redis_server.find().path), str(conf)], stdout=subprocess.DEVNULL)
     redis_server.wait_ready(join, deadline=20)
     yield join
     server.kill()

@@ -280,12 +280,13 @@ folder = Path(sys.argv[1])
 stubborn = (
     "import os, signal, time; from tandem.launch import lifeline; "
     "lifeline.tie_to(os.getppid(), signal.SIGKILL); "
-    "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
 )
+plain = "import time; print('ready', flush=True); time.sleep(600)"
 with Supervisor(
     max_failures=3, backoff_seconds=1, drain_seconds=5, say=print, finished=lambda: False
 ) as supervisor:
-    for name, code in (("redis", "import time; time.sleep(600)"), ("learner", stubborn)):
+    for name, code in (("redis", plain), ("learner", stubborn)):
         supervisor.start(Part(name=name, stage=0, specs=lambda name=name, code=code: [ProcessSpec(
             name=name, arguments=("exec", sys.executable, "-c", code), log=folder / f"{name}.log")],
             on_start=lambda pids: print(*pids, flush=True)))
@@ -299,6 +300,8 @@ def test_children_are_gone_soon_after_the_supervisor_was_killed(tmp_path: Path) 
     )
     assert owner.stdout is not None
     pids = [int(owner.stdout.readline()) for _ in range(2)]
+    logs = [tmp_path / "redis.log", tmp_path / "learner.log"]
+    wait_for(lambda: all("ready" in log.read_text() for log in logs))
     owner.kill()
     owner.communicate()
     wait_for(lambda: all(gone(pid) for pid in pids), seconds=10)

@@ -26,7 +26,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-BLOCK_DEADLINE_S = 240
+BLOCK_DEADLINE_S = 400
+FINISHED_RUN_S = 460  # where no e2e stage has made one before
 MARKED = re.compile(
     r"(?:^<!--\s*test:\s*(?P<mark>[^>]*?)\s*-->[ \t]*\n(?:[ \t]*\n)*)?"
     r"^```(?P<language>bash|python)[ \t]*\n(?P<code>.*?)^```[ \t]*$",
@@ -111,7 +112,7 @@ def test_a_marked_block_runs(block: Block, tmp_path: Path) -> None:
     run(block, sandbox(tmp_path))
 
 
-@pytest.mark.after_run
+@pytest.mark.timeout(FINISHED_RUN_S + BLOCK_DEADLINE_S)
 @pytest.mark.parametrize("block", AFTER_RUN, ids=place)
 def test_a_block_for_a_finished_run_runs(block: Block, tmp_path: Path, finished_run: Path) -> None:
     folder = sandbox(tmp_path)

@@ -356,7 +356,7 @@ def test_a_full_disk_is_told_before_anything_is_installed(machine: Machine) -> N
     machine.env["FREE_KB"] = str(900 * 1024)
     code, output = machine.run()
     assert code == 1
-    assert "needs about 4 GB and its disk has 900 MB left" in output
+    assert "needs about 3 GB and its disk has 900 MB left" in output
     assert machine.installs() == []
 
 

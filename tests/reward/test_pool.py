@@ -157,7 +157,11 @@ def make_run(server: Any, folder: Path, overrides: list[str]) -> Run:
 
 @pytest.fixture(scope="module")
 def run(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    made = make_run(server, tmp_path_factory.mktemp("run"), ["replay.groups_per_step=2", "replay.max_staleness=20"])
+    made = make_run(
+        server,
+        tmp_path_factory.mktemp("run"),
+        ["replay.groups_per_step=2", "replay.max_staleness=20"],
+    )
     yield made
     made.store.close()
 

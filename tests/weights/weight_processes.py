@@ -93,7 +93,7 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
     """A rollout worker without an engine: tells of each commit what it was given.
 
     Sends ``(version, {name: bytes})`` at each commit. With ``gate`` it commits only when it is
-    told to go on; with ``broken`` its engine fails.
+    told to go on; with ``broken`` its engine fails; ``quiet`` says nothing.
     """
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -101,7 +101,8 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
     def commit(tensors: Named, version: Version) -> bool:
         if options.get("broken"):
             raise RuntimeError("half of the layers are on the meta device")
-        pipe.send((version, as_bytes(tensors)))
+        if not options.get("quiet"):
+            pipe.send((version, as_bytes(tensors)))
         if options.get("gate"):
             pipe.recv()
         return True

@@ -1,0 +1,236 @@
+"""The main job as a user runs it: real processes, a few steps, every process killed once."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import Run, gone, listening, mode, step, steps, summary, tandem
+
+pytestmark = pytest.mark.timeout(400)
+
+FEW = (
+    "run.steps=24",
+    "learner.checkpoint_every=5",
+    "evaluate.every=10",
+    "evaluate.limit=20",
+    "data.evaluate.0.limit=60",
+    "log.every=4",
+    "launch.backoff_seconds=0.05",
+)
+
+
+class Survived:
+    """A run in which one process of each role was killed, and what was seen meanwhile."""
+
+    folder: Path
+    code: int
+    output: str
+    addresses: set[str]
+    refused: tuple[int, str, str]
+    status: dict
+    command_lines: str
+    pid: int
+    children: list[int]
+
+
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survived]:
+    here = tmp_path_factory.mktemp("survived")
+    seen = Survived()
+    seen.folder = folder = here / "runs" / "miniature"
+    run = Run(here, "start", *FEW)
+    seen.pid = run.process.pid
+    try:
+        run.wait_for(lambda: step(folder) >= 2, "step 2")
+        seen.addresses = listening(run.tree)
+        family = [run.tree, *run.tree.children(recursive=True)]
+        seen.command_lines = "\n".join(" ".join(process.cmdline()) for process in family)
+        seen.refused = tandem(here, "start", *FEW)
+        code, out, err = tandem(here, "status", "--json")
+        assert code == 0, err
+        seen.status = json.loads(out)
+        for at, name in ((6, "reward-0"), (9, "rollout-0"), (12, "learner-0"), (15, "redis")):
+            run.wait_for(lambda at=at: step(folder) >= at, f"step {at}")
+            run.kill(name)
+        run.wait_for(lambda: step(folder) >= 18, "step 18")
+        seen.children = [process.pid for process in run.tree.children(recursive=True)]
+        seen.code = run.wait()
+        seen.output = run.said()
+        yield seen
+    finally:
+        run.end()
+
+
+def test_a_run_survives_kill_9_of_every_process(survived: Survived) -> None:
+    assert survived.code == 0, survived.output
+    killed = [r["process"] for r in summary(survived.folder)["restarts"] if r["exit"] == "SIGKILL"]
+    assert killed[:4] == ["reward-0", "rollout-0", "learner-0", "redis"]
+
+
+def test_every_step_is_trained_once(survived: Survived) -> None:
+    assert steps(survived.folder) == list(range(1, 25))
+    journal = (survived.folder / "journal.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in journal]
+    ids = [
+        group["id"]
+        for row in {r["step"]: r for r in rows if "groups" in r}.values()
+        for group in row["groups"]
+    ]
+    assert len(ids) == len(set(ids))
+
+
+def test_it_listens_on_loopback_only(survived: Survived) -> None:
+    assert survived.addresses
+    assert survived.addresses <= {"127.0.0.1", "::1"}
+
+
+def test_the_folder_holds_the_whole_run(survived: Survived) -> None:
+    names = {path.name for path in survived.folder.iterdir()}
+    assert names >= {
+        *("config.yaml", "run.json", "join.json", "metrics.jsonl", "samples.jsonl"),
+        *("journal.jsonl", "summary.json", "model", "checkpoints", "logs", "redis", "data"),
+    }
+    assert (survived.folder / "model" / "config.json").exists()
+    assert list((survived.folder / "model").glob("*.safetensors"))
+    logs = {path.stem for path in (survived.folder / "logs").glob("*.log")}
+    assert logs >= {"learner-0", "rollout-0", "reward-0", "redis"}
+
+
+def test_no_secret_is_readable_by_others_or_written_where_it_is_shown(survived: Survived) -> None:
+    folder = survived.folder
+    password = json.loads((folder / "join.json").read_text())["password"]
+    assert mode(folder / "join.json") == mode(folder / "redis" / "redis.conf") == 0o600
+    assert mode(folder) == 0o700
+    assert password not in survived.command_lines
+    assert password not in survived.output
+    for path in folder.rglob("*"):
+        if path.is_file() and mode(path) & 0o077:
+            assert password.encode() not in path.read_bytes(), path
+
+
+def test_the_summary_tells_what_came_of_it(survived: Survived) -> None:
+    made = summary(survived.folder)
+    assert made["steps"] == 24
+    assert made["accuracy_before"] == 0.0
+    assert 0.0 <= made["accuracy_after"] <= 1.0
+    assert made["samples_trained"] == 24 * 64
+    assert made["staleness_max"] <= 1
+    assert set(made["idle_shares"]) >= {"learner", "rollout", "reward"}
+    assert made["ledger"]["trained"] == 24 * 8
+    assert "held-out accuracy" in survived.output
+
+
+def test_a_second_owner_is_refused_while_it_runs(survived: Survived) -> None:
+    code, out, err = survived.refused
+    assert (code, out) == (1, "")
+    assert f"in use by process {survived.pid}" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_the_status_of_a_live_run(survived: Survived) -> None:
+    status = survived.status
+    assert status["state"] == "running"
+    assert status["supervisor"] == survived.pid
+    assert {member["role"] for member in status["members"]} == {"learner", "rollout", "reward"}
+    assert status["ledger"]["trained"] >= 8
+
+
+def test_nothing_is_left_running(survived: Survived) -> None:
+    assert gone(survived.children, seconds=1)
+    held = [p for p in psutil.process_iter() if str(survived.folder) in " ".join(_words(p))]
+    assert held == []
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def test_a_finished_run_is_left_as_it_is(survived: Survived) -> None:
+    before = (survived.folder / "metrics.jsonl").read_bytes()
+    code, out, err = tandem(survived.folder.parent.parent, "start")
+    assert (code, err) == (0, "")
+    assert "is finished (24 steps" in out
+    assert (survived.folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_evaluate_reads_a_runs_settings(survived: Survived) -> None:
+    model = survived.folder / "model"
+    data = survived.folder / "data" / "heldout.parquet"
+    code, out, err = tandem(
+        survived.folder.parent.parent,
+        *("evaluate", "--model", str(model), "--data", str(data), "--limit", "60", "--json"),
+    )
+    assert code == 0, err
+    figures = json.loads(out)
+    assert figures["problems"] == 60
+    assert figures["accuracy"] == pytest.approx(summary(survived.folder)["accuracy_after"])
+
+
+def test_kill_9_of_all_then_ctrl_c_then_the_end(tmp_path: Path) -> None:
+    words = ("start", "miniature-easy", *FEW)
+    folder = tmp_path / "runs" / "miniature-easy"
+    run = Run(tmp_path, *words)
+    try:
+        # kill -9 of the supervisor takes its children with it; Redis keeps what it was told.
+        run.wait_for(lambda: step(folder) >= 3, "step 3")
+        children = [process.pid for process in run.tree.children(recursive=True)]
+        run.process.kill()
+        run.process.wait()
+        assert gone(children, seconds=10)
+        code, out, _ = tandem(tmp_path, "status", str(folder))
+        assert code == 0
+        assert "stopped" in out
+
+        # Ctrl-C drains and checkpoints.
+        run = Run(tmp_path, *words)
+        run.wait_for(lambda: step(folder) >= 8, "step 8")
+        port = json.loads((folder / "join.json").read_text())["port"]
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait() == 130, run.said()
+        assert "miniature-easy resumes" in run.said()
+        assert "goes on from the last checkpoint" in run.said()
+        reached = steps(folder)
+        assert reached == list(range(1, len(reached) + 1))
+
+        # The same command goes on where it stopped and ends the run.
+        run = Run(tmp_path, *words)
+        assert run.wait() == 0, run.said()
+        assert steps(folder) == list(range(1, 25))
+        made = summary(folder)
+        assert made["accuracy_after"] > made["accuracy_before"] + 0.2
+        assert json.loads((folder / "join.json").read_text())["port"] == port
+    finally:
+        run.end()
+
+
+def test_offline_needs_no_rollout_worker(tmp_path: Path) -> None:
+    run = Run(tmp_path, "offline", "run.steps=10", "data.evaluate.0.limit=40")
+    folder = tmp_path / "runs" / "miniature-sft"
+    try:
+        assert run.wait() == 0, run.said()
+    finally:
+        run.end()
+    made = summary(folder)
+    assert steps(folder) == list(range(1, 11))
+    assert made["accuracy_before"] == 0.0
+    assert made["accuracy_after"] is not None
+    assert not list((folder / "logs").glob("rollout-*.log"))
+
+
+def test_a_learner_that_cannot_live_ends_the_run_with_its_log(tmp_path: Path) -> None:
+    run = Run(tmp_path, "start", *FEW, "learner.objective.name=nonesuch")
+    try:
+        assert run.wait() != 0
+    finally:
+        run.end()
+    assert "learner-0" in run.said()
+    assert "nonesuch" in run.said()
+    assert "Traceback" not in run.said().partition("the last lines of")[0]

@@ -1,0 +1,237 @@
+"""What a person is told: progress lines, the summary and its table, idle shares, the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tandem.common.errors import ConfigError
+from tandem.common.run_folder import RunFolder
+from tandem.launch import hardware, preflight, summary
+from tandem.launch.hardware import Gpu, Machine
+from tandem.launch.idle import IdleShares, waiting_share
+from tandem.launch.job import Findings
+from tandem.launch.presets import load
+from tandem.launch.progress import MetricsTail, Progress
+
+
+def record(step: int, **more: object) -> str:
+    return (
+        json.dumps(
+            {
+                "step": step,
+                "time": 1000.0 + step / 2,
+                "reward/mean": 0.25,
+                "train/rows": 64.0,
+                "train/tokens_own": 100.0,
+                "train/tokens_expert": 7.0,
+                "replay/staleness_mean": 0.5,
+                "replay/staleness_max": 1.0,
+                "time/wait/batch": 0.1,
+                "time/total": 0.5,
+                **more,
+            }
+        )
+        + "\n"
+    )
+
+
+@pytest.fixture
+def metrics(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def write(path: Path, *lines: str) -> None:
+    with open(path, "a") as file:
+        file.write("".join(lines))
+
+
+# --- the tail ---
+
+
+def test_the_tail_reads_each_record_once(metrics: Path) -> None:
+    tail = MetricsTail(metrics)
+    assert tail.read() == []
+    write(metrics, record(1), record(2))
+    assert [r["step"] for r in tail.read()] == [1, 2]
+    write(metrics, record(3))
+    assert [r["step"] for r in tail.read()] == [3]
+    assert tail.read() == []
+
+
+def test_the_tail_waits_for_the_end_of_a_line(metrics: Path) -> None:
+    tail = MetricsTail(metrics)
+    write(metrics, record(1)[:20])
+    assert tail.read() == []
+    write(metrics, record(1)[20:])
+    assert [r["step"] for r in tail.read()] == [1]
+
+
+def test_the_tail_begins_anew_when_the_file_was_cut_back(metrics: Path) -> None:
+    tail = MetricsTail(metrics)
+    write(metrics, record(1), record(2), record(3))
+    tail.read()
+    other = metrics.with_suffix(".new")
+    write(other, record(1), record(2))
+    os.replace(other, metrics)
+    assert [r["step"] for r in tail.read()] == [1, 2]
+
+
+# --- progress ---
+
+
+def progress(metrics: Path, said: list[str], *, total: int = 40) -> Progress:
+    return Progress(metrics, total=total, every=10, say=said.append)
+
+
+def test_a_line_every_so_many_steps_and_at_the_end(metrics: Path) -> None:
+    said: list[str] = []
+    watched = progress(metrics, said, total=25)
+    write(metrics, *(record(step) for step in range(1, 26)))
+    watched.update()
+    assert [line.split("  ")[0] for line in said] == ["step 10/25", "step 20/25", "step 25/25"]
+    assert watched.step == 25
+
+
+def test_a_line_has_the_figures_and_the_time_left(metrics: Path) -> None:
+    said: list[str] = []
+    watched = progress(metrics, said)
+    write(metrics, *(record(step) for step in range(1, 10)))
+    write(metrics, json.dumps({"step": 0, "eval/heldout/accuracy": 0.125}) + "\n", record(10))
+    watched.update()
+    (line,) = said
+    assert line.split("  ") == [
+        *("step 10/40", "reward 0.250", "held-out 12.5% (step 0)", "staleness 0.5"),
+        *("128 samples/s", "restarts 0", "0:15 left"),
+    ]
+
+
+def test_repeated_steps_are_no_progress(metrics: Path) -> None:
+    said: list[str] = []
+    watched = progress(metrics, said)
+    write(metrics, *(record(step) for step in range(1, 15)))
+    watched.update()
+    write(metrics, *(record(step) for step in range(8, 15)))
+    watched.update()
+    assert watched.step == 14
+    assert len(said) == 1
+
+
+def test_what_an_earlier_life_wrote_is_not_told_again(metrics: Path) -> None:
+    write(metrics, *(record(step) for step in range(1, 31)))
+    said: list[str] = []
+    watched = progress(metrics, said)
+    watched.update()
+    assert (watched.step, said) == (30, [])
+
+
+# --- idle ---
+
+
+def test_idle_shares_are_weighted_by_the_time_that_reports_cover() -> None:
+    idle = IdleShares()
+    pool = {"role": "reward", "time": 1.0, "clock": {"wait/groups": 3.0, "grade": 1.0, "total": 4}}
+    idle.add({"reward-0": pool})
+    idle.add({"reward-0": pool})
+    idle.add({"reward-0": {**pool, "time": 2.0, "clock": {"grade": 4.0, "total": 4.0}}})
+    assert idle.shares() == {"reward": 0.375}
+
+
+def test_a_report_may_tell_shares_or_nothing() -> None:
+    assert waiting_share({"shares": {"wait/version": 0.25, "generate": 0.5}}) == 0.25
+    assert waiting_share({"pid": 1}) is None
+
+
+# --- the summary ---
+
+
+def test_the_summary_adds_up_what_was_trained(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    write(folder.metrics, *(record(step) for step in range(1, 4)))
+    write(
+        folder.logs / "restarts.jsonl",
+        json.dumps({"process": "rollout-0", "time": "t", "exit": "SIGKILL"}) + "\n",
+    )
+    findings = Findings(
+        evaluations=[
+            {"set_name": "heldout", "step": 0, "accuracy": 0.0, "problems": 500},
+            {"set_name": "heldout", "step": 3, "accuracy": 0.5, "problems": 100},
+            {"set_name": "heldout", "step": 3, "accuracy": 0.75, "problems": 500},
+            {"set_name": "other", "step": 3, "accuracy": 0.1, "problems": 900},
+        ],
+        grader_restarts=[{"name": "reward-0", "time": 0.0, "detail": "grader 7: deadline"}],
+        idle={"rollout": 0.2},
+    )
+    made = summary.make(
+        folder=folder,
+        config=load("miniature").resolve([]),
+        record={"run_id": "r", "preset": "miniature", "overrides": []},
+        findings=findings,
+        wall_seconds=61.0,
+        machine=Machine(gpus=(), cores=2, memory_mb=1024),
+    )
+    assert (made["accuracy_before"], made["accuracy_after"]) == (0.0, 0.75)
+    assert (made["steps"], made["samples_trained"], made["tokens_trained"]) == (3, 192, 321)
+    assert [restart["process"] for restart in made["restarts"]] == ["rollout-0", "reward-0"]
+    assert made["staleness_max"] == 1
+    assert made["idle_shares"] == {"learner": 0.2, "rollout": 0.2}
+    assert made["packages"]["numpy"]
+    text = "\n".join(summary.table(made, folder))
+    assert "0.0% -> 75.0% (500 problems)" in text
+    assert "1:01" in text
+    assert "rollout 20%" in text
+    summary.write(folder, made)
+    assert json.loads(folder.summary.read_text()) == made
+
+
+def test_the_next_command_fits_the_machine() -> None:
+    config = load("miniature").resolve([])
+    laptop = Machine(gpus=(), cores=2, memory_mb=1024)
+    node = Machine(gpus=EIGHT, cores=64, memory_mb=1 << 20)
+    assert "miniature-on-policy" in summary.next_command(config, "miniature", laptop)
+    assert "8gpu" in summary.next_command(config, "miniature", node)
+
+
+# --- the machine ---
+
+EIGHT = tuple(Gpu(index=i, name="H100", memory_mb=81559) for i in range(8))
+
+
+def test_gpus_are_read_from_nvidia_smi_and_masked() -> None:
+    listed = hardware.parse_gpus("0, NVIDIA H100 80GB HBM3, 81559\n1, NVIDIA H100, 81559\nerror\n")
+    assert [gpu.index for gpu in listed] == [0, 1]
+    assert [gpu.index for gpu in hardware.visible(listed, "1")] == [1]
+    assert hardware.visible(listed, "") == ()
+    assert hardware.visible(listed, "7,0") == ()
+    assert hardware.visible(listed, None) == listed
+
+
+def test_the_learner_gets_the_first_gpus_and_the_engines_the_next() -> None:
+    config = load("qwen2.5-math-7b-luffy-8gpu").resolve(
+        ["learner.ranks=2", "rollout.workers=3", "rollout.gpus_per_worker=2"]
+    )
+    placed = preflight.place(config, Machine(gpus=EIGHT, cores=64, memory_mb=1))
+    assert placed.learner == ((0,), (1,))
+    assert placed.rollout == ((2, 3), (4, 5), (6, 7))
+
+
+def test_too_few_gpus_are_refused_or_left_alone_as_the_preset_says() -> None:
+    one = Machine(gpus=EIGHT[:1], cores=8, memory_mb=1)
+    preset = load("qwen2.5-math-7b-luffy-8gpu")
+    with pytest.raises(ConfigError, match=r"needs 8 GPUs .* this machine has 1"):
+        preflight.place(preset.resolve([]), one)
+    assert preflight.place(preset.resolve(["launch.gpus=auto"]), one).learner == ((),) * 4
+    all_eight = Machine(gpus=EIGHT, cores=8, memory_mb=1)
+    assert preflight.place(load("miniature").resolve([]), all_eight).learner == ((),)
+
+
+def test_the_disk_that_a_run_may_need_grows_with_its_checkpoints() -> None:
+    config = load("miniature").resolve([])
+    model = preflight.check_model(config)
+    less = preflight.disk_needed(config, model)
+    more = preflight.disk_needed(load("miniature").resolve(["learner.checkpoints_kept=9"]), model)
+    assert more > less > 64 << 20
