@@ -205,7 +205,8 @@ def prepare(config: Config, folder: RunFolder) -> Prepared:
         files = {source_name(s): resolve(s.path) for s in config.data.train}
         files |= {one.name: resolve(one.path) for one in config.data.evaluate}
     tokenizer = load_tokenizer(config.model.path)
-    grader = Grader(config.reward)
+    # The traces are the expert's: what is forced upon own samples isn't forced upon them.
+    grader = Grader(config.reward.model_copy(update={"own_reward": None}))
     try:
         maker = _Maker(config, tokenizer, grader)
         problems: list[Problem] = []

@@ -6,6 +6,7 @@ A row without a verdict leaves here: it is in no baseline, no loss and no denomi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +24,15 @@ from ..common.records import (
     Sample,
     Source,
     UInt8Array,
+    Verdict,
 )
 
 NO_LAG = -1
 """Lag of a token that no version sampled."""
+
+# Looked up once: an enum's members are slow to reach, and this runs for every sample.
+_OWN, _EXPERT, _STOP = Source.OWN, Source.EXPERT, FinishReason.STOP
+_NO_VERDICT = frozenset({None, *(v for v in Verdict if v.leaves_baseline)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,15 +105,18 @@ class Batch:
 
 def row_of_sample(sample: Sample, group: int, prompt: Int32Array) -> Row | None:
     """A row, or None where the sample has no verdict to learn from."""
-    verdict = sample.verdict
-    if verdict is None or verdict.leaves_baseline or sample.reward is None:
+    length = len(sample.tokens)
+    if sample.verdict in _NO_VERDICT or sample.reward is None or not length:
         return None
-    own = sample.source == Source.OWN
-    # Without its behaviour log-prob an own token has no ratio.
-    if not len(sample.tokens) or not np.isfinite(sample.logprobs[own]).all():
+    # Without its behaviour log-prob an own token has no ratio. The sum is finite in nearly
+    # every case, and then each term is.
+    finite = math.isfinite(float(sample.logprobs.sum()))
+    if not finite and not np.isfinite(sample.logprobs[sample.source == _OWN]).all():
         return None
-    steps = np.full(len(sample.tokens), NO_LAG, np.int64)
-    for span in sample.spans:
+    spans = sample.spans
+    whole = len(spans) == 1 and spans[0].start == 0 and spans[0].end == length
+    steps = np.full(length, spans[0].step if whole else NO_LAG, np.int64)
+    for span in () if whole else spans:
         steps[span.start : span.end] = span.step
     return Row(
         group=group,
@@ -118,7 +127,7 @@ def row_of_sample(sample: Sample, group: int, prompt: Int32Array) -> Row | None:
         steps=steps,
         temperature=sample.sampling.temperature,
         reward=sample.reward,
-        truncated=sample.finish_reason is not FinishReason.STOP,
+        truncated=sample.finish_reason is not _STOP,
     )
 
 
@@ -126,7 +135,7 @@ def row_of_trace(
     trace: ExpertTrace, group: int, prompt: Int32Array, temperature: float
 ) -> Row | None:
     """A row of expert tokens, or None where the trace has no verdict."""
-    if trace.verdict.leaves_baseline or trace.reward is None or not len(trace.tokens):
+    if trace.verdict in _NO_VERDICT or trace.reward is None or not len(trace.tokens):
         return None
     length = len(trace.tokens)
     known = trace.logprobs
@@ -134,7 +143,7 @@ def row_of_trace(
         group=group,
         prompt=prompt,
         tokens=trace.tokens,
-        source=np.full(length, Source.EXPERT, np.uint8),
+        source=np.full(length, _EXPERT, np.uint8),
         behaviour=np.full(length, np.nan, np.float32) if known is None else known,
         steps=np.full(length, NO_LAG, np.int64),
         temperature=temperature,
@@ -178,26 +187,30 @@ def assemble(rows: Sequence[Row], groups: int, left_out: int = 0) -> Batch:
     """The batch of these rows."""
 
     def joined(parts: list[Any], dtype: Any) -> Any:
-        return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
+        return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
 
+    source = joined([row.source for row in rows], np.uint8)
     prompts = np.array([len(row.prompt) for row in rows], np.int64)
     responses = np.array([len(row.tokens) for row in rows], np.int64)
     both = prompts + responses
+    response_start = np.cumsum(responses) - responses
     return Batch(
         groups=groups,
         group=np.array([row.group for row in rows], np.int64),
         tokens=joined([part for row in rows for part in (row.prompt, row.tokens)], np.int64),
         start=np.cumsum(both) - both,
         prompt_length=prompts,
-        response_start=np.cumsum(responses) - responses,
+        response_start=response_start,
         response_length=responses,
-        source=joined([row.source for row in rows], np.uint8),
+        source=source,
         behaviour=joined([row.behaviour for row in rows], np.float32),
         steps=joined([row.steps for row in rows], np.int64),
         temperature=np.array([row.temperature for row in rows], np.float32),
         rewards=np.array([row.reward for row in rows], np.float64),
         truncated=np.array([row.truncated for row in rows], np.bool_),
-        expert_row=np.array([bool((row.source == Source.EXPERT).any()) for row in rows], np.bool_),
+        expert_row=np.logical_or.reduceat(source == _EXPERT, response_start)
+        if len(rows)
+        else np.zeros(0, np.bool_),
         left_out=left_out,
     )
 

@@ -71,6 +71,7 @@ class DeepSpeedEngine:
         if config.learner.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.policy = Policy(model)
+        self.policy.share_prompts()
         self._optimizer = _Optimizer(self.policy, config, self.stage)
         self._engine = self._initialise()
         self._engine.train()
@@ -88,6 +89,10 @@ class DeepSpeedEngine:
             config=self._settings(),
             dist_init_required=False,
         )
+        if self.stage == 3:
+            # The policy reads the output matrix itself, outside the head's own forward: its
+            # hooks must gather it for the forward and the backward pass.
+            deepspeed.zero.register_external_parameter(self.policy, self.policy.head.weight)
         return engine
 
     def _settings(self) -> dict[str, Any]:
@@ -106,6 +111,9 @@ class DeepSpeedEngine:
             "steps_per_print": None,
             "wall_clock_breakdown": False,
         }
+        if bf16 and self.stage:
+            # Gradients of many micro-batches are summed up: bf16 would lose the small ones.
+            settings["data_types"] = {"grad_accum_dtype": "fp32"}
         if self.stage == 3:
             settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
         return settings
@@ -191,7 +199,12 @@ class DeepSpeedEngine:
 
     def _forward(self, micro: MicroBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         scored, entropy = self._engine(
-            micro.input_ids, micro.index, micro.targets, micro.temperature, entropy_gradient
+            micro.input_ids,
+            micro.index,
+            micro.targets,
+            micro.temperature,
+            entropy_gradient,
+            micro.layout,
         )
         return scored, entropy
 

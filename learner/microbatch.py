@@ -14,6 +14,7 @@ from .advantages import Baseline, advantages
 from .batch import NO_LAG, Batch, ragged
 from .objectives import Objective
 from .rows import Rows
+from .shared_prompts import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,21 +22,23 @@ class MicroBatch:
     """What one forward and backward pass takes."""
 
     input_ids: Tensor
-    """``[r, S]`` int64, padded on the right with id 0."""
+    """``[r, S]`` int64, padded on the right with id 0; ``[1, F]`` with a layout."""
     index: Tensor
-    """``[N]`` int64, where in the flattened ``[r · S]`` the token before each own or expert
-    token stands: its hidden state predicts that token."""
+    """``[N]`` int64, where in the flattened ids the token before each own or expert token
+    stands: its hidden state predicts that token."""
     targets: Tensor
     """``[N]`` int64, those tokens."""
     temperature: Tensor | None
     """``[N]`` float32; None where all are 1."""
     rows: Rows
     """The same N tokens, for the objective."""
+    layout: Layout | None = None
+    """Of rows that share their prompts; None for padded ones."""
     dummy: bool = False
     """Its loss counts nothing; it only keeps collectives in step."""
 
     @property
-    def padded_tokens(self) -> int:
+    def forward_tokens(self) -> int:
         """Tokens of the forward pass, padding included."""
         return self.input_ids.numel()
 
@@ -50,6 +53,7 @@ class MicroBatch:
             targets=self.targets.to(device, non_blocking=True),
             temperature=None if heat is None else heat.to(device, non_blocking=True),
             rows=self.rows.to(device),
+            layout=None if self.layout is None else self.layout.to(device),
             dummy=self.dummy,
         )
 
@@ -109,30 +113,85 @@ def rows_of(
     )
 
 
-def micro_batch(batch: Batch, rows: Rows, which: NDArray[np.int64]) -> MicroBatch:
-    """The micro-batch of the rows with these indices; ``rows`` are all rows of the batch."""
+def micro_batch(
+    batch: Batch, rows: Rows, which: NDArray[np.int64], *, share_prompts: bool = False
+) -> MicroBatch:
+    """The micro-batch of the rows with these indices.
+
+    Args:
+        batch: All rows.
+        rows: The same as tensors.
+        which: ``[r]``; none make a dummy.
+        share_prompts: Lay the tokens out so that rows of a group share their prompt.
+    """
     if not len(which):
         return dummy(rows)
     lengths = batch.lengths[which]
     width = int(lengths.max())
-    input_ids = np.zeros((len(which), width), np.int64)
-    flat = ragged(np.arange(len(which)) * width, lengths)
-    input_ids.reshape(-1)[flat] = batch.tokens[ragged(batch.start[which], lengths)]
+    cells = ragged(np.arange(len(which)) * width, lengths)
+    tokens = batch.tokens[ragged(batch.start[which], lengths)]
     spans = ragged(batch.response_start[which], batch.response_length[which])
-    counted = batch.source[spans] != Source.ENVIRONMENT
     # The token at place t of a response is predicted at place P − 1 + t of the row.
-    before = batch.prompt_length[which] - 1
-    index = ragged(np.arange(len(which)) * width + before, batch.response_length[which])
+    before = np.arange(len(which)) * width + batch.prompt_length[which] - 1
+    index = ragged(before, batch.response_length[which])
     answers = ragged(batch.start[which] + batch.prompt_length[which], batch.response_length[which])
+    targets = batch.tokens[answers]
+    counted = batch.source[spans] != Source.ENVIRONMENT
+    if not counted.all():
+        index, targets = index[counted], targets[counted]
     chosen = rows.select(torch.from_numpy(which))
     plain = bool((chosen.temperature == 1).all())
+    layout = None
+    if share_prompts:
+        line, layout, place = _share(batch, which, width)
+        input_ids, index = line[None], place[index]
+    else:
+        input_ids = np.zeros((len(which), width), np.int64)
+        input_ids.reshape(-1)[cells] = tokens
     return MicroBatch(
         input_ids=torch.from_numpy(input_ids),
-        index=torch.from_numpy(index[counted]),
-        targets=torch.from_numpy(batch.tokens[answers[counted]]),
+        index=torch.from_numpy(index),
+        targets=torch.from_numpy(targets),
         temperature=None if plain else chosen.temperature,
         rows=chosen,
+        layout=layout,
     )
+
+
+def _share(
+    batch: Batch, which: NDArray[np.int64], width: int
+) -> tuple[NDArray[np.int64], Layout, NDArray[np.int64]]:
+    """The line of tokens, its layout, and ``[r · S]`` which of its tokens fills each cell."""
+    prompts = batch.prompt_length[which]
+    read = batch.response_length[which] - 1
+    # The first row of each group carries its prompt.
+    _, first, home = np.unique(batch.group[which], return_index=True, return_inverse=True)
+    shared = prompts[first]
+    starts = np.cumsum(shared) - shared
+    total = int(shared.sum())
+    response_at = total + np.cumsum(read) - read
+    rows = np.arange(len(which)) * width
+    line = batch.tokens[
+        np.concatenate(
+            [
+                ragged(batch.start[which][first], shared),
+                ragged(batch.start[which] + prompts, read),
+            ]
+        )
+    ]
+    place = np.zeros(len(which) * width, np.int64)
+    place[ragged(rows, prompts)] = ragged(starts[home], prompts)
+    own = ragged(rows + prompts, read)
+    place[own] = ragged(response_at, read)
+    positions = np.concatenate([ragged(np.zeros_like(shared), shared), ragged(prompts, read)])
+    layout = Layout(
+        rows=len(which),
+        width=width,
+        positions=torch.from_numpy(positions[None]),
+        gather=torch.from_numpy(place),
+        back=torch.from_numpy(np.concatenate([ragged(rows[first], shared), own])),
+    )
+    return line, layout, place
 
 
 def dummy(rows: Rows) -> MicroBatch:

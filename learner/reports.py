@@ -11,6 +11,11 @@ from ..common.records import ExpertTrace, FinishReason, Group, Sample, Source, V
 from .advantages import EQUAL_REWARDS
 from .updates import GroupWithTraces
 
+# Looked up once: an enum's members are slow to reach, and this runs for every sample.
+_CORRECT = Verdict.CORRECT
+_NO_VERDICT = frozenset({None, *(v for v in Verdict if v.leaves_baseline)})
+_TOLD = tuple(v for v in Verdict if v not in (Verdict.CORRECT, Verdict.WRONG))
+
 
 def describe(
     step: int, groups: Sequence[GroupWithTraces], traces: Mapping[str, ExpertTrace]
@@ -49,22 +54,22 @@ def _rewards(
     found = {"reward/graded": len(counted) / len(samples)}
     if counted:
         found["reward/mean"] = _mean([s.reward for s in counted])
-        found["reward/accuracy"] = _mean([s.verdict is Verdict.CORRECT for s in counted])
+        found["reward/accuracy"] = _mean([s.verdict is _CORRECT for s in counted])
         for name in dict.fromkeys(name for s in counted for name in s.components):
             values = [s.components[name] for s in counted if s.components.get(name) is not None]
             if values and name != "accuracy":
                 found[f"reward/{name}"] = _mean(values)
-    for verdict in Verdict:
-        share = _mean([s.verdict is verdict for s in samples])
-        if share and verdict not in (Verdict.CORRECT, Verdict.WRONG):
-            found[f"reward/verdict_{verdict.value}"] = share
+    verdicts = [s.verdict for s in samples]
+    for verdict in _TOLD:
+        if verdict in verdicts:
+            found[f"reward/verdict_{verdict.value}"] = verdicts.count(verdict) / len(verdicts)
     equal, equal_accuracy, solved, unsolved = [], [], [], []
     for group, names in groups:
         own = [s for s in group.samples if _counts(s)]
         experts = [traces[name] for name in names]
         rewards = [s.reward for s in own] + [t.reward for t in experts if t.reward is not None]
-        right = [s.verdict is Verdict.CORRECT for s in own]
-        both = right + [t.verdict is Verdict.CORRECT for t in experts]
+        right = [s.verdict is _CORRECT for s in own]
+        both = right + [t.verdict is _CORRECT for t in experts]
         numbers = [float(r) for r in rewards if r is not None]
         equal.append(not numbers or max(numbers) - min(numbers) <= EQUAL_REWARDS)
         equal_accuracy.append(len(set(both)) <= 1)
@@ -80,12 +85,15 @@ def _rewards(
 
 def _rollouts(groups: Sequence[GroupWithTraces], samples: Sequence[Sample]) -> dict[str, float]:
     lengths = [len(s.tokens) for s in samples]
-    logprobs = np.concatenate([s.logprobs[s.source == Source.OWN] for s in samples])
-    partial = [any(s.finish_reason is FinishReason.ABORT for s in g.samples) for g, _ in groups]
+    own = np.concatenate([s.source for s in samples]) == Source.OWN
+    logprobs = np.concatenate([s.logprobs for s in samples])[own]
+    ended = [s.finish_reason for s in samples]
+    aborted = FinishReason.ABORT
+    partial = [any(s.finish_reason is aborted for s in g.samples) for g, _ in groups]
     found = {
         "rollout/length_mean": _mean(lengths),
         "rollout/length_max": float(max(lengths)),
-        "rollout/truncated": _mean([s.finish_reason is FinishReason.LENGTH for s in samples]),
+        "rollout/truncated": ended.count(FinishReason.LENGTH) / len(ended),
         "rollout/partial_groups": _mean(partial),
         "rollout/tokens": float(sum(lengths)),
     }
@@ -143,8 +151,7 @@ def _text(step: int, group: Group, traces: Sequence[ExpertTrace]) -> dict[str, A
 
 
 def _counts(sample: Sample) -> bool:
-    verdict = sample.verdict
-    return verdict is not None and not verdict.leaves_baseline and sample.reward is not None
+    return sample.verdict not in _NO_VERDICT and sample.reward is not None
 
 
 def _mean(values: Sequence[Any]) -> float:

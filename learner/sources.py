@@ -6,8 +6,9 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,10 @@ class StepBatch:
     """The row is written and marked: it uses its number and isn't trained on."""
 
 
+Fetch = Callable[[], StepBatch]
+"""Fetches the samples of a row that is there: time of its own, not of waiting."""
+
+
 class BatchSource(ABC):
     """Gives the batch of each step, the same one however often it is asked for."""
 
@@ -56,8 +61,8 @@ class BatchSource(ABC):
         """Brings the source in line with the journal; returns J, the steps that have rows."""
 
     @abstractmethod
-    def take(self, step: int, term: int) -> StepBatch | Waiting:
-        """The batch of a step, or whom it waits for.
+    def take(self, step: int, term: int) -> Fetch | Waiting:
+        """What fetches the step's batch, or whom it waits for.
 
         Raises:
             FencedError: a newer learner has taken over.
@@ -123,10 +128,11 @@ class LedgerSource(BatchSource):
             )
         return self._ledger.journalled()
 
-    def take(self, step: int, term: int) -> StepBatch | Waiting:
+    def take(self, step: int, term: int) -> Fetch | Waiting:
         row = self._ledger.take(step, term)
-        if isinstance(row, Waiting):
-            return row
+        return row if isinstance(row, Waiting) else partial(self._fetch, row)
+
+    def _fetch(self, row: Row) -> StepBatch:
         groups: list[GroupWithTraces] = []
         traces: dict[str, ExpertTrace] = {}
         if not row.quarantined:
@@ -136,7 +142,7 @@ class LedgerSource(BatchSource):
                 (group, entry.trace_ids) for group, entry in zip(fetched, row.ids, strict=True)
             ]
         return StepBatch(
-            step=step,
+            step=row.step,
             row=row.to_dict(),
             groups=groups,
             traces=traces,
@@ -191,9 +197,12 @@ class OfflineSource(BatchSource):
     def begin(self, term: int, journal: Journal) -> int:
         return journal.last_step
 
-    def take(self, step: int, term: int) -> StepBatch | Waiting:
+    def take(self, step: int, term: int) -> Fetch | Waiting:
         if step > self.total_steps:
             return Waiting(group_id="", state="", worker="", reason="run ended", ended=True)
+        return partial(self._fetch, step)
+
+    def _fetch(self, step: int) -> StepBatch:
         names = self.names(step)
         traces = self._cache.get(names)
         problems = self._runs.problems([traces[name].problem_id for name in names])

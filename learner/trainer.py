@@ -41,7 +41,7 @@ from .ranks import Leader, follow
 from .rendezvous import process_group
 from .reports import describe, texts
 from .schedule import learning_rate
-from .sources import BatchSource, LedgerSource, OfflineSource, StepBatch
+from .sources import BatchSource, Fetch, LedgerSource, OfflineSource, StepBatch
 from .updates import Updates
 
 log = logging.getLogger("tandem.learner")
@@ -227,10 +227,10 @@ class Trainer:
         if journalled > self._step:
             log.info(f"trains steps {self._step + 1} to {journalled} again from the journal")
         while self._step < journalled and not self._stop.asked:
-            batch = self._next(self._step + 1)
-            if batch is None:
+            fetch = self._next(self._step + 1)
+            if fetch is None:
                 return
-            self._do(batch)
+            self._do(fetch)
         self._clock.take()
 
     def _publish_first(self, total: int) -> None:
@@ -256,10 +256,10 @@ class Trainer:
         self._progress = (time.monotonic(), self._step)
         while not self._stop.asked:
             with self._clock.doing("wait/batch"):
-                batch = self._next(self._step + 1)
-            if batch is None:
+                fetch = self._next(self._step + 1)
+            if fetch is None:
                 return
-            self._do(batch)
+            self._do(fetch)
             if self._step % every == 0 and self._step < total:
                 self._checkpoint()
             if self._step < total:
@@ -296,15 +296,15 @@ class Trainer:
 
     # One step.
 
-    def _next(self, step: int) -> StepBatch | None:
-        """The step's batch; None when no row will come, or the process is to drain."""
+    def _next(self, step: int) -> Fetch | None:
+        """What fetches the step's batch; None when no row will come, or the process is to drain."""
         since = time.monotonic()
         told = since
         stall = self._config.launch.stall_seconds
         with self._leader.waiting():
             while not self._stop.asked:
                 taken = self._source.take(step, self._term)
-                if isinstance(taken, StepBatch):
+                if not isinstance(taken, Waiting):
                     return taken
                 if taken.ended:
                     return None
@@ -322,8 +322,11 @@ class Trainer:
             self._log_evaluation(result)
         self._report(str(waiting))
 
-    def _do(self, batch: StepBatch) -> None:
-        step, clock = batch.step, self._clock
+    def _do(self, fetch: Fetch) -> None:
+        clock = self._clock
+        with clock.doing("batch"):
+            batch = fetch()
+        step = batch.step
         with clock.doing("journal"):
             written = self._journal.row(self._term, step, batch.row)
         known = self._journal.outcomes.get(step)

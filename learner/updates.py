@@ -51,7 +51,7 @@ class _Update:
     """Configured response length × nominal rows."""
     active: int
     """Rows that can move the gradient, over all ranks."""
-    padded_tokens: int
+    forward_tokens: int
     """Of this rank's forward passes."""
 
 
@@ -176,7 +176,7 @@ class Updates:
             scoring=scoring,
             constant=float(self.config.rollout.max_new_tokens * nominal),
             active=len(active),
-            padded_tokens=sum(micro.padded_tokens for micro in own),
+            forward_tokens=sum(micro.forward_tokens for micro in own),
         )
 
     def _active_units(self, rows: Rows) -> Tensor:
@@ -203,7 +203,11 @@ class Updates:
             budget=self.config.learner.micro_batch_tokens,
             ranks=self.engine.world_size,
         )
-        return [micro_batch(batch, rows, which[part]) for part in shares[self.engine.rank]]
+        share = self.engine.policy.shares_prompts
+        return [
+            micro_batch(batch, rows, which[part], share_prompts=share)
+            for part in shares[self.engine.rank]
+        ]
 
     def _with_proximal(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         scored = self.engine.score(micro_batches)
@@ -251,14 +255,14 @@ class Updates:
             "rows": float(update.rows.count),
             "rows_active": float(update.active),
             "micro_batches": float(len(update.micro_batches)),
-            "padded_tokens": float(update.padded_tokens),
+            "forward_tokens": float(update.forward_tokens),
             **self.objective.report(result.sums, scalars),
             **looked,
         }
 
 
 _SUMMED = frozenset(
-    {"rows", "rows_active", "tokens_own", "tokens_expert", "micro_batches", "padded_tokens"}
+    {"rows", "rows_active", "tokens_own", "tokens_expert", "micro_batches", "forward_tokens"}
 )
 _GREATEST = frozenset({"ratio_max", "k3_p99"})
 

@@ -121,6 +121,12 @@ def test_a_wrong_trace_does_not_enter_and_is_counted(made: Path) -> None:
     assert "1 traces graded wrong" in str(found.counts["expert"])
 
 
+def test_a_reward_forced_upon_own_samples_leaves_the_experts_alone(made: Path) -> None:
+    found = prepared("reward.own_reward=0", "expert.per_group=1")
+    assert found.traces
+    assert all(trace.reward == 1.0 for trace in found.traces)
+
+
 def test_a_trace_over_the_limit_is_left_out_whole(made: Path) -> None:
     found = prepared("rollout.max_new_tokens=40", "expert.per_group=0", "learner.source=ledger")
     assert found.traces == ()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,14 +22,6 @@ from tandem.common.records import (
 from tandem.learner.batch import build
 from tandem.learner.microbatch import micro_batch, rows_of
 from tandem.learner.objectives import ObjectiveSettings, make
-
-spec = importlib.util.spec_from_file_location(
-    "learner_conftest", Path(__file__).with_name("conftest.py")
-)
-assert spec is not None
-assert spec.loader is not None
-made_up = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(made_up)
 
 LUFFY = make("luffy", ObjectiveSettings())
 
@@ -118,7 +109,11 @@ def test_a_trace_fills_the_group_up_with_its_known_log_probs() -> None:
 def test_sft_scores_at_temperature_1_and_rl_at_the_samples() -> None:
     hot = sample([3, 4], sampling=SamplingParams(temperature=0.5))
     batch = build([(group(hot), ("t",))], {"t": trace([9])}, temperature=0.5)
-    for name, expected in (("luffy", [0.5, 0.5, 0.5]), ("rl_sft_loss", [0.5, 0.5, 1]), ("sft", [1, 1, 1])):
+    for name, expected in (
+        ("luffy", [0.5, 0.5, 0.5]),
+        ("rl_sft_loss", [0.5, 0.5, 1]),
+        ("sft", [1, 1, 1]),
+    ):
         found = rows(batch, objective=make(name, ObjectiveSettings()))
         assert found.temperature.tolist() == expected
 
@@ -172,7 +167,7 @@ def test_environment_text_is_context_and_no_target() -> None:
     assert found.lengths.tolist() == [2]
 
 
-def test_every_target_is_predicted_at_the_token_before_it() -> None:
+def test_every_target_is_predicted_at_the_token_before_it(made_up: ModuleType) -> None:
     batch = made_up.random_rows(1)
     found = rows(batch)
     micro = micro_batch(batch, found, np.array([5, 0, 9]))

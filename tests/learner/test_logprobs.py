@@ -34,9 +34,7 @@ def test_log_probs_and_entropy_are_those_of_the_tempered_softmax(
 
 
 @pytest.mark.parametrize("heat", [True, False])
-def test_chunked_gradients_are_the_plain_ones(
-    heat: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunked_gradients_are_the_plain_ones(heat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * V * 5)
     gradients = []
     for chunked in (False, True):

@@ -105,9 +105,7 @@ def test_luffy_gives_the_published_gradient() -> None:
     expected = [0.208333, 0.166667, 0.111111, -0.083333, -0.041667, -0.125, -0.083333]
     expected += [-0.011574, -0.015625, -0.008230]
     assert logprobs.grad is not None
-    torch.testing.assert_close(
-        logprobs.grad, torch.tensor(expected, dtype=F64), atol=1e-6, rtol=0
-    )
+    torch.testing.assert_close(logprobs.grad, torch.tensor(expected, dtype=F64), atol=1e-6, rtol=0)
 
 
 def test_clip_fractions_are_told_by_the_sign_of_the_advantage() -> None:
@@ -123,7 +121,12 @@ def test_clip_fractions_are_told_by_the_sign_of_the_advantage() -> None:
 
 @pytest.mark.parametrize(
     ("p", "q", "slope"),
-    [(0.01, 0.090909, 0.082645), (0.1, 0.5, 0.25), (0.5, 0.833333, 0.138889), (1.0, 0.909091, 0.082645)],
+    [
+        (0.01, 0.090909, 0.082645),
+        (0.1, 0.5, 0.25),
+        (0.5, 0.833333, 0.138889),
+        (1.0, 0.909091, 0.082645),
+    ],
 )
 def test_shaping_and_its_gradient(p: float, q: float, slope: float) -> None:
     logp = torch.tensor(math.log(p), dtype=F64, requires_grad=True)
@@ -200,7 +203,8 @@ def test_rl_sft_loss_adds_the_mean_over_expert_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "denominator"), [("constant", 4.0), ("token_mean", 3.0), ("by_source", 3.0), ("sequence_mean", 3.0)]
+    ("how", "denominator"),
+    [("constant", 4.0), ("token_mean", 3.0), ("by_source", 3.0), ("sequence_mean", 3.0)],
 )
 def test_sft_is_cross_entropy_of_expert_tokens(how: Any, denominator: float) -> None:
     these, logprobs = reference_case()

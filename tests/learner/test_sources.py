@@ -1,0 +1,90 @@
+"""Batches of stored traces: the same for a step whoever asks, every trace once a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tandem.common.errors import DataError
+from tandem.learner.reports import describe, texts
+from tandem.learner.sources import LedgerSource, OfflineSource
+from tandem.replay.ledger import Waiting
+
+
+@pytest.fixture
+def run(server: Any, made_up: ModuleType, tmp_path: Path) -> Iterator[Any]:
+    config = made_up.config_of(expert={"per_group": 1})
+    made = made_up.Run(server.join(), config, tmp_path)
+    yield made
+    made.close()
+
+
+def offline(stored: Any, made_up: ModuleType, **sections: Any) -> OfflineSource:
+    config = made_up.config_of(learner={"source": "offline"}, **sections)
+    return OfflineSource(config, stored.runs)
+
+
+def test_every_pass_has_every_trace_once_in_an_order_of_its_own(
+    run: Any, made_up: ModuleType
+) -> None:
+    source = offline(run, made_up, run={"steps": 30})
+    names = [name for step in range(1, 31) for name in source.names(step)]
+    passes = [tuple(names[start : start + 3]) for start in range(0, 60, 3)]
+    assert all(len(set(one)) == 3 for one in passes)
+    assert len(set(passes)) > 3
+    # Asked for out of order, a step is the same.
+    assert source.names(7) == offline(run, made_up, run={"steps": 30}).names(7)
+    assert names != [
+        n
+        for step in range(1, 31)
+        for n in offline(run, made_up, run={"steps": 30, "seed": 4}).names(step)
+    ]
+
+
+def test_passes_end_with_a_short_step(run: Any, made_up: ModuleType) -> None:
+    source = offline(run, made_up, run={"steps": None, "passes": 1})
+    assert source.total_steps == 2
+    fetch = source.take(2, 1)
+    assert not isinstance(fetch, Waiting)
+    last = fetch()
+    assert last.row["short"]
+    assert len(last.groups) == 1
+    assert source.take(3, 1).ended  # type: ignore[union-attr]
+
+
+def test_only_accepted_verdicts_enter(run: Any, made_up: ModuleType) -> None:
+    with pytest.raises(DataError, match=r"no expert trace with a verdict in .*\['wrong'\]"):
+        offline(run, made_up, expert={"accept": ["wrong"]})
+
+
+def test_a_row_of_the_ledger_comes_with_its_traces(run: Any) -> None:
+    source = LedgerSource(run.ledger, run.runs)
+    assert source.total_steps == 6
+    term = run.ledger.new_term()
+    assert isinstance(source.take(1, term), Waiting)
+    run.work()
+    fetch = source.take(1, term)
+    while isinstance(fetch, Waiting):
+        fetch = source.take(1, term)
+    again = source.take(1, term)
+    assert not isinstance(again, Waiting)
+    batch = fetch()
+    assert batch.row == again().row
+    named = [name for _, names in batch.groups for name in names]
+    assert sorted(batch.traces) == sorted(named)
+
+    told = describe(1, batch.groups, batch.traces)
+    assert told["replay/groups"] == 2
+    assert told["replay/expert_rows"] == len(named)
+    assert 0 < told["reward/mean"] < 1
+    assert told["reward/accuracy"] == told["reward/mean"]
+    assert told["reward/zero_variance"] == 0
+    assert told["rollout/truncated"] == 0
+    assert told["replay/staleness_max"] == 0
+    (first,) = texts(1, batch.groups, batch.traces, 1)
+    assert first["group_id"] == "0-0"
+    assert {"prompt", "gold", "rows", "problem_id", "worker"} <= first.keys()

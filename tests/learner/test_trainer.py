@@ -1,0 +1,342 @@
+"""Whole learner processes on a real Redis, with a worker that needs no model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tandem.learner.journal import read
+
+pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.slow
+DEADLINE = 90.0
+
+
+class Learner:
+    """One learner process."""
+
+    def __init__(self, ask: Callable[[dict[str, Any]], dict[str, Any]], **details: Any) -> None:
+        self._ask = ask
+        self.pid: int = ask(details)["pid"]
+        self.code: int | None = None
+
+    def running(self) -> bool:
+        if self.code is None:
+            self.code = self._ask({"poll": self.pid})["code"]
+        return self.code is None
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> int | None:
+        until(lambda: not self.running(), f"the end of learner process {self.pid}")
+        return self.code
+
+
+@pytest.fixture(scope="module")
+def ask() -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+    """Talks to ``learner_server.py``."""
+    server = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("learner_server.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    stdin, stdout = server.stdin, server.stdout
+
+    def answer() -> dict[str, Any]:
+        for line in stdout:
+            # Libraries may say something of their own while they are imported.
+            if line.startswith("{"):
+                found: dict[str, Any] = json.loads(line)
+                return found
+        raise AssertionError("learner_server.py has ended")
+
+    def request(asked: dict[str, Any]) -> dict[str, Any]:
+        stdin.write(json.dumps(asked) + "\n")
+        stdin.flush()
+        return answer()
+
+    try:
+        assert answer() == {"ready": True}
+        yield request
+    finally:
+        server.kill()
+        server.wait()
+        stdin.close()
+        stdout.close()
+
+
+Launch = Callable[..., Learner]
+
+
+@pytest.fixture
+def launch(ask: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[Launch]:
+    """Starts learner processes, which are gone at the end."""
+    started: list[Learner] = []
+
+    def start(run: Any, rank: int = 0, ranks: int = 1, port: int = 0) -> Learner:
+        folder = str(run.folder.path)
+        learner = Learner(ask, folder=folder, rank=rank, ranks=ranks, port=port)
+        started.append(learner)
+        return learner
+
+    yield start
+    for learner in started:
+        if learner.running():
+            learner.signal(signal.SIGKILL)
+            learner.wait()
+
+
+StartRun = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def start_run(
+    server: Any, made_up: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartRun]:
+    """Makes runs in folders of their own."""
+    runs = []
+
+    def start(**sections: Any) -> Any:
+        quiet = {"at_start": False, "at_end": False}
+        sections["evaluate"] = quiet | sections.get("evaluate", {})
+        folder = tmp_path_factory.mktemp("run")
+        run = made_up.Run(server.join(), made_up.config_of(**sections), folder)
+        runs.append(run)
+        return run
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+LUFFY: dict[str, Any] = {
+    "run": {"steps": 8},
+    "expert": {"per_group": 1},
+    "learner": {"objective": {"name": "luffy"}, "checkpoint_every": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def straight(start_run: StartRun, ask: Any) -> Any:
+    """A run of 8 steps that nothing disturbed."""
+    run = start_run(**LUFFY)
+    run.work()
+    finish(run, Learner(ask, folder=str(run.folder.path), rank=0, ranks=1, port=0))
+    return run
+
+
+def finish(run: Any, learner: Learner, expected: int = 0) -> str:
+    """Waits for a process to end with this code; returns the run's logs."""
+    code = learner.wait()
+    text = "\n".join(path.read_text() for path in sorted(run.folder.logs.glob("learner-*.log")))
+    assert code == expected, text[-3000:]
+    return text
+
+
+def metrics(run: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+
+
+def weights(run: Any) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(run.folder.model / "model.safetensors")
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + DEADLINE
+    while not true():
+        assert time.monotonic() < end, f"{what} never came"
+        time.sleep(0.01)
+
+
+def test_a_run_ends_finished_with_all_its_records(straight: Any) -> None:
+    assert straight.runs.state() == "finished"
+    assert [record["step"] for record in metrics(straight)] == list(range(1, 9))
+    assert straight.ledger.counts()["trained"] == 16
+    names = {name.partition("/")[0] for name in metrics(straight)[-1] if "/" in name}
+    assert names == {"train", "reward", "rollout", "replay", "time"}
+    samples = [json.loads(line) for line in straight.folder.samples.read_text().splitlines()]
+    assert [record["step"] for record in samples] == [n for n in range(1, 9) for _ in range(2)]
+    assert {row["source"] for row in samples[0]["rows"] + samples[1]["rows"]} == {"own", "expert"}
+
+
+def test_a_killed_and_resumed_run_is_the_run_it_would_have_been(
+    straight: Any, start_run: StartRun, launch: Launch
+) -> None:
+    killed = start_run(**LUFFY)
+    killed.work()
+    first = launch(killed)
+    until(lambda: killed.ledger.counts()["trained"] >= 10, "step 5")
+    first.signal(signal.SIGKILL)
+    first.wait()
+    log = finish(killed, launch(killed))
+    assert "resumes from the checkpoint of step" in log
+
+    for name, tensor in weights(straight).items():
+        assert torch.equal(weights(killed)[name], tensor), name
+    losses = [record["train/loss"] for record in metrics(straight)]
+    assert [record["train/loss"] for record in metrics(killed)] == losses
+    assert [record["step"] for record in metrics(killed)] == list(range(1, 9))
+
+    # Every group stands in one row, and every row is applied on the line that was kept.
+    records = list(read(killed.folder.journal))
+    rows = [r for r in records if r["kind"] == "row"]
+    ids = Counter(entry["id"] for r in rows for entry in r["row"]["groups"])
+    assert [r["step"] for r in rows] == list(range(1, 9))
+    assert set(ids.values()) == {1}
+    assert {r["term"] for r in records} == {1, 2}
+    assert killed.ledger.counts()["trained"] == 16
+    kept = sorted(path.name for path in killed.folder.checkpoints.glob("step-*"))
+    assert len(kept) == 2
+    assert kept[-1] == "step-00000008"
+
+
+def poison(run: Any, bad_groups: set[str]) -> None:
+    """Lets the worker hand in rewards that make loss and gradient infinite or NaN."""
+    answer = run.answer
+
+    def poisoned(lease: Any, held: Any) -> Any:
+        group = answer(lease, held)
+        if lease.group_id not in bad_groups:
+            return group
+        samples = (dataclasses.replace(group.samples[0], reward=math.inf), *group.samples[1:])
+        return dataclasses.replace(group, samples=samples)
+
+    run.answer = poisoned
+
+
+def test_a_drain_ends_the_wait_for_a_batch(start_run: StartRun, launch: Launch) -> None:
+    run = start_run(run={"steps": 6})
+    learner = launch(run)
+    until(lambda: bool(run.runs.reports().get("learner-0")), "a first report")
+    assert "waiting for group 0-0" in run.runs.reports()["learner-0"]["waiting"]
+    learner.signal(signal.SIGTERM)
+    assert "drained at step 0" in finish(run, learner)
+    assert run.runs.state() == "running"
+    # What it has saved is where the next one goes on.
+    run.work()
+    assert "resumes from the checkpoint of step 0" in finish(run, launch(run))
+    assert run.ledger.counts()["trained"] == 12
+
+
+def test_steps_that_are_not_finite_are_quarantined_and_undone(
+    start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(run={"steps": 6}, learner={"checkpoint_every": 1, "minibatches": 2})
+    # Step 2 fails at its first update; step 4 at its second, after one that must be undone.
+    poison(run, {"0-2", "1-1"})
+    run.work()
+    log = finish(run, launch(run))
+    assert "step 2: loss or gradient not finite; its groups are quarantined: 0-2, 0-3" in log
+    assert "step 4: loss or gradient not finite; its groups are quarantined: 1-0, 1-1" in log
+    counts = run.ledger.counts()
+    assert counts["rejected:quarantined"] == 4
+    assert counts["trained"] == 8
+    records = list(read(run.folder.journal))
+    outcomes = {r["step"]: r["kind"] for r in records if r["kind"] in ("applied", "quarantined")}
+    assert [step for step, kind in outcomes.items() if kind == "quarantined"] == [2, 4]
+    assert [r["step"] for r in records if r["kind"] == "resumed"] == [3]
+
+    # A run in which those groups never were does the same to the bit.
+    clean = start_run(run={"steps": 6}, learner={"checkpoint_every": 1, "minibatches": 2})
+    poison(clean, {"0-2", "1-0"})
+    clean.work()
+    finish(clean, launch(clean))
+    for name, tensor in weights(clean).items():
+        assert torch.equal(weights(run)[name], tensor), name
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run(start_run: StartRun, launch: Launch) -> None:
+    run = start_run(run={"steps": 6}, learner={"max_nonfinite": 2})
+    poison(run, {"0-2", "0-4"})
+    run.work()
+    log = finish(run, launch(run), expected=1)
+    assert "2 steps in a row had a loss or gradient that isn't finite" in log
+    assert run.runs.state() == "failed"
+
+
+def test_offline_sft_lowers_the_loss_without_a_worker(start_run: StartRun, launch: Launch) -> None:
+    run = start_run(
+        run={"steps": 30},
+        learner={
+            "source": "offline",
+            "objective": {"name": "sft", "aggregation": "token_mean"},
+            "optimizer": {"lr": 3e-3},
+        },
+        rollout={"workers": 0},
+        evaluate={"at_end": True},
+    )
+    finish(run, launch(run))
+    nll = [record["train/nll"] for record in metrics(run)]
+    assert len(nll) == 30
+    assert sum(nll[-3:]) / 3 < 0.5 * sum(nll[:3]) / 3
+    rows = [r["row"]["offline"] for r in read(run.folder.journal) if r["kind"] == "row"]
+    # Each pass goes through all three traces, two at a step.
+    flat = [name for row in rows for name in row]
+    for start in range(0, 60, 3):
+        assert len(set(flat[start : start + 3])) == 3
+    assert run.runs.state() == "finished"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def listening(pid: int) -> set[str]:
+    """Local addresses of a process's listening TCP sockets."""
+    found = psutil.Process(pid).net_connections("tcp")
+    return {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
+
+
+def test_two_ranks_train_as_one_does_and_listen_on_loopback_only(
+    straight: Any, start_run: StartRun, launch: Launch
+) -> None:
+    pair = start_run(**(LUFFY | {"learner": {**LUFFY["learner"], "ranks": 2}}))
+    port = free_port()
+    ranks = [launch(pair, rank, 2, port) for rank in range(2)]
+    until(lambda: bool(pair.runs.reports().get("learner-0")), "a first report")
+    addresses = {address for rank in ranks for address in listening(rank.pid)}
+    assert addresses == {"127.0.0.1"}
+    pair.work()
+    for rank in ranks:
+        log = finish(pair, rank)
+    assert "on 2 rank(s), ZeRO-1" in log
+    for one, two in zip(metrics(straight), metrics(pair), strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/ratio_mean", "train/tokens_own"):
+            assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
+    for name, tensor in weights(straight).items():
+        # The mean: Adam blows rounding up where a gradient is 0 but for rounding (biases of k).
+        assert float((weights(pair)[name] - tensor).abs().mean()) < 2e-5, name
+
+
+def test_a_dead_rank_ends_the_others(start_run: StartRun, launch: Launch) -> None:
+    run = start_run(run={"steps": 8}, learner={"ranks": 2})
+    port = free_port()
+    leader, follower = (launch(run, rank, 2, port) for rank in range(2))
+    until(lambda: bool(run.runs.reports().get("learner-0")), "a first report")
+    leader.signal(signal.SIGKILL)
+    leader.wait()
+    assert follower.wait() != 0

@@ -1,0 +1,258 @@
+"""A step: mini-batches of whole groups, columns filled in, and the ratio check at lag 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.common.config import Config
+from tandem.common.errors import ConfigError
+from tandem.common.records import Group, Sample, SamplingParams, Version
+from tandem.learner.engine import DeepSpeedEngine
+from tandem.learner.objectives import Grpo, Objective, ObjectiveSettings
+from tandem.learner.updates import GroupWithTraces, Updates, objective_of
+from tandem.replay.ledger import Lease
+
+pytestmark = pytest.mark.usefixtures("group")
+
+Learner = Callable[..., Updates]
+
+
+@pytest.fixture
+def learner(made_up: ModuleType) -> Learner:
+    """Makes a rank on a tiny model."""
+
+    def make(objective: Objective | None = None, **sections: Any) -> Updates:
+        config: Config = made_up.config_of(**sections)
+        engine = DeepSpeedEngine(made_up.tiny_model(), config, torch.device("cpu"))
+        return Updates(engine, config, objective)
+
+    return make
+
+
+def groups_of(
+    made_up: ModuleType, count: int, size: int = 4, step: int = 0
+) -> list[GroupWithTraces]:
+    found: list[GroupWithTraces] = []
+    for number in range(count):
+        lease = Lease(
+            group_id=f"0-{number}",
+            attempt=1,
+            pass_=0,
+            position=number,
+            problem_id=f"a/{number}",
+            deadline_ms=0,
+        )
+        asked = made_up.problem(number)
+        samples = made_up.samples_of(lease, Version(term=1, step=step), size)
+        found.append((group_with(asked, lease, samples), ()))
+    return found
+
+
+def group_with(asked: Any, lease: Lease, samples: tuple[Sample, ...]) -> Group:
+    return Group(
+        group_id=lease.group_id,
+        attempt=1,
+        worker="rollout-0",
+        problem_id=asked.problem_id,
+        prompt_tokens=asked.prompt_tokens,
+        prompt_text=asked.prompt_text,
+        gold=asked.gold,
+        data_source=asked.data_source,
+        samples=samples,
+    )
+
+
+def changed(groups: list[GroupWithTraces], **values: Any) -> list[GroupWithTraces]:
+    """The groups with all samples changed."""
+    return [
+        (
+            dataclasses.replace(
+                g, samples=tuple(dataclasses.replace(s, **values) for s in g.samples)
+            ),
+            names,
+        )
+        for g, names in groups
+    ]
+
+
+def snapshot(updates: Updates) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in updates.engine.parameters()}
+
+
+def test_a_step_without_a_signal_changes_nothing_and_is_applied(
+    learner: Learner, made_up: ModuleType
+) -> None:
+    updates = learner()
+    before = snapshot(updates)
+    called = []
+    outcome = updates.train(
+        1,
+        changed(groups_of(made_up, 2), reward=0.0),
+        {},
+        lr=1e-3,
+        before_step=lambda: called.append(True),
+    )
+    assert outcome.applied
+    assert outcome.metrics["train/rows_active"] == 0
+    assert called == [True]
+    after = snapshot(updates)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_rows_without_an_advantage_are_left_out_and_still_count(
+    learner: Learner, made_up: ModuleType
+) -> None:
+    """Four groups of which two have no signal: half the loss of the two alone."""
+    signal, silent = groups_of(made_up, 2), groups_of(made_up, 4)[2:]
+    half = learner().train(1, [*signal, *changed(silent, reward=1.0)], {}, lr=1e-3)
+    alone = learner().train(1, signal, {}, lr=1e-3)
+    assert half.metrics["train/rows"] == 16
+    assert half.metrics["train/rows_active"] == 8
+    assert half.metrics["train/loss"] == pytest.approx(alone.metrics["train/loss"] / 2, rel=1e-5)
+
+
+def test_the_constant_is_configured_length_times_nominal_rows(
+    learner: Learner, made_up: ModuleType
+) -> None:
+    groups = groups_of(made_up, 2)
+    # A row without a verdict leaves the loss, and the denominator stays.
+    (first, names), *rest = groups
+    ungraded = dataclasses.replace(first.samples[1], verdict=None, reward=None)
+    samples = (first.samples[0], ungraded, *first.samples[2:])
+    for batch in (groups, [(dataclasses.replace(first, samples=samples), names), *rest]):
+        by_constant = learner().train(1, batch, {}, lr=1e-3).metrics
+        objective = {"objective": {"aggregation": "token_mean"}}
+        by_token = learner(learner=objective).train(1, batch, {}, lr=1e-3).metrics
+        total = by_token["train/loss"] * by_token["train/tokens_own"]
+        # 12 tokens, 2 groups of 4.
+        assert by_constant["train/loss"] * (12 * 2 * 4) == pytest.approx(total, rel=1e-5)
+
+
+def test_mini_batches_are_whole_groups_and_steps_of_their_own(
+    learner: Learner, made_up: ModuleType
+) -> None:
+    groups = groups_of(made_up, 4)
+    updates = learner(learner={"minibatches": 2}, replay={"groups_per_step": 4})
+    outcome = updates.train(1, groups, {}, lr=1e-3)
+    assert outcome.metrics["train/updates"] == 2
+    apart = learner()
+    first = apart.train(1, groups[:2], {}, lr=1e-3)
+    second = apart.train(1, groups[2:], {}, lr=1e-3)
+    mean = (first.metrics["train/loss"] + second.metrics["train/loss"]) / 2
+    assert outcome.metrics["train/loss"] == pytest.approx(mean, rel=1e-6)
+    for (_, ours), (_, theirs) in zip(
+        updates.engine.parameters(), apart.engine.parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+class Curious(Grpo):
+    """Looks at the columns that it asks for."""
+
+    unit = "group"
+    columns = frozenset({"behaviour", "proximal", "current"})
+
+    def __init__(self, settings: ObjectiveSettings) -> None:
+        super().__init__(settings)
+        self.groups_seen: list[list[int]] = []
+        self.apart: list[float] = []
+
+    def statistics(self, rows: Any) -> dict[str, torch.Tensor]:
+        total = super().statistics(rows)
+        return total | {"sum_logprobs": rows.logprobs.double().sum()}
+
+    def loss(self, rows: Any, scalars: Any) -> Any:
+        self.groups_seen.append(sorted(set(rows.group.tolist())))
+        self.apart.append(float((rows.logprobs.detach() - rows.proximal).abs().max()))
+        self.scalars = scalars
+        return super().loss(rows, scalars)
+
+
+def test_columns_are_filled_in_and_units_stay_whole(learner: Learner, made_up: ModuleType) -> None:
+    objective = Curious(ObjectiveSettings())
+    updates = learner(
+        objective,
+        learner={"minibatches": 2, "micro_batch_tokens": 80},
+        replay={"groups_per_step": 4},
+    )
+    outcome = updates.train(1, groups_of(made_up, 4), {}, lr=1e-2)
+    assert outcome.applied
+    # Two mini-batches of two groups, each group a micro-batch of its own.
+    assert sorted(objective.groups_seen) == [[0], [0], [1], [1]]
+    # The proximal policy is that of the step's start: the second mini-batch has left it.
+    assert max(objective.apart[:2]) < 1e-5
+    assert min(objective.apart[2:]) > 1e-3
+    assert objective.scalars["sum_logprobs"] < 0
+
+
+def test_an_objective_that_needs_what_nobody_computes_is_refused(made_up: ModuleType) -> None:
+    class NeedsReference(Grpo):
+        columns = frozenset({"reference"})
+
+    sys.modules["needs_reference"] = made_up
+    made_up.NeedsReference = NeedsReference
+    config = made_up.config_of(learner={"objective": {"name": "needs_reference:NeedsReference"}})
+    with pytest.raises(ConfigError, match="needs reference"):
+        objective_of(config)
+
+
+def from_engine(
+    made_up: ModuleType, model: Any, *, temperature: float = 0.7, shift: int = 0
+) -> list[GroupWithTraces]:
+    """Groups whose behaviour log-probs a model's whole logits give, as an engine reports them."""
+    found: list[GroupWithTraces] = []
+    for group, names in groups_of(made_up, 2, step=4):
+        samples = []
+        for sample in group.samples:
+            ids = np.concatenate([group.prompt_tokens, sample.tokens]).astype(np.int64)
+            with torch.no_grad():
+                logits = model(input_ids=torch.from_numpy(ids)[None]).logits[0] / temperature
+            every = torch.log_softmax(logits, -1)
+            places = torch.arange(len(group.prompt_tokens), len(ids))
+            picked = every[places - 1 - shift, torch.from_numpy(ids)[places]]
+            samples.append(
+                dataclasses.replace(
+                    sample, logprobs=picked.numpy(), sampling=SamplingParams(temperature=0.7)
+                )
+            )
+        found.append((dataclasses.replace(group, samples=tuple(samples)), names))
+    return found
+
+
+def greatest_log_ratio(learner: Learner, groups: list[GroupWithTraces]) -> float:
+    metrics = learner().train(5, groups, {}, lr=1e-3).metrics
+    assert metrics["train/lag"] == 0
+    return metrics["train/log_ratio_max_lag0"]
+
+
+def test_at_lag_0_engine_and_learner_agree(learner: Learner, made_up: ModuleType) -> None:
+    assert greatest_log_ratio(learner, from_engine(made_up, made_up.tiny_model())) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "fault", ["temperature", "shifted labels", "older weights", "no final norm"]
+)
+def test_each_planted_fault_trips_the_ratio_check(
+    fault: str, learner: Learner, made_up: ModuleType
+) -> None:
+    model = made_up.tiny_model()
+    options: dict[str, Any] = {}
+    if fault == "temperature":
+        options["temperature"] = 1.0
+    elif fault == "shifted labels":
+        options["shift"] = 1
+    elif fault == "older weights":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1e-3 * torch.randn_like(parameter))
+    else:
+        model.model.norm = torch.nn.Identity()
+    assert greatest_log_ratio(learner, from_engine(made_up, model, **options)) > 1e-3
