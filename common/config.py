@@ -133,6 +133,12 @@ class RolloutConfig(Section):
     """CPU threads of one worker."""
     recompute_kv: bool = True
     """Recompute the KV cache of running requests when the weights change."""
+    update_wait_seconds: Annotated[float, Field(ge=0)] = 0.0
+    """Longest that new weights wait for the running samples to end before they change them in
+    flight; meanwhile no sample begins. Pays where samples are short and the cache dear."""
+    groups_ahead: NonNegative = 0
+    """Groups leased beyond ``groups_per_batch``, so that the engine never waits for a lease;
+    they need ``replay.max_staleness`` of 2 or more to be admitted while a step is trained on."""
     vllm: Mapping[str, Any] = Field(default_factory=dict)
     """Passed on to vLLM's ``AsyncEngineArgs``."""
 

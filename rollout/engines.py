@@ -42,5 +42,6 @@ def make_engine(
         loaded,
         load_tokenizer(model.path),
         recompute_kv=rollout.recompute_kv,
+        update_wait=rollout.update_wait_seconds,
         max_rows=max_rows or max(MIN_ROWS, rollout.groups_per_batch * rollout.group_size),
     )

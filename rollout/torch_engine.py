@@ -112,6 +112,7 @@ class TorchEngine:
         tokenizer: Any,
         *,
         recompute_kv: bool = True,
+        update_wait: float = 0.0,
         max_rows: int = 256,
         prefill_tokens: int = 16384,
         decoder: str = "auto",
@@ -123,6 +124,8 @@ class TorchEngine:
             model: a transformers causal model on its device, in the dtype to generate in.
             tokenizer: decodes samples; its end token ends a response.
             recompute_kv: after new weights, compute the keys and values of running rows again.
+            update_wait: most seconds that new weights wait for the running samples to end; while
+                they wait, no group joins. 0 = they are loaded between two token steps.
             max_rows: most samples generated at a time; bounds the cache's memory.
             prefill_tokens: most padded tokens of one prefill pass; bounds its memory.
             decoder: ``auto``, ``direct`` or ``generic``; see :func:`tandem.rollout.decoder.choose`.
@@ -134,6 +137,7 @@ class TorchEngine:
         self._model = model.eval().requires_grad_(False)
         self._tokenizer = tokenizer
         self._recompute = recompute_kv
+        self._update_wait = update_wait
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
         self._decoder = choose(model, decoder)
@@ -147,6 +151,8 @@ class TorchEngine:
         self._version = version
 
         self._commands: deque[Callable[[], None]] = deque()
+        # Weights that wait for the running samples: until when (monotonic), and the load itself.
+        self._update: tuple[float, Callable[[], None]] | None = None
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._paused = False
@@ -231,8 +237,15 @@ class TorchEngine:
         await self._ask(resume)
 
     async def load(self, state: StagedWeights, version: Version) -> None:
-        """Changes the weights between two token steps."""
-        await self._ask(lambda: self._load(state, version))
+        """Changes the weights between two token steps, or once the running samples have ended."""
+        answer: Future[None] = Future()
+
+        def wait() -> None:
+            due = time.monotonic() + self._update_wait
+            self._update = (due, self._command(lambda: self._load(state, version), answer))
+
+        await self._ask(wait)
+        await asyncio.wrap_future(answer)
 
     async def restamp(self, version: Version) -> None:
         """Renames the weights in use."""
@@ -276,16 +289,19 @@ class TorchEngine:
 
     # Handing work to the decode thread.
 
-    def _post(self, work: Callable[[], T]) -> Future[T]:
-        answer: Future[T] = Future()
-
+    @staticmethod
+    def _command(work: Callable[[], T], answer: Future[T]) -> Callable[[], None]:
         def command() -> None:
             try:
                 answer.set_result(work())
             except BaseException as error:  # noqa: BLE001 - whoever asked is to have it
                 answer.set_exception(error)
 
-        self._commands.append(command)
+        return command
+
+    def _post(self, work: Callable[[], T]) -> Future[T]:
+        answer: Future[T] = Future()
+        self._commands.append(self._command(work, answer))
         self._wake.set()
         return answer
 
@@ -325,6 +341,7 @@ class TorchEngine:
             while not self._closing:
                 while self._commands:
                     self._commands.popleft()()
+                self._update_when_due()
                 if self._paused or not (self._rows or self._waiting):
                     if not self._closing:
                         self._wake.wait()
@@ -341,6 +358,16 @@ class TorchEngine:
                 self._busy += time.perf_counter() - start
         while self._commands:
             self._commands.popleft()()
+        self._update_when_due()
+
+    def _update_when_due(self) -> None:
+        """Loads the weights that wait, if nothing runs or they have waited long enough."""
+        if self._update is None:
+            return
+        due, load = self._update
+        if not self._rows or self._paused or time.monotonic() >= due:
+            self._update = None
+            load()
 
     def _submit(self, groups: list[_Running]) -> None:
         ids = [group.request.group_id for group in groups]
@@ -395,7 +422,7 @@ class TorchEngine:
 
     def _admit(self) -> None:
         """Takes waiting groups into the batch, whole, while there is room."""
-        if not self._waiting:
+        if not self._waiting or self._update is not None:
             return
         room = self._max_rows - len(self._rows)
         if self._rows and room * 8 < self._max_rows:

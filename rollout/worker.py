@@ -117,6 +117,10 @@ class Worker:
         self.config = config
         self._join = join
         self._batch = config.rollout.groups_per_batch
+        self._ahead = config.rollout.groups_ahead
+        # Groups that the engine has, and who takes what it finishes.
+        self._in_engine = 0
+        self._generating: set[asyncio.Task[None]] = set()
         self._clock = Clock()
         self._held: dict[str, _Held] = {}
         # Guards `_held`, which loop, keeper and the submitter's thread change.
@@ -277,8 +281,13 @@ class Worker:
             with self._clock.doing("wait/pool"):
                 await asyncio.to_thread(self._submitter.wait_room, IDLE_SECONDS)
             return False
-        with self._clock.doing("redis"):
-            work = await self._in_redis(lambda: self._find_work(held))
+        if self._in_engine > self._ahead:
+            with self._clock.doing("generate"):
+                await self._nap(IDLE_SECONDS)
+            return False
+        room = self._batch + self._ahead - self._in_engine
+        with self._clock.doing("generate" if self._in_engine else "redis"):
+            work = await self._in_redis(lambda: self._find_work(held, room))
         if isinstance(work, EvaluationRequest):
             with self._clock.doing("evaluate"):
                 await self._evaluate(work)
@@ -286,13 +295,16 @@ class Worker:
         reply, problems = work
         self._state, self._lease_seconds = reply.state, reply.lease_seconds
         if not reply.leases:
-            self._waiting_for = reply.wait or "ledger"
-            with self._clock.doing(f"wait/{_slug(self._waiting_for)}"):
+            self._waiting_for = "" if self._in_engine else reply.wait or "ledger"
+            slug = _slug(self._waiting_for)
+            with self._clock.doing(f"wait/{slug}" if self._waiting_for else "generate"):
                 await self._nap(IDLE_SECONDS)
             return False
         self._waiting_for = ""
-        with self._clock.doing("generate"):
-            await self._generate(reply.leases, problems)
+        self._in_engine += len(reply.leases)
+        generating = asyncio.create_task(self._generate(reply.leases, problems))
+        self._generating.add(generating)
+        generating.add_done_callback(self._generating.discard)
         return True
 
     async def _nap(self, seconds: float) -> None:
@@ -304,13 +316,13 @@ class Worker:
         self._nudge.clear()
 
     def _find_work(
-        self, held: Version
+        self, held: Version, room: int
     ) -> EvaluationRequest | tuple[LeaseReply, dict[str, Problem]]:
         """A due evaluation, else leases with their problems (in the Redis thread)."""
         request = self._runs.claim_evaluation(self.name, held)
         if request is not None:
             return request
-        reply = self._ledger.lease(held, self._batch)
+        reply = self._ledger.lease(held, room)
         now = time.monotonic()
         with self._lock:
             for lease in reply.leases:
@@ -362,6 +374,8 @@ class Worker:
         try:
             async for group in self._engine.generate(requests):
                 lease = left.pop(group.group_id)
+                self._in_engine -= 1
+                self._nudge.set()
                 try:
                     finished += await self._hand_in(
                         group, lease, problems[lease.problem_id], traces[group.group_id]
@@ -372,6 +386,8 @@ class Worker:
                     self._forget(group.group_id)
         except (TandemError, ValueError) as error:
             log.error(f"the engine gave up a batch: {error}")
+        self._in_engine -= len(left)
+        self._nudge.set()
         for lease in left.values():
             await self._give_back(lease, "the engine gave up its batch", failed=True)
         self._failures = 0 if finished else self._failures + 1
@@ -657,6 +673,11 @@ class Worker:
         """Gives back what was not generated and waits for the receipts of what was."""
         deadline = DRAIN_SHARE * self.config.launch.drain_seconds
         status = 0
+        if self._generating:
+            # Cut short at this same deadline, after SIGTERM; a finished run needs nothing more.
+            if self._state in ("finished", "failed"):
+                self._cut_short()
+            await asyncio.wait(self._generating, timeout=deadline)
         try:
             await asyncio.to_thread(self._submitter.drain, deadline)
         except DeadlineError as error:

@@ -70,7 +70,7 @@ class Phase:
 SKILL = Phase(updates=2300, muon_lr=0.02, adamw_lr=2e-3, warmup=50, falls=True)
 # The rates of the habit stay: with falling ones and a milder hazard the habit is so shallow that
 # imitating four traces alone undoes most of it, and rewards have less left to show.
-HABIT = Phase(updates=400, muon_lr=0.007, adamw_lr=7e-4, warmup=20, falls=False)
+HABIT = Phase(updates=600, muon_lr=0.008, adamw_lr=8e-4, warmup=20, falls=False)
 
 
 def model_config() -> Qwen2Config:
