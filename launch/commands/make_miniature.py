@@ -19,6 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base", metavar="DIR", help="make the base model into this folder (minutes)"
     )
+    parser.add_argument(
+        "--base-seed", type=int, default=1, help="of the base model; the one that is shipped has 1"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         base_model.make(
             Path(arguments.base),
-            seed=arguments.seed,
+            seed=arguments.base_seed,
             log=lambda line: print(line, file=sys.stderr, flush=True),
         )
         print(f"{arguments.base}: the base model (tandem start model.path={arguments.base})")

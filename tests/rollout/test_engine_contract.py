@@ -471,6 +471,14 @@ class TestWeightsInFlight:
         ]
         assert max(differences) > 1e-2
 
+    def test_new_weights_may_wait_for_the_running_samples_to_end(
+        self, new_engine: NewEngine, tiny: Any
+    ) -> None:
+        engine = new_engine(tiny.model(seed=5), update_wait=60.0)
+        group = self.changed_midway(engine, tiny, asks("0-0", new=60, count=8))["0-0"]
+        assert {span.step for sample in group.samples for span in sample.spans} == {1}
+        assert engine.version.step == 2
+
     def test_weights_that_do_not_fit_change_nothing(self, new_engine: NewEngine, tiny: Any) -> None:
         wrong_shape = tiny.weights(tiny.model(seed=1))
         name = next(n for n, p in wrong_shape.items() if p.ndim == 2)
