@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..common.errors import DataError
@@ -169,10 +170,12 @@ def table(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
 
 def next_command(config: Config, preset: str, machine: Machine) -> str:
     """What to run next on this machine."""
+    # In a clone the command isn't on PATH, and the script does its own set-up.
+    start = "bash launch/start_all.sh" if Path("launch/start_all.sh").exists() else "tandem start"
     if len(machine.gpus) >= 8 and not preset.startswith("qwen"):
-        return "tandem start qwen2.5-math-7b-luffy-8gpu  (8 GPUs are here; see its data first)"
+        return f"{start} qwen2.5-math-7b-luffy-8gpu  (8 GPUs are here; see its data first)"
     if preset == "miniature":
-        return "tandem start miniature-on-policy  (the same without the traces: it stays near 0)"
+        return f"{start} miniature-on-policy  (the same without the traces: it stays near 0)"
     if preset in ("miniature-on-policy", "miniature-easy", "miniature-sft"):
-        return "tandem start miniature  (4 traces and rewards together)"
+        return f"{start} miniature  (4 traces and rewards together)"
     return f"tandem evaluate --model {config.run.dir}/model --data YOUR.parquet"
