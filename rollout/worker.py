@@ -292,6 +292,11 @@ class Worker:
             with self._clock.doing("evaluate"):
                 await self._evaluate(work)
             return True
+        if isinstance(work[0], str):
+            self._state, self._waiting_for = work
+            with self._clock.doing("wait/evaluation"):
+                await self._nap(IDLE_SECONDS)
+            return False
         reply, problems = work
         self._state, self._lease_seconds = reply.state, reply.lease_seconds
         if not reply.leases:
@@ -317,11 +322,17 @@ class Worker:
 
     def _find_work(
         self, held: Version, room: int
-    ) -> EvaluationRequest | tuple[LeaseReply, dict[str, Problem]]:
-        """A due evaluation, else leases with their problems (in the Redis thread)."""
+    ) -> EvaluationRequest | tuple[LeaseReply, dict[str, Problem]] | tuple[str, str]:
+        """A due evaluation, else leases with their problems (in the Redis thread).
+
+        Where nothing is to be leased at all: the run's state and why.
+        """
         request = self._runs.claim_evaluation(self.name, held)
         if request is not None:
             return request
+        if self.config.learner.source == "offline":
+            # Nothing is trained on rollouts: this worker is here to evaluate.
+            return self._runs.state(), "ledger: training is offline"
         reply = self._ledger.lease(held, room)
         now = time.monotonic()
         with self._lock:

@@ -225,6 +225,18 @@ def test_offline_needs_no_rollout_worker(tmp_path: Path) -> None:
     assert not list((folder / "logs").glob("rollout-*.log"))
 
 
+def test_offline_checkpoints_can_be_evaluated_on_the_way(tmp_path: Path) -> None:
+    evaluated = ("evaluate.every=2", "evaluate.exact=true", "evaluate.limit=20")
+    run = Run(tmp_path, "offline", "run.steps=4", "data.evaluate.0.limit=40", *evaluated)
+    folder = tmp_path / "runs" / "miniature-sft"
+    try:
+        assert run.wait() == 0, run.said()
+    finally:
+        run.end()
+    found = [one["step"] for one in summary(folder)["evaluations"]]
+    assert found == [0, 2, 4]
+
+
 def test_a_learner_that_cannot_live_ends_the_run_with_its_log(tmp_path: Path) -> None:
     run = Run(tmp_path, "start", *FEW, "learner.objective.name=nonesuch")
     try:
