@@ -99,8 +99,13 @@ def connect_dealer(
     identity: str,
     server_public: str | None,
     client: CurveKeys | None,
+    connect: bool = True,
 ) -> zmq.Socket[bytes]:
-    """A DEALER to one server; it queues nothing for a server that isn't connected."""
+    """A DEALER to one server; it queues nothing for a server that isn't connected.
+
+    With ``connect=False`` the caller connects: whoever wants to hear of the handshake has to
+    attach its monitor before that, or may miss it for good.
+    """
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -114,5 +119,6 @@ def connect_dealer(
         socket.setsockopt_string(zmq.CURVE_PUBLICKEY, client.public)
     if "[" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)
-    socket.connect(endpoint)
+    if connect:
+        socket.connect(endpoint)
     return socket

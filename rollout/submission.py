@@ -86,11 +86,15 @@ class _Link:
             identity=member,
             server_public=address.public_key,
             client=client,
+            connect=False,
         )
         self.socket.setsockopt(zmq.SNDHWM, 1000)
+        # Before connecting: a handshake on loopback may be over by the next line, and a link whose
+        # handshake nobody heard of would count as not connected for ever.
         self.monitor = self.socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         )
+        self.socket.connect(address.endpoint)
         self.connected = False
         self.outstanding: set[int] = set()
 

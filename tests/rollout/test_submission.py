@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
 from tandem.common.errors import DeadlineError, StoreError, WireError
 from tandem.common.records import (
@@ -113,6 +114,24 @@ def test_every_group_is_sent_once_and_receipted(bench: Bench, pools: Any) -> Non
     assert len(pool.received) == 20
     assert submitter.stats().results == {"committed": 20}
     assert submitter.stats().resent == 0
+
+
+def test_a_handshake_is_heard_of_however_quick_it_is(
+    bench: Bench, pools: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach = zmq.Socket.get_monitor_socket
+
+    def late(socket: Any, *args: Any) -> Any:
+        # On loopback a handshake takes less than this: a socket that is connected is through it.
+        threading.Event().wait(0.3)
+        return attach(socket, *args)
+
+    monkeypatch.setattr(zmq.Socket, "get_monitor_socket", late)
+    bench.pool(pools.commits)
+    submitter = bench.submitter()
+    submitter.submit(group())
+    submitter.drain(10)
+    assert len(bench.receipts) == 1
 
 
 @pytest.mark.parametrize("result", list(CommitResult))
