@@ -57,7 +57,10 @@ class Run:
     def role(self, name: str) -> psutil.Process:
         """The process of a part, such as ``rollout-0`` or ``redis``."""
         for child in self.tree.children():
-            words = child.cmdline()
+            try:
+                words = child.cmdline()
+            except psutil.NoSuchProcess:
+                continue
             if name == "redis" and any("redis-server" in word for word in words[:1]):
                 return child
             if name in words:
@@ -69,6 +72,18 @@ class Run:
         process = self.role(name)
         process.send_signal(signal.SIGKILL)
         return process.pid
+
+    def kill_and_await(self, name: str) -> None:
+        """``kill -9`` of a part; returns when another process has taken its place."""
+        old = self.kill(name)
+
+        def replaced() -> bool:
+            try:
+                return self.role(name).pid != old
+            except (LookupError, psutil.NoSuchProcess):
+                return False
+
+        self.wait_for(replaced, f"new process for {name}")
 
     def end(self) -> None:
         """Ends it, whatever state it is in; its children die with it."""

@@ -56,7 +56,8 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survived]:
         seen.status = json.loads(out)
         for at, name in ((6, "reward-0"), (9, "rollout-0"), (12, "learner-0"), (15, "redis")):
             run.wait_for(lambda at=at: step(folder) >= at, f"step {at}")
-            run.kill(name)
+            # One after another: two deaths within one look of the supervisor have no order.
+            run.kill_and_await(name)
         run.wait_for(lambda: step(folder) >= 18, "step 18")
         seen.children = [process.pid for process in run.tree.children(recursive=True)]
         seen.code = run.wait()
