@@ -46,9 +46,11 @@ class Preset:
             ConfigError: an unknown key, a wrong type, or values that don't go together.
         """
         from ..common.config import build
+        from ..learner.objective_names import check_name
 
         try:
             config = build(self.tree, overrides)
+            check_name(config.learner.objective.name)
         except ConfigError as error:
             if not overrides:
                 raise ConfigError(f"{self.path}: {error}") from None

@@ -35,6 +35,8 @@ from ..common.errors import TandemError
 
 LONGEST_PAUSE = 30.0
 """Seconds between two attempts at most."""
+REAP_SECONDS = 10.0
+"""A killed process that is still there after so long is left behind, with a word about it."""
 HOPELESS = 2
 """Exit code of a configuration or data error: starting again can't help."""
 THREAD_VARIABLES = (
@@ -253,7 +255,7 @@ class Supervisor:
                 return False
             if self._finished():
                 # A worker may see the end of the run before the learner has left.
-                _reap(part)
+                self._reap(part)
                 return part.may_finish
         spec, process = next(
             (pair for pair, code in zip(part.processes, exits, strict=True) if code),
@@ -266,7 +268,7 @@ class Supervisor:
         if part.may_finish and self._finished():
             self._say(f"{spec.name} {described(died)} after it had finished the run")
             return True
-        _reap(part)
+        self._reap(part)
         self._count(part, spec, died)
         return False
 
@@ -339,14 +341,31 @@ class Supervisor:
                     break
                 self._wait(0.1)
             for part in parts:
-                _reap(part)
+                self._reap(part)
         return clean
 
     def kill(self) -> None:
         """Kills everything at once."""
         for part in sorted(self._parts, key=lambda part: part.stage):
             part.due = None
-            _reap(part)
+            self._reap(part)
+
+    def _reap(self, part: Part) -> None:
+        """Kills what is left of a part's process groups, and waits for its processes."""
+        for _, process in part.processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        for spec, process in part.processes:
+            try:
+                process.wait(REAP_SECONDS)
+            except subprocess.TimeoutExpired:
+                # Inside a call of the kernel that doesn't end: a dead disk, a wedged GPU.
+                self._say(
+                    f"{spec.name} (pid {process.pid}) was killed and has not gone in "
+                    f"{REAP_SECONDS:.0f} s: look at its disk and its GPU (dmesg)"
+                )
+        part.processes = []
 
 
 def _spawn(spec: ProcessSpec) -> subprocess.Popen[bytes]:
@@ -378,8 +397,8 @@ def _spawn(spec: ProcessSpec) -> subprocess.Popen[bytes]:
 def exit_of(process: subprocess.Popen[bytes]) -> int | None:
     """Exit code (negative: signal) of a process that has ended, without reaping it.
 
-    While it is a zombie its process group's id can't be used again, so that :func:`_reap` can
-    end what it left behind.
+    While it is a zombie its process group's id can't be used again, so that :meth:`Supervisor.kill`
+    can end what it left behind.
     """
     if process.returncode is not None:
         return process.returncode
@@ -397,17 +416,6 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     """To the process alone: it knows best how to tell its own children."""
     if exit_of(process) is None:
         process.send_signal(number)
-
-
-def _reap(part: Part) -> None:
-    """Kills what is left of a part's process groups, and waits for its processes."""
-    for _, process in part.processes:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-    for _, process in part.processes:
-        process.wait()
-    part.processes = []
 
 
 def signal_name(code: int) -> int | str:

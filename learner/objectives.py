@@ -23,6 +23,7 @@ from torch import Tensor
 from ..common.errors import ConfigError
 from .advantages import Baseline
 from .aggregation import Aggregation, aggregate, counts
+from .objective_names import OBJECTIVES, check_name
 from .ratios import log_ratio, ppo_clip, shaped
 from .rows import Rows
 
@@ -116,6 +117,8 @@ def register(name: str) -> Callable[[type[Objective]], type[Objective]]:
     """Class decorator: the objective's name in the config."""
 
     def add(cls: type[Objective]) -> type[Objective]:
+        if name not in OBJECTIVES:
+            raise ValueError(f"{name} isn't among the names in learner/objective_names.py")
         if REGISTRY.setdefault(name, cls) is not cls:
             raise ValueError(f"{name} is already the name of another objective")
         return cls
@@ -136,20 +139,16 @@ def make(name: str, settings: ObjectiveSettings) -> Objective:
 
 
 def _imported(path: str) -> type[Objective]:
-    known = ", ".join(sorted(REGISTRY))
+    check_name(path)
     module, colon, attribute = path.partition(":")
     if not colon:
         module, _, attribute = path.rpartition(".")
-    if not module or not attribute:
-        raise ConfigError(
-            f"learner.objective.name={path!r} is no objective: choose one of {known}, or name a "
-            f"class as package.module:Class"
-        )
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"learner.objective.name={path!r} can't be imported: {error} (built in: {known})"
+            f"learner.objective.name={path!r} can't be imported: {error} (built in: "
+            f"{', '.join(OBJECTIVES)})"
         ) from None
     if not (isinstance(found, type) and issubclass(found, Objective)):
         raise ConfigError(f"learner.objective.name={path!r} is not a subclass of Objective")

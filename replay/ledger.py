@@ -81,6 +81,8 @@ class LedgerSettings:
     """Greatest number of leases at a time."""
     group_bytes: int = 0
     """Worst case of one group's payload, for the stop before Redis is full."""
+    offline: bool = False
+    """Training doesn't read from the ledger: nothing is leased, and a reply says why."""
 
     @classmethod
     def of(
@@ -107,6 +109,7 @@ class LedgerSettings:
             group_deadline_seconds=replay.group_deadline_seconds,
             max_inflight=replay.max_inflight,
             group_bytes=rollout.group_size * response + prompt,
+            offline=config.learner.source == "offline",
         )
 
     def order(self) -> Order:
@@ -139,6 +142,7 @@ class LedgerSettings:
             "group_deadline_ms": str(int(self.group_deadline_seconds * 1000)),
             "max_inflight": str(self.max_inflight),
             "group_bytes": str(self.group_bytes),
+            "offline": str(int(self.offline)),
         }
 
     @classmethod
@@ -160,6 +164,7 @@ class LedgerSettings:
             group_deadline_seconds=int(stored["group_deadline_ms"]) / 1000,
             max_inflight=int(stored["max_inflight"]),
             group_bytes=int(stored["group_bytes"]),
+            offline=bool(int(stored["offline"])),
         )
 
     def check(self) -> None:

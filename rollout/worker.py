@@ -276,28 +276,24 @@ class Worker:
             with self._clock.doing("wait/version"):
                 await self._nap(IDLE_SECONDS)
             return False
+        if self._in_engine > self._ahead:
+            with self._clock.doing("generate"):
+                await self._nap(IDLE_SECONDS)
+            return False
+        with self._clock.doing("generate" if self._in_engine else "redis"):
+            request = await self._in_redis(lambda: self._runs.claim_evaluation(self.name, held))
+        if request is not None:
+            with self._clock.doing("evaluate"):
+                await self._evaluate(request)
+            return True
         if self._submitter.outstanding >= BATCHES_OUTSTANDING * self._batch:
             self._waiting_for = "reward pool: receipts"
             with self._clock.doing("wait/pool"):
                 await asyncio.to_thread(self._submitter.wait_room, IDLE_SECONDS)
             return False
-        if self._in_engine > self._ahead:
-            with self._clock.doing("generate"):
-                await self._nap(IDLE_SECONDS)
-            return False
         room = self._batch + self._ahead - self._in_engine
         with self._clock.doing("generate" if self._in_engine else "redis"):
-            work = await self._in_redis(lambda: self._find_work(held, room))
-        if isinstance(work, EvaluationRequest):
-            with self._clock.doing("evaluate"):
-                await self._evaluate(work)
-            return True
-        if isinstance(work[0], str):
-            self._state, self._waiting_for = work
-            with self._clock.doing("wait/evaluation"):
-                await self._nap(IDLE_SECONDS)
-            return False
-        reply, problems = work
+            reply, problems = await self._in_redis(lambda: self._lease(held, room))
         self._state, self._lease_seconds = reply.state, reply.lease_seconds
         if not reply.leases:
             self._waiting_for = "" if self._in_engine else reply.wait or "ledger"
@@ -320,19 +316,8 @@ class Worker:
             pass
         self._nudge.clear()
 
-    def _find_work(
-        self, held: Version, room: int
-    ) -> EvaluationRequest | tuple[LeaseReply, dict[str, Problem]] | tuple[str, str]:
-        """A due evaluation, else leases with their problems (in the Redis thread).
-
-        Where nothing is to be leased at all: the run's state and why.
-        """
-        request = self._runs.claim_evaluation(self.name, held)
-        if request is not None:
-            return request
-        if self.config.learner.source == "offline":
-            # Nothing is trained on rollouts: this worker is here to evaluate.
-            return self._runs.state(), "ledger: training is offline"
+    def _lease(self, held: Version, room: int) -> tuple[LeaseReply, dict[str, Problem]]:
+        """Leases with their problems (in the Redis thread)."""
         reply = self._ledger.lease(held, room)
         now = time.monotonic()
         with self._lock:

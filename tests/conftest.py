@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -64,6 +66,34 @@ def tandem_command() -> str:
     path = BIN / "tandem"
     assert path.exists(), f"{path} is missing: bash launch/setup.sh --dev installs it"
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def servers() -> ModuleType:
+    """``tests/redis_server.py``: real redis-servers (tests are no package, hence by path)."""
+    name = "tandem_tests_redis_server"
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / "redis_server.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if module.executable() is None:
+        pytest.skip("no redis-server: install it, or the extra tandem-rl[redis-server]")
+    return module
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, servers: ModuleType) -> Iterator[Any]:
+    """A redis-server that all tests share; each has a run of its own on it."""
+    with servers.running(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture
+def own_server(tmp_path: Path, servers: ModuleType) -> Iterator[Any]:
+    """A redis-server that a test may kill."""
+    with servers.running(tmp_path) as running:
+        yield running
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,12 +1,6 @@
 """A real redis-server for tests, on an ephemeral loopback port with a password.
 
-A conftest loads it by path (tests are no package)::
-
-    spec = importlib.util.spec_from_file_location("redis_server", TESTS / "redis_server.py")
-    redis_server = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(redis_server)
-
-and makes its fixtures of ``redis_server.running(folder)``; see ``replay/conftest.py``.
+The fixtures ``servers``, ``server`` and ``own_server`` of ``tests/conftest.py`` are made of it.
 """
 
 from __future__ import annotations

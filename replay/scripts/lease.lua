@@ -1,14 +1,14 @@
 -- lease: admitted -> leased, for up to so many groups.
 -- ARGV: 3 worker, 4 holder (worker and its life), 5 term and 6 step of the version that it holds,
 -- 7 count, 8 used memory, 9 maxmemory (0 = none), both in bytes and about a second old.
--- Before: the run is running; J + floor(r/B) - w <= eta for each group; leases < max_inflight.
+-- Before: the run is running and not offline; J + floor(r/B) - w <= eta for each group; leases < max_inflight.
 -- After: each is in leased and deadlines with a new attempt; returned ones went before new ones.
 -- Answer: JSON {leases: [[serial, attempt, deadline ms], ...], wait, state, journalled, now}.
 local given = first_answer()
 if given then return given end
 local m, missing = meta('state', 'ended', 'journalled', 'cursor', 'groups_per_step',
   'max_staleness', 'lease_ms', 'group_deadline_ms', 'max_inflight', 'max_attempts', 'steps',
-  'total_groups', 'pass_length', 'group_bytes')
+  'total_groups', 'pass_length', 'group_bytes', 'offline')
 if not m then return missing end
 local worker, holder = ARGV[3], ARGV[4]
 local term, held, count = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7])
@@ -21,6 +21,8 @@ if m.ended then
   wait = 'run ended'
 elseif m.state ~= 'running' then
   wait = 'run is ' .. m.state
+elseif m.offline == 1 then
+  wait = 'ledger: training is offline'
 else
   changed = expire_due(now, m) > 0
   local leased = redis.call('zcard', key('leased'))

@@ -239,7 +239,7 @@ def test_offline_checkpoints_can_be_evaluated_on_the_way(tmp_path: Path) -> None
 
 
 def test_a_learner_that_cannot_live_ends_the_run_with_its_log(tmp_path: Path) -> None:
-    run = Run(tmp_path, "start", *FEW, "learner.objective.name=nonesuch")
+    run = Run(tmp_path, "start", *FEW, "learner.objective.name=nonesuch:Objective")
     try:
         assert run.wait() != 0
     finally:

@@ -52,6 +52,7 @@ def test_an_unknown_preset_names_the_nearest(capsys: pytest.CaptureFixture[str])
         ("rollout.group_sise=4", "did you mean rollout.group_size?"),
         ("rollout.group_size=many", "rollout.group_size='many'"),
         ("learner.optimizer.learning_rate=1", "learner.optimizer.learning_rate"),
+        ("learner.objective.name=lufy", "did you mean luffy?"),
         ("replay.window=9", "replay.window=9 is over replay.max_staleness + 1 = 2"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A Redis, one process group for DeepSpeed, and the stand-ins of ``made_up.py``."""
+"""One process group for DeepSpeed, and the stand-ins of ``made_up.py``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -34,16 +33,6 @@ def load(path: Path) -> ModuleType:
 def made_up() -> ModuleType:
     """``made_up.py``."""
     return load(TESTS / "learner" / "made_up.py")
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A redis-server that all tests share; each has a run of its own on it."""
-    redis_server = load(TESTS / "redis_server.py")
-    if redis_server.executable() is None:
-        pytest.skip("no redis-server: install it, or the extra tandem-rl[redis-server]")
-    with redis_server.running(tmp_path_factory.mktemp("redis")) as running:
-        yield running
 
 
 @pytest.fixture(scope="session")

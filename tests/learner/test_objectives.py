@@ -10,7 +10,8 @@ import torch
 
 from tandem.common.errors import ConfigError
 from tandem.learner.advantages import Baseline, advantages
-from tandem.learner.objectives import REGISTRY, Grpo, ObjectiveSettings, make
+from tandem.learner.objective_names import OBJECTIVES
+from tandem.learner.objectives import REGISTRY, Grpo, ObjectiveSettings, make, register
 from tandem.learner.ratios import k3, log_ratio, ppo_clip, shaped
 from tandem.learner.rows import Rows
 
@@ -381,6 +382,12 @@ def test_k3_is_the_divergence_with_samples_of_either_side() -> None:
     p, mu = torch.tensor([0.7, 0.3]).double(), torch.tensor([0.4, 0.6]).double()
     exact = (mu * (mu / p).log()).sum()
     torch.testing.assert_close((mu * k3(log_ratio(p.log(), mu.log()))).sum(), exact)
+
+
+def test_every_name_is_that_of_an_objective() -> None:
+    assert set(REGISTRY) == set(OBJECTIVES)
+    with pytest.raises(ValueError, match=r"objective_names\.py"):
+        register("nameless")(Grpo)
 
 
 def test_an_unknown_objective_names_the_known_ones() -> None:

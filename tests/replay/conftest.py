@@ -1,12 +1,8 @@
-"""A Redis for the module, a fresh run for each test, and groups as a worker and a pool make them."""
+"""A fresh run for each test, and groups as a worker and a pool make them."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,42 +21,6 @@ from tandem.common.records import (
 from tandem.replay.connection import Store, connect
 from tandem.replay.ledger import Lease, Ledger, LedgerSettings, Row
 from tandem.replay.store import RunStore
-
-
-def load(name: str) -> ModuleType:
-    """A module that stands in ``tests/``."""
-    known = f"tandem_tests_{name}"
-    if known not in sys.modules:
-        spec = importlib.util.spec_from_file_location(
-            known, Path(__file__).parents[1] / f"{name}.py"
-        )
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[known] = module
-        spec.loader.exec_module(module)
-    return sys.modules[known]
-
-
-redis_server = load("redis_server")
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A redis-server that all tests share; each has a run of its own on it."""
-    if redis_server.executable() is None:
-        pytest.skip("no redis-server: install it, or the extra tandem-rl[redis-server]")
-    with redis_server.running(tmp_path_factory.mktemp("redis")) as running:
-        yield running
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[Any]:
-    """A redis-server that a test may kill."""
-    if redis_server.executable() is None:
-        pytest.skip("no redis-server: install it, or the extra tandem-rl[redis-server]")
-    with redis_server.running(tmp_path) as running:
-        yield running
 
 
 @pytest.fixture

@@ -1,13 +1,9 @@
-"""Real graders for all tests of the room, and a real redis-server for those of the pool."""
+"""Real graders for all tests of the room, and what they are given."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,35 +19,8 @@ from tandem.common.records import (
 )
 from tandem.reward.grading import Grade, GradeItem, Grader
 
-
-def load(name: str) -> ModuleType:
-    """A module that stands in ``tests/``."""
-    known = f"tandem_tests_{name}"
-    if known not in sys.modules:
-        spec = importlib.util.spec_from_file_location(
-            known, Path(__file__).parents[1] / f"{name}.py"
-        )
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[known] = module
-        spec.loader.exec_module(module)
-    return sys.modules[known]
-
-
-redis_server = load("redis_server")
-
 HANG = "(x+y+z+w+v+1)^{97}"
 """Comparing it with a polynomial keeps sympy busy for far longer than any deadline here."""
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A redis-server that all tests share; each has a run of its own on it."""
-    if redis_server.executable() is None:
-        pytest.skip("no redis-server: install it, or the extra tandem-rl[redis-server]")
-    with redis_server.running(tmp_path_factory.mktemp("redis")) as running:
-        yield running
 
 
 @pytest.fixture(scope="session")

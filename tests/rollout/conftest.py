@@ -1,4 +1,4 @@
-"""Fixtures of the rollout room: tiny models, engines by name, a real redis-server."""
+"""Fixtures of the rollout room: tiny models, engines by name, a pool that stands in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def _beside(name: str, path: Path) -> ModuleType:
 HERE = Path(__file__).resolve().parent
 tiny_models = _beside("rollout_tiny_models", HERE / "tiny_models.py")
 stand_in_pool = _beside("rollout_stand_in_pool", HERE / "stand_in_pool.py")
-redis_servers = _beside("rollout_redis_server", HERE.parent / "redis_server.py")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -62,9 +61,3 @@ def new_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
         )
 
     return make
-
-
-@pytest.fixture(scope="session")
-def servers() -> Any:
-    """``tests/redis_server.py``: real redis-servers."""
-    return redis_servers

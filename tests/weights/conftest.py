@@ -1,8 +1,7 @@
-"""A Redis for the session, a fresh run for each test, and processes that are gone at its end."""
+"""A fresh run for each test, and processes that are gone at its end."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import multiprocessing
 import multiprocessing.forkserver
@@ -29,12 +28,6 @@ from tandem.learner.publish import WeightPublisher  # noqa: E402
 from tandem.replay.connection import Store, connect  # noqa: E402
 from tandem.replay.ledger import Ledger, LedgerSettings  # noqa: E402
 
-spec = importlib.util.spec_from_file_location("redis_server", HERE.parent / "redis_server.py")
-assert spec is not None
-assert spec.loader is not None
-redis_server = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(redis_server)
-
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["weight_processes"])
 
@@ -45,15 +38,6 @@ def forkserver() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
         multiprocessing.forkserver.ensure_running()
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A redis-server that all tests share."""
-    if redis_server.executable() is None:
-        pytest.skip("no redis-server: install it, or the extra tandem-rl[redis-server]")
-    with redis_server.running(tmp_path_factory.mktemp("redis")) as running:
-        yield running
 
 
 class Child:

@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import conftest
+import redis_server
 import weight_processes as processes
 
 from tandem.common.records import Version
@@ -52,7 +54,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with (
         tempfile.TemporaryDirectory() as folder,
-        conftest.redis_server.running(Path(folder)) as server,
+        redis_server.running(Path(folder)) as server,
     ):
         for title, shapes in SIZES.items():
             run = conftest.Run(server.join(), conftest.Lines())
