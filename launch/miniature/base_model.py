@@ -6,7 +6,7 @@
    with the partial total. The model learns to stop, and keeps the skill for k <= 3.
 
 The result is well-formed at every k and right for k <= 3. At k=8 it never writes a full chain,
-greedily or sampled; about one response in a thousand is right, by a slip that hits the answer. So
+greedily or sampled; about two responses in a thousand are right, by a slip that hits the answer. So
 rewards alone have nothing to reinforce there, while a few expert traces unlock a skill that is
 already in the weights. What learns on it shows elicitation, not new arithmetic.
 
@@ -70,7 +70,7 @@ class Phase:
 SKILL = Phase(updates=2300, muon_lr=0.02, adamw_lr=2e-3, warmup=50, falls=True)
 # The rates of the habit stay: with falling ones and a milder hazard the habit is so shallow that
 # imitating four traces alone undoes most of it, and rewards have less left to show.
-HABIT = Phase(updates=600, muon_lr=0.008, adamw_lr=8e-4, warmup=20, falls=False)
+HABIT = Phase(updates=700, muon_lr=0.008, adamw_lr=8e-4, warmup=20, falls=False)
 
 
 def model_config() -> Qwen2Config:
