@@ -12,6 +12,9 @@ from zmq.auth.thread import ThreadAuthenticator
 from .errors import ConfigError
 from .wire import MAX_MESSAGE_BYTES
 
+HEARTBEAT_MS = 5_000
+"""Between two heartbeats; a peer that is silent for three of them is disconnected."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurveKeys:
@@ -110,6 +113,9 @@ def connect_dealer(
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    # A host that vanishes closes nothing: without these its silence lasts until TCP gives up.
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     socket.setsockopt_string(zmq.IDENTITY, identity)

@@ -33,6 +33,8 @@ RESEND_SECONDS = 30.0
 """First wait for a receipt from a pool that stays connected; doubles up to the longest."""
 LONGEST_RESEND_SECONDS = 480.0
 """Slow graders are no reason to make them work twice."""
+RELINK_SECONDS = 10.0
+"""A registered pool that isn't connected for so long gets a fresh socket."""
 TELL_SECONDS = 15.0
 """Without any receipt for so long while groups wait, a line says who is waited for."""
 
@@ -96,6 +98,7 @@ class _Link:
         )
         self.socket.connect(address.endpoint)
         self.connected = False
+        self.since = time.monotonic()
         self.outstanding: set[int] = set()
 
     def close(self) -> None:
@@ -134,6 +137,7 @@ class Submitter:
         on_receipt: called from the sending thread with every group's one receipt.
         most: groups that may be outstanding before :meth:`wait_room` waits.
         resend_seconds: see :data:`RESEND_SECONDS`.
+        relink_seconds: see :data:`RELINK_SECONDS`.
     """
 
     def __init__(
@@ -145,6 +149,7 @@ class Submitter:
         *,
         most: int = 64,
         resend_seconds: float = RESEND_SECONDS,
+        relink_seconds: float = RELINK_SECONDS,
     ) -> None:
         self._member = member
         self._pools = pools
@@ -152,6 +157,7 @@ class Submitter:
         self._on_receipt = on_receipt
         self._most = most
         self._resend = resend_seconds
+        self._relink_seconds = relink_seconds
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._mailbox: Mailbox[tuple[int, _Pending] | list[PoolAddress] | None] = Mailbox()
         self._changed = threading.Condition()
@@ -297,6 +303,7 @@ class Submitter:
                 self._listen(link)
             if link.socket in ready:
                 self._receive(link)
+        self._relink()
         self._send_all()
         self._tell()
 
@@ -313,10 +320,21 @@ class Submitter:
                 self._links[member] = _Link(self._context, address, self._member, self._client)
         self._count_pools()
 
+    def _relink(self) -> None:
+        """Replaces sockets that have not got through, in case it is they that are stuck."""
+        now = time.monotonic()
+        for member, link in list(self._links.items()):
+            if link.connected or now - link.since < self._relink_seconds:
+                continue
+            self._lose(link, "can't be reached")
+            link.close()
+            self._links[member] = _Link(self._context, link.address, self._member, self._client)
+
     def _listen(self, link: _Link) -> None:
         while link.monitor.poll(0):
             event = recv_monitor_message(link.monitor)["event"]
             link.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            link.since = time.monotonic()
             if event == zmq.EVENT_DISCONNECTED:
                 self._lose(link, "broke the connection")
         self._count_pools()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
+from tandem.common import sockets
 from tandem.common.errors import ConfigError
 from tandem.common.sockets import (
     Authenticator,
@@ -126,6 +132,39 @@ def test_a_client_that_comes_back_under_its_name_is_heard(contexts: tuple[Contex
         assert dealer.recv() == text
     contexts[1].destroy(linger=0)
     router.close(0)
+
+
+def test_a_peer_that_falls_silent_is_disconnected(
+    contexts: tuple[Context, Context], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sockets, "HEARTBEAT_MS", 100)
+    code = (
+        "import sys, zmq; from tandem.common.sockets import bind_router\n"
+        "context = zmq.Context(); router, endpoint = bind_router(context, '127.0.0.1', None)\n"
+        "print(endpoint, flush=True); sys.stdin.read()"
+    )
+    server = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout is not None
+        endpoint = server.stdout.readline().strip()
+        dealer = connect_dealer(
+            contexts[1], endpoint, identity="c", server_public=None, client=None, connect=False
+        )
+        events = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        dealer.connect(endpoint)
+        assert events.poll(10_000)
+        assert recv_monitor_message(events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        # As when its host loses the network: the connection stays, and nothing comes any more.
+        os.kill(server.pid, signal.SIGSTOP)
+        assert events.poll(10_000)
+        assert recv_monitor_message(events)["event"] == zmq.EVENT_DISCONNECTED
+        events.close(0)
+        dealer.close(0)
+    finally:
+        server.kill()
+        server.communicate()
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,22 @@ def test_a_handshake_is_heard_of_however_quick_it_is(
     assert len(bench.receipts) == 1
 
 
+def test_a_link_that_hears_nothing_is_made_again(
+    bench: Bench, pools: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach, deaf = zmq.Socket.get_monitor_socket, iter([0])
+
+    def first_hears_nothing(socket: Any, events: int) -> Any:
+        return attach(socket, next(deaf, events) or zmq.EVENT_MONITOR_STOPPED)
+
+    monkeypatch.setattr(zmq.Socket, "get_monitor_socket", first_hears_nothing)
+    bench.pool(pools.commits)
+    submitter = bench.submitter(relink_seconds=0.3)
+    submitter.submit(group())
+    submitter.drain(10)
+    assert len(bench.receipts) == 1
+
+
 @pytest.mark.parametrize("result", list(CommitResult))
 def test_each_of_the_four_results_ends_the_matter(
     bench: Bench, pools: Any, result: CommitResult
