@@ -238,6 +238,19 @@ def test_offline_checkpoints_can_be_evaluated_on_the_way(tmp_path: Path) -> None
     assert found == [0, 2, 4]
 
 
+def test_two_ranks_run_and_survive_the_death_of_one(tmp_path: Path) -> None:
+    run = Run(tmp_path, "start", *FEW, "run.steps=12", "learner.ranks=2")
+    folder = tmp_path / "runs" / "miniature"
+    try:
+        run.wait_for(lambda: step(folder) >= 4, "step 4")
+        run.kill_and_await("learner-1")
+        assert run.wait() == 0, run.said()
+    finally:
+        run.end()
+    assert steps(folder) == list(range(1, 13))
+    assert [r["process"] for r in summary(folder)["restarts"]] == ["learner-1"]
+
+
 def test_a_learner_that_cannot_live_ends_the_run_with_its_log(tmp_path: Path) -> None:
     run = Run(tmp_path, "start", *FEW, "learner.objective.name=nonesuch:Objective")
     try:
