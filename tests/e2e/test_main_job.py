@@ -117,7 +117,7 @@ def test_no_secret_is_readable_by_others_or_written_where_it_is_shown(survived: 
 def test_the_summary_tells_what_came_of_it(survived: Survived) -> None:
     made = summary(survived.folder)
     assert made["steps"] == 24
-    assert made["accuracy_before"] == 0.0
+    assert made["accuracy_before"] < 0.1
     assert 0.0 <= made["accuracy_after"] <= 1.0
     assert made["samples_trained"] == 24 * 64
     assert made["staleness_max"] <= 1
@@ -221,7 +221,7 @@ def test_offline_needs_no_rollout_worker(tmp_path: Path) -> None:
         run.end()
     made = summary(folder)
     assert steps(folder) == list(range(1, 11))
-    assert made["accuracy_before"] == 0.0
+    assert made["accuracy_before"] < 0.1
     assert made["accuracy_after"] is not None
     assert not list((folder / "logs").glob("rollout-*.log"))
 
