@@ -1,7 +1,7 @@
 """The folder of a run: every path in it, and the file that lets a process join.
 
-``config.yaml metrics.jsonl samples.jsonl summary.json journal.jsonl model/ checkpoints/
-logs/ redis/ data/ run.json join.json``. A run's folder, copied while the run is stopped, is
+``config.yaml metrics.jsonl samples.jsonl summary.json report.png journal.jsonl model/
+checkpoints/ logs/ redis/ data/ run.json join.json``. A run's folder, copied while the run is stopped, is
 the whole run.
 """
 
@@ -90,6 +90,7 @@ class RunFolder:
         self.samples = self.path / "samples.jsonl"
         self.journal = self.path / "journal.jsonl"
         self.summary = self.path / "summary.json"
+        self.report = self.path / "report.png"
         self.model = self.path / "model"
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 from ..common.errors import ConfigError, StoreError, TandemError
 from ..common.run_folder import JoinInfo, RunFolder, read_join, write_atomic
 from . import redis_server
+from .board.live import LiveLook
+from .board.snapshot import Known
+from .board.terminal import Terminal
 from .folder_lock import FolderLock
 from .hardware import Machine, machine
 from .idle import ReportWatch
@@ -24,6 +26,7 @@ from .opening import Kind, Opening, open_folder
 from .preflight import Placement, check_disk, check_model, place, workers_of
 from .presets import Preset, load
 from .progress import Progress, duration
+from .summary import Findings
 from .supervision import Outcome, Part, ProcessSpec, Supervisor, last_lines, shown
 
 if TYPE_CHECKING:
@@ -36,51 +39,21 @@ LEARNER, ROLLOUT, REWARD, REDIS = range(4)
 """Stages, in the order in which they are drained."""
 
 
-class Terminal:
-    """Prints lines; remembers that the terminal went away instead of failing."""
-
-    def __init__(self) -> None:
-        self.gone = False
-
-    def say(self, line: str) -> None:
-        """Prints a line at once."""
-        if self.gone:
-            return
-        try:
-            print(line, flush=True)
-        except OSError:
-            # EPIPE or EIO: nobody reads any more. Python would try again at exit.
-            self.gone = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@dataclass(slots=True)
-class Findings:
-    """What was asked of Redis before it ended, for the summary."""
-
-    counts: dict[str, int] = field(default_factory=dict)
-    """Groups by ledger state."""
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    """All results, by step."""
-    grader_restarts: list[dict[str, Any]] = field(default_factory=list)
-    """As the pools counted them."""
-    dead_letters: list[dict[str, Any]] = field(default_factory=list)
-    """Groups given up."""
-    idle: dict[str, float] = field(default_factory=dict)
-    """Share of its time that each role waited."""
-    complete: bool = False
-    """All of it was read."""
-
-
-def run_job(words: Sequence[str], *, fresh: bool, offline: bool) -> int:
+def run_job(words: Sequence[str], *, fresh: bool, offline: bool, plain: bool = False) -> int:
     """Runs ``tandem start`` (or ``offline``) and returns the exit code.
+
+    Args:
+        words: Preset and settings.
+        fresh: Move an old folder aside.
+        offline: Train on stored traces.
+        plain: Lines, even where a live view could be drawn.
 
     Raises:
         TandemError: what the user should read; the run's folder can be resumed.
     """
     from .presets import split
 
-    terminal = Terminal()
+    terminal = Terminal(plain=plain)
     name, overrides = split(words, "miniature-sft" if offline else "miniature")
     preset = load(name)
     opening = open_folder(preset, overrides, fresh=fresh)
@@ -129,6 +102,7 @@ class Job:
         self._store: Store | None = None
         self._findings = Findings()
         self._reports: ReportWatch | None = None
+        self._look: LiveLook | None = None
         self._ingest: IngestProcess | None = None
         self._record: dict[str, Any] = dict(opening.run)
 
@@ -147,6 +121,7 @@ class Job:
         finally:
             if self._ingest is not None:
                 self._ingest.close()
+            self._end_live()
             if self._reports is not None:
                 self._reports.stop()
             if self._store is not None:
@@ -192,11 +167,14 @@ class Job:
                 self._say(f"data {name}: {counts}")
         with self._supervisor() as supervisor:
             self._watch = supervisor
+            self._go_live()
             redis_part = self._start_redis(supervisor, join)
             if supervisor.stop_requested:
                 supervisor.drain()
                 return self._stopped(supervisor, Outcome.STOPPED)
             self._fill(join, found, digest)
+            if self._look is not None and self._store is not None:
+                self._look.ask(self._store)
             for part in self._parts(placement):
                 supervisor.start(part)
             self._record["state"] = "running"
@@ -211,6 +189,7 @@ class Job:
                 return self._stopped(supervisor, outcome)
             if redis_part is None:
                 self._ask_last()
+        self._end_live()
         return self._finished()
 
     def _refuse_live(self) -> None:
@@ -270,6 +249,7 @@ class Job:
             "overrides": [_without_password(word) for word in self._opening.overrides],
             "port": join.port,
             "state": "starting",
+            "began": self._began,
         }
         self._record.setdefault("created", time.time())
         self._record.setdefault("wall_seconds", 0.0)
@@ -284,7 +264,8 @@ class Job:
             self._folder.metrics,
             total=total,
             every=self._config.log.every,
-            say=self._say,
+            # The view shows the same figures, and better.
+            say=lambda line: None if self._terminal.drawing else self._say(line),
             restarts=lambda: len(self._watch.restarts),
         )
         return Supervisor(
@@ -297,6 +278,33 @@ class Job:
             tick=self._tick,
             restarts_file=self._folder.logs / "restarts.jsonl",
         )
+
+    def _go_live(self) -> None:
+        if not self._terminal.live:
+            return
+        self._look = LiveLook(
+            Known(
+                run=shown(self._folder.path),
+                preset=self._preset.name,
+                supervisor=os.getpid(),
+                elapsed_seconds=float(self._record.get("wall_seconds") or 0.0),
+                total_steps=self._config.run.steps,
+                limit=self._config.replay.max_staleness,
+            ),
+            began=self._began,
+            progress=self._progress,
+            restarts=self._folder.logs / "restarts.jsonl",
+            state=lambda: (
+                "draining" if self._watch.stop_requested else str(self._record.get("state"))
+            ),
+        )
+        self._terminal.go_live(self._look)
+
+    def _end_live(self) -> None:
+        self._terminal.end_live()
+        if self._look is not None:
+            self._look.stop()
+            self._look = None
 
     def _steps(self) -> int:
         self._progress.update()
@@ -469,6 +477,8 @@ class Job:
         from ..replay.ledger import Ledger
         from ..replay.store import RunStore
 
+        if self._look is not None:
+            self._look.stop()
         if self._store is None or self._findings.complete:
             return
         runs, found = RunStore(self._store), self._findings
@@ -491,6 +501,7 @@ class Job:
         self._record["wall_seconds"] = self._wall()
         self._record["state"] = "stopped"
         self._folder.write_run(self._record)
+        self._end_live()
         self._progress.update()
         how = "stopped" if outcome is Outcome.STOPPED else "ended at once"
         self._say(
@@ -515,6 +526,7 @@ class Job:
 
     def _finished(self) -> int:
         from . import summary
+        from .board.report import Drawing
 
         self._progress.update()
         if self._config.learner.source == "offline":
@@ -531,8 +543,11 @@ class Job:
         self._record["wall_seconds"] = self._wall()
         self._record["state"] = "finished"
         self._folder.write_run(self._record)
+        problem = Drawing(self._folder).wait()
         for line in summary.table(made, self._folder):
             self._say(line)
+        if problem:
+            self._say(f"the report wasn't drawn: {problem}")
         self._say(f"next: {summary.next_command(self._config, self._preset.name, self._machine)}")
         return 0
 

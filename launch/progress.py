@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from .board.history import History, first_number, parsed
 
 
 class MetricsTail:
@@ -33,17 +35,12 @@ class MetricsTail:
             content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
-        records = []
-        for line in whole.splitlines():
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                continue  # A line that a crash cut in two; the learner repeats its step.
-        return records
+        # A line that a crash cut in two is left out; the learner repeats its step.
+        return list(parsed(whole.splitlines()))
 
 
 class Progress:
-    """The figures that a person watches, kept up to date from the metrics."""
+    """The figures that a person watches, kept up to date from the metrics. Thread-safe."""
 
     def __init__(
         self,
@@ -60,59 +57,49 @@ class Progress:
         self._say = say
         self._restarts = restarts
         self._told = 0
-        self._recent: deque[tuple[int, float, float]] = deque(maxlen=max(2, every))
-        self._samples = 0.0
-        self._accuracy: tuple[float, int] | None = None
-        self.step = 0
-        """The latest step seen."""
+        self._lock = threading.Lock()
+        self.history = History()
+        """What the metrics tell; look at it inside :meth:`reading`."""
         self.moved = time.monotonic()
         """When a step was last seen."""
         self.skip()
 
+    @property
+    def step(self) -> int:
+        """The latest step seen."""
+        return self.history.step
+
     def skip(self) -> None:
         """Takes what an earlier life of the run has written without telling of it."""
         for record in self._tail.read():
-            self._take(record)
+            self.history.add(record)
         self._told = self.step
-        self._recent.clear()
+        self.moved = time.monotonic()
 
     def update(self) -> None:
         """Reads what is new; prints a line every so many steps."""
-        for record in self._tail.read():
-            self._take(record)
-            if self.step - self._told >= self._every or (
-                self.step == self._total and self.step > self._told
-            ):
-                self._told = self.step
-                self._say(self.line(record))
+        with self._lock:
+            for record in self._tail.read():
+                evaluations = len(self.history.evaluations)
+                self.history.add(record)
+                if len(self.history.evaluations) == evaluations:
+                    self.moved = time.monotonic()
+                if self.step - self._told >= self._every or (
+                    self.step == self._total and self.step > self._told
+                ):
+                    self._told = self.step
+                    self._say(self.line(record))
 
-    def _take(self, record: Mapping[str, Any]) -> None:
-        step = record.get("step")
-        if not isinstance(step, int):
-            return
-        evaluations = [
-            (key, value)
-            for key, value in record.items()
-            if key.startswith("eval/") and key.endswith("/accuracy")
-        ]
-        for _, value in evaluations:
-            if isinstance(value, float | int):
-                self._accuracy = (float(value), step)
-        if evaluations:
-            # Its step is that of the weights, which may be long past.
-            return
-        if step < self.step:
-            # The learner was killed and repeats journalled steps.
-            self._recent.clear()
-        self.step = max(self.step, step)
-        self.moved = time.monotonic()
-        moment = record.get("time")
-        if isinstance(moment, int | float):
-            self._samples += float(record.get("train/rows") or 0)
-            self._recent.append((step, float(moment), self._samples))
+    @contextmanager
+    def reading(self) -> Iterator[History]:
+        """The history, which nobody changes meanwhile."""
+        self.update()
+        with self._lock:
+            yield self.history
 
     def line(self, record: Mapping[str, Any]) -> str:
         """One line for a person."""
+        history = self.history
         width = len(str(self._total)) if self._total else 1
         parts = [f"step {self.step:>{width}}" + (f"/{self._total}" if self._total else "")]
         reward = first_number(record, "reward/mean")
@@ -121,33 +108,20 @@ class Progress:
         loss = first_number(record, "train/loss")
         if reward is None and loss is not None:
             parts.append(f"loss {loss:.4f}")
-        if self._accuracy is not None:
-            accuracy, of = self._accuracy
-            parts.append(f"held-out {100 * accuracy:.1f}% (step {of})")
+        if history.evaluations:
+            newest = history.evaluations[-1]
+            parts.append(f"held-out {100 * newest.accuracy:.1f}% (step {newest.step})")
         staleness = first_number(record, "replay/staleness_mean")
         if staleness is not None:
             parts.append(f"staleness {staleness:.1f}")
-        left = None
-        if len(self._recent) >= 2:
-            (step0, time0, samples0), (step1, time1, samples1) = self._recent[0], self._recent[-1]
-            spent = max(1e-6, time1 - time0)
-            if samples1 > samples0:
-                parts.append(f"{(samples1 - samples0) / spent:,.0f} samples/s")
-            if self._total and step1 > step0:
-                left = (self._total - step1) * spent / (step1 - step0)
+        samples = history.per_second("train/rows")
+        if samples:
+            parts.append(f"{samples:,.0f} samples/s")
         parts.append(f"restarts {self._restarts()}")
-        if left is not None:
-            parts.append(f"{duration(left)} left")
+        pace = history.seconds_per_step()
+        if self._total and pace is not None:
+            parts.append(f"{duration((self._total - self.step) * pace)} left")
         return "  ".join(parts)
-
-
-def first_number(record: Mapping[str, Any], *keys: str) -> float | None:
-    """The first of some keys that holds a number."""
-    for key in keys:
-        value = record.get(key)
-        if isinstance(value, int | float):
-            return float(value)
-    return None
 
 
 def duration(seconds: float) -> str:

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,6 @@ from .supervision import shown
 
 if TYPE_CHECKING:
     from ..common.config import Config
-    from .job import Findings
 
 PACKAGES = (
     "tandem-rl",
@@ -38,6 +38,24 @@ PACKAGES = (
     "pydantic",
 )
 """Whose versions a result may depend on."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was asked of Redis before it ended, for the summary."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    """Groups by ledger state."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """All results, by step."""
+    grader_restarts: list[dict[str, Any]] = field(default_factory=list)
+    """As the pools counted them."""
+    dead_letters: list[dict[str, Any]] = field(default_factory=list)
+    """Groups given up."""
+    idle: dict[str, float] = field(default_factory=dict)
+    """Share of its time that each role waited."""
+    complete: bool = False
+    """All of it was read."""
 
 
 def make(
@@ -68,6 +86,7 @@ def make(
         "wall_seconds": round(wall_seconds, 1),
         "samples_trained": int(_total(metrics, SAMPLES)),
         "tokens_trained": int(_total(metrics, TOKENS)),
+        "course": course(metrics),
         "staleness_max": max((int(r[STALEST]) for r in metrics if r.get(STALEST)), default=0),
         "restarts": [*read_restarts(folder), *_grader_restarts(findings.grader_restarts)],
         "idle_shares": learner_idle(metrics) | findings.idle,
@@ -83,6 +102,33 @@ def make(
 SAMPLES = ("train/rows",)
 TOKENS = ("train/tokens_own", "train/tokens_expert")
 STALEST = "replay/staleness_max"
+
+
+COURSE = (
+    "reward/mean",
+    "reward/zero_variance",
+    "rollout/length_mean",
+    "train/entropy",
+    "train/ratio_mean",
+    "train/loss",
+    "replay/staleness_mean",
+)
+"""Metrics of which the summary tells how they began and how they ended."""
+
+
+def course(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Of each metric of :data:`COURSE` its means over the first and over the last steps.
+
+    "The first steps" are a tenth of those that have it, 20 at most and one at least.
+    """
+    found = {}
+    for name in COURSE:
+        values = [v for record in metrics if isinstance(v := record.get(name), int | float)]
+        if values:
+            count = min(20, max(1, len(values) // 10))
+            ends = values[:count], values[-count:]
+            found[name] = [sum(end) / len(end) for end in ends]
+    return found
 
 
 def _at(results: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any] | None:
@@ -143,6 +189,16 @@ def write(folder: RunFolder, summary: Mapping[str, Any]) -> None:
     write_atomic(folder.summary, json.dumps(summary, indent=1) + "\n")
 
 
+TOLD = (
+    ("reward/mean", "reward", "{:.3f}"),
+    ("reward/zero_variance", "groups without signal", "{:.0%}"),
+    ("rollout/length_mean", "response length", "{:,.1f}"),
+    ("train/entropy", "entropy", "{:.3f}"),
+    ("train/loss", "loss", "{:.4f}"),
+)
+"""Rows of the table that go from the first steps to the last: metric, name, format."""
+
+
 def table(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     """A few lines for a person."""
     rows = [("steps", f"{summary['steps']}")]
@@ -151,6 +207,15 @@ def table(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
         came = f"{100 * before:.1f}% -> " if before is not None else ""
         now, over = 100 * summary["accuracy_after"], summary["evaluation_problems"]
         rows.append(("held-out accuracy", f"{came}{now:.1f}% ({over} problems)"))
+    for metric, name, form in TOLD:
+        if metric in summary["course"]:
+            began, ended = (form.format(value) for value in summary["course"][metric])
+            rows.append((name, f"{began} -> {ended}"))
+    if "replay/staleness_mean" in summary["course"]:
+        mean = summary["course"]["replay/staleness_mean"][1]
+        rows.append(
+            ("staleness", f"{mean:.1f} steps at the end, {summary['staleness_max']} at most")
+        )
     rows.append(
         (
             "trained on",
@@ -164,6 +229,8 @@ def table(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
         rows.append(("idle", shares))
     rows.append(("model", shown(folder.model)))
     rows.append(("summary", shown(folder.summary)))
+    if folder.report.exists():
+        rows.append(("report", shown(folder.report)))
     width = max(len(name) for name, _ in rows) + 2
     return ["", *(f"  {name:<{width}}{value}" for name, value in rows), ""]
 

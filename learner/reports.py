@@ -16,6 +16,9 @@ _CORRECT = Verdict.CORRECT
 _NO_VERDICT = frozenset({None, *(v for v in Verdict if v.leaves_baseline)})
 _TOLD = tuple(v for v in Verdict if v not in (Verdict.CORRECT, Verdict.WRONG))
 
+OLDEST_TOLD = 8
+"""The staleness histogram's last bin: samples of this age and older ones."""
+
 
 def describe(
     step: int, groups: Sequence[GroupWithTraces], traces: Mapping[str, ExpertTrace]
@@ -24,7 +27,9 @@ def describe(
 
     ``reward/zero_variance`` is the share of groups without a signal (all rewards equal, expert
     rows included); ``…_accuracy`` the same by accuracy alone. ``rollout/entropy`` is the
-    estimate −mean log μ over all own tokens. ``replay/staleness_…`` is in steps.
+    estimate −mean log μ over all own tokens. ``replay/staleness_…`` is in steps;
+    ``replay/staleness_share_<age>`` is the share of the own samples of that age (the last bin,
+    8, also holds the older ones), for every age up to the greatest of the step.
     """
     samples = [sample for group, _ in groups for sample in group.samples]
     used = [traces[name] for _, names in groups for name in names]
@@ -42,7 +47,16 @@ def describe(
         if ages:
             found["replay/staleness_mean"] = _mean(ages)
             found["replay/staleness_max"] = float(max(ages))
+            found |= _histogram(ages)
     return found
+
+
+def _histogram(ages: Sequence[int]) -> dict[str, float]:
+    # Stored groups of an earlier run may be "younger" than the step that trains on them.
+    bins = [min(max(age, 0), OLDEST_TOLD) for age in ages]
+    return {
+        f"replay/staleness_share_{age}": bins.count(age) / len(bins) for age in range(max(bins) + 1)
+    }
 
 
 def _rewards(

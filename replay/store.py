@@ -253,6 +253,10 @@ class RunStore:
         entry = {"name": name, "detail": detail, "time": time.time()}
         self.store.script("append", "restarts", json.dumps(entry), 10_000)
 
+    def restart_count(self) -> int:
+        """How many restarts are listed."""
+        return int(self.store.call("llen", self.store.key("restarts")))
+
     def restarts(self) -> list[dict[str, Any]]:
         """Restarts, oldest first: name, detail, time."""
         raw = self.store.call("lrange", self.store.key("restarts"), 0, -1)

@@ -15,10 +15,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="start over: an existing run's folder is moved aside (<dir>.1, …), never deleted",
     )
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="lines instead of the live view (as without a terminal, or with TERM=dumb)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Sees the run to its end."""
     from ..job import run_job
 
-    return run_job(arguments.words, fresh=arguments.fresh, offline=True)
+    return run_job(arguments.words, fresh=arguments.fresh, offline=True, plain=arguments.plain)

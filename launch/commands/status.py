@@ -1,9 +1,10 @@
-"""Where a run stands: groups by ledger state, members and their versions, restarts."""
+"""Where a run stands: the live view's figures once, then processes, evaluations and restarts."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from ...common.run_folder import RunFolder
@@ -20,17 +21,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints it."""
-    from .. import standing
+    from ..board.look import look
 
     if arguments.join:
-        found = standing.look(None, Path(arguments.join))
+        snapshot = look(None, Path(arguments.join))
     else:
         path = arguments.dir or arguments.run
         folder: RunFolder = existing(path) if path else newest_run()
-        found = standing.look(folder, folder.join)
+        snapshot = look(folder, folder.join)
     if arguments.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(snapshot.to_json(), indent=1))
     else:
-        for line in standing.lines(found):
-            print(line)
+        from ..board.page import show
+
+        show(snapshot, sys.stdout)
     return 0

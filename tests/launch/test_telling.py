@@ -13,9 +13,9 @@ from tandem.common.run_folder import RunFolder
 from tandem.launch import hardware, preflight, summary
 from tandem.launch.hardware import Gpu, Machine
 from tandem.launch.idle import IdleShares, waiting_share
-from tandem.launch.job import Findings
 from tandem.launch.presets import load
 from tandem.launch.progress import MetricsTail, Progress
+from tandem.launch.summary import Findings
 
 
 def record(step: int, **more: object) -> str:

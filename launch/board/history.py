@@ -1,0 +1,177 @@
+"""What ``metrics.jsonl`` tells of a run, kept small: the recent steps and every evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WINDOW = 20
+"""Steps that recent means and paces are taken over."""
+SHARE = "replay/staleness_share_"
+"""Metrics of the staleness histogram begin with this; the age follows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """One evaluation of a held-out set."""
+
+    set: str
+    """Its name."""
+    step: int
+    """Of the weights."""
+    accuracy: float
+    """0 to 1."""
+    problems: int
+    """How many."""
+
+
+class History:
+    """Takes the records of ``metrics.jsonl`` in the order in which they stand there."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        """The latest step."""
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
+        self._evaluations: dict[tuple[str, int], Evaluated] = {}
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Takes one record in."""
+        step = record.get("step")
+        if not isinstance(step, int):
+            return
+        found = list(_evaluations(record, step))
+        if found:
+            # Its step is that of the weights, which may be long past.
+            self._evaluations.update({(one.set, one.step): one for one in found})
+            return
+        recent = self._recent
+        if recent and (step <= recent[-1]["step"] or record.get("term") != recent[-1].get("term")):
+            # Another life of the learner: the time in between is nobody's pace.
+            recent.clear()
+        recent.append(record)
+        self.step = max(self.step, step)
+
+    @property
+    def evaluations(self) -> tuple[Evaluated, ...]:
+        """All of them, by step and set."""
+        return tuple(sorted(self._evaluations.values(), key=lambda one: (one.step, one.set)))
+
+    def last(self, *names: str) -> float | None:
+        """The newest step's value of the first of these metrics that it has."""
+        return first_number(self._recent[-1], *names) if self._recent else None
+
+    def values(self, name: str) -> tuple[float, ...]:
+        """A metric's values in the recent steps that have it."""
+        found = (first_number(record, name) for record in self._recent)
+        return tuple(value for value in found if value is not None)
+
+    def mean(self, name: str) -> float | None:
+        """A metric's mean over the recent steps."""
+        values = self.values(name)
+        return sum(values) / len(values) if values else None
+
+    def seconds_per_step(self) -> float | None:
+        """Recent pace; None before the second step of a life of the learner."""
+        if len(self._recent) < 2:
+            return None
+        first, last = self._recent[0], self._recent[-1]
+        if last["step"] == first["step"]:
+            return None
+        return max(1e-6, self._span() / (last["step"] - first["step"]))
+
+    def per_second(self, *names: str) -> float | None:
+        """Recent rate of metrics that count what a step did, added up."""
+        span = self._span()
+        if not span:
+            return None
+        # What the first step did was done before its moment.
+        later = list(self._recent)[1:]
+        return sum(first_number(record, name) or 0.0 for record in later for name in names) / span
+
+    def _span(self) -> float:
+        """Seconds between the first and the last of the recent steps."""
+        moments = [first_number(record, "time") for record in self._recent]
+        if len(moments) < 2 or moments[0] is None or moments[-1] is None:
+            return 0.0
+        return max(0.0, moments[-1] - moments[0])
+
+    def staleness(self) -> tuple[float, ...]:
+        """Share of the recent samples by age in steps, from 0 on; empty where nothing tells."""
+        told = [ages for record in self._recent if (ages := _ages(record))]
+        if not told:
+            return ()
+        oldest = max(max(ages) for ages in told)
+        return tuple(
+            sum(ages.get(age, 0.0) for ages in told) / len(told) for age in range(oldest + 1)
+        )
+
+    def learner_seconds(self) -> dict[str, float]:
+        """The learner's recent seconds by activity, with ``total``."""
+        seconds: dict[str, float] = {}
+        for record in self._recent:
+            for name, value in record.items():
+                if name.startswith("time/") and isinstance(value, int | float):
+                    activity = name.removeprefix("time/")
+                    seconds[activity] = seconds.get(activity, 0.0) + value
+        return seconds
+
+
+def read(path: Path) -> History:
+    """The history of a whole file; only what it keeps is parsed."""
+    history = History()
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return history
+    # A crash of the host may leave the last line cut; the learner writes its step again.
+    whole = lines[:-1]
+    old = max(0, len(whole) - 2 * WINDOW)
+    kept = [line for line in whole[:old] if b'"eval/' in line] + whole[old:]
+    for record in parsed(kept):
+        history.add(record)
+    return history
+
+
+def parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Records of whole lines; a damaged one is left out."""
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def first_number(record: Mapping[str, Any], *keys: str) -> float | None:
+    """The first of some keys that holds a number."""
+    for key in keys:
+        value = record.get(key)
+        if isinstance(value, int | float):
+            return float(value)
+    return None
+
+
+def _ages(record: Mapping[str, Any]) -> dict[int, float]:
+    return {
+        int(name.removeprefix(SHARE)): float(value)
+        for name, value in record.items()
+        if name.startswith(SHARE) and isinstance(value, int | float)
+    }
+
+
+def _evaluations(record: Mapping[str, Any], step: int) -> Iterator[Evaluated]:
+    for name, value in record.items():
+        if name.startswith("eval/") and name.endswith("/accuracy"):
+            base = name.removesuffix("/accuracy")
+            if isinstance(value, int | float):
+                yield Evaluated(
+                    set=base.removeprefix("eval/"),
+                    step=step,
+                    accuracy=float(value),
+                    problems=int(first_number(record, f"{base}/problems") or 0),
+                )

@@ -1,0 +1,97 @@
+"""One look at a run from outside: its folder, and Redis where it is up."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...common.errors import StoreError
+from ...common.run_folder import RunFolder, read_join
+from ...replay.connection import connect
+from ..folder_lock import supervisor_of
+from ..summary import read_restarts
+from ..supervision import shown
+from .facts import Facts, ask
+from .history import History, read
+from .snapshot import Known, Snapshot, assemble
+
+
+def look(folder: RunFolder | None, join_file: Path) -> Snapshot:
+    """Asks Redis and the folder; a run that isn't up is told from its folder alone.
+
+    Raises:
+        StoreError: Redis can't be reached, though the run is up or there is no folder.
+    """
+    known = Known(run=str(join_file)) if folder is None else known_of(folder)
+    facts: Facts | None = None
+    # The run's own redis-server ends with its supervisor.
+    if folder is None or known.supervisor is not None or _external(folder):
+        try:
+            facts = _ask(join_file, deadline=10.0)
+        except StoreError:
+            if folder is None or known.supervisor is not None:
+                raise
+    return assemble(
+        known,
+        read(folder.metrics) if folder is not None else History(),
+        facts,
+        restarts=read_restarts(folder) if folder is not None else [],
+        now=time.time(),
+    )
+
+
+def known_of(folder: RunFolder) -> Known:
+    """What a run's folder says."""
+    record = folder.read_run()
+    supervisor = supervisor_of(folder)
+    state = record.get("state")
+    elapsed = float(record.get("wall_seconds") or 0.0)
+    if supervisor is not None:
+        elapsed += max(0.0, time.time() - float(record.get("began") or time.time()))
+    elif state not in ("finished", "failed"):
+        state = "stopped"
+    settings = _settings(folder)
+    summary = _summary(folder) if state == "finished" else {}
+    return Known(
+        run=shown(folder.path),
+        preset=record.get("preset"),
+        state=state,
+        supervisor=supervisor,
+        elapsed_seconds=elapsed,
+        total_steps=settings.get("run", {}).get("steps"),
+        limit=settings.get("replay", {}).get("max_staleness"),
+        ledger=summary.get("ledger", {}),
+        idle=summary.get("idle_shares", {}),
+    )
+
+
+def _ask(join_file: Path, deadline: float) -> Facts:
+    store = connect(read_join(join_file), deadline=deadline, name="status")
+    try:
+        return ask(store, dead_letters=True)
+    finally:
+        store.close()
+
+
+def _external(folder: RunFolder) -> bool:
+    return _settings(folder).get("replay", {}).get("redis_url") is not None
+
+
+def _settings(folder: RunFolder) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return {}  # The run was killed before it was written.
+    return content if isinstance(content, dict) else {}
+
+
+def _summary(folder: RunFolder) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content

@@ -1,0 +1,305 @@
+"""Draws ``report.png`` from a run's metrics: how accuracy, reward, lengths and weights went.
+
+It is drawn by a process of its own (:class:`Drawing`), so that the run pays nothing for matplotlib
+before its end, and so that nothing that happens there can fail the run::
+
+    python -m tandem.launch.board.report RUN_FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import DataError
+from ...common.run_folder import RunFolder
+from ...common.telemetry import read_json_lines
+
+SECONDS = 120.0
+"""For the drawing; matplotlib's first start on a machine looks through all its fonts."""
+POINTS = 2000
+"""Steps that a curve is drawn of at most; of a longer run every so many-th."""
+SMOOTHED = 40
+"""Steps from which on a curve gets a running mean beside it."""
+
+Series = tuple[list[int], list[float]]
+"""Steps and values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One line of a panel."""
+
+    metric: str
+    """Its name in ``metrics.jsonl``."""
+    label: str
+    """In the legend."""
+    colour: str
+    """matplotlib's."""
+    thin: bool = False
+    """Drawn thin and pale."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One diagram."""
+
+    title: str
+    """Above it."""
+    unit: str
+    """Beside it."""
+    curves: tuple[Curve, ...]
+    """Those whose metric the run has are drawn."""
+    logarithmic: bool = False
+    """Of the values' axis, where all of them are positive."""
+
+
+PANELS = (
+    Panel(
+        title="Reward",
+        unit="mean of a step",
+        curves=(
+            Curve(metric="reward/mean", label="reward", colour="tab:blue"),
+            Curve(
+                metric="reward/zero_variance",
+                label="groups without signal",
+                colour="tab:gray",
+                thin=True,
+            ),
+        ),
+    ),
+    Panel(
+        title="Response length",
+        unit="tokens",
+        curves=(
+            Curve(metric="rollout/length_mean", label="mean", colour="tab:orange"),
+            Curve(metric="rollout/length_max", label="longest", colour="tab:gray", thin=True),
+            Curve(
+                metric="replay/expert_length", label="expert traces", colour="tab:green", thin=True
+            ),
+        ),
+    ),
+    Panel(
+        title="Importance weights of own tokens",
+        unit="π / μ",
+        curves=(
+            Curve(metric="train/ratio_max", label="greatest", colour="tab:red", thin=True),
+            Curve(metric="train/ratio_mean", label="mean", colour="tab:purple"),
+            Curve(metric="train/ess", label="effective sample share", colour="tab:cyan"),
+        ),
+        logarithmic=True,
+    ),
+    Panel(
+        title="Entropy",
+        unit="nats a token",
+        curves=(
+            Curve(metric="train/entropy", label="own tokens, learner", colour="tab:green"),
+            Curve(
+                metric="rollout/entropy",
+                label="own tokens, as sampled",
+                colour="tab:gray",
+                thin=True,
+            ),
+            Curve(
+                metric="train/entropy_expert",
+                label="expert tokens, learner",
+                colour="tab:olive",
+                thin=True,
+            ),
+        ),
+    ),
+    Panel(
+        title="Staleness",
+        unit="steps",
+        curves=(
+            Curve(metric="replay/staleness_max", label="oldest", colour="tab:gray", thin=True),
+            Curve(metric="replay/staleness_mean", label="mean", colour="tab:brown"),
+        ),
+    ),
+)
+"""All but the accuracy, whose metrics have the names of the held-out sets."""
+
+
+class Drawing:
+    """The process that draws."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        command = [sys.executable, "-P", "-m", "tandem.launch.board.report", str(folder.path)]
+        self._problem = ""
+        self._process: subprocess.Popen[str] | None = None
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
+        except OSError as error:
+            self._problem = str(error)
+
+    def wait(self, seconds: float = SECONDS) -> str:
+        """Waits for it; returns why there is no report, or nothing."""
+        if self._process is None:
+            return self._problem
+        try:
+            _, said = self._process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return f"it took longer than {seconds:.0f} s"
+        except KeyboardInterrupt:
+            return "interrupted"
+        finally:
+            self._process.kill()
+            self._process.wait()
+        if self._process.returncode:
+            last = (said.strip() or f"exit code {self._process.returncode}").splitlines()[-1]
+            return last[:300]
+        return ""
+
+
+def draw(folder: RunFolder) -> Path:
+    """Draws it in this process.
+
+    Raises:
+        DataError: there are no metrics to draw, or matplotlib isn't installed.
+    """
+    metrics = list(read_json_lines(folder.metrics))
+    if not any("train/lr" in record for record in metrics):
+        raise DataError(f"{folder.metrics} has no steps to draw")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise DataError("matplotlib isn't installed: pip install matplotlib") from None
+    figure = Figure(figsize=(12, 10), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(_title(folder, metrics), fontsize=13)
+    axes = list(figure.subplots(3, 2, sharex=True).flat)
+    _accuracy(axes[0], metrics)
+    for axis, panel in zip(axes[1:], PANELS, strict=True):
+        _panel(axis, panel, metrics)
+    for axis in axes[-2:]:
+        axis.set_xlabel("step")
+    path = folder.report
+    # Beside its place first: whoever looks at it sees a whole picture.
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.png")
+    try:
+        figure.savefig(temporary, dpi=100)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def series(metrics: Sequence[Mapping[str, Any]], metric: str) -> Series:
+    """A metric's steps and values, thinned out to :data:`POINTS`."""
+    found = [
+        (int(record["step"]), float(value))
+        for record in metrics
+        if isinstance(value := record.get(metric), int | float) and "step" in record
+    ]
+    every = -(-len(found) // POINTS) if found else 1
+    kept = found[::every]
+    return [step for step, _ in kept], [value for _, value in kept]
+
+
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Of each value and up to ``width − 1`` before it.
+
+    >>> running_mean([1.0, 3.0, 5.0], 2)
+    [1.0, 2.0, 4.0]
+    """
+    means, total = [], 0.0
+    for at, value in enumerate(values):
+        total += value
+        if at >= width:
+            total -= values[at - width]
+        means.append(total / min(at + 1, width))
+    return means
+
+
+def _title(folder: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> str:
+    record = folder.read_run()
+    steps = max(int(one.get("step") or 0) for one in metrics)
+    return f"{record.get('preset') or folder.path.name}, {steps:,} steps"
+
+
+def _accuracy(axis: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
+    names = sorted(
+        {
+            name
+            for record in metrics
+            for name in record
+            if name.startswith("eval/") and name.endswith("/accuracy")
+        }
+    )
+    for name in names:
+        steps, values = series(metrics, name)
+        pairs = sorted(zip(steps, values, strict=True))
+        axis.plot(
+            [step for step, _ in pairs],
+            [100 * value for _, value in pairs],
+            marker="o",
+            label=name.removeprefix("eval/").removesuffix("/accuracy"),
+        )
+    _finish(axis, "Held-out accuracy", "% of problems", drawn=bool(names))
+    axis.set_ylim(0, 100)
+
+
+def _panel(axis: Any, panel: Panel, metrics: Sequence[Mapping[str, Any]]) -> None:
+    drawn: list[float] = []
+    for curve in panel.curves:
+        steps, values = series(metrics, curve.metric)
+        if not values:
+            continue
+        drawn += values
+        if curve.thin:
+            axis.plot(steps, values, color=curve.colour, lw=0.8, alpha=0.6, label=curve.label)
+        elif len(values) < SMOOTHED:
+            axis.plot(steps, values, color=curve.colour, label=curve.label)
+        else:
+            axis.plot(steps, values, color=curve.colour, lw=0.8, alpha=0.25)
+            mean = running_mean(values, max(2, len(values) // 20))
+            axis.plot(steps, mean, color=curve.colour, lw=1.8, label=curve.label)
+    if panel.logarithmic and drawn and min(drawn) > 0 and max(drawn) / min(drawn) > 3:
+        axis.set_yscale("log")
+    _finish(axis, panel.title, panel.unit, drawn=bool(drawn))
+
+
+def _finish(axis: Any, title: str, unit: str, *, drawn: bool) -> None:
+    axis.set_title(title, fontsize=11)
+    axis.set_ylabel(unit)
+    axis.grid(alpha=0.3)
+    if drawn:
+        axis.legend(fontsize=8, framealpha=0.6)
+    else:
+        axis.text(
+            *(0.5, 0.5, "not recorded in this run"),
+            ha="center",
+            va="center",
+            transform=axis.transAxes,
+            color="gray",
+        )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Draws the report of the run's folder that is named; an error is one line."""
+    (place,) = arguments
+    try:
+        draw(RunFolder(place))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the run's end tells it in one line
+        text = " ".join(str(error).split()) or type(error).__name__
+        kind = "" if isinstance(error, DataError) else f"{type(error).__name__}: "
+        print(kind + text, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,220 @@
+"""Where a run's supervisor says what happens: plain lines, or a live view below them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from .painter import KEPT, Painter, plain
+from .tty import Tty, has_blocks, has_colour, silence, wants_live
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from .snapshot import Snapshot
+
+TICK_SECONDS = 0.25
+"""Between two looks at the window's size and at the messages."""
+FRAME_SECONDS = 0.5
+"""Least time between two frames."""
+BYTES_PER_SECOND = 1000
+"""Most that frames take on average: a line of 9,600 baud carries it."""
+PAUSED_SECONDS = 3.0
+"""A pause that is so much too long was Ctrl-Z: others have written to the window."""
+LAST_SECONDS = 2.0
+"""For the terminal to take the last frame."""
+
+
+class Terminal:
+    """Prints lines; remembers that the terminal went away instead of failing.
+
+    Between :meth:`go_live` and :meth:`end_live` it draws a view below the lines, in a thread.
+    """
+
+    def __init__(self, *, plain: bool = False) -> None:
+        self.gone = False
+        self.live = not plain and wants_live(sys.stdout)
+        """Whether :meth:`go_live` will draw."""
+        self._said: deque[str] = deque(maxlen=KEPT)
+        self._screen: Screen | None = None
+        self._handler = _Warnings(self.say)
+
+    def say(self, line: str) -> None:
+        """Prints a line at once, or with the view's next turn."""
+        screen = self._screen
+        if screen is not None and screen.say(line):
+            return
+        if self.gone:
+            return
+        self._said.append(line)
+        try:
+            print(line, flush=True)
+        except OSError:
+            # EPIPE or EIO: nobody reads any more. Python would try again at exit.
+            self._lost()
+
+    def go_live(self, look: Callable[[], Snapshot]) -> None:
+        """Draws what ``look`` returns from now on; does nothing where that can't be done."""
+        if not self.live or self.gone or self._screen is not None:
+            return
+        try:
+            self._screen = Screen(look, list(self._said), self._lost)
+        except OSError as error:
+            self.live = False
+            self.say(f"no live view here ({error.strerror}), lines instead")
+            return
+        logging.getLogger().addHandler(self._handler)
+
+    @property
+    def drawing(self) -> bool:
+        """Whether a view stands below the lines just now."""
+        return self._screen is not None and not self._screen.over
+
+    def end_live(self) -> None:
+        """Draws once more and leaves the view standing above what is said next."""
+        screen, self._screen = self._screen, None
+        if screen is not None:
+            logging.getLogger().removeHandler(self._handler)
+            for line in screen.stop():
+                self.say(line)
+
+    def _lost(self) -> None:
+        self.gone = True
+        silence()
+
+
+class _Warnings(logging.Handler):
+    """Warnings, which would otherwise be written across the view."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(record.getMessage())
+
+
+class Screen:
+    """The thread that draws. Nothing that it meets can hold up or end the run."""
+
+    def __init__(
+        self, look: Callable[[], Snapshot], said: Sequence[str], lost: Callable[[], None]
+    ) -> None:
+        self._look = look
+        self._lost = lost
+        self._messages: deque[str] = deque()
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self.over = False
+        """Nothing is drawn any more."""
+        self._forced = False
+        from rich.color import ColorSystem
+
+        from . import view
+
+        self._glyphs = view.UNICODE if has_blocks(sys.stdout) else view.ASCII
+        self._painter = Painter(ColorSystem.STANDARD if has_colour() else None)
+        self._painter.remember(said)
+        self._tty = Tty(sys.stdout.fileno())
+        self._size = self._tty.size()
+        self._thread = threading.Thread(target=self._run, name="view", daemon=True)
+        self._thread.start()
+
+    def say(self, line: str) -> bool:
+        """Takes a message for above the view; False where the view is over."""
+        with self._lock:
+            if self.over:
+                return False
+            self._messages.append(line)
+            return True
+
+    def stop(self) -> list[str]:
+        """Draws once more and ends; returns the messages that found no place any more."""
+        self._end.set()
+        # As long as the terminal may take; a thread that hangs in it is left behind.
+        self._thread.join(LAST_SECONDS + 2 * FRAME_SECONDS)
+        return self._rest()
+
+    def _rest(self) -> list[str]:
+        with self._lock:
+            self.over = True
+        return self._new_messages()
+
+    def _new_messages(self) -> list[str]:
+        with self._lock:
+            new = list(self._messages)
+            self._messages.clear()
+        return new
+
+    def _run(self) -> None:
+        try:
+            self._draw_until_end()
+        except OSError:
+            self._rest()
+            self._lost()
+        except Exception as error:  # noqa: BLE001 - whatever breaks the view must not break the run
+            rest = self._rest()
+            told = f"the live view has ended ({type(error).__name__}: {error}); lines from here on"
+            try:
+                print("\n".join([*rest, told]), flush=True)
+            except OSError:
+                self._lost()
+        finally:
+            self._tty.close()
+
+    def _draw_until_end(self) -> None:
+        due = ticked = time.monotonic()
+        while not self._end.wait(TICK_SECONDS):
+            now = time.monotonic()
+            if now - ticked > PAUSED_SECONDS:
+                self._forced = True
+            ticked = now
+            if not self._tty.foreground():
+                self._forced = True
+                self._tty.send("".join(f"{plain(line)}\r\n" for line in self._new_messages()))
+                continue
+            if not self._tty.flush():
+                continue
+            if self._tty.typed():
+                # Enter has moved the cursor, and what was typed stands in the view.
+                self._forced = True
+            settled = self._settled()
+            if settled and (now >= due or self._messages):
+                before = self._tty.written
+                self._draw()
+                spent = self._tty.written - before
+                due = now + max(FRAME_SECONDS, spent / BYTES_PER_SECOND)
+        if self._tty.foreground() and self._tty.flush(LAST_SECONDS):
+            self._size = self._tty.size()
+            self._draw()
+            self._tty.flush(LAST_SECONDS)
+
+    def _settled(self) -> bool:
+        """False while somebody is dragging the window's edge."""
+        size = self._tty.size()
+        if size != self._size:
+            self._size, self._forced = size, True
+            return False
+        return True
+
+    def _draw(self) -> None:
+        columns, rows = self._size
+        lines = self._lines(columns, rows)
+        messages = self._new_messages()
+        if self._forced:
+            self._forced = False
+            self._painter.remember(messages)
+            self._tty.send(self._painter.anew(lines, columns, rows))
+        else:
+            self._tty.send(self._painter.paint(lines, messages, columns))
+
+    def _lines(self, columns: int, rows: int) -> list[Text]:
+        from .view import draw
+
+        # The last column stays free (terminals differ in when they wrap), and a row for the cursor.
+        return draw(self._look(), max(1, columns - 1), max(1, rows - 2), self._glyphs)

@@ -1,0 +1,283 @@
+"""Draws a snapshot as lines of text for a terminal of any width: a pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from ..progress import duration
+from .snapshot import MemberStanding, RoleStanding, Snapshot
+
+LABEL = 11
+"""Columns of a line's name."""
+SILENT_SECONDS = 10.0
+"""A member whose last heartbeat is older is pointed out."""
+NARROWEST = 40
+"""Lines are made for at least so many columns, and cut where there are fewer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glyphs:
+    """What bars and curves are drawn with."""
+
+    full: str
+    """Of a bar."""
+    empty: str
+    """Of a bar."""
+    curve: str
+    """Heights, lowest first."""
+    rule: str
+    """Of a horizontal line."""
+    dot: str
+    """Between two facts."""
+
+
+UNICODE = Glyphs(full="█", empty="░", curve="▁▂▃▄▅▆▇█", rule="─", dot="·")
+ASCII = Glyphs(full="#", empty=".", curve="_.-=+*%#", rule="-", dot="|")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line, and how soon it is left out where the window is low."""
+
+    text: Text
+    """Without a newline, not wider than the window."""
+    weight: int
+    """0 stays longest."""
+
+
+def draw(
+    snapshot: Snapshot, width: int, height: int | None = None, glyphs: Glyphs = UNICODE
+) -> list[Text]:
+    """The lines of a snapshot.
+
+    Args:
+        snapshot: How the run stands.
+        width: Columns; no line is wider.
+        height: Most lines; the least needed are left out. None = all.
+        glyphs: :data:`ASCII` for a terminal that has no others.
+    """
+    pen = _Pen(max(width, NARROWEST), glyphs)
+    lines = pen.lines(snapshot)
+    while height is not None and len(lines) > max(1, height):
+        lines.remove(max(lines, key=lambda line: line.weight))
+    texts = [line.text for line in lines]
+    for text in texts:
+        text.no_wrap = True
+        text.rstrip()
+        text.truncate(width)
+    return texts
+
+
+class _Pen:
+    def __init__(self, width: int, glyphs: Glyphs) -> None:
+        self._width = width
+        self._glyphs = glyphs
+
+    def lines(self, s: Snapshot) -> list[Line]:
+        found = [
+            Line(text=self._title(s), weight=2),
+            Line(text=self._steps(s), weight=0),
+            Line(text=self._reward(s), weight=1),
+        ]
+        if s.evaluations:
+            found.append(Line(text=self._held_out(s), weight=1))
+        found.append(Line(text=self._tokens(s), weight=4))
+        if s.ledger:
+            found += [Line(text=t, weight=5 + n) for n, t in enumerate(self._queues(s))]
+        if s.staleness.mean is not None:
+            found.append(Line(text=self._staleness(s), weight=6))
+        for number, role in enumerate(s.roles):
+            found.append(Line(text=self._role(role, number == 0), weight=3))
+        found += [Line(text=text, weight=7) for text in self._members(s.members)]
+        found.append(Line(text=self._restarts(s), weight=2))
+        if s.problem:
+            text = self._labelled("redis").append(s.problem, "yellow")
+            found.append(Line(text=text, weight=1))
+        return found
+
+    # One line each.
+
+    def _title(self, s: Snapshot) -> Text:
+        text = Text(end="").append(f"{self._glyphs.rule} ", "dim")
+        text.append(s.preset or "run", "bold cyan")
+        for fact in (s.run, s.state):
+            if fact:
+                text.append(f" {self._glyphs.dot} ", "dim").append(fact)
+        if s.elapsed_seconds is not None:
+            text.append(f" {self._glyphs.dot} ", "dim").append(duration(s.elapsed_seconds))
+        text.append(" ")
+        text.append(self._glyphs.rule * max(0, self._width - text.cell_len), "dim")
+        return text
+
+    def _steps(self, s: Snapshot) -> Text:
+        text = self._labelled("step")
+        text.append(f"{s.step:,}", "bold")
+        if s.total_steps:
+            text.append(f"/{s.total_steps:,} ")
+            wide = max(8, self._width - 56)
+            self._bar(text, s.step / s.total_steps, wide)
+            text.append(f" {min(1.0, s.step / s.total_steps):4.0%}")
+        if s.seconds_per_step:
+            pace = s.seconds_per_step
+            text.append(f"  {pace:.1f} s/step" if pace >= 1 else f"  {1 / pace:.1f} steps/s")
+        if s.seconds_left is not None:
+            text.append("  ").append(duration(s.seconds_left), "bold").append(" left")
+        return text
+
+    def _reward(self, s: Snapshot) -> Text:
+        text = self._labelled("reward" if s.reward is not None or s.loss is None else "loss")
+        value = s.reward if s.reward is not None else s.loss
+        text.append("-" if value is None else f"{value:.3f}", "bold")
+        if s.rewards:
+            text.append("  ").append(self._curve(s.rewards, self._width - 60), "cyan")
+        if s.zero_variance is not None:
+            text.append("  no signal in ").append(f"{s.zero_variance:.0%}", "bold")
+            text.append(" of groups")
+        return text
+
+    def _held_out(self, s: Snapshot) -> Text:
+        first = s.evaluations[0].set
+        found = [one for one in s.evaluations if one.set == first]
+        last = found[-1]
+        text = self._labelled("held-out")
+        text.append(f"{last.accuracy:.1%}", "bold green").append(f" at step {last.step:,}")
+        text.append(f" ({last.problems:,} problems)  ", "dim")
+        values = [one.accuracy for one in found]
+        text.append(self._curve(values, max(4, self._width - 62), top=1.0), "green")
+        room = (self._width - text.cell_len - 2) // 6
+        shown = [f"{100 * value:.1f}" for value in values[-max(0, min(room, 8)) :]]
+        if room > 0 and len(values) > 1:
+            text.append("  " + " ".join(shown), "dim")
+        return text
+
+    def _tokens(self, s: Snapshot) -> Text:
+        text = self._labelled("tokens")
+        facts = [
+            ("sampled", s.tokens_sampled_per_second, "{:,.0f}/s"),
+            ("trained", s.tokens_trained_per_second, "{:,.0f}/s"),
+            ("length", s.response_length, "{:,.1f}"),
+            ("entropy", s.entropy, "{:.3f}"),
+        ]
+        return self._facts(text, [(n, f.format(v)) for n, v, f in facts if v is not None])
+
+    def _queues(self, s: Snapshot) -> list[Text]:
+        q = s.queues
+        first = [
+            ("leased", q.leased),
+            ("submitted", q.submitted),
+            ("grading", q.grading),
+            ("graded", q.graded),
+            ("taken", q.taken),
+        ]
+        rejected = sum(count for state, count in s.ledger.items() if state.startswith("rejected"))
+        second = [
+            ("trained", s.ledger.get("trained", 0)),
+            ("to lease again", q.returned),
+            ("rejected", rejected),
+            ("evaluations due", q.evaluations),
+        ]
+        return [
+            self._facts(self._labelled("groups"), [(n, f"{v:,}") for n, v in first]),
+            self._facts(self._labelled(""), [(n, f"{v:,}") for n, v in second]),
+        ]
+
+    def _staleness(self, s: Snapshot) -> Text:
+        ages = s.staleness
+        text = self._labelled("staleness")
+        text.append(f"{ages.mean:.1f}", "bold").append(" steps ")
+        if ages.limit is not None:
+            text.append(f"(limit {ages.limit}) ", "dim")
+        shares = ages.shares
+        each = max(3, min(16, (self._width - text.cell_len) // max(1, len(shares)) - 10))
+        for age, share in enumerate(shares):
+            more = "+" if age == 8 else ""
+            text.append(f" {age}{more} ", "dim")
+            full = round(share * each)
+            text.append(self._glyphs.full * full, "magenta")
+            text.append(f"{' ' if full else ''}{share:.0%} ")
+        return text
+
+    def _role(self, role: RoleStanding, first: bool) -> Text:
+        text = self._labelled("idle" if first else "")
+        text.append(f"{role.role:<8}")
+        if role.idle is None:
+            return text.append("   -", "dim")
+        text.append(f"{role.idle:4.0%} ", "bold")
+        self._bar(text, role.idle, 10 if self._width < 100 else 20)
+        if role.waits_for:
+            text.append("  waits for ").append(role.waits_for, "bold")
+            text.append(f": {role.waits_what}")
+        elif role.waits_what:
+            text.append(f"  waits for {role.waits_what}")
+        elif role.members:
+            text.append("  busy", "dim")
+        return text
+
+    def _members(self, members: Sequence[MemberStanding]) -> list[Text]:
+        """As many to a line as fit; on a second line those that are left over, counted."""
+        if not members:
+            return []
+        texts = [self._labelled("processes")]
+        for number, member in enumerate(members):
+            piece = self._member(member)
+            if texts[-1].cell_len + piece.cell_len + 3 > self._width:
+                if len(texts) == 2:
+                    texts[-1].append(f"  +{len(members) - number}", "dim")
+                    return texts
+                texts.append(self._labelled(""))
+            elif texts[-1].cell_len > LABEL:
+                texts[-1].append("   ")
+            texts[-1].append_text(piece)
+        return texts
+
+    def _member(self, member: MemberStanding) -> Text:
+        text = Text(member.member)
+        if member.version is not None:
+            text.append(f" v{member.version[0]}.{member.version[1]}", "cyan")
+        if member.age >= SILENT_SECONDS:
+            text.append(f" silent for {member.age:.0f} s", "bold red")
+        return text
+
+    def _restarts(self, s: Snapshot) -> Text:
+        text = self._labelled("restarts")
+        count = len(s.restarts)
+        text.append(str(count), "bold yellow" if count else "bold")
+        if count:
+            last = s.restarts[-1]
+            text.append(f"  last: {last.get('process')} ({last.get('exit')})")
+            text.append(f" at {str(last.get('time'))[11:19]}", "dim")
+        if s.grader_restarts:
+            text.append(f"  graders {s.grader_restarts:,}")
+        return text
+
+    # Pieces.
+
+    def _labelled(self, name: str) -> Text:
+        return Text(end="").append(f" {name:<{LABEL - 1}}", "dim")
+
+    def _facts(self, text: Text, facts: Sequence[tuple[str, str]]) -> Text:
+        for number, (name, value) in enumerate(facts):
+            if number:
+                text.append("   ")
+            text.append(f"{name} ", "dim").append(value, "bold")
+        return text
+
+    def _bar(self, text: Text, share: float, width: int) -> None:
+        full = round(min(1.0, max(0.0, share)) * width)
+        text.append(self._glyphs.full * full, "cyan")
+        text.append(self._glyphs.empty * (width - full), "dim")
+
+    def _curve(self, values: Sequence[float], width: int, top: float | None = None) -> str:
+        """The newest values as heights, from the lowest (or 0) to the highest (or ``top``)."""
+        kept = values[-max(4, width) :]
+        low = 0.0 if top is not None else min(kept)
+        high = max(top or 0.0, max(kept)) if top is not None else max(kept)
+        steps = len(self._glyphs.curve) - 1
+        span = high - low
+        return "".join(
+            self._glyphs.curve[round((value - low) / span * steps) if span > 0 else 0]
+            for value in kept
+        )
