@@ -1,8 +1,8 @@
 """The folder of a run: every path in it, and the file that lets a process join.
 
 ``config.yaml metrics.jsonl samples.jsonl summary.json report.png journal.jsonl model/
-checkpoints/ logs/ redis/ data/ run.json join.json``. A run's folder, copied while the run is stopped, is
-the whole run.
+checkpoints/ logs/ redis/ data/ run.json join.json``. A run's folder, copied while the run is
+stopped, is the whole run.
 """
 
 from __future__ import annotations

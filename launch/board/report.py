@@ -69,7 +69,6 @@ PANELS = (
                 metric="reward/zero_variance",
                 label="groups without signal",
                 colour="tab:gray",
-                thin=True,
             ),
         ),
     ),
@@ -269,6 +268,8 @@ def _panel(axis: Any, panel: Panel, metrics: Sequence[Mapping[str, Any]]) -> Non
             axis.plot(steps, mean, color=curve.colour, lw=1.8, label=curve.label)
     if panel.logarithmic and drawn and min(drawn) > 0 and max(drawn) / min(drawn) > 3:
         axis.set_yscale("log")
+        for ticks in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            ticks(lambda value, _: f"{value:g}")
     _finish(axis, panel.title, panel.unit, drawn=bool(drawn))
 
 

@@ -217,19 +217,23 @@ class _Pen:
         return text
 
     def _members(self, members: Sequence[MemberStanding]) -> list[Text]:
-        """As many to a line as fit; on a second line those that are left over, counted."""
+        """Two lines of them at most, and how many more there are."""
         if not members:
             return []
         texts = [self._labelled("processes")]
         for number, member in enumerate(members):
             piece = self._member(member)
-            if texts[-1].cell_len + piece.cell_len + 3 > self._width:
-                if len(texts) == 2:
-                    texts[-1].append(f"  +{len(members) - number}", "dim")
-                    return texts
-                texts.append(self._labelled(""))
-            elif texts[-1].cell_len > LABEL:
-                texts[-1].append("   ")
+            left = len(members) - number
+            # The last line keeps room to say how many are left over.
+            room = self._width - (6 if len(texts) == 2 and left > 1 else 0)
+            if texts[-1].cell_len > LABEL:
+                if texts[-1].cell_len + 3 + piece.cell_len <= room:
+                    texts[-1].append("   ")
+                elif len(texts) == 2:
+                    texts[-1].append(f"  +{left}", "dim")
+                    break
+                else:
+                    texts.append(self._labelled(""))
             texts[-1].append_text(piece)
         return texts
 

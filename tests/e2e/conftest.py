@@ -1,8 +1,10 @@
-"""Makes ``processes.py`` importable, whichever way pytest imports the tests beside it."""
+"""Makes ``processes.py`` and ``pty_screen.py`` importable, whichever way pytest imports the tests."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+for folder in (HERE, HERE.parent / "launch" / "board"):
+    sys.path.insert(0, str(folder))

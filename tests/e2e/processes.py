@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from pty_screen import OnPty
 
 TANDEM = [sys.executable, "-P", "-m", "tandem.launch.cli"]
 DEADLINE = 150.0
@@ -90,6 +91,27 @@ class Run:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+
+
+class RunOnScreen(Run):
+    """The same on a terminal of its own, where it draws its live view."""
+
+    def __init__(self, cwd: Path, *words: str, columns: int = 80, rows: int = 24) -> None:
+        self.view = OnPty([*TANDEM, *words], columns=columns, rows=rows, cwd=cwd)
+        self.process = self.view.process
+        self.tree = psutil.Process(self.process.pid)
+
+    def said(self) -> str:
+        """All bytes that went to the terminal."""
+        return self.view.raw.decode("utf-8", "replace")
+
+    def wait(self) -> int:
+        """Its exit code; the terminal's modes are as they were."""
+        return self.view.wait(DEADLINE)
+
+    def end(self) -> None:
+        """Ends it and its terminal."""
+        self.view.end()
 
 
 def step(folder: Path) -> int:

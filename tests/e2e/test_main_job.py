@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from processes import Run, gone, listening, mode, step, steps, summary, tandem
+from processes import Run, RunOnScreen, gone, listening, mode, step, steps, summary, tandem
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -33,9 +32,18 @@ class Survived:
     addresses: set[str]
     refused: tuple[int, str, str]
     status: dict
+    status_between: tuple[int, int]
+    status_late: dict
     command_lines: str
     pid: int
     children: list[int]
+
+
+def asked(here: Path) -> dict:
+    """``tandem status --json`` of the newest run there."""
+    code, out, err = tandem(here, "status", "--json")
+    assert code == 0, err
+    return json.loads(out)
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +59,15 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survived]:
         family = [run.tree, *run.tree.children(recursive=True)]
         seen.command_lines = "\n".join(" ".join(process.cmdline()) for process in family)
         seen.refused = tandem(here, "start", *FEW)
-        code, out, err = tandem(here, "status", "--json")
-        assert code == 0, err
-        seen.status = json.loads(out)
+        before = step(folder)
+        seen.status = asked(here)
+        seen.status_between = before, step(folder)
         for at, name in ((6, "reward-0"), (9, "rollout-0"), (12, "learner-0"), (15, "redis")):
             run.wait_for(lambda at=at: step(folder) >= at, f"step {at}")
             # One after another: two deaths within one look of the supervisor have no order.
             run.kill_and_await(name)
         run.wait_for(lambda: step(folder) >= 18, "step 18")
+        seen.status_late = asked(here)
         seen.children = [process.pid for process in run.tree.children(recursive=True)]
         seen.code = run.wait()
         seen.output = run.said()
@@ -138,7 +147,37 @@ def test_the_status_of_a_live_run(survived: Survived) -> None:
     assert status["state"] == "running"
     assert status["supervisor"] == survived.pid
     assert {member["role"] for member in status["members"]} == {"learner", "rollout", "reward"}
-    assert status["ledger"]["trained"] >= 8
+    assert {role["role"] for role in status["roles"]} == {"learner", "rollout", "reward"}
+    earliest, latest = survived.status_between
+    # The learner confirms a step before it writes its metrics.
+    assert earliest <= status["step"] <= latest
+    assert earliest * 8 <= status["ledger"]["trained"] <= (latest + 1) * 8
+    assert status["total_steps"] == 24
+    (worker,) = (member for member in status["members"] if member["role"] == "rollout")
+    assert worker["version"][0] == status["term"] == 1
+    assert status["step"] - 2 <= worker["version"][1] <= latest
+    assert all(0 <= member["age"] < 10 for member in status["members"])
+    assert status["queues"]["leased"] == status["ledger"]["leased"]
+    assert sum(status["staleness"]["shares"]) == pytest.approx(1.0)
+    assert status["staleness"]["max"] <= status["staleness"]["limit"] == 1
+    assert all(0.0 <= role["idle"] <= 1.0 for role in status["roles"])
+    assert status["restarts"] == []
+
+
+def test_the_status_tells_of_restarts_and_of_the_learners_new_term(survived: Survived) -> None:
+    status = survived.status_late
+    died = [restart["process"] for restart in status["restarts"]]
+    assert died[:4] == ["reward-0", "rollout-0", "learner-0", "redis"]
+    assert status["term"] >= 2
+    assert status["step"] >= 18
+
+
+def test_what_is_piped_are_lines(survived: Survived) -> None:
+    assert "\x1b" not in survived.output
+    assert "\r" not in survived.output
+    assert "step 24/24" in survived.output
+    assert "report.png" in survived.output
+    assert (survived.folder / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_nothing_is_left_running(survived: Survived) -> None:
@@ -190,12 +229,16 @@ def test_kill_9_of_all_then_ctrl_c_then_the_end(tmp_path: Path) -> None:
         assert code == 0
         assert "stopped" in out
 
-        # Ctrl-C drains and checkpoints.
-        run = Run(tmp_path, *words)
-        run.wait_for(lambda: step(folder) >= 8, "step 8")
+        # Ctrl-C drains and checkpoints; this life is watched on a terminal.
+        run = RunOnScreen(tmp_path, *words)
+        run.view.await_text(lambda told: "resumes" in told)
+        run.view.resize(120, 40)
+        figures = ("/24 ", "held-out", "idle", "rollout-0 v2.")
+        run.view.await_text(lambda told: all(figure in told for figure in figures), 60.0)
         port = json.loads((folder / "join.json").read_text())["port"]
-        run.process.send_signal(signal.SIGINT)
+        run.view.type("\x03")
         assert run.wait() == 130, run.said()
+        assert "SIGINT: draining and checkpointing" in run.view.text()
         assert "miniature-easy resumes" in run.said()
         assert "goes on from the last checkpoint" in run.said()
         reached = steps(folder)

@@ -1,0 +1,144 @@
+"""The one record of how a run stands: made of a history and a look into Redis, real ones too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from board_examples import KNOWN, NOW, REPORTS, facts, history, member, snapshot
+
+from tandem.common.run_folder import RunFolder
+from tandem.launch.board.facts import Activity, ask
+from tandem.launch.board.history import History
+from tandem.launch.board.look import look
+from tandem.launch.board.page import more
+from tandem.launch.board.snapshot import Known, Queues, assemble
+from tandem.replay.connection import Store, connect
+from tandem.replay.ledger import Ledger, LedgerSettings
+from tandem.replay.members import Members
+from tandem.replay.store import RunStore
+
+
+def test_it_tells_steps_pace_and_time_left() -> None:
+    made = snapshot()
+    assert (made.step, made.total_steps) == (100, 250)
+    assert made.seconds_per_step == pytest.approx(0.5)
+    assert made.seconds_left == pytest.approx(75.0)
+    assert made.tokens_sampled_per_second == 1500.0
+    assert made.tokens_trained_per_second == pytest.approx(2400.0)
+
+
+def test_queues_come_from_the_ledger_and_from_the_reports() -> None:
+    assert snapshot().queues == Queues(
+        returned=1, leased=8, submitted=3, grading=2, graded=4, taken=5, evaluations=1
+    )
+
+
+def test_each_role_tells_how_long_it_waits_and_for_whom() -> None:
+    told = {role.role: (role.idle, role.waits_for, role.waits_what) for role in snapshot().roles}
+    assert told["learner"] == (pytest.approx(0.4), "rollout", "the next batch")
+    assert told["rollout"] == (pytest.approx(0.5), "learner", "staleness")
+    assert told["reward"] == (pytest.approx(0.9), "rollout", "groups to grade")
+
+
+def test_a_wait_under_way_makes_the_learner_idle_before_its_step_is_written() -> None:
+    waits = {**REPORTS, "learner-0": {**REPORTS["learner-0"], "waiting": "for group 0-7"}}
+    later = assemble(KNOWN, history(), facts(reports=waits), now=NOW + 8)
+    (learner,) = (role for role in later.roles if role.role == "learner")
+    assert learner.idle == pytest.approx((4.0 + 8.0) / (10.0 + 8.0))
+
+
+def test_a_process_that_was_not_heard_of_grows_silent_and_its_report_old() -> None:
+    gone = member("rollout-0", age=30.0, version=[1, 99])
+    old = {**REPORTS, "rollout-0": {**REPORTS["rollout-0"], "time": NOW - 30}}
+    made = snapshot(members=(gone,), reports=old)
+    assert [(one.member, one.age, one.version) for one in made.members] == [
+        ("rollout-0", 30.0, (1, 99))
+    ]
+    assert made.queues.submitted == 0
+    assert made.tokens_sampled_per_second is None
+
+
+def test_evaluations_are_told_before_the_learner_writes_them() -> None:
+    assert [(one.step, one.accuracy) for one in snapshot().evaluations] == [
+        (0, 0.0),
+        (50, 0.25),
+        (100, 0.5),
+    ]
+
+
+def test_a_report_counts_once_and_for_as_long_as_it_is_recent() -> None:
+    activity = Activity(seconds=5.0)
+    for moment in (10.0, 12.0, 12.0, 30.0):
+        activity.add({"reward-0": {"time": moment, "clock": {"wait/groups": 1.0, "total": 2.0}}})
+        if moment == 12.0:
+            assert activity.seconds("reward-0") == {"wait/groups": 2.0, "total": 4.0}
+    assert activity.seconds("reward-0") == {"wait/groups": 1.0, "total": 2.0}
+
+
+def test_without_redis_the_folder_and_the_metrics_tell_what_they_can() -> None:
+    made = assemble(KNOWN, history(), now=NOW)
+    assert (made.state, made.step, made.members) == ("running", 100, ())
+
+
+def test_without_a_folder_the_learners_report_tells_the_step() -> None:
+    made = assemble(Known(run="join.json"), History(), facts(), now=NOW)
+    assert (made.step, made.total_steps, made.reward) == (100, 250, 0.4)
+
+
+def test_it_can_be_written_as_json() -> None:
+    plain = json.loads(json.dumps(snapshot().to_json()))
+    assert plain["ledger"]["leased"] == 8
+    assert plain["staleness"] == {"mean": 0.75, "max": 1.0, "limit": 1, "shares": [0.25, 0.75]}
+    assert plain["members"][2]["version"] == [1, 99]
+
+
+# --- real parts ---
+
+
+@pytest.fixture
+def store(server: Any) -> Iterator[Store]:
+    made = connect(server.join(), name="test")
+    yield made
+    made.close()
+
+
+def test_a_look_into_a_real_redis(store: Store) -> None:
+    settings = LedgerSettings(
+        sources=(("a", 20, 1),),
+        seed=0,
+        data_digest="d",
+        group_size=4,
+        groups_per_step=2,
+        max_staleness=1,
+        steps=9,
+    )
+    Ledger(store, "supervisor").create(settings)
+    RunStore(store).report("rollout-0", {**REPORTS["rollout-0"], "time": NOW})
+    Members(store).register("rollout", "rollout-0", {"pid": 5, "host": "h", "version": [1, 3]})
+    RunStore(store).count_restart("reward-0", "grader 7: deadline")
+    found = ask(store, dead_letters=True)
+    assert (found.steps, found.limit, found.journalled, found.grader_restarts) == (9, 1, 0, 1)
+    made = assemble(Known(run="r"), History(), found, now=found.time)
+    (worker,) = made.members
+    assert (worker.member, worker.pid, worker.version) == ("rollout-0", 5, (1, 3))
+    assert worker.age < 10
+    assert made.waiting_for.startswith("row 1 is waiting for group 0-0, admitted")
+    assert made.ledger["leased"] == 0
+
+
+def test_a_finished_run_is_told_from_its_folder(finished_run: Path) -> None:
+    folder = RunFolder(finished_run)
+    made = look(folder, folder.join)
+    assert (made.state, made.supervisor) == ("finished", None)
+    assert made.step == made.total_steps == 250
+    assert made.ledger["trained"] == 250 * 8
+    assert {role.role for role in made.roles} == {"learner", "rollout", "reward"}
+    assert made.evaluations[-1].step == 250
+    assert sum(made.staleness.shares) == pytest.approx(1.0)
+    assert made.entropy is not None
+    assert any("heldout at step 250" in line for line in more(made))
+    assert folder.report.read_bytes().startswith(b"\x89PNG")

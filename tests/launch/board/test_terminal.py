@@ -1,0 +1,162 @@
+"""The live view on a real pty, seen through a terminal emulator."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pty_screen import OnPty
+
+DRAWN = Path(__file__).parent / "drawn.py"
+Start = Callable[..., OnPty]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.txt"
+    path.write_text("1\n")
+    return path
+
+
+@pytest.fixture
+def start(script: Path) -> Iterator[Start]:
+    started: list[OnPty] = []
+
+    def begin(columns: int = 80, rows: int = 24, **environment: str) -> OnPty:
+        command = [sys.executable, str(DRAWN), str(script)]
+        view = OnPty(command, columns=columns, rows=rows, environment=environment)
+        started.append(view)
+        return view
+
+    yield begin
+    for view in started:
+        view.end()
+
+
+def shows(*texts: str) -> Callable[[str], bool]:
+    return lambda screen: all(text in screen for text in texts)
+
+
+def tell(script: Path, step: int, *messages: str) -> None:
+    """Replaces the script whole, so that its reader never sees half of one."""
+    temporary = script.with_suffix(".new")
+    temporary.write_text("\n".join([str(step), *messages]) + "\n")
+    os.replace(temporary, script)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_resize_in_the_middle(start: Start, script: Path, columns: int) -> None:
+    view = start(columns)
+    view.await_text(shows("said before", " 1/250 ", "waits for learner: staleness"))
+    tell(script, 2, "rollout-0 was killed")
+    view.await_text(shows("rollout-0 was killed\n─ miniature", " 2/250 "))
+    for other, rows in ((60, 20), (100, 30)):
+        view.resize(other, rows)
+        # Drawn anew: once, whole, and the messages again above it.
+        view.await_text(lambda told, width=other: _whole(told, width))
+    tell(script, 3, "rollout-0 was killed", "end")
+    assert view.wait() == 0
+    assert shows(" 3/250 ", "said after")(view.text())
+
+
+def _whole(told: str, columns: int) -> bool:
+    lines = told.splitlines()
+    frame = lines[2:]
+    return (
+        lines[:2] == ["said before", "rollout-0 was killed"]
+        and len(frame) > 1
+        and len(frame[0]) == columns - 1
+        and [line for line in lines if "miniature" in line] == frame[:1]
+        and "restarts  1" in frame[-1]
+    )
+
+
+def test_a_low_window_keeps_the_step_and_the_messages(start: Start, script: Path) -> None:
+    view = start(80, 10)
+    text = view.await_text(shows(" 1/250 "))
+    tell(script, 4, "said meanwhile")
+    text = view.await_text(shows(" 4/250 ", "said meanwhile"))
+    assert len(text.splitlines()) <= 9
+
+
+def test_the_end_leaves_the_last_frame_and_a_sane_terminal(start: Start, script: Path) -> None:
+    view = start()
+    view.await_text(shows(" 1/250 "))
+    tell(script, 9, "end")
+    assert view.wait() == 0
+    assert view.lines().index("said after") == view.cursor()[1] - 1
+    assert " 9/250 " in view.text()
+    for left_behind in (b"\x1b[?1049h", b"\x1b[?25l", b"\x1b[?47h"):
+        assert left_behind not in view.raw
+
+
+def test_kill_9_leaves_the_cursor_below_the_frame(start: Start) -> None:
+    view = start()
+    text = view.await_text(shows(" 1/250 ", "restarts"))
+    os.kill(view.process.pid, signal.SIGKILL)
+    assert view.wait() == -signal.SIGKILL
+    assert view.cursor() == (0, len(text.splitlines()))
+    assert not view.screen.cursor.hidden
+    assert view.screen.cursor.attrs.fg == "default"
+
+
+def test_enter_does_not_leave_half_a_frame(start: Start, script: Path) -> None:
+    view = start()
+    view.await_text(shows(" 1/250 "))
+    view.type("qqq\n\n")
+    tell(script, 5)
+    text = view.await_text(
+        lambda told: " 5/250 " in told and "qqq" not in told and told.count("─ miniature") == 1
+    )
+    assert text.startswith("said before\n─ miniature")
+
+
+def test_no_color_means_no_colour(start: Start) -> None:
+    view = start(NO_COLOR="1")
+    view.await_text(shows(" 1/250 ", "restarts"))
+    assert re.search(rb"\x1b\[[0-9;]*m", view.raw) is None
+
+
+@pytest.mark.parametrize("term", ["dumb", ""])
+def test_a_terminal_that_can_do_nothing_gets_lines(start: Start, script: Path, term: str) -> None:
+    view = start(TERM=term)
+    tell(script, 2, "one message", "end")
+    assert view.wait() == 0
+    assert view.text() == "said before\none message\nsaid after"
+    assert b"\x1b" not in view.raw
+
+
+def test_a_pipe_gets_lines(script: Path) -> None:
+    tell(script, 2, "one message", "end")
+    done = subprocess.run(
+        [sys.executable, str(DRAWN), str(script)], capture_output=True, timeout=60, check=True
+    )
+    assert done.stdout == b"said before\none message\nsaid after\n"
+    assert done.stderr == b""
+
+
+def test_a_terminal_that_takes_nothing_holds_nobody_up(start: Start, script: Path) -> None:
+    view = start()
+    view.await_text(shows(" 1/250 "))
+    view.type("\x13")  # Ctrl-S
+    tell(script, 2, *(f"message {number}" for number in range(500)), "end")
+    # It ends though nobody reads what it says, and what it said last is seen after Ctrl-Q.
+    view.type("\x11")
+    assert view.wait() == 0
+    assert shows("message 499", "said after")(view.text())
+
+
+def test_bytes_stay_few_while_every_figure_changes(start: Start, script: Path) -> None:
+    view = start(120, 40)
+    view.await_text(shows(" 1/250 ", "restarts"))
+    first = len(view.raw)
+    for step in range(2, 6):
+        tell(script, step)
+        view.await_text(shows(f" {step}/250 "))
+    assert (len(view.raw) - first) / 4 < first / 4

@@ -1,0 +1,96 @@
+"""The lines of the live view: no wider and no more than the window, and what they tell."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from board_examples import KNOWN, NOW, facts, member, snapshot
+
+from tandem.launch.board.history import History
+from tandem.launch.board.page import show
+from tandem.launch.board.snapshot import assemble
+from tandem.launch.board.view import ASCII, draw
+
+
+def text(columns: int, rows: int | None = None, **changes: object) -> list[str]:
+    return [line.plain for line in draw(snapshot(**changes), columns, rows)]
+
+
+def test_it_tells_every_figure_at_80_columns() -> None:
+    told = "\n".join(text(80))
+    for figure in (
+        *("miniature", "runs/miniature", "running", "1:02", "100/250", "2.0 steps/s", "1:15 left"),
+        *("reward    0.400", "no signal in 25% of groups", "50.0% at step 100", "0.0 25.0 50.0"),
+        *("sampled 1,500/s", "trained 2,400/s", "length 52.5", "entropy 0.125"),
+        *("leased 8", "submitted 3", "grading 2", "graded 4", "taken 5", "trained 792"),
+        *("to lease again 1", "rejected 6", "evaluations due 1", "0.8 steps (limit 1)"),
+        *("25%", "75%", "waits for rollout: the next batch", "waits for learner: staleness"),
+        *("rollout-0 v1.99", "restarts  1", "rollout-0 (SIGKILL) at 03:04:05", "graders 2"),
+    ):
+        assert figure in told
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60, 79, 80, 119, 120, 200])
+def test_no_line_is_wider_than_the_window(columns: int) -> None:
+    many = tuple(member(f"rollout-{n}", version=[1, 99]) for n in range(30))
+    for changes in ({}, {"members": many}):
+        lines = draw(snapshot(**changes), columns)
+        assert max(line.cell_len for line in lines) <= columns
+
+
+def test_a_wide_window_is_used() -> None:
+    assert max(map(len, text(120))) > 100
+
+
+@pytest.mark.parametrize("rows", [1, 3, 6, 10, 13])
+def test_in_a_low_window_the_least_needed_lines_are_left_out(rows: int) -> None:
+    told = text(80, rows)
+    assert len(told) == rows
+    assert any("100/250" in line for line in told)
+    if rows >= 3:
+        assert any("held-out" in line for line in told)
+
+
+def test_more_processes_than_find_room_are_counted() -> None:
+    many = tuple(member(f"rollout-{n}", version=[1, 99]) for n in range(30))
+    told = "\n".join(text(80, members=many))
+    assert "rollout-0 v1.99   rollout-1 v1.99" in told
+    assert "+2" in told
+
+
+def test_a_silent_process_is_pointed_out() -> None:
+    assert "rollout-0 v1.99 silent for 31 s" in "\n".join(
+        text(80, members=(member("rollout-0", age=31),))
+    )
+
+
+def test_a_run_that_has_only_begun_can_be_drawn() -> None:
+    told = [line.plain for line in draw(assemble(KNOWN, History(), now=NOW), 80)]
+    assert any("0/250" in line for line in told)
+
+
+def test_a_run_without_rewards_tells_its_loss() -> None:
+    told = "\n".join(line.plain for line in draw(replace(snapshot(), reward=None, rewards=()), 80))
+    assert "loss      0.500" in told
+
+
+def test_a_terminal_without_block_characters_gets_none() -> None:
+    assert all(line.plain.isascii() for line in draw(snapshot(), 100, glyphs=ASCII))
+
+
+def test_what_is_printed_once_into_a_pipe_has_no_escape_sequences() -> None:
+    stream = io.StringIO()
+    show(snapshot(), stream)
+    told = stream.getvalue()
+    assert "\x1b" not in told
+    assert "\r" not in told
+    assert "row 101 is waiting for group 0-801" in told
+    assert "heldout at step 100: 50.0% of 100" in told
+    assert "restart: rollout-0" in told
+
+
+def test_why_the_figures_are_old_is_told() -> None:
+    made = assemble(KNOWN, History(), facts(), problem="Redis at h:1 did not answer", now=NOW)
+    assert any("did not answer" in line.plain for line in draw(made, 80))
