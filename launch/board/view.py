@@ -34,7 +34,7 @@ class Glyphs:
     """Between two facts."""
 
 
-UNICODE = Glyphs(full="█", empty="░", curve="▁▂▃▄▅▆▇█", rule="─", dot="·")
+UNICODE = Glyphs(full="━", empty="─", curve="▁▂▃▄▅▆▇█", rule="─", dot="·")
 ASCII = Glyphs(full="#", empty=".", curve="_.-=+*%#", rule="-", dot="|")
 
 

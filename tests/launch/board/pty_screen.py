@@ -10,7 +10,8 @@ import subprocess
 import termios
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import pyte
 
@@ -26,8 +27,9 @@ class OnPty:
         rows: int = 24,
         environment: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
+        screen: type[pyte.Screen] = pyte.Screen,
     ) -> None:
-        self.screen = pyte.Screen(columns, rows)
+        self.screen = screen(columns, rows)
         self.raw = b""
         self._stream = pyte.ByteStream(self.screen)
         self._lock = threading.Lock()
@@ -67,6 +69,12 @@ class OnPty:
     def text(self) -> str:
         """The same as one text."""
         return "\n".join(self.lines()).rstrip()
+
+    @contextmanager
+    def still(self) -> Iterator[pyte.Screen]:
+        """The screen, on which nothing changes meanwhile."""
+        with self._lock:
+            yield self.screen
 
     def cursor(self) -> tuple[int, int]:
         """Column and row, from 0."""

@@ -50,16 +50,17 @@ def tell(script: Path, step: int, *messages: str) -> None:
     os.replace(temporary, script)
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_a_resize_in_the_middle(start: Start, script: Path, columns: int) -> None:
+@pytest.mark.parametrize(("columns", "other", "rows"), [(80, 120, 40), (120, 60, 20)])
+def test_a_resize_in_the_middle(
+    start: Start, script: Path, columns: int, other: int, rows: int
+) -> None:
     view = start(columns)
     view.await_text(shows("said before", " 1/250 ", "waits for learner: staleness"))
     tell(script, 2, "rollout-0 was killed")
     view.await_text(shows("rollout-0 was killed\n─ miniature", " 2/250 "))
-    for other, rows in ((60, 20), (100, 30)):
-        view.resize(other, rows)
-        # Drawn anew: once, whole, and the messages again above it.
-        view.await_text(lambda told, width=other: _whole(told, width))
+    view.resize(other, rows)
+    # Drawn anew: once, whole, and the messages again above it.
+    view.await_text(lambda told: _whole(told, other))
     tell(script, 3, "rollout-0 was killed", "end")
     assert view.wait() == 0
     assert shows(" 3/250 ", "said after")(view.text())
