@@ -130,6 +130,8 @@ class Drawing:
     def __init__(self, folder: RunFolder) -> None:
         command = [sys.executable, "-P", "-m", "tandem.launch.board.report", str(folder.path)]
         self._problem = ""
+        # One of fewer steps would be taken for this one's where the drawing fails.
+        folder.report.unlink(missing_ok=True)
         self._process: subprocess.Popen[str] | None = None
         try:
             self._process = subprocess.Popen(

@@ -85,7 +85,7 @@ class _Pen:
         if s.evaluations:
             found.append(Line(text=self._held_out(s), weight=1))
         found.append(Line(text=self._tokens(s), weight=4))
-        if s.ledger:
+        if any(s.ledger.values()):
             found += [Line(text=t, weight=5 + n) for n, t in enumerate(self._queues(s))]
         if s.staleness.mean is not None:
             found.append(Line(text=self._staleness(s), weight=6))

@@ -188,6 +188,39 @@ def test_the_summary_adds_up_what_was_trained(tmp_path: Path) -> None:
     assert json.loads(folder.summary.read_text()) == made
 
 
+def test_the_course_of_a_metric_is_from_its_first_tenth_to_its_last() -> None:
+    records = [{"step": n, "reward/mean": float(n)} for n in range(1, 41)]
+    records += [{"step": 40, "eval/heldout/accuracy": 1.0}, {"step": 41, "reward/mean": None}]
+    assert summary.course(records) == {"reward/mean": [2.5, 38.5]}
+    assert summary.course(records[:3]) == {"reward/mean": [1.0, 3.0]}
+
+
+def test_the_table_tells_how_the_reward_went_and_where_the_report_is(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    made = {
+        "steps": 40,
+        "accuracy_after": None,
+        "course": {
+            "reward/mean": [0.125, 0.875],
+            "reward/zero_variance": [0.5, 0.25],
+            "replay/staleness_mean": [0.0, 0.75],
+        },
+        "staleness_max": 2,
+        "samples_trained": 1,
+        "tokens_trained": 1,
+        "wall_seconds": 1.0,
+        "restarts": [],
+        "idle_shares": {},
+    }
+    text = "\n".join(summary.table(made, folder))
+    assert "0.125 -> 0.875" in text
+    assert "50% -> 25%" in text
+    assert "0.8 steps at the end, 2 at most" in text
+    assert "report.png" not in text
+    folder.report.touch()
+    assert "report.png" in "\n".join(summary.table(made, folder))
+
+
 def test_the_next_command_fits_the_machine() -> None:
     config = load("miniature").resolve([])
     laptop = Machine(gpus=(), cores=2, memory_mb=1024)

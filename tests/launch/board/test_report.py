@@ -1,0 +1,72 @@
+"""report.png: drawn from whatever metrics there are, in a process that can't fail the run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from board_examples import evaluated, record
+from PIL import Image
+
+from tandem.common.errors import DataError
+from tandem.common.run_folder import RunFolder
+from tandem.launch.board import report
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path)
+    made.write_run({"preset": "miniature"})
+    return made
+
+
+def write(folder: RunFolder, *records: dict) -> None:
+    folder.metrics.write_text("".join(json.dumps(one) + "\n" for one in records))
+
+
+def test_a_process_of_its_own_draws_it(folder: RunFolder) -> None:
+    steps = [record(n, **{"train/lr": 1e-3, "train/ratio_max": 1.0 + n}) for n in range(1, 101)]
+    write(folder, evaluated(0, 0.0), *steps, evaluated(100, 0.5))
+    assert report.Drawing(folder).wait() == ""
+    with Image.open(folder.report) as image:
+        assert image.size == (1200, 1000)
+        assert len(image.convert("RGB").getcolors(1 << 20) or ()) > 50
+    assert [path.name for path in folder.path.glob("*.png")] == ["report.png"]
+
+
+def test_a_run_without_rewards_or_evaluations_is_drawn_too(folder: RunFolder) -> None:
+    write(folder, {"step": 1, "train/lr": 1e-3, "train/loss": None}, {"step": 2, "train/lr": 1e-3})
+    assert report.draw(folder).exists()
+
+
+def test_why_there_is_no_report_is_one_line(folder: RunFolder) -> None:
+    assert report.Drawing(folder).wait() == f"{folder.metrics} has no steps to draw"
+    folder.metrics.write_text("no json\n" * 3)
+    said = report.Drawing(folder).wait()
+    assert said.startswith("JSONDecodeError: ")
+    assert "\n" not in said
+    assert not folder.report.exists()
+
+
+def test_without_matplotlib_it_says_how_to_get_it(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder, record(1, **{"train/lr": 1e-3}))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(DataError, match="pip install matplotlib"):
+        report.draw(folder)
+
+
+def test_a_drawing_that_hangs_is_ended(folder: RunFolder) -> None:
+    write(folder, record(1, **{"train/lr": 1e-3}))
+    drawing = report.Drawing(folder)
+    assert drawing.wait(seconds=0.0) == "it took longer than 0 s"
+    assert not folder.report.exists()
+
+
+def test_a_long_run_is_thinned_out(folder: RunFolder) -> None:
+    steps, values = report.series([record(n) for n in range(1, 10_001)], "reward/mean")
+    assert len(steps) == len(values) == report.POINTS
+    assert steps[:3] == [1, 6, 11]
