@@ -19,27 +19,38 @@ from .facts import Facts, ask
 from .history import History, read
 from .snapshot import Known, Snapshot, assemble
 
+ANSWER_SECONDS = 8.0
+"""For Redis to answer a person who asks how the run stands."""
+
 
 def look(folder: RunFolder | None, join_file: Path) -> Snapshot:
-    """Asks Redis and the folder; a run that isn't up is told from its folder alone.
+    """Asks Redis and the folder.
+
+    A run that isn't up is told from its folder alone, and so is one whose Redis doesn't answer,
+    as while it is started again; ``problem`` says so then.
 
     Raises:
-        StoreError: Redis can't be reached, though the run is up or there is no folder.
+        StoreError: there is no folder, and Redis doesn't answer.
     """
     known = Known(run=str(join_file)) if folder is None else known_of(folder)
     facts: Facts | None = None
+    problem = ""
     # The run's own redis-server ends with its supervisor.
     if folder is None or known.supervisor is not None or _external(folder):
         try:
-            facts = _ask(join_file, deadline=10.0)
-        except StoreError:
-            if folder is None or known.supervisor is not None:
+            facts = _ask(join_file)
+        except StoreError as error:
+            if folder is None:
                 raise
+            # It may have come to its end meanwhile.
+            known = known_of(folder)
+            problem = str(error) if known.supervisor is not None else ""
     return assemble(
         known,
         read(folder.metrics) if folder is not None else History(),
         facts,
         restarts=read_restarts(folder) if folder is not None else [],
+        problem=problem,
         now=time.time(),
     )
 
@@ -69,8 +80,8 @@ def known_of(folder: RunFolder) -> Known:
     )
 
 
-def _ask(join_file: Path, deadline: float) -> Facts:
-    store = connect(read_join(join_file), deadline=deadline, name="status")
+def _ask(join_file: Path) -> Facts:
+    store = connect(read_join(join_file), deadline=ANSWER_SECONDS, name="status")
     try:
         return ask(store, dead_letters=True)
     finally:

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from board_examples import KNOWN, NOW, REPORTS, facts, history, member, snapshot
+from board_examples import KNOWN, NOW, REPORTS, facts, history, member, record, snapshot
 
+from tandem.common.errors import StoreError
 from tandem.common.run_folder import RunFolder
 from tandem.launch.board.facts import Activity, ask
 from tandem.launch.board.history import History
 from tandem.launch.board.look import look
 from tandem.launch.board.page import more
 from tandem.launch.board.snapshot import Known, Queues, assemble
+from tandem.launch.folder_lock import FolderLock
 from tandem.replay.connection import Store, connect
 from tandem.replay.ledger import Ledger, LedgerSettings
 from tandem.replay.members import Members
@@ -128,6 +130,28 @@ def test_a_look_into_a_real_redis(store: Store) -> None:
     assert worker.age < 10
     assert made.waiting_for.startswith("row 1 is waiting for group 0-0, admitted")
     assert made.ledger["leased"] == 0
+
+
+def test_a_run_whose_redis_does_not_answer_is_told_from_its_folder(
+    tmp_path: Path, servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.launch.board.look.ANSWER_SECONDS", 0.1)
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    with servers.running(tmp_path) as server:
+        folder.write_join(server.join())
+    folder.write_run({"preset": "miniature", "state": "running"})
+    folder.metrics.write_text(json.dumps(record(7)) + "\n")
+    lock = FolderLock(folder)
+    lock.take()
+    try:
+        made = look(folder, folder.join)
+        assert (made.state, made.step, made.members) == ("running", 7, ())
+        assert "did not answer" in made.problem
+    finally:
+        lock.release()
+    with pytest.raises(StoreError, match="did not answer"):
+        look(None, folder.join)
 
 
 def test_a_finished_run_is_told_from_its_folder(finished_run: Path) -> None:
