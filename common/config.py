@@ -8,13 +8,21 @@ resumed run may change only what :data:`CHANGEABLE` lists.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from .errors import ConfigError
 
@@ -22,6 +30,19 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+
+ENGINES = ("auto", "torch", "vllm")
+"""Engines by name; any other is named by its import path."""
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def _engine(name: str) -> str:
+    if name in ENGINES or _IMPORT_PATH.fullmatch(name):
+        return name
+    raise ValueError(f"should be {', '.join(ENGINES)}, or an import path package.module:factory")
+
+
+EngineName = Annotated[str, AfterValidator(_engine)]
 
 
 class Section(BaseModel):
@@ -113,8 +134,9 @@ class ExpertConfig(Section):
 class RolloutConfig(Section):
     """Rollout workers and what they sample."""
 
-    engine: Literal["auto", "torch", "vllm"] = "auto"
-    """``auto``: vLLM where it is found on a GPU, else the torch engine."""
+    engine: EngineName = "auto"
+    """``auto``: vLLM where it is found on a GPU, else the torch engine. ``torch``, ``vllm``, or
+    ``package.module:factory``, an engine of your own (:mod:`tandem.rollout.engines`)."""
     workers: NonNegative = 1
     """Processes that ``start_all.sh`` starts."""
     gpus_per_worker: Positive = 1

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 REDIS_SECONDS = 120.0
 """For redis-server to load its append-only file and answer."""
+ASK_SECONDS = 1.0
+"""For Redis to answer the supervisor while the run goes on: it is the supervisor who brings a dead
+Redis back, so it must not wait for one."""
 LEARNER, ROLLOUT, REWARD, REDIS = range(4)
 """Stages, in the order in which they are drained."""
 
@@ -311,14 +314,8 @@ class Job:
         return self._progress.step
 
     def _has_finished(self) -> bool:
-        from ..replay.store import RunStore
-
         assert self._store is not None
-        try:
-            return RunStore(self._store).state() == "finished"
-        except StoreError as error:
-            self._say(f"whether the run has finished can't be asked: {error}")
-            return False
+        return has_finished(self._store)
 
     def _tick(self) -> None:
         self._progress.update()
@@ -336,7 +333,7 @@ class Job:
         if self._config.learner.source == "offline":
             return f"look into {shown(self._folder.logs / 'learner-0.log')}"
         try:
-            return Ledger(self._store, "supervisor").waiting_for()
+            return Ledger(self._store, "supervisor").waiting_for(ASK_SECONDS)
         except TandemError as error:
             return str(error)
 
@@ -600,6 +597,19 @@ class Job:
             self._findings.evaluations.append(
                 {**result, "step": step, "set_name": name, "member": "tandem evaluate"}
             )
+
+
+def has_finished(store: Store) -> bool:
+    """Whether the learner has ended the run; False as well while Redis is away.
+
+    A learner that is then started again finds the run at its end, and ends it again.
+    """
+    from ..replay.store import RunStore
+
+    try:
+        return RunStore(store).state(ASK_SECONDS) == "finished"
+    except StoreError:
+        return False
 
 
 def _without_password(word: str) -> str:

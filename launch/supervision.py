@@ -82,7 +82,8 @@ class Part:
     on_start: Callable[[list[int]], None] | None = None
     """Told the pids after every start."""
     before_end: Callable[[], None] | None = None
-    """Called once before it is told to end, if it is alive then: last words with it."""
+    """Called once before it is told to end: last words with it. If it is dead just then, it is
+    started once more for them, unless it can't be kept alive."""
     may_finish: bool = False
     """Its exit with code 0 can mean that the run has finished."""
     processes: list[tuple[ProcessSpec, subprocess.Popen[bytes]]] = field(default_factory=list)
@@ -311,6 +312,9 @@ class Supervisor:
         """
         end = time.monotonic() + self._drain_seconds
         clean = True
+        for part in self._parts:
+            # Others write to it while they drain.
+            self._revive(part)
         stages = sorted({part.stage for part in self._parts})
         for index, stage in enumerate(stages):
             parts = [part for part in self._parts if part.stage == stage]
@@ -318,8 +322,7 @@ class Supervisor:
             stage_end = max(end - 2.0 * (len(stages) - 1 - index), time.monotonic() + 2.0)
             told_half = (stage_end + time.monotonic()) / 2
             for part in parts:
-                part.due = None
-                if part.before_end is not None and part.alive():
+                if part.before_end is not None and self._revive(part):
                     part.before_end()
                 for _, process in part.processes:
                     _signal(process, signal.SIGTERM)
@@ -343,6 +346,15 @@ class Supervisor:
             for part in parts:
                 self._reap(part)
         return clean
+
+    def _revive(self, part: Part) -> bool:
+        """Starts a part with last words again if it is dead; whether it is alive now."""
+        hopeless = part.failures >= self._max_failures
+        if part.before_end is not None and not part.alive() and not hopeless:
+            self._reap(part)
+            self.start(part)
+        part.due = None
+        return part.alive()
 
     def kill(self) -> None:
         """Kills everything at once."""

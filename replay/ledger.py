@@ -692,9 +692,9 @@ class Ledger:
             for step, reason in sorted(rows.items(), key=lambda item: int(item[0]))
         ]
 
-    def waiting_for(self) -> str:
-        """Whom the next row waits for, in one line."""
-        told_of = json.loads(self.store.script("waiting"))
+    def waiting_for(self, deadline: float = DEADLINE) -> str:
+        """Whom the next row waits for, in one line; waits for Redis up to ``deadline`` seconds."""
+        told_of = json.loads(self.store.script("waiting", deadline=deadline))
         waiting = Waiting(
             group_id=told_of["group_id"],
             state=told_of["state"],

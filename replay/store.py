@@ -12,7 +12,7 @@ from ..common import wire
 from ..common.errors import StoreError
 from ..common.records import ExpertTrace, Problem, Version
 from ..common.sockets import CurveKeys, new_keys
-from .connection import Command, Store, told
+from .connection import DEADLINE, Command, Store, told
 
 RunState = Literal["running", "draining", "finished", "failed"]
 R = TypeVar("R", Problem, ExpertTrace)
@@ -102,9 +102,9 @@ class RunStore:
         public, secret = json.loads(self.store.call("get", key))
         return CurveKeys(public=public, secret=secret)
 
-    def state(self) -> RunState:
-        """running, draining, finished or failed."""
-        raw = self.store.call("hget", self.store.key("meta"), "state")
+    def state(self, deadline: float = DEADLINE) -> RunState:
+        """running, draining, finished or failed; waits for Redis up to ``deadline`` seconds."""
+        raw = self.store.call("hget", self.store.key("meta"), "state", deadline=deadline)
         state: RunState = raw.decode() if raw else "running"
         return state
 

@@ -8,6 +8,7 @@ import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,6 +17,9 @@ from tandem.common.config import ReplayConfig
 from tandem.common.errors import ConfigError, StoreError, TandemError
 from tandem.common.run_folder import JoinInfo, RunFolder
 from tandem.launch import redis_server
+from tandem.launch.job import has_finished
+from tandem.replay.connection import connect
+from tandem.replay.store import RunStore
 
 
 @pytest.fixture
@@ -163,3 +167,16 @@ def test_no_server_program_says_how_to_get_one(monkeypatch, tmp_path: Path) -> N
     monkeypatch.setattr(redis_server, "_candidates", lambda: [old, tmp_path / "none"])
     with pytest.raises(TandemError, match=r"is 5\.0\.7; .* doesn't run.*apt install redis-server"):
         redis_server.find()
+
+
+@pytest.mark.timeout(20)
+def test_the_supervisor_does_not_wait_for_a_dead_server_to_say_if_the_run_has_finished(
+    own_server: Any,
+) -> None:
+    store = connect(own_server.join())
+    RunStore(store).set_state("finished")
+    assert has_finished(store)
+    own_server.kill()
+    # It is the supervisor who would start the server again: waiting for it, it would wait a minute.
+    assert not has_finished(store)
+    store.close()

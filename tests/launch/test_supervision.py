@@ -328,3 +328,32 @@ def test_an_exit_is_seen_without_reaping() -> None:
     wait_for(lambda: exit_of(process) == 7)
     assert process.returncode is None
     assert process.wait() == 7
+
+
+def test_a_part_with_last_words_is_brought_back_for_them(tmp_path: Path) -> None:
+    alive: list[bool] = []
+    redis = part(
+        tmp_path, "redis", FOREVER, stage=9, before_end=lambda: alive.append(redis.alive())
+    )
+    # Its restart is due long after the run has finished.
+    with supervisor(backoff_seconds=60.0) as running:
+        running.start(redis)
+        end = tmp_path / "end"
+        code = f"import os, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.01)"
+        running.start(part(tmp_path, "learner", code, stage=0, may_finish=True))
+        os.kill(redis.processes[0][1].pid, signal.SIGKILL)
+        threading.Thread(
+            target=lambda: (wait_for(lambda: redis.due is not None), end.touch()), daemon=True
+        ).start()
+        assert running.run() is Outcome.FINISHED
+    assert alive == [True]
+
+
+def test_a_part_that_cannot_be_kept_alive_has_no_last_words(tmp_path: Path) -> None:
+    said: list[str] = []
+    redis = part(tmp_path, "redis", "raise SystemExit(1)", before_end=lambda: said.append("?"))
+    with supervisor() as running:
+        running.start(redis)
+        with pytest.raises(PartFailed):
+            running.run()
+    assert said == []

@@ -1,0 +1,395 @@
+"""Audits a finished run's folder: is every group trained once, or rejected with a reason?
+
+An independent reading: plain redis-py on a copy of the append-only file, ``journal.jsonl``,
+``samples.jsonl`` and the checkpoint. Of the ledger's code it uses nothing; it knows the names of
+its keys. :func:`gather` reads, :func:`examine` judges, so that planted breaches can be judged too.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis
+import torch
+import xxhash
+import yaml
+
+from tandem.common import wire
+from tandem.common.records import Group
+
+MOST_REJECTED = 0.02
+NOT_BY_KILLS = ("attempts", "ungraded", "quarantined", "run_ended")
+"""Reasons that a run whose processes are killed, and nothing else, must never give."""
+LIVE_SETS = ("leased", "deadlines", "returned", "graded", "ages", "taken")
+
+
+@dataclass(slots=True, kw_only=True)
+class Evidence:
+    """All that a folder says, as plain data."""
+
+    config: dict[str, Any]
+    """``config.yaml``."""
+    sources: list[tuple[str, int, int]]
+    """Name, problems and weight of each source."""
+    journal: list[dict[str, Any]]
+    """Its records, in order."""
+    samples: dict[int, dict[str, list[dict[str, Any]]]]
+    """Of ``samples.jsonl``: step -> group id -> rows."""
+    checkpoint: dict[str, Any]
+    """``state.json`` of the one that LATEST names."""
+    optimizer_steps: int
+    """As the optimizer's own state in that checkpoint counts them."""
+    meta: dict[str, str]
+    """Hash ``meta`` in Redis."""
+    live: dict[str, list[str]]
+    """Members of the sets that hold groups on their way, and keys of live groups."""
+    final: dict[int, str]
+    """Serial -> ``T|D|R:<step>:<attempt>[:<reason>]``."""
+    rows: dict[int, dict[str, Any]]
+    """Rows that Redis still has."""
+    payloads: dict[str, bytes]
+    """``<id>:<attempt>:<digest>`` -> encoded group, where Redis still has it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """What was found."""
+
+    breaches: list[str] = field(default_factory=list)
+    """One sentence each."""
+    figures: dict[str, int] = field(default_factory=dict)
+    """Groups by end and the like, for the table."""
+
+
+def gather(folder: Path) -> Evidence:
+    """Reads a folder whose run has ended. Redis is read from a copy."""
+    run = json.loads((folder / "run.json").read_text())
+    checkpoints = folder / "checkpoints"
+    newest = checkpoints / (checkpoints / "LATEST").read_text().strip()
+    samples: dict[int, dict[str, list[dict[str, Any]]]] = {}
+    for line in _lines(folder / "samples.jsonl"):
+        samples.setdefault(line["step"], {})[line["group_id"]] = line["rows"]
+    with tempfile.TemporaryDirectory(prefix="tandem-audit-") as place:
+        copied = Path(place) / "redis"
+        shutil.copytree(folder / "redis", copied)
+        with _servers().running(copied) as server:
+            client = redis.Redis(port=server.port, password=server.password)
+            found = _read_redis(client, f"tandem:{run['run_id']}:")
+            client.close()
+    return Evidence(
+        config=yaml.safe_load((folder / "config.yaml").read_text()),
+        sources=[(name, size, weight) for name, size, weight in run["ingest"]["sources"]],
+        journal=_lines(folder / "journal.jsonl"),
+        samples=samples,
+        checkpoint=json.loads((newest / "state.json").read_text()),
+        optimizer_steps=_optimizer_steps(newest),
+        **found,
+    )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _servers() -> Any:
+    """``tests/redis_server.py``."""
+    name = "tandem_tests_redis_server"
+    if name not in sys.modules:
+        path = Path(__file__).resolve().parent.parent / "redis_server.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def _optimizer_steps(checkpoint: Path) -> int:
+    """How often the parameters have been moved: Adam counts it for its bias correction."""
+    (path,) = (checkpoint / "engine").rglob("*model_states.pt")
+    state = torch.load(path, map_location="cpu", weights_only=False)["optimizer"]["state"]
+    counts = {int(parameter["step"]) for parameter in state.values()}
+    assert len(counts) <= 1, f"{path}: parameters were moved unlike often: {sorted(counts)}"
+    return max(counts, default=0)
+
+
+def _read_redis(client: Any, prefix: str) -> dict[str, Any]:
+    names = [name.decode().removeprefix(prefix) for name in client.scan_iter(f"{prefix}*")]
+
+    def members(name: str) -> list[str]:
+        return [member.decode() for member in client.zrange(prefix + name, 0, -1)]
+
+    def fields(name: str) -> dict[str, str]:
+        return {k.decode(): v.decode() for k, v in client.hgetall(prefix + name).items()}
+
+    final = {}
+    for name in names:
+        if name.startswith("final:"):
+            bucket = int(name.partition(":")[2])
+            final |= {bucket * 256 + int(k): text for k, text in fields(name).items()}
+    return {
+        "meta": fields("meta"),
+        "live": {name: members(name) for name in LIVE_SETS}
+        | {"groups": sorted(name for name in names if name.startswith("group:"))},
+        "final": final,
+        "rows": {int(step): json.loads(text) for step, text in fields("rows").items()},
+        "payloads": {
+            name.removeprefix("payload:"): client.get(prefix + name)
+            for name in names
+            if name.startswith("payload:")
+        },
+    }
+
+
+def examine(evidence: Evidence) -> Findings:
+    """Judges what was gathered."""
+    found = Findings()
+    rows = _rows(evidence, found)
+    _history(evidence, rows, found)
+    _every_group(evidence, rows, found)
+    _nothing_live(evidence, found)
+    _staleness(evidence, rows, found)
+    _redis_agrees(evidence, rows, found)
+    return found
+
+
+def digest_of(row: dict[str, Any]) -> str:
+    """As the journal states it: xxh3-64 of the row's canonical JSON."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(row, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _rows(evidence: Evidence, found: Findings) -> dict[int, dict[str, Any]]:
+    """The journal's rows: one a step, without gaps, each of the right size, no id twice."""
+    say = found.breaches.append
+    rows: dict[int, dict[str, Any]] = {}
+    for record in evidence.journal:
+        if record["kind"] != "row":
+            continue
+        step, row = record["step"], record["row"]
+        if step in rows:
+            say(f"step {step} has two rows in the journal")
+        if row["step"] != step or digest_of(row) != record["digest"]:
+            say(f"the row of step {step} isn't the one whose digest stands beside it")
+        rows[step] = row
+    if sorted(rows) != list(range(1, len(rows) + 1)):
+        say(f"the journal's steps have gaps: {sorted(rows)}")
+    where: dict[str, int] = {}
+    size = evidence.config["replay"]["groups_per_step"]
+    last = max(rows, default=0)
+    for step, row in sorted(rows.items()):
+        ids = [entry["id"] for entry in row["groups"]]
+        short = bool(row["short"])
+        if short and step != last:
+            say(f"row {step} is marked short and isn't the last one")
+        if (short and not 0 < len(ids) < size) or (not short and len(ids) != size):
+            say(f"row {step} has {len(ids)} groups and should have {size}")
+        for name in ids:
+            if name in where:
+                say(f"group {name} stands in row {where[name]} and in row {step}")
+            where[name] = step
+    found.figures["steps"] = len(rows)
+    return rows
+
+
+def _history(evidence: Evidence, rows: dict[int, dict[str, Any]], found: Findings) -> None:
+    """Each row is applied once on the line of history that the final checkpoint has."""
+    say = found.breaches.append
+    applied: Counter[int] = Counter()
+    term = 0
+    again = lives = 0
+    for record in evidence.journal:
+        kind, step = record["kind"], record["step"]
+        if record["term"] < term:
+            say(f"term {record['term']} wrote to the journal after term {term}")
+        term = max(term, record["term"])
+        if kind == "resumed":
+            lives += 1
+            for later in [s for s in applied if s > step]:
+                again += applied.pop(later)
+        elif kind == "quarantined":
+            say(f"step {step} was quarantined: {record['reason']}")
+        elif kind == "applied":
+            if step not in rows or record["digest"] != digest_of(rows[step]):
+                say(f"step {step} was applied with another row than the journal's")
+            if step != max(applied, default=0) + 1 and step not in applied:
+                say(f"step {step} was applied after step {max(applied, default=0)}")
+            applied[step] += 1
+    at = evidence.checkpoint["step"]
+    for step in rows:
+        if applied[step] != 1:
+            say(f"row {step} is applied {applied[step]} times on the final line of history")
+    if at != max(rows, default=0):
+        say(f"the final checkpoint is at step {at}, the journal ends at {max(rows, default=0)}")
+    if evidence.checkpoint["term"] != term:
+        say(f"the final checkpoint is of term {evidence.checkpoint['term']}, not {term}")
+    # A step in which no group's rewards differ has no gradient, and moves nothing.
+    moving = sum(
+        any(_differ(group) for group in groups.values())
+        for step, groups in evidence.samples.items()
+        if step <= at
+    )
+    if evidence.optimizer_steps != moving:
+        say(
+            f"the optimizer has made {evidence.optimizer_steps} steps, and the rows that can "
+            f"move it are {moving}"
+        )
+    found.figures["steps trained again after a kill"] = again
+    found.figures["learner's resumptions"] = lives
+
+
+def _differ(rows: list[dict[str, Any]]) -> bool:
+    return len({row["reward"] for row in rows if row["reward"] is not None}) > 1
+
+
+def _pass_length(sources: list[tuple[str, int, int]]) -> int:
+    """Positions of a pass: whole cycles of all weights until every source is used up."""
+    return max(-(-size // weight) for _, size, weight in sources) * sum(w for _, _, w in sources)
+
+
+def _every_group(evidence: Evidence, rows: dict[int, dict[str, Any]], found: Findings) -> None:
+    """Every position of the run is trained in a row, or rejected with a reason."""
+    say = found.breaches.append
+    length = _pass_length(evidence.sources)
+    passes = evidence.config["run"]["passes"]
+    places = {
+        entry["id"]: (step, entry["attempt"])
+        for step, row in rows.items()
+        for entry in row["groups"]
+    }
+    rejected: Counter[str] = Counter()
+    for serial in range(passes * length):
+        name = f"{serial // length}-{serial % length}"
+        letter, _, rest = evidence.final.get(serial, "").partition(":")
+        place = places.pop(name, None)
+        if letter == "D":
+            step, attempt = map(int, rest.split(":"))
+            if place != (step, attempt):
+                say(
+                    f"group {name}: Redis has it trained in ({step}, {attempt}), the journal: {place}"
+                )
+        elif letter == "R":
+            reason = rest.split(":")[2]
+            rejected[reason] += 1
+            if place is not None:
+                say(f"group {name} is rejected ({reason}) and stands in row {place[0]}")
+        else:
+            state = evidence.final.get(serial, "no final state")
+            say(f"group {name} is neither trained nor rejected: {state}; the journal: {place}")
+    for name, place in places.items():
+        say(f"group {name} of row {place[0]} is none of the run's positions")
+    total = passes * length
+    count = sum(rejected.values())
+    if count > MOST_REJECTED * total:
+        say(f"{count} of {total} groups are rejected, more than {MOST_REJECTED:.0%}")
+    for reason in NOT_BY_KILLS:
+        if rejected[reason]:
+            say(
+                f"{rejected[reason]} group(s) are rejected for {reason}, which kills must not cause"
+            )
+    found.figures["groups of the pass"] = total
+    found.figures["groups trained"] = sum(text.startswith("D:") for text in evidence.final.values())
+    found.figures["groups rejected"] = count
+    for reason, number in sorted(rejected.items()):
+        found.figures[f"  for {reason}"] = number
+
+
+def _nothing_live(evidence: Evidence, found: Findings) -> None:
+    """Nothing is leased, waits or is taken for ever."""
+    for name, members in evidence.live.items():
+        if members:
+            found.breaches.append(f"{len(members)} left in {name} at the end: {members[:3]}")
+
+
+def _staleness(evidence: Evidence, rows: dict[int, dict[str, Any]], found: Findings) -> None:
+    """No token was older than the bound at the step that trained on it."""
+    say = found.breaches.append
+    bound = evidence.config["replay"]["max_staleness"]
+    size = evidence.config["rollout"]["group_size"]
+    worst = 0
+    for step, row in sorted(rows.items()):
+        for entry in row["groups"]:
+            name = f"{entry['id']}:{entry['attempt']}:{entry['digest']}"
+            versions: list[int] = []
+            payload = evidence.payloads.get(name)
+            if payload is not None:
+                versions += _spans(payload, name, entry["digest"], size, say)
+            told = evidence.samples.get(step, {}).get(entry["id"])
+            if told is None:
+                say(f"samples.jsonl lacks group {entry['id']} of step {step}")
+            for sample in told or ():
+                if not sample["versions"]:
+                    say(f"group {entry['id']} has a sample of no version")
+                versions += [int(version.partition(".")[2]) for version in sample["versions"]]
+            for version in versions:
+                age = step - 1 - version
+                worst = max(worst, age)
+                if not 0 <= age <= bound:
+                    say(
+                        f"group {entry['id']} has tokens of version step {version} in row {step}: "
+                        f"age {age}, and the bound is {bound}"
+                    )
+                    break
+    found.figures["greatest age of a token"] = worst
+
+
+def _spans(payload: bytes, name: str, digest: str, size: int, say: Any) -> list[int]:
+    """Steps of all versions in a stored group, which is checked on the way."""
+    if xxhash.xxh3_64_hexdigest(payload) != digest:
+        say(f"the payload {name} isn't what its digest says")
+        return []
+    group = wire.decode(payload, Group)
+    if len(group.samples) != size:
+        say(f"group {group.group_id} has {len(group.samples)} samples and should have {size}")
+    steps = []
+    for sample in group.samples:
+        if sum(span.end - span.start for span in sample.spans) != len(sample.tokens):
+            say(f"group {group.group_id} has tokens of no version")
+        steps += [span.step for span in sample.spans]
+    return steps
+
+
+def _redis_agrees(evidence: Evidence, rows: dict[int, dict[str, Any]], found: Findings) -> None:
+    """What Redis still has of the rows is what the journal has."""
+    say = found.breaches.append
+    for step, row in evidence.rows.items():
+        if rows.get(step) != row:
+            say(f"row {step} in Redis isn't the journal's")
+    if int(evidence.meta.get("journalled", -1)) != max(rows, default=0):
+        say(f"Redis has {evidence.meta.get('journalled')} rows written, the journal {len(rows)}")
+    kept = {
+        f"{entry['id']}:{entry['attempt']}:{entry['digest']}"
+        for row in evidence.rows.values()
+        for entry in row["groups"]
+    }
+    lost = kept - evidence.payloads.keys()
+    if lost:
+        say(f"{len(lost)} payloads of kept rows are gone, such as {min(lost)}")
+    found.figures["payloads beside the rows' own"] = len(evidence.payloads.keys() - kept)
+
+
+def tampered(evidence: Evidence) -> Evidence:
+    """A copy to plant a breach in."""
+    return copy.deepcopy(evidence)
+
+
+def main(arguments: list[str]) -> int:
+    """``audit.py FOLDER``: prints the findings; 0 where there is no breach."""
+    found = examine(gather(Path(arguments[0])))
+    for name, value in found.figures.items():
+        print(f"{name:<34}{value:>8}")
+    for breach in found.breaches:
+        print(f"BREACH: {breach}")
+    return 1 if found.breaches else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

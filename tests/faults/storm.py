@@ -1,0 +1,314 @@
+"""A storm: a whole run of real processes, killed with SIGKILL at random seeded instants, then audited.
+
+``bash tests/faults/run.sh --seed N --kills K`` runs it. The seed settles the plan of kills (how many
+of which process, after which step, how long after the one before) and, unless told otherwise, the
+run's staleness, window and number of pools. What really happened stands in ``kills.jsonl``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+for place in (HERE, HERE.parent / "e2e"):
+    if str(place) not in sys.path:
+        sys.path.insert(0, str(place))
+
+import audit  # noqa: E402
+from processes import Run, tandem  # noqa: E402
+
+WORKERS = 3
+GROUPS_PER_STEP = 4
+TARGETS = {"rollout": 10, "reward": 5, "grader": 4, "learner": 5, "redis": 4}
+"""How often each is hit, relatively."""
+STALL_SECONDS = 150.0
+"""Without a new row for so long the run counts as wedged; a Redis call may last 60 s."""
+LAST_KILL = 0.85
+"""Share of the run's steps after which no kill is due."""
+LEAST_STEPS_PER_KILL = 1.5
+LAST_TARGETS = ("learner", "learner", "redis", "rollout", "reward")
+"""What one more kill hits once the last row is journalled; the run may end before it comes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """One kill of the plan."""
+
+    step: int
+    """It waits until so many rows are journalled,"""
+    pause: float
+    """and then so many seconds."""
+    target: str
+    """A key of :data:`TARGETS`."""
+    pick: float
+    """Which of several processes, in [0, 1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a seed says."""
+
+    seed: int
+    staleness: int
+    window: int
+    late: str
+    pools: int
+    groups: int
+    kills: tuple[Kill, ...]
+    last: Kill
+    """Beyond the others: into the run's end, if that still lasts then."""
+
+    @property
+    def steps(self) -> int:
+        """Rows of the run."""
+        return -(-self.groups // GROUPS_PER_STEP)
+
+
+def plan(seed: int, kills: int, *, staleness: int | None = None, groups: int | None = None) -> Plan:
+    """The plan of a seed."""
+    draw = random.Random(f"storm {seed}")
+    eta = draw.choice((0, 0, 1, 2, 3))
+    eta = eta if staleness is None else staleness
+    window = draw.randint(1, eta + 1)
+    late = draw.choice(("wait", "drop"))
+    pools = draw.choice((1, 2))
+    groups = groups or max(120, int(kills * LEAST_STEPS_PER_KILL) * GROUPS_PER_STEP + 1)
+    last = max(1, int(LAST_KILL * groups / GROUPS_PER_STEP))
+    steps = sorted(draw.randint(1, last) for _ in range(kills))
+    planned = []
+    for index in range(kills):
+        # A third comes in bursts: into the restart after the kill before.
+        burst = index > 0 and draw.random() < 0.35
+        planned.append(
+            Kill(
+                step=planned[-1].step if burst else steps[index],
+                pause=draw.uniform(0.05, 4.0) if burst else draw.uniform(0.0, 0.6),
+                target=draw.choices(list(TARGETS), list(TARGETS.values()))[0],
+                pick=draw.random(),
+            )
+        )
+    return Plan(
+        seed=seed,
+        staleness=eta,
+        window=window,
+        late=late,
+        pools=pools,
+        groups=groups,
+        kills=tuple(planned),
+        last=Kill(
+            step=-(-groups // GROUPS_PER_STEP),
+            pause=draw.uniform(0.0, 1.0),
+            target=draw.choice(LAST_TARGETS),
+            pick=draw.random(),
+        ),
+    )
+
+
+class Storm:
+    """One run under a plan, in a folder of its own."""
+
+    def __init__(self, plan: Plan, here: Path) -> None:
+        self.plan = plan
+        self.folder = here / "run"
+        self.hit: Counter[str] = Counter()
+        self.seconds = 0.0
+        self._log = here / "kills.jsonl"
+        self._began = time.monotonic()
+        self._moved = self._began
+        self._rows = 0
+        words = [
+            f"run.dir={self.folder}",
+            f"run.seed={plan.seed}",
+            f"data.miniature_fresh={plan.groups}",
+            f"rollout.workers={WORKERS}",
+            f"reward.pools={plan.pools}",
+            f"replay.max_staleness={plan.staleness}",
+            f"replay.window={plan.window}",
+            f"replay.late={plan.late}",
+        ]
+        self.run = Run(here, "start", str(HERE / "storm.yaml"), *words)
+
+    def through(self) -> str | None:
+        """Kills as planned and sees the run to its end; why it didn't get there, or None."""
+        try:
+            for kill in self.plan.kills:
+                trouble = self._await_and_kill(kill)
+                if trouble is not None:
+                    return trouble
+            trouble = self._await_and_kill(self.plan.last)
+            if trouble is not None and self.run.process.poll() != 0:
+                return trouble
+            return self._until(lambda: False, ends=True)
+        finally:
+            self.seconds = time.monotonic() - self._began
+            self.run.end()
+
+    def _await_and_kill(self, kill: Kill) -> str | None:
+        trouble = self._until(lambda: self._journalled() >= kill.step)
+        if trouble is None:
+            due = time.monotonic() + kill.pause
+            trouble = self._until(lambda: time.monotonic() >= due)
+        return self._kill(kill) if trouble is None else trouble
+
+    def _until(self, condition: object, *, ends: bool = False) -> str | None:
+        """Waits for a condition, or for the run's end; why it can't come, or None."""
+        assert callable(condition)
+        while not condition():
+            code = self.run.process.poll()
+            if code is not None:
+                if ends and code == 0:
+                    return None
+                return f"the run ended with exit code {code} after {sum(self.hit.values())} kills"
+            self._journalled()
+            if time.monotonic() - self._moved > STALL_SECONDS:
+                _, out, err = tandem(self.folder.parent, "status", str(self.folder))
+                return f"no step for {STALL_SECONDS:.0f} s: the run is wedged\n{out}{err}"
+            time.sleep(0.02)
+        return None
+
+    def _journalled(self) -> int:
+        rows = journalled(self.folder)
+        if rows != self._rows:
+            self._rows, self._moved = rows, time.monotonic()
+        return rows
+
+    def _kill(self, kill: Kill) -> str | None:
+        """Kills one process of the target, as soon as there is one."""
+        alive = self._until(lambda: bool(self._alive(kill.target)))
+        if alive is not None:
+            return alive
+        found = self._alive(kill.target)
+        if not found:  # It has died by itself just now.
+            return self._kill(kill)
+        name, process = found[int(kill.pick * len(found))]
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            return self._kill(kill)
+        self.hit[kill.target] += 1
+        entry = {
+            "kill": sum(self.hit.values()),
+            "seconds": round(time.monotonic() - self._began, 3),
+            "target": kill.target,
+            "process": name,
+            "pid": process.pid,
+            "step": self._journalled(),
+        }
+        with open(self._log, "a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+        return None
+
+    def _alive(self, target: str) -> list[tuple[str, psutil.Process]]:
+        """Living processes of a target, by name."""
+        found: list[tuple[str, psutil.Process]] = []
+        for child in self.run.tree.children():
+            try:
+                words, ended = child.cmdline(), child.status() == psutil.STATUS_ZOMBIE
+            except psutil.NoSuchProcess:
+                continue
+            if ended or not words:
+                continue
+            if "redis-server" in words[0]:
+                name = "redis"
+            elif "--name" in words:
+                name = words[words.index("--name") + 1]
+            else:
+                continue
+            role = name.partition("-")[0]
+            if role == target:
+                found.append((name, child))
+            elif target == "grader" and role == "reward":
+                try:
+                    below = child.children(recursive=True)
+                except psutil.NoSuchProcess:
+                    continue
+                found += [(f"grader of {name}", process) for process in below]
+        return sorted(found, key=lambda pair: (pair[0], pair[1].pid))
+
+
+def journalled(folder: Path) -> int:
+    """Rows in the journal."""
+    try:
+        text = (folder / "journal.jsonl").read_bytes()
+    except FileNotFoundError:
+        return 0
+    return text.count(b'{"kind":"row"')
+
+
+def restarts(folder: Path) -> Counter[str]:
+    """Deaths that the supervisor answered with a new start, by role."""
+    found: Counter[str] = Counter()
+    path = folder / "logs" / "restarts.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        found[json.loads(line)["process"].partition("-")[0]] += 1
+    return found
+
+
+def report(storm: Storm, trouble: str | None, found: audit.Findings | None) -> list[str]:
+    """The table, as lines."""
+    plan = storm.plan
+    again = restarts(storm.folder)
+    settings = ("seed", "staleness", "window", "late", "pools")
+    lines = [
+        "   ".join(f"{name} {getattr(plan, name)}" for name in settings),
+        f"{'target':<10}{'kills':>8}{'restarts':>10}",
+    ]
+    for target in TARGETS:
+        started = "-" if target == "grader" else str(again[target])
+        lines.append(f"{target:<10}{storm.hit[target]:>8}{started:>10}")
+    lines.append(f"{'all':<10}{sum(storm.hit.values()):>8}{sum(again.values()):>10}")
+    if found is not None:
+        lines += [f"{name:<34}{value:>8}" for name, value in found.figures.items()]
+    lines.append(f"{'seconds':<34}{storm.seconds:>8.0f}")
+    breaches = ([trouble] if trouble else []) + (found.breaches if found is not None else [])
+    lines += [f"BREACH: {breach}" for breach in breaches]
+    lines.append("audit: clean" if not breaches else f"audit: {len(breaches)} breach(es)")
+    return lines
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one storm; 0 where the audit found nothing."""
+    parser = argparse.ArgumentParser(prog="run.sh", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of plan and run (default 0)")
+    parser.add_argument("--kills", type=int, default=30, help="SIGKILLs (default 30)")
+    parser.add_argument("--staleness", type=int, help="replay.max_staleness (default: by the seed)")
+    parser.add_argument("--groups", type=int, help="groups of the pass (default: by the kills)")
+    parser.add_argument("--keep", metavar="DIR", help="keep the run's folder there")
+    options = parser.parse_args(arguments)
+    here = Path(options.keep or tempfile.mkdtemp(prefix="tandem-storm-")).absolute()
+    here.mkdir(parents=True, exist_ok=True)
+    wanted = plan(options.seed, options.kills, staleness=options.staleness, groups=options.groups)
+    storm = Storm(wanted, here)
+    trouble = storm.through()
+    found = None
+    if (storm.folder / "run.json").exists():
+        found = audit.examine(audit.gather(storm.folder))
+    lines = report(storm, trouble, found)
+    print("\n".join(lines), flush=True)
+    clean = lines[-1] == "audit: clean"
+    if trouble:
+        print(f"what the run said last:\n{storm.run.said()[-3000:]}")
+    if clean and not options.keep:
+        shutil.rmtree(here)
+    else:
+        print(f"the run's folder and kills.jsonl: {here}")
+    return 0 if clean else 1
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main(sys.argv[1:]))
