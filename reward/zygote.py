@@ -191,7 +191,10 @@ def main(arguments: list[str]) -> int:
     gc.collect()
     # Kept out of collections for good: a collection in a child would copy every page.
     gc.freeze()
-    control.send(msgpack.packb(["ready", os.getpid(), held]))
+    try:
+        control.send(msgpack.packb(["ready", os.getpid(), held]))
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # The pool has died meanwhile.
     Zygote(control, compare, memory_mb).run(parent)
     return 0
 

@@ -1,6 +1,9 @@
 -- beat: a member lives. ARGV: 3 member, 4 JSON of its role and info.
--- After: its entry is this one, heard of now; members unheard of for an hour are gone.
+-- After: its entry is this one, heard of now; members unheard of for an hour are gone; if it breaks
+-- a silence of all members, deadlines of leases have moved on by it.
 local now = now_ms()
+moved_on_after_silence(now)
+redis.call('set', key('heard'), now)
 redis.call('hset', key('members'), ARGV[3], ARGV[4])
 redis.call('zadd', key('beats'), now, ARGV[3])
 for _, gone in ipairs(redis.call('zrangebyscore', key('beats'), '-inf', now - 3600000)) do

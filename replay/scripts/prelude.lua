@@ -17,6 +17,7 @@
 --   quarantined       hash    step -> reason
 --   payload:<id>:<attempt>:<digest>  string, put by the client beside the script
 --   server            string  INFO's run_id of the server's life that last judged deadlines
+--   heard             string  ms at which some member was last heard of
 --   dead              hash    serial -> what is to be told of a group given up for its failures
 --   answers:<caller>  hash    request number -> answer
 -- Sizes are read from these sets; nothing is counted beside them.
@@ -30,6 +31,7 @@ if #KEYS == 0 then return 'loaded' end
 local prefix, caller, request = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local ANSWERS_KEPT = 64 -- a batch on one connection holds no more calls than this
 local ANSWERS_SECONDS = 3600
+local SILENCE_MS = 6000 -- several heartbeats of any member
 local BUCKET = 256 -- fields of a final: bucket, few enough to stay in the compact encoding
 
 local function key(name) return prefix .. name end
@@ -150,6 +152,13 @@ local function release(serial, failed, reason, m)
   redis.call('zadd', key('returned'), serial, serial)
 end
 
+local function move_deadlines(ms)
+  for _, serial in ipairs(redis.call('zrange', key('leased'), 0, -1)) do
+    redis.call('zincrby', key('deadlines'), ms, serial)
+    redis.call('hincrby', group_key(serial), 'cap', ms)
+  end
+end
+
 -- In a new life of the server, moves all deadlines on by one lease time, once: nobody could renew
 -- while it was down. Returns whether it did.
 local function moved_on_in_new_life()
@@ -159,11 +168,24 @@ local function moved_on_in_new_life()
   redis.call('set', key('server'), life)
   local lease_ms = tonumber(redis.call('hget', key('meta'), 'lease_ms'))
   if not lease_ms then return false end
-  for _, serial in ipairs(redis.call('zrange', key('leased'), 0, -1)) do
-    redis.call('zincrby', key('deadlines'), lease_ms, serial)
-    redis.call('hincrby', group_key(serial), 'cap', lease_ms)
-  end
+  move_deadlines(lease_ms)
   return true
+end
+
+-- Where no member at all was heard of for long, the server was stopped or out of reach, and nobody
+-- could renew: moves all deadlines on by that time, once. Returns whether it did.
+local function moved_on_after_silence(now)
+  local silence = now - tonumber(redis.call('get', key('heard')) or now)
+  if silence < SILENCE_MS then return false end
+  redis.call('del', key('heard'))
+  redis.call('set', key('heard'), now)
+  move_deadlines(silence)
+  return true
+end
+
+local function moved_on(now)
+  local in_new_life = moved_on_in_new_life()
+  return moved_on_after_silence(now) or in_new_life
 end
 
 -- Leases past their deadline go back. Returns how many.
@@ -172,7 +194,7 @@ local function expire_due(now, m)
     return redis.call('zrangebyscore', key('deadlines'), '-inf', now, 'limit', 0, 1024)
   end
   local due = find()
-  if #due > 0 and moved_on_in_new_life() then due = find() end
+  if #due > 0 and moved_on(now) then due = find() end
   for _, serial in ipairs(due) do release(serial, true, 'lease expired', m) end
   if #due > 0 then hint('taken') end
   return #due

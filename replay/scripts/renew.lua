@@ -15,7 +15,9 @@ for i = 4, #ARGV do
   else
     -- The grace lets a worker that commits its stragglers at the deadline do so.
     local cap = tonumber(known[3]) + m.lease_ms
-    if now >= cap and moved_on_in_new_life() then cap = cap + m.lease_ms end
+    if now >= cap and moved_on(now) then
+      cap = tonumber(redis.call('hget', group_key(serial), 'cap')) + m.lease_ms
+    end
     if now >= cap then
       release(serial, true, 'past the group deadline', m)
       released = true

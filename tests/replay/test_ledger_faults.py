@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tandem.common.records import Version
 from tandem.replay.connection import Store, connect, script_names, script_source
 from tandem.replay.ledger import Ledger, Row
+from tandem.replay.members import Members
 
 Worlds = Callable[..., Any]
 
@@ -108,6 +111,52 @@ def test_deadlines_move_on_once_a_life(own_server: Any, make: Any):
         other.close()
     assert store.redis.zscore(store.key("deadlines"), "0") == before + 60_000
     store.close()
+
+
+def silence(store: Store, seconds: int, *leases: Any) -> None:
+    """Time goes by while the server is stopped: nobody is heard of, and nobody can renew."""
+    store.redis.decrby(store.key("heard"), seconds * 1000)
+    for lease in leases:
+        serial = lease.group_id.partition("-")[2]
+        store.redis.zincrby(store.key("deadlines"), -seconds * 1000, serial)
+        store.redis.hincrby(store.key(f"group:{serial}"), "cap", -seconds * 1000)
+
+
+@pytest.mark.parametrize("first", ["lease", "beat", "take"])
+def test_time_in_which_the_server_was_stopped_is_not_the_workers(world: Worlds, first: str):
+    w = world(lease_seconds=10)
+    members = Members(w.store)
+    members.register("rollout", "rollout-0", {})
+    (lease,) = w.lease()
+    silence(w.store, 20, lease)
+    # Whoever is heard first when the server goes on.
+    if first == "beat":
+        members.beat("rollout-0")
+    elif first == "take":
+        w.ledger.take(1, w.term)
+    assert w.lease(ledger=w.member("rollout-1"))[0].group_id == "0-1"
+    assert w.ledger.renew([lease.group_id]) == []
+    assert w.commit([lease]) == ["committed"]
+
+
+def test_the_cap_of_a_lease_does_not_run_out_in_a_silence(world: Worlds):
+    w = world(lease_seconds=10, group_deadline_seconds=15)
+    members = Members(w.store)
+    members.register("rollout", "rollout-0", {})
+    (lease,) = w.lease()
+    silence(w.store, 60, lease)
+    assert w.ledger.renew([lease.group_id]) == []
+
+
+def test_the_leases_of_the_dead_expire_while_others_are_heard_of(world: Worlds):
+    w = world(lease_seconds=10)
+    members = Members(w.store)
+    members.register("rollout", "rollout-0", {})
+    (lease,) = w.lease()
+    silence(w.store, 20, lease)
+    members.beat("rollout-0")
+    w.expire(lease)
+    assert w.lease(ledger=w.member("rollout-1"))[0].group_id == lease.group_id
 
 
 def test_workers_that_lease_at_once_never_share_a_group(server: Any, make: Any):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -195,6 +198,22 @@ def test_a_zygote_that_is_killed_takes_its_graders_along_and_is_replaced(
     assert (own.restarts[0].kind, own.restarts[0].pid) == ("zygote", zygote)
     pump_until(own, make, lambda: len(own.grader_pids()) == 2, "two new graders")
     assert own.zygote_pid() != zygote
+
+
+def test_a_zygote_whose_pool_died_while_it_started_ends_quietly() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    zygote = subprocess.Popen(
+        [
+            *(sys.executable, "-P", "-m", "tandem.reward.zygote"),
+            *(str(theirs.fileno()), "1024", str(os.getpid())),
+        ],
+        stderr=subprocess.PIPE,
+        pass_fds=(theirs.fileno(),),
+    )
+    theirs.close()
+    ours.close()
+    assert zygote.communicate(timeout=60) == (None, b"")
+    assert zygote.returncode == 0
 
 
 def _alive(pid: int) -> bool:
