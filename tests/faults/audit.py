@@ -295,7 +295,7 @@ def _every_group(evidence: Evidence, rows: dict[int, dict[str, Any]], found: Fin
             say(
                 f"{rejected[reason]} group(s) are rejected for {reason}, which kills must not cause"
             )
-    found.figures["groups of the pass"] = total
+    found.figures["groups of the run"] = total
     found.figures["groups trained"] = sum(text.startswith("D:") for text in evidence.final.values())
     found.figures["groups rejected"] = count
     for reason, number in sorted(rejected.items()):
@@ -321,11 +321,14 @@ def _staleness(evidence: Evidence, rows: dict[int, dict[str, Any]], found: Findi
             versions: list[int] = []
             payload = evidence.payloads.get(name)
             if payload is not None:
-                versions += _spans(payload, name, entry["digest"], size, say)
+                own = size - len(entry["traces"])
+                versions += _spans(payload, name, entry["digest"], own, say)
             told = evidence.samples.get(step, {}).get(entry["id"])
             if told is None:
                 say(f"samples.jsonl lacks group {entry['id']} of step {step}")
             for sample in told or ():
+                if sample.get("source") == "expert":
+                    continue
                 if not sample["versions"]:
                     say(f"group {entry['id']} has a sample of no version")
                 versions += [int(version.partition(".")[2]) for version in sample["versions"]]

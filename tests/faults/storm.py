@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import psutil
@@ -67,15 +67,40 @@ class Plan:
     window: int
     late: str
     pools: int
-    groups: int
+    passes: int
+    traces: bool
+    """Half of the groups hold an expert's trace."""
+    ahead: int
+    """Groups that a worker leases ahead."""
+    every: int
+    """Steps between publications of the weights."""
+    checkpoints: int
+    """Steps between checkpoints."""
+    problems: int
+    """Of one pass, those with a trace not counted."""
     kills: tuple[Kill, ...]
     last: Kill
     """Beyond the others: into the run's end, if that still lasts then."""
 
-    @property
-    def steps(self) -> int:
-        """Rows of the run."""
-        return -(-self.groups // GROUPS_PER_STEP)
+    def settings(self) -> list[str]:
+        """Overrides of the preset."""
+        fresh = {"path": "{run}/data/fresh.parquet", "name": "fresh", "weight": 1}
+        expert = {"path": "{run}/data/expert.parquet", "name": "expert", "weight": 1}
+        return [
+            f"run.seed={self.seed}",
+            f"run.passes={self.passes}",
+            f"data.miniature_fresh={self.problems}",
+            f"data.train={json.dumps([fresh, expert] if self.traces else [fresh])}",
+            f"expert.per_group={int(self.traces)}",
+            f"rollout.workers={WORKERS}",
+            f"rollout.groups_ahead={self.ahead}",
+            f"reward.pools={self.pools}",
+            f"replay.max_staleness={self.staleness}",
+            f"replay.window={self.window}",
+            f"replay.late={self.late}",
+            f"weights.every={self.every}",
+            f"learner.checkpoint_every={self.checkpoints}",
+        ]
 
 
 def plan(seed: int, kills: int, *, staleness: int | None = None, groups: int | None = None) -> Plan:
@@ -86,8 +111,14 @@ def plan(seed: int, kills: int, *, staleness: int | None = None, groups: int | N
     window = draw.randint(1, eta + 1)
     late = draw.choice(("wait", "drop"))
     pools = draw.choice((1, 2))
-    groups = groups or max(120, int(kills * LEAST_STEPS_PER_KILL) * GROUPS_PER_STEP + 1)
-    last = max(1, int(LAST_KILL * groups / GROUPS_PER_STEP))
+    passes, traces = draw.choice((1, 1, 2)), draw.random() < 0.4
+    ahead, every = draw.randint(0, 2), draw.randint(1, eta + 1)
+    checkpoints = draw.choice((2, 5, 9))
+    groups = groups or max(120, int(kills * LEAST_STEPS_PER_KILL) * GROUPS_PER_STEP)
+    # Each problem with a trace comes after one without; the last row is short.
+    problems = groups // passes // (1 + traces) | 1
+    rows = -(-passes * problems * (1 + traces) // GROUPS_PER_STEP)
+    last = max(1, int(LAST_KILL * rows))
     steps = sorted(draw.randint(1, last) for _ in range(kills))
     planned = []
     for index in range(kills):
@@ -107,10 +138,15 @@ def plan(seed: int, kills: int, *, staleness: int | None = None, groups: int | N
         window=window,
         late=late,
         pools=pools,
-        groups=groups,
+        passes=passes,
+        traces=traces,
+        ahead=ahead,
+        every=every,
+        checkpoints=checkpoints,
+        problems=problems,
         kills=tuple(planned),
         last=Kill(
-            step=-(-groups // GROUPS_PER_STEP),
+            step=rows,
             pause=draw.uniform(0.0, 1.0),
             target=draw.choice(LAST_TARGETS),
             pick=draw.random(),
@@ -130,16 +166,7 @@ class Storm:
         self._began = time.monotonic()
         self._moved = self._began
         self._rows = 0
-        words = [
-            f"run.dir={self.folder}",
-            f"run.seed={plan.seed}",
-            f"data.miniature_fresh={plan.groups}",
-            f"rollout.workers={WORKERS}",
-            f"reward.pools={plan.pools}",
-            f"replay.max_staleness={plan.staleness}",
-            f"replay.window={plan.window}",
-            f"replay.late={plan.late}",
-        ]
+        words = [f"run.dir={self.folder}", *plan.settings()]
         self.run = Run(here, "start", str(HERE / "storm.yaml"), *words)
 
     def through(self) -> str | None:
@@ -262,9 +289,9 @@ def report(storm: Storm, trouble: str | None, found: audit.Findings | None) -> l
     """The table, as lines."""
     plan = storm.plan
     again = restarts(storm.folder)
-    settings = ("seed", "staleness", "window", "late", "pools")
+    settings = [field.name for field in fields(plan) if field.name not in ("kills", "last")]
     lines = [
-        "   ".join(f"{name} {getattr(plan, name)}" for name in settings),
+        "  ".join(f"{name} {getattr(plan, name)}" for name in settings),
         f"{'target':<10}{'kills':>8}{'restarts':>10}",
     ]
     for target in TARGETS:
@@ -286,7 +313,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of plan and run (default 0)")
     parser.add_argument("--kills", type=int, default=30, help="SIGKILLs (default 30)")
     parser.add_argument("--staleness", type=int, help="replay.max_staleness (default: by the seed)")
-    parser.add_argument("--groups", type=int, help="groups of the pass (default: by the kills)")
+    parser.add_argument(
+        "--groups", type=int, help="groups of the run, about (default: by the kills)"
+    )
     parser.add_argument("--keep", metavar="DIR", help="keep the run's folder there")
     options = parser.parse_args(arguments)
     here = Path(options.keep or tempfile.mkdtemp(prefix="tandem-storm-")).absolute()

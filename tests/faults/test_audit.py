@@ -118,7 +118,7 @@ def rewrite(evidence: Evidence, step: int) -> None:
 def test_a_right_run_has_no_breach(right: Evidence) -> None:
     found = examine(tampered(right))
     assert found.breaches == []
-    assert found.figures["groups trained"] == found.figures["groups of the pass"] == 5
+    assert found.figures["groups trained"] == found.figures["groups of the run"] == 5
     assert found.figures["steps trained again after a kill"] == 1
 
 

@@ -43,7 +43,7 @@ def test_every_group_is_trained_once_whoever_is_killed(survived: Survived) -> No
     found = examine(survived.evidence)
     print("\n".join(report(survived.storm, None, found)))
     assert found.breaches == []
-    assert found.figures["groups trained"] == found.figures["groups of the pass"] == 61
+    assert found.figures["groups trained"] == found.figures["groups of the run"] > 50
 
 
 def test_all_kills_of_the_plan_were_made(survived: Survived) -> None:
