@@ -62,6 +62,11 @@ class RunConfig(Section):
     """Ledger batches to train on. Set this or ``passes``."""
     passes: Positive | None = None
     """Passes over the data; the last step may then be short."""
+    deterministic: bool = False
+    """The same seed gives the same parameters bit for bit, whoever is killed on the way: on-policy,
+    one group an engine batch, no group deadline (what :data:`DETERMINISTIC` lists is set so). Holds
+    for the torch engine on CPUs with as many threads and ranks; slower. One clock is left: a text
+    on which a grader hangs."""
 
 
 class ModelConfig(Section):
@@ -377,6 +382,20 @@ class LogConfig(Section):
     """Project name there."""
 
 
+DETERMINISTIC: Mapping[str, Any] = {
+    # Every group of a step is sampled by the version before it, and by no other.
+    "replay.max_staleness": 0,
+    "replay.window": 1,
+    "weights.every": 1,
+    # A sample's last bits depend on what else is in the engine's batch.
+    "rollout.groups_per_batch": 1,
+    "rollout.groups_ahead": 0,
+    # A year: a slow worker must not change a group.
+    "replay.group_deadline_seconds": 31_536_000.0,
+}
+"""What ``run.deterministic=true`` sets, whatever the preset says."""
+
+
 class Config(Section):
     """The whole tree of a run."""
 
@@ -393,9 +412,27 @@ class Config(Section):
     launch: LaunchConfig = LaunchConfig()
     log: LogConfig = LogConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _deterministic(cls, tree: Any) -> Any:
+        run = tree.get("run") if isinstance(tree, Mapping) else None
+        if not isinstance(run, Mapping) or run.get("deterministic") is not True:
+            return tree
+        forced = _copy(tree)
+        for key, value in DETERMINISTIC.items():
+            _set(forced, key, value)
+        if forced.get("rollout", {}).get("engine", "auto") == "auto":
+            _set(forced, "rollout.engine", "torch")
+        return forced
+
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         online = self.learner.source == "ledger"
+        if self.run.deterministic and self.rollout.engine == "vllm":
+            raise ValueError(
+                "run.deterministic=true needs rollout.engine=torch: vLLM's samples depend on what "
+                "else is in its batch"
+            )
         if (self.run.steps is None) == (self.run.passes is None):
             raise ValueError("set exactly one of run.steps and run.passes")
         if not self.data.train:

@@ -190,3 +190,16 @@ def test_config_records_and_wire_load_without_a_deep_learning_library():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_deterministic_run_has_the_settings_that_make_it_so():
+    config = build("run.deterministic=true", "replay.max_staleness=3", "rollout.groups_ahead=2")
+    values = c.leaves(config.model_dump())
+    assert {key: values[key] for key in c.DETERMINISTIC} == c.DETERMINISTIC
+    assert config.rollout.engine == "torch"
+    assert build("replay.max_staleness=3").replay.max_staleness == 3
+
+
+def test_a_deterministic_run_refuses_an_engine_that_is_not():
+    with pytest.raises(ConfigError, match=r"run\.deterministic=true needs rollout\.engine=torch"):
+        build("run.deterministic=true", "rollout.engine=vllm")

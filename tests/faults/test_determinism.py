@@ -1,0 +1,53 @@
+"""``run.deterministic=true``: whoever is killed, the parameters are the same in every bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import Run, step
+from safetensors.numpy import load_file
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 10
+SETTINGS = (
+    f"run.steps={STEPS}",
+    "run.seed=5",
+    "run.deterministic=true",
+    "data.miniature_fresh=200",
+    "learner.checkpoint_every=4",
+    "evaluate.at_start=false",
+    "evaluate.at_end=false",
+    "evaluate.every=0",
+    "launch.backoff_seconds=0.05",
+)
+
+
+def parameters(here: Path, name: str, kills: dict[int, str]) -> dict[str, np.ndarray]:
+    """Those of a finished run in which processes were killed, by step."""
+    folder = here / name
+    run = Run(here, "start", f"run.dir={folder}", *SETTINGS)
+    try:
+        for at, part in sorted(kills.items()):
+            run.wait_for(lambda at=at: step(folder) >= at, f"step {at}")
+            run.kill_and_await(part)
+        assert run.wait() == 0, run.said()
+    finally:
+        run.end()
+    kinds = [json.loads(line)["kind"] for line in (folder / "journal.jsonl").open()]
+    assert ("resumed" in kinds) == bool(kills)
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def test_a_killed_run_ends_with_the_parameters_of_one_that_was_left_alone(tmp_path: Path) -> None:
+    undisturbed = parameters(tmp_path, "undisturbed", {})
+    at = random.randint(2, STEPS - 3)
+    killed = parameters(tmp_path, "killed", {at - 1: "rollout-0", at: "learner-0"})
+    differ = [
+        name for name, value in undisturbed.items() if not np.array_equal(value, killed[name])
+    ]
+    assert differ == [], f"the learner was killed at step {at}"
