@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 REDIS_SECONDS = 120.0
 """For redis-server to load its append-only file and answer."""
-ASK_SECONDS = 1.0
+ASK_SECONDS = 0.5
 """For Redis to answer the supervisor while the run goes on: it is the supervisor who brings a dead
 Redis back, so it must not wait for one."""
 LEARNER, ROLLOUT, REWARD, REDIS = range(4)
@@ -175,7 +175,8 @@ class Job:
             if supervisor.stop_requested:
                 supervisor.drain()
                 return self._stopped(supervisor, Outcome.STOPPED)
-            self._fill(join, found, digest)
+            # Redis may die while problems are put into it, too.
+            supervisor.watch_during(lambda: self._fill(join, found, digest))
             if self._look is not None and self._store is not None:
                 self._look.ask(self._store)
             for part in self._parts(placement):
@@ -313,9 +314,8 @@ class Job:
         self._progress.update()
         return self._progress.step
 
-    def _has_finished(self) -> bool:
-        assert self._store is not None
-        return has_finished(self._store)
+    def _has_finished(self) -> bool | None:
+        return has_finished(self._store) if self._store is not None else False
 
     def _tick(self) -> None:
         self._progress.update()
@@ -599,17 +599,14 @@ class Job:
             )
 
 
-def has_finished(store: Store) -> bool:
-    """Whether the learner has ended the run; False as well while Redis is away.
-
-    A learner that is then started again finds the run at its end, and ends it again.
-    """
+def has_finished(store: Store) -> bool | None:
+    """Whether the learner has ended the run; None while Redis is away."""
     from ..replay.store import RunStore
 
     try:
         return RunStore(store).state(ASK_SECONDS) == "finished"
     except StoreError:
-        return False
+        return None
 
 
 def _without_password(word: str) -> str:

@@ -24,6 +24,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,7 +132,7 @@ class Supervisor:
         drain_seconds: float,
         say: Callable[[str], None],
         progress: Callable[[], int] = lambda: 0,
-        finished: Callable[[], bool] = lambda: True,
+        finished: Callable[[], bool | None] = lambda: True,
         tick: Callable[[], None] = lambda: None,
         restarts_file: Path | None = None,
     ) -> None:
@@ -228,6 +229,29 @@ class Supervisor:
                 raise
             self._tick()
 
+    def watch_during(self, work: Callable[[], None]) -> None:
+        """Does something lengthy in a thread, and watches meanwhile; raises what it raised.
+
+        Raises:
+            PartFailed: as :meth:`run`; the work is then left behind.
+        """
+        failed: list[BaseException] = []
+
+        def do() -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                failed.append(error)
+
+        thread = threading.Thread(target=do, name="watched", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.05)
+            for part in self._parts:
+                self._look_after(part)
+        if failed:
+            raise failed[0]
+
     def run_until(self, done: Callable[[], bool]) -> Outcome:
         """Like :meth:`run` for parts that end by themselves, until ``done`` says so."""
         while True:
@@ -242,7 +266,11 @@ class Supervisor:
                     self._look_after(part)
 
     def _look_after(self, part: Part) -> bool:
-        """Restarts a dead part; True where its end is the end of the run."""
+        """Restarts a dead part; True where its end is the end of the run.
+
+        While nobody can tell whether the run has finished, what might have finished it is left as
+        it is: it is asked again at the next look, when Redis has been brought back.
+        """
         if part.due is not None:
             if time.monotonic() >= part.due:
                 self.start(part)
@@ -254,7 +282,10 @@ class Supervisor:
             # Ranks end one after the other; the last decides.
             if any(code is None for code in exits):
                 return False
-            if self._finished():
+            over = self._finished()
+            if over is None:
+                return False
+            if over:
                 # A worker may see the end of the run before the learner has left.
                 self._reap(part)
                 return part.may_finish
@@ -266,9 +297,13 @@ class Supervisor:
         )
         died = exit_of(process)
         assert died is not None
-        if part.may_finish and self._finished():
-            self._say(f"{spec.name} {described(died)} after it had finished the run")
-            return True
+        if part.may_finish:
+            over = self._finished()
+            if over is None:
+                return False
+            if over:
+                self._say(f"{spec.name} {described(died)} after it had finished the run")
+                return True
         self._reap(part)
         self._count(part, spec, died)
         return False

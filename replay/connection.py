@@ -40,6 +40,8 @@ Arg = str | int | float | bytes
 
 DEADLINE = 60.0
 """Seconds that a command is tried again while Redis is down, loading or full."""
+TOLD_FROM = 10.0
+"""Seconds: from this deadline on, a line at half of it says what is waited for."""
 LARGEST_PAUSE = 0.5
 SOCKET_TIMEOUT = 30.0
 OLDEST_REDIS = (6, 2)
@@ -157,7 +159,8 @@ class Store:
     def persist(self, what: str, operation: Callable[[], T], deadline: float = DEADLINE) -> T:
         """Runs ``operation`` until it is done or ``deadline`` seconds have passed."""
         begun = time.monotonic()
-        pause, told_half = 0.005, False
+        # A short wait is its caller's to tell of.
+        pause, told_half = 0.005, deadline < TOLD_FROM
         while True:
             try:
                 return operation()

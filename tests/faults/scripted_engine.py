@@ -51,7 +51,7 @@ def make(model: ModelConfig, rollout: RolloutConfig, *, max_rows: int) -> Script
     return ScriptedEngine(
         specs=read_specs(folder),
         tokenizer=Tokenizer.from_file(str(folder / "tokenizer.json")),
-        step_seconds=float(os.environ.get(STEP_SECONDS, "0.004")),
+        step_seconds=float(os.environ.get(STEP_SECONDS, "0.008")),
         max_rows=max_rows,
     )
 

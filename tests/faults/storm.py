@@ -37,8 +37,10 @@ TARGETS = {"rollout": 10, "reward": 5, "grader": 4, "learner": 5, "redis": 4}
 """How often each is hit, relatively."""
 STALL_SECONDS = 150.0
 """Without a new row for so long the run counts as wedged; a Redis call may last 60 s."""
-LAST_KILL = 0.85
+LAST_KILL = 0.8
 """Share of the run's steps after which no kill is due."""
+HURRY = 0.9
+"""Share of the run's steps after which kills don't wait: all are made before its end."""
 LEAST_STEPS_PER_KILL = 1.5
 LAST_TARGETS = ("learner", "learner", "redis", "rollout", "reward")
 """What one more kill hits once the last row is journalled; the run may end before it comes."""
@@ -119,8 +121,8 @@ def plan(seed: int, kills: int, *, staleness: int | None = None, groups: int | N
     problems = groups // passes // (1 + traces) | 1
     rows = -(-passes * problems * (1 + traces) // GROUPS_PER_STEP)
     last = max(1, int(LAST_KILL * rows))
-    steps = sorted(draw.randint(1, last) for _ in range(kills))
-    planned = []
+    steps = sorted(draw.randint(0, last) for _ in range(kills))
+    planned: list[Kill] = []
     for index in range(kills):
         # A third comes in bursts: into the restart after the kill before.
         burst = index > 0 and draw.random() < 0.35
@@ -188,7 +190,11 @@ class Storm:
         trouble = self._until(lambda: self._journalled() >= kill.step)
         if trouble is None:
             due = time.monotonic() + kill.pause
-            trouble = self._until(lambda: time.monotonic() >= due)
+            hurry = HURRY * self.plan.last.step
+            counted = kill is not self.plan.last
+            trouble = self._until(
+                lambda: time.monotonic() >= due or (counted and self._journalled() >= hurry)
+            )
         return self._kill(kill) if trouble is None else trouble
 
     def _until(self, condition: object, *, ends: bool = False) -> str | None:

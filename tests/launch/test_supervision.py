@@ -330,6 +330,40 @@ def test_an_exit_is_seen_without_reaping() -> None:
     assert process.wait() == 7
 
 
+def test_parts_are_looked_after_during_other_work(tmp_path: Path) -> None:
+    with supervisor() as running:
+        redis = part(tmp_path, "redis", FOREVER)
+        running.start(redis)
+        pid = redis.processes[0][1].pid
+
+        def work() -> None:
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: redis.alive() and redis.processes[0][1].pid != pid)
+
+        running.watch_during(work)
+    assert [restart.exit for restart in running.restarts] == ["SIGKILL"]
+
+
+def test_what_the_work_raises_is_raised(tmp_path: Path) -> None:
+    def work() -> None:
+        raise KeyError("gold")
+
+    with supervisor() as running, pytest.raises(KeyError, match="gold"):
+        running.watch_during(work)
+
+
+@pytest.mark.parametrize("code", ["pass", "import os; os.kill(os.getpid(), 9)"])
+def test_nothing_is_started_again_while_the_runs_end_cannot_be_told(
+    tmp_path: Path, code: str
+) -> None:
+    # Redis and the learner have died together: what Redis holds, the next looks will tell.
+    answers = iter([None, None])
+    with supervisor(finished=lambda: next(answers, True)) as running:
+        running.start(part(tmp_path, "learner", code, may_finish=True))
+        assert running.run() is Outcome.FINISHED
+    assert running.restarts == []
+
+
 def test_a_part_with_last_words_is_brought_back_for_them(tmp_path: Path) -> None:
     alive: list[bool] = []
     redis = part(
