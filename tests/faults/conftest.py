@@ -6,4 +6,5 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "e2e")]
+TESTS = HERE.parent
+sys.path[:0] = [str(HERE), str(TESTS / "e2e"), str(TESTS / "launch" / "board")]

@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 HERE = Path(__file__).resolve().parent
-for place in (HERE, HERE.parent / "e2e"):
+for place in (HERE, HERE.parent / "e2e", HERE.parent / "launch" / "board"):
     if str(place) not in sys.path:
         sys.path.insert(0, str(place))
 
