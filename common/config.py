@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from .errors import ConfigError
 
@@ -22,6 +22,11 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def _on_or_off(value: Any) -> Any:
+    """YAML reads a bare ``off`` as false and ``on`` as true."""
+    return {True: "online", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class Section(BaseModel):
@@ -338,6 +343,10 @@ class LaunchConfig(Section):
     gpus: Literal["none", "auto", "required"] = "auto"
     """``none``: CPUs only; ``auto``: GPUs where there is one for every rank and engine;
     ``required``: refuse a machine that has fewer."""
+    share_gpu: bool = False
+    """Engines get the learner's GPUs instead of GPUs of their own. Leave the learner room with
+    ``rollout.vllm.gpu_memory_utilization``; weights go by gloo, since two ranks of NCCL can't
+    share a GPU."""
 
 
 class LogConfig(Section):
@@ -349,10 +358,12 @@ class LogConfig(Section):
     """Groups of every step that ``samples.jsonl`` keeps as text."""
     level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
     """Of the processes' log files."""
-    wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases."""
+    wandb: Annotated[Literal["off", "offline", "online"], BeforeValidator(_on_or_off)] = "off"
+    """Weights & Biases; ``online`` without an API key goes offline, to be synchronised later."""
     wandb_project: str = "tandem"
     """Project name there."""
+    tensorboard: bool = False
+    """TensorBoard event files in the run's folder."""
 
 
 class Config(Section):
@@ -392,6 +403,11 @@ class Config(Section):
             raise ValueError(
                 f"weights.every={self.weights.every} needs replay.max_staleness >= "
                 f"{self.weights.every - 1}, and it is {self.replay.max_staleness}"
+            )
+        if self.launch.share_gpu and self.weights.transport == "nccl":
+            raise ValueError(
+                "launch.share_gpu=true puts the learner and an engine on one GPU, and two ranks "
+                "of weights.transport=nccl can't share one: set weights.transport=gloo"
             )
         limit = self.replay.max_staleness + 1
         if self.replay.window > limit:

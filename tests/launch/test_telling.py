@@ -257,7 +257,7 @@ def test_too_few_gpus_are_refused_or_left_alone_as_the_preset_says() -> None:
     preset = load("qwen2.5-math-7b-luffy-8gpu")
     with pytest.raises(ConfigError, match=r"needs 8 GPUs .* this machine has 1"):
         preflight.place(preset.resolve([]), one)
-    assert preflight.place(preset.resolve(["launch.gpus=auto"]), one).learner == ((),) * 4
+    assert preflight.place(preset.resolve(["launch.gpus=auto"]), one).learner == ((),) * 6
     all_eight = Machine(gpus=EIGHT, cores=8, memory_mb=1)
     assert preflight.place(load("miniature").resolve([]), all_eight).learner == ((),)
 
