@@ -126,16 +126,22 @@ def micro_batch_tokens(config: Config) -> int:
 def activations(config: Config, shape: ModelShape) -> int:
     """Of one micro-batch, with attention that never makes its scores (flash or memory-efficient).
 
-    A layer keeps, per token, its two norms' inputs and outputs, the residual and the fp32 copies
-    of the norms (9·H), queries, keys and values before and after the rotation (2·(a·d + 2·kv)),
-    the attention's output (a·d), and the MLP's four products (4·I). With recomputation each
-    layer keeps its input (H), and one layer at a time all of it.
+    What autograd keeps of a Qwen2 layer for a token, in elements: inputs and outputs of both norms
+    with their fp32 copies (8·H), queries and the attention's output (2·a·d), keys and values
+    (2·kv), the MLP's four products (4·I), and fp32 statistics of norms and softmax (2·a + 4). With
+    recomputation each layer keeps its input (H), and one layer at a time all of it.
     """
     tokens, e = micro_batch_tokens(config), element(config)
-    inner = 9 * shape.hidden + 3 * shape.query_width + 4 * shape.kv_width + 4 * shape.intermediate
+    inner = kept_by_layer(shape)
     if config.learner.gradient_checkpointing:
         return e * tokens * (shape.layers * shape.hidden + inner)
     return e * tokens * shape.layers * inner
+
+
+def kept_by_layer(shape: ModelShape) -> int:
+    """Elements that autograd keeps of one layer for one token, see :func:`activations`."""
+    attention = 2 * shape.query_width + 2 * shape.kv_width + 2 * shape.heads
+    return 8 * shape.hidden + attention + 4 * shape.intermediate + 4
 
 
 def logits(config: Config, shape: ModelShape, device: str) -> int:

@@ -19,7 +19,12 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Pat
     folder.mkdir(parents=True)
     # Where TensorBoard wants a folder is a file.
     (folder / "tensorboard").touch()
-    words = ("run.steps=4", "data.evaluate.0.limit=20", "evaluate.at_start=false", "evaluate.at_end=false")
+    words = (
+        "run.steps=4",
+        "data.evaluate.0.limit=20",
+        "evaluate.at_start=false",
+        "evaluate.at_end=false",
+    )
     run = Run(here, "offline", *words, "log.wandb=offline", "log.tensorboard=true")
     try:
         assert run.wait() == 0, run.said()

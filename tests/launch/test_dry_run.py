@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from tandem.launch.cli import main
+from tandem.launch.estimate import memory
+from tandem.launch.estimate.sizes import TABLE
 from tandem.launch.job import Job, Terminal
 from tandem.launch.opening import open_folder
-from tandem.launch.preflight import place
+from tandem.launch.preflight import human, place
 from tandem.launch.presets import load
 
 EIGHT = "qwen2.5-math-7b-luffy-8gpu"
+SEVEN = "Elliott/Qwen2.5-Math-7B-16k-think"
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +101,8 @@ def test_what_the_memory_would_be_is_told_for_each_process(
     _, out, _ = tandem(capsys, "start", EIGHT, "--dry-run")
     lines = [line for line in out.splitlines() if line.startswith("  learner-0 ")]
     assert len(lines) == 1
-    assert "GPU 0, 4 threads, 75.1 GB on the GPU" in lines[0]
+    held = memory.learner(load(EIGHT).resolve([]), TABLE[SEVEN], "cuda").total
+    assert f"GPU 0, 4 threads, {human(held)} on the GPU" in lines[0]
 
 
 def test_an_existing_run_would_be_resumed_or_moved_aside(
@@ -142,7 +146,8 @@ def test_the_plan_tells_memory_and_time(capsys: pytest.CaptureFixture[str]) -> N
     code, out, _ = tandem(capsys, "plan", EIGHT, "--gpus", "8", "--gpu-memory", "80")
     assert code == 0
     assert "estimates" in out
-    assert "GPU 0: 75.1 of 80.0 GB" in out
+    held = memory.learner(load(EIGHT).resolve([]), TABLE[SEVEN], "cuda").total
+    assert f"GPU 0: {held / 2**30:.1f} of 80.0 GB" in out
     assert "DOES NOT FIT" not in out
     assert "a step takes about" in out
     assert "DOES NOT FIT" in tandem(capsys, "plan", EIGHT, "--gpu-memory", "40")[1]

@@ -150,12 +150,51 @@ def test_the_bucket_stops_growing_with_the_model() -> None:
 
 
 def test_activations_by_hand() -> None:
-    # 9·8 + 3·8 + 4·4 + 4·16 = 176 numbers a token and layer; 16,384 tokens of 2 bytes.
+    # 8·8 + 2·8 + 2·4 + 4·16 + 2·2 + 4 = 160 numbers a token and layer; 16,384 tokens of 2 bytes.
     kept = config("learner.gradient_checkpointing=false")
-    assert memory.activations(kept, SMALL) == 2 * 16_384 * 2 * 176
+    assert memory.activations(kept, SMALL) == 2 * 16_384 * 2 * 160
     # Each layer's input, and one layer whole.
     again = config("learner.gradient_checkpointing=true")
-    assert memory.activations(again, SMALL) == 2 * 16_384 * (2 * 8 + 176)
+    assert memory.activations(again, SMALL) == 2 * 16_384 * (2 * 8 + 160)
+
+
+def test_activations_are_what_autograd_keeps() -> None:
+    """Measured: all tensors that a real bf16 model saves for its backward pass, of two layers."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokens = 128
+    shape = replace(SMALL, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=512)
+
+    def saved(layers: int) -> int:
+        settings = Qwen2Config(
+            hidden_size=shape.hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            intermediate_size=shape.intermediate,
+            vocab_size=shape.vocabulary,
+            tie_word_embeddings=True,
+        )
+        settings._attn_implementation = "sdpa"
+        body = Qwen2ForCausalLM(settings).to(torch.bfloat16).train().model
+        weights = {p.untyped_storage().data_ptr() for p in body.parameters()}
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            ids = torch.zeros(1, tokens, dtype=torch.int64)
+            out = body(input_ids=ids, use_cache=False)
+        assert out.last_hidden_state.requires_grad
+        return sum(kept.values())
+
+    a_layer = (saved(3) - saved(1)) / 2
+    assert a_layer == pytest.approx(2 * tokens * memory.kept_by_layer(shape), rel=0.02)
 
 
 def test_a_micro_batch_is_no_larger_than_the_update() -> None:

@@ -96,8 +96,11 @@ def test_steps_that_a_restarted_learner_repeats_are_not_sent_again(folder: RunFo
     write(folder, step(1), step(2), evaluation(0, 0.25), step(3))
     assert follower.catch_up() == 4
     # The learner cut its file back to step 1 and went on from there.
-    folder.metrics.unlink()
+    old, new = folder.metrics, folder.metrics.with_suffix(".new")
+    folder.metrics = new
     write(folder, step(1), step(2), evaluation(0, 0.25), step(3), step(4), evaluation(2, 0.5))
+    os.replace(new, old)
+    folder.metrics = old
     assert follower.catch_up() == 2
     assert [(row, number) for row, number, _ in recorder.rows] == [
         *((0, 1), (1, 2), (2, 0), (3, 3), (4, 4), (5, 2))
