@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError
@@ -15,6 +17,9 @@ from ..options import existing, newest_run
 if TYPE_CHECKING:
     from ...common.config import Config
     from ..trackers.tracker import Tracker
+
+END_SECONDS = 40.0
+"""For the last records and uploads, once a run has ended."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     stop = threading.Event()
     if arguments.follow:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
+            signal.signal(number, lambda *_: _end(stop))
     state = folder.trackers / f"{arguments.to}.json"
     sent = Sent.read(state)
     tracker, where = _tracker(arguments, config, folder, sent)
@@ -55,6 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
     tracker.close()
     print(f"{sent.rows - before} records sent ({sent.rows} in all): {where}")
     return 0
+
+
+def _end(stop: threading.Event) -> None:
+    """Ends at the next look; a library that hangs in a call doesn't hold the run's end up."""
+    stop.set()
+    last = threading.Timer(END_SECONDS, os._exit, (1,))
+    last.daemon = True
+    last.start()
 
 
 def _tracker(
@@ -80,14 +93,27 @@ def _tracker(
     if why:
         print(f"W&B goes offline: {why}", file=sys.stderr, flush=True)
     record = folder.read_run()
-    wandb_run = WandbRun(
+    make = partial(
+        WandbRun,
         folder.path,
         run_id=str(record["run_id"]),
         project=config.log.wandb_project,
         name=folder.path.name,
         config=config.model_dump(mode="json"),
-        mode=mode,
     )
+    import wandb
+
+    try:
+        wandb_run = make(mode=mode)
+    except wandb.errors.CommError as error:
+        if mode == "offline":
+            raise
+        told = " ".join(str(error).split())[:200]
+        print(f"W&B goes offline, its server can't be used: {told}", file=sys.stderr, flush=True)
+        mode = "offline"
+        # Its service holds the id until it ends.
+        wandb.teardown()
+        wandb_run = make(mode=mode)
     synced = f"wandb sync {shown(folder.wandb)}/offline-run-*"
     return wandb_run, synced if mode == "offline" else f"project {config.log.wandb_project}"
 

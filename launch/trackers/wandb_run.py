@@ -14,7 +14,7 @@ from .tracker import Tracker
 Mode = Literal["online", "offline"]
 SERVER = "https://api.wandb.ai"
 """Unless ``WANDB_BASE_URL`` names another."""
-INIT_SECONDS = 60.0
+INIT_SECONDS = 30.0
 """Longest wait for the server at the start."""
 FINISH_SECONDS = 30.0
 """Longest wait for the last uploads at the end."""
