@@ -39,6 +39,7 @@ def documented(name: str, page: Iterable[str]) -> bool:
     """Whether a name stands on the page, or one of its patterns fits it."""
     patterns = {
         "eval/SET/": r"eval/[^/]+/",
+        "replay/staleness_share_AGE": r"replay/staleness_share_\d+",
         "reward/COMPONENT": r"reward/(format|tag_count|reasoning_steps|repetition)",
         "reward/verdict_NAME": f"reward/verdict_({'|'.join(verdict.value for verdict in Verdict)})",
     }
@@ -81,7 +82,7 @@ def test_every_metric_on_the_page_is_written_by_the_run_or_stands_in_the_code(
             continue
         last = entry.rpartition("/")[2]
         literals = (f'"{entry}"', f'"{last}"', f'"{entry.removeprefix("time/")}"')
-        stem = entry.removesuffix("NAME").removesuffix("COMPONENT")
+        stem = entry.removesuffix("AGE").removesuffix("NAME").removesuffix("COMPONENT")
         if not any(one in code for one in literals) and f'f"{stem}{{' not in code:
             unknown.append(entry)
     assert unknown == []

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tandem.launch.board.terminal import Terminal
 from tandem.launch.cli import main
 from tandem.launch.estimate import memory
 from tandem.launch.estimate.sizes import TABLE
-from tandem.launch.job import Job, Terminal
+from tandem.launch.job import Job
 from tandem.launch.opening import open_folder
 from tandem.launch.preflight import human, place
 from tandem.launch.presets import load
