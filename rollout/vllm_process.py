@@ -41,8 +41,10 @@ EXTENSION = "tandem.rollout.vllm_extension.WorkerExtension"
 """As vLLM's workers import it."""
 CPU_CACHE_MB = 1024
 """Memory for keys and values where there is no GPU and nothing is set."""
+SHUTDOWN_SECONDS = 5.0
+"""How long vLLM's processes may take to end before it kills them itself."""
 END_SECONDS = 15.0
-"""How long vLLM's processes may take to end before they are killed."""
+"""How long all that may take before they are killed from here."""
 
 INSTALL = "run bash launch/setup.sh --vllm, or set rollout.engine=torch"
 
@@ -197,7 +199,7 @@ class VllmProcess:
             await self._stop.wait()
         finally:
             self.llm = None
-            llm.shutdown(timeout=END_SECONDS)
+            llm.shutdown(timeout=SHUTDOWN_SECONDS)
             # Its finaliser fails, and says so, if it is left to the end of the interpreter.
             del llm
             gc.collect()
@@ -294,7 +296,8 @@ def _prepare_environment() -> None:
     os.environ[OWNER] = str(os.getpid())
     for name, value in {
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        # Its warnings are of no use to whoever reads a run's log.
+        "VLLM_LOGGING_LEVEL": "ERROR",
         # A forked child would hold this process's sockets and locks.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # All ranks of an engine are on this host; no address beyond it is to be bound.
