@@ -23,7 +23,7 @@ from .hardware import Machine, machine
 from .idle import ReportWatch
 from .ingest_process import Found, IngestProcess
 from .opening import Kind, Opening, open_folder
-from .preflight import Placement, check_disk, check_model, place, workers_of
+from .preflight import Placement, check_disk, check_engine, check_model, place, workers_of
 from .presets import Preset, load
 from .progress import Progress, duration
 from .summary import Findings
@@ -131,6 +131,7 @@ class Job:
     def _checked(self, resumed: bool) -> int:
         config = self._config
         placement = place(config, self._machine)
+        check_engine(config)
         model = check_model(config)
         join, config = self._where_redis_is(config)
         self._config = config

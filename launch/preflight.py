@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,6 +107,17 @@ def check_model(config: Config) -> Path | None:
             f"model's context of {context} tokens: lower one of them"
         )
     return path
+
+
+def check_engine(config: Config) -> None:
+    """Raises ``ConfigError`` where workers are to be started with a vLLM that isn't here."""
+    if config.rollout.engine != "vllm" or not workers_of(config):
+        return
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.engine=vllm: vLLM is not installed: run bash launch/setup.sh --vllm, or set "
+            "rollout.engine=torch"
+        )
 
 
 def weight_files(path: Path) -> list[Path]:

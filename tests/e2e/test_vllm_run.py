@@ -72,4 +72,5 @@ def test_no_process_and_no_file_is_left(finished: Finished) -> None:
 
 
 def test_it_listens_on_loopback_only(finished: Finished) -> None:
+    assert finished.addresses
     assert finished.addresses <= {"127.0.0.1", "::1"}
