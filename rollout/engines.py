@@ -74,7 +74,8 @@ def _vllm(
     model: ModelConfig, rollout: RolloutConfig, rows: int, max_prompt_tokens: int | None
 ) -> Engine:
     from ..common.models import load_tokenizer, resolve
-    from .vllm_engine import VllmEngine, model_facts
+    from .model_facts import model_facts
+    from .vllm_engine import VllmEngine
     from .vllm_process import VllmProcess, require
 
     require()

@@ -34,9 +34,6 @@ import torch
 from ..common import prompts
 from ..common.errors import TandemError, WeightsError
 from ..common.records import (
-    FinishReason,
-    Float32Array,
-    Int32Array,
     Sample,
     Source,
     Version,
@@ -44,7 +41,9 @@ from ..common.records import (
 )
 from . import handover
 from .engine import EngineStats, FinishedGroup, GroupRequest, ParameterSpec, StagedWeights
+from .model_facts import ModelFacts
 from .vllm_process import VllmProcess
+from .vllm_requests import ABORTED, Finished, sample
 
 log = logging.getLogger("tandem.rollout")
 
@@ -54,46 +53,6 @@ LOAD_SECONDS = 600.0
 """Deadline for all workers to load a version; ``weights.commit_seconds`` is usually shorter."""
 UNNAMED = "unnamed"
 """What vLLM calls weights that have no version."""
-REASONS = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORT,
-}
-"""vLLM's finish reasons. It has more, of requests that failed; those fail their group."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What the engine must know of the model before vLLM has loaded it."""
-
-    specs: tuple[ParameterSpec, ...]
-    """Every parameter, in the model's order; tied ones once."""
-    vocabulary: int
-    """Token ids are under it."""
-    context: int
-    """Most tokens of prompt and response together."""
-    end_tokens: frozenset[int]
-    """Token ids that end a response."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Finished:
-    """One sample as vLLM made it, its prefix not included."""
-
-    tokens: Int32Array
-    """``[L]``."""
-    logprobs: Float32Array
-    """``[L]``."""
-    spans: tuple[tuple[str, int, int], ...]
-    """Label of the version, start, end, counted in the sampled tokens."""
-    reason: FinishReason
-    """Why it ended."""
-
-
-ABORTED = _Finished(
-    np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32), (), FinishReason.ABORT
-)
-"""A sample that never began."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +69,7 @@ class _Running:
     """Requests that haven't ended."""
     aborted: bool = False
     """It was aborted, so what hasn't begun never will."""
-    finished: dict[int, _Finished] = field(default_factory=dict)
+    finished: dict[int, Finished] = field(default_factory=dict)
     """Ended samples by index."""
     error: str | None = None
     """Why it failed."""
@@ -407,9 +366,18 @@ class VllmEngine:
                 group.finished.update(dict.fromkeys(indices, ABORTED))
             else:
                 # Up to its registration this doesn't wait, so an abort can't come in between.
-                outputs = await self._request(group.request, name, context, len(indices))
-                for index, output in zip(indices, outputs, strict=True):
-                    group.finished[index] = _finished(output)
+                ended = await sample(
+                    self._process.llm,
+                    name,
+                    context,
+                    group.request.sampling,
+                    count=len(indices),
+                    room=self._facts.context - len(context),
+                    end_tokens=self._stop,
+                    # Keys and values of one version are no good to another.
+                    salt=str(self._version or UNNAMED),
+                )
+                group.finished.update(zip(indices, ended, strict=True))
         except asyncio.CancelledError:
             group.error = "the engine was closed"
             raise
@@ -422,39 +390,6 @@ class VllmEngine:
             group.left -= 1
             if group.left == 0:
                 self._deliver(group)
-
-    async def _request(
-        self, request: GroupRequest, name: str, context: list[int], count: int
-    ) -> list[Any]:
-        """vLLM's ``CompletionOutput`` of each sample."""
-        from vllm import SamplingParams
-        from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = request.sampling
-        params = SamplingParams(
-            n=count,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=min(sampling.max_new_tokens, self._facts.context - len(context)),
-            # The sampled token's log-prob and no other's.
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            # The end tokens are the learner's and the torch engine's, not vLLM's reading of files.
-            ignore_eos=True,
-            stop_token_ids=self._stop,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        # Keys and values of one version are no good to another.
-        prompt = tokens_input(context, cache_salt=str(self._version or UNNAMED))
-        last = None
-        async for output in self._process.llm.generate(prompt, params, name):
-            last = output
-        if last is None:
-            raise TandemError(f"vLLM ended request {name} without a word")
-        return list(last.outputs)
 
     def _deliver(self, group: _Running) -> None:
         del self._groups[group.request.group_id]
@@ -567,57 +502,3 @@ class VllmEngine:
         async with asyncio.timeout(RPC_SECONDS):
             # False where samples run and are to keep their keys: their salt keeps others off them.
             await llm.reset_prefix_cache(reset_running_requests=self._recompute)
-
-
-def _finished(output: Any) -> _Finished:
-    """A ``CompletionOutput`` as plain arrays."""
-    reason = REASONS.get(output.finish_reason)
-    if reason is None:
-        raise TandemError(f"vLLM ended a sample with {output.finish_reason!r}")
-    tokens = np.array(output.token_ids, dtype=np.int32)
-    flat = output.logprobs
-    logprobs = np.empty(0, dtype=np.float32)
-    if flat is not None and len(flat):
-        # The sampled token stands first at its position.
-        logprobs = np.array(flat.logprobs, dtype=np.float32)[flat.start_indices]
-    if len(logprobs) != len(tokens):
-        raise TandemError(f"vLLM gave {len(logprobs)} log-probs for {len(tokens)} tokens")
-    spans = tuple((s.version, s.start, s.end) for s in output.weight_versions or ())
-    return _Finished(tokens, logprobs, spans, reason)
-
-
-def model_facts(path: str, *, dtype: str, context: int | None, tokenizer: Any) -> ModelFacts:
-    """Reads a model folder without loading its weights.
-
-    Args:
-        path: a Hugging Face folder or a hub name.
-        dtype: of the engine's parameters.
-        context: most tokens of prompt and response together; None = the model's own limit.
-        tokenizer: names the end token.
-
-    Raises:
-        DataError: no end token is named.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
-    config = AutoConfig.from_pretrained(path)
-    with torch.device("meta"):
-        # Its parameters are those that the learner sends: the same class, ties included.
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    except OSError:
-        pass  # The folder has none; the model's own config has its say.
-    text = config.get_text_config()
-    limit = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
-    return ModelFacts(
-        specs=tuple(
-            ParameterSpec(
-                name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch.")
-            )
-            for name, p in model.named_parameters()
-        ),
-        vocabulary=int(model.get_input_embeddings().num_embeddings),
-        context=min(limit, context or limit),
-        end_tokens=frozenset(prompts.end_tokens(tokenizer, model)),
-    )

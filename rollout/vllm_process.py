@@ -5,7 +5,7 @@ tensor-parallel rank) in processes of their own. The front end has a thread and 
 so that starting it, which blocks for half a minute, holds up nobody, and whoever uses it may have
 any loop.
 
-Everything that depends on vLLM's version is in this file and in :mod:`.vllm_engine`. The calls
+Everything that depends on the version of vLLM is in the files called ``vllm_…``. The calls
 that are used here are the same in the versions of :data:`SUPPORTED`.
 """
 

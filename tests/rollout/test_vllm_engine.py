@@ -21,8 +21,9 @@ import torch
 from tandem.common.config import ModelConfig, RolloutConfig
 from tandem.common.errors import ConfigError, TandemError, WeightsError
 from tandem.common.records import FinishReason, SamplingParams, Version
-from tandem.rollout import engines, handover, vllm_engine, vllm_process
+from tandem.rollout import engines, handover, vllm_process
 from tandem.rollout.engine import FinishedGroup, GroupRequest, NamedWeights
+from tandem.rollout.model_facts import model_facts
 
 HANDED_OVER = handover.handed_over
 V1, V2 = Version(term=1, step=1), Version(term=1, step=2)
@@ -86,7 +87,7 @@ class TestWithoutVllm:
     ) -> None:
         model = tiny.model()
         model.config.save_pretrained(tmp_path)
-        facts = vllm_engine.model_facts(
+        facts = model_facts(
             str(tmp_path), dtype="bfloat16", context=100, tokenizer=tiny.tokenizer()
         )
         expected = {name: (tuple(p.shape), "bfloat16") for name, p in model.named_parameters()}

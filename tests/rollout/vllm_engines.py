@@ -8,7 +8,8 @@ from typing import Any
 
 from tandem.common.records import Version
 from tandem.rollout.engine import NamedWeights
-from tandem.rollout.vllm_engine import ModelFacts, VllmEngine, model_facts
+from tandem.rollout.model_facts import ModelFacts, model_facts
+from tandem.rollout.vllm_engine import VllmEngine
 from tandem.rollout.vllm_process import VllmProcess
 
 ROWS = 64
