@@ -115,11 +115,36 @@ class ExpertConfig(Section):
     """Let expert tokens with a negative advantage into the loss."""
 
 
+class VllmConfig(Section):
+    """The vLLM engine of a rollout worker; not read by the torch engine."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of each GPU's memory for weights and keys and values; lower where a learner shares
+    the card."""
+    kv_cache_mb: Positive | None = None
+    """Memory for keys and values, MiB; None = what ``gpu_memory_utilization`` leaves, and 1024
+    without a GPU."""
+    max_model_len: Positive | None = None
+    """Most tokens of prompt and response; None = ``data.max_prompt_tokens`` and
+    ``rollout.max_new_tokens`` together."""
+    max_num_seqs: Positive | None = None
+    """Most samples that run at a time; None = those of ``groups_per_batch`` groups, and at least
+    256."""
+    enforce_eager: bool | None = None
+    """Without compilation and CUDA graphs: a quicker start, slower sampling. None = only without
+    a GPU."""
+    start_seconds: Seconds = 900.0
+    """Deadline for vLLM to load the model and to be ready."""
+    args: Mapping[str, Any] = Field(default_factory=dict)
+    """Further fields of vLLM's ``AsyncEngineArgs``, passed on as they are, such as
+    ``quantization: fp8``; they win over what Tandem sets."""
+
+
 class RolloutConfig(Section):
     """Rollout workers and what they sample."""
 
     engine: Literal["auto", "torch", "vllm"] = "auto"
-    """``auto``: vLLM where it is found on a GPU, else the torch engine."""
+    """``auto``: vLLM where it is installed and a GPU is there, else the torch engine."""
     workers: NonNegative = 1
     """Processes that ``start_all.sh`` starts."""
     gpus_per_worker: Positive = 1
@@ -144,8 +169,7 @@ class RolloutConfig(Section):
     groups_ahead: NonNegative = 0
     """Groups leased beyond ``groups_per_batch``, so that the engine never waits for a lease;
     they need ``replay.max_staleness`` of 2 or more to be admitted while a step is trained on."""
-    vllm: Mapping[str, Any] = Field(default_factory=dict)
-    """Passed on to vLLM's ``AsyncEngineArgs``."""
+    vllm: VllmConfig = VllmConfig()
 
 
 class ComponentConfig(Section):

@@ -24,7 +24,14 @@ from .idle import ReportWatch
 from .ingest_process import Found, IngestProcess
 from .opening import Kind, Opening, open_folder
 from .planning import problems_on_paper
-from .preflight import Placement, check_disk, check_model, check_trackers, place
+from .preflight import (
+    Placement,
+    check_disk,
+    check_engine,
+    check_model,
+    check_trackers,
+    place,
+)
 from .presets import Preset, load
 from .progress import Progress, duration
 from .summary import Findings
@@ -133,6 +140,7 @@ class Job:
         config = self._config
         placement = place(config, self._machine)
         check_trackers(config)
+        check_engine(config)
         model = check_model(config)
         for problem in problems_on_paper(config, self._machine, placement):
             self._say(f"on paper: {problem}")

@@ -151,6 +151,17 @@ def shown_python() -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
+def check_engine(config: Config) -> None:
+    """Raises ``ConfigError`` where workers are to be started with a vLLM that isn't here."""
+    if config.rollout.engine != "vllm" or not workers_of(config):
+        return
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.engine=vllm: vLLM is not installed: run bash launch/setup.sh --vllm, or set "
+            "rollout.engine=torch"
+        )
+
+
 def weight_files(path: Path) -> list[Path]:
     """The files with the weights."""
     return sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))

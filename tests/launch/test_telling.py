@@ -262,6 +262,17 @@ def test_too_few_gpus_are_refused_or_left_alone_as_the_preset_says() -> None:
     assert preflight.place(load("miniature").resolve([]), all_eight).learner == ((),)
 
 
+def test_vllm_that_is_not_installed_is_told_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = load("miniature").resolve(["rollout.engine=vllm"])
+    with pytest.raises(ConfigError, match=r"setup\.sh --vllm"):
+        preflight.check_engine(config)
+    preflight.check_engine(load("miniature").resolve(["rollout.engine=vllm", "rollout.workers=0"]))
+    preflight.check_engine(load("miniature").resolve(["rollout.engine=torch"]))
+
+
 def test_the_disk_that_a_run_may_need_grows_with_its_checkpoints() -> None:
     config = load("miniature").resolve([])
     model = preflight.check_model(config)
