@@ -7,8 +7,8 @@ usage() {
 usage: bash tests/run.sh [PYTEST ARGS ...]
 
 Sets up .venv with the tests' own packages where that is not done yet (launch/setup.sh --dev), then
-runs ruff, mypy, import-linter, shellcheck and every test in stages (unit, e2e, faults, vllm, package,
-docs), and checks that no process and no file is left behind. vLLM's tests run where vLLM is installed
+runs ruff, mypy, import-linter, shellcheck and every test in stages (docs, unit, e2e, faults, vllm,
+package), and checks that no process and no file is left behind. vLLM's tests run where vLLM is installed
 (bash launch/setup.sh --dev --vllm), and are listed as not run where not. With arguments, pytest alone
 is run with them:
 
