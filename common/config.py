@@ -18,6 +18,7 @@ import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -43,6 +44,11 @@ def _engine(name: str) -> str:
 
 
 EngineName = Annotated[str, AfterValidator(_engine)]
+
+
+def _on_or_off(value: Any) -> Any:
+    """YAML reads a bare ``off`` as false and ``on`` as true."""
+    return {True: "online", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class Section(BaseModel):
@@ -136,12 +142,37 @@ class ExpertConfig(Section):
     """Let expert tokens with a negative advantage into the loss."""
 
 
+class VllmConfig(Section):
+    """The vLLM engine of a rollout worker; not read by the torch engine."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of each GPU's memory for weights and keys and values; lower where a learner shares
+    the card."""
+    kv_cache_mb: Positive | None = None
+    """Memory for keys and values, MiB; None = what ``gpu_memory_utilization`` leaves, and 1024
+    without a GPU."""
+    max_model_len: Positive | None = None
+    """Most tokens of prompt and response; None = ``data.max_prompt_tokens`` and
+    ``rollout.max_new_tokens`` together."""
+    max_num_seqs: Positive | None = None
+    """Most samples that run at a time; None = those of ``groups_per_batch`` groups, and at least
+    256."""
+    enforce_eager: bool | None = None
+    """Without compilation and CUDA graphs: a quicker start, slower sampling. None = only without
+    a GPU."""
+    start_seconds: Seconds = 900.0
+    """Deadline for vLLM to load the model and to be ready."""
+    args: Mapping[str, Any] = Field(default_factory=dict)
+    """Further fields of vLLM's ``AsyncEngineArgs``, passed on as they are, such as
+    ``quantization: fp8``; they win over what Tandem sets."""
+
+
 class RolloutConfig(Section):
     """Rollout workers and what they sample."""
 
     engine: EngineName = "auto"
-    """``auto``: vLLM where it is found on a GPU, else the torch engine. ``torch``, ``vllm``, or
-    ``package.module:factory``, an engine of your own (:mod:`tandem.rollout.engines`)."""
+    """``auto``: vLLM where it is installed and a GPU is there, else the torch engine. ``torch``,
+    ``vllm``, or ``package.module:factory``, an engine of your own (:mod:`tandem.rollout.engines`)."""
     workers: NonNegative = 1
     """Processes that ``start_all.sh`` starts."""
     gpus_per_worker: Positive = 1
@@ -166,8 +197,7 @@ class RolloutConfig(Section):
     groups_ahead: NonNegative = 0
     """Groups leased beyond ``groups_per_batch``, so that the engine never waits for a lease;
     they need ``replay.max_staleness`` of 2 or more to be admitted while a step is trained on."""
-    vllm: Mapping[str, Any] = Field(default_factory=dict)
-    """Passed on to vLLM's ``AsyncEngineArgs``."""
+    vllm: VllmConfig = VllmConfig()
 
 
 class ComponentConfig(Section):
@@ -365,6 +395,10 @@ class LaunchConfig(Section):
     gpus: Literal["none", "auto", "required"] = "auto"
     """``none``: CPUs only; ``auto``: GPUs where there is one for every rank and engine;
     ``required``: refuse a machine that has fewer."""
+    share_gpu: bool = False
+    """Engines get the learner's GPUs instead of GPUs of their own. Leave the learner room with
+    ``rollout.vllm.gpu_memory_utilization``; weights go by gloo, since two ranks of NCCL can't
+    share a GPU."""
 
 
 class LogConfig(Section):
@@ -376,10 +410,12 @@ class LogConfig(Section):
     """Groups of every step that ``samples.jsonl`` keeps as text."""
     level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
     """Of the processes' log files."""
-    wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases."""
+    wandb: Annotated[Literal["off", "offline", "online"], BeforeValidator(_on_or_off)] = "off"
+    """Weights & Biases; ``online`` without an API key goes offline, to be synchronised later."""
     wandb_project: str = "tandem"
     """Project name there."""
+    tensorboard: bool = False
+    """TensorBoard event files in the run's folder."""
 
 
 DETERMINISTIC: Mapping[str, Any] = {
@@ -451,6 +487,11 @@ class Config(Section):
             raise ValueError(
                 f"weights.every={self.weights.every} needs replay.max_staleness >= "
                 f"{self.weights.every - 1}, and it is {self.replay.max_staleness}"
+            )
+        if self.launch.share_gpu and self.weights.transport == "nccl":
+            raise ValueError(
+                "launch.share_gpu=true puts the learner and an engine on one GPU, and two ranks "
+                "of weights.transport=nccl can't share one: set weights.transport=gloo"
             )
         limit = self.replay.max_staleness + 1
         if self.replay.window > limit:

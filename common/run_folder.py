@@ -1,8 +1,8 @@
 """The folder of a run: every path in it, and the file that lets a process join.
 
 ``config.yaml metrics.jsonl samples.jsonl summary.json report.png journal.jsonl model/
-checkpoints/ logs/ redis/ data/ run.json join.json``. A run's folder, copied while the run is
-stopped, is the whole run.
+checkpoints/ logs/ redis/ data/ run.json join.json``, and ``wandb/ tensorboard/ trackers/`` where
+those are on. A run's folder, copied while the run is stopped, is the whole run.
 """
 
 from __future__ import annotations
@@ -96,6 +96,9 @@ class RunFolder:
         self.logs = self.path / "logs"
         self.redis = self.path / "redis"
         self.data = self.path / "data"
+        self.wandb = self.path / "wandb"
+        self.tensorboard = self.path / "tensorboard"
+        self.trackers = self.path / "trackers"
 
     def make(self) -> None:
         """Creates the folder and its sub-folders (0700)."""

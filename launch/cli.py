@@ -17,9 +17,12 @@ from ..common.errors import ConfigError, TandemError
 
 COMMANDS: dict[str, str] = {
     "start": "start or resume a whole run on this host",
+    "plan": "what a preset will want of a node: memory, time, processes; starts nothing",
+    "doctor": "what this machine lacks for a preset, and the command that mends it",
     "offline": "train on stored expert traces, without rollout workers",
     "evaluate": "accuracy of a model on a held-out set",
     "status": "where a run stands: ledger, members, versions, restarts",
+    "track": "send a run's metrics to W&B or TensorBoard",
     "stop": "drain and checkpoint a run, as Ctrl-C in its terminal does",
     "rollout": "one rollout worker, by hand or on another host",
     "reward": "one reward pool, by hand or on another host",

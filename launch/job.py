@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.errors import ConfigError, StoreError, TandemError
 from ..common.run_folder import JoinInfo, RunFolder, read_join, write_atomic
-from . import redis_server
+from . import processes, redis_server
 from .board.live import LiveLook
 from .board.snapshot import Known
 from .board.terminal import Terminal
@@ -23,7 +23,15 @@ from .hardware import Machine, machine
 from .idle import ReportWatch
 from .ingest_process import Found, IngestProcess
 from .opening import Kind, Opening, open_folder
-from .preflight import Placement, check_disk, check_model, place, workers_of
+from .planning import problems_on_paper
+from .preflight import (
+    Placement,
+    check_disk,
+    check_engine,
+    check_model,
+    check_trackers,
+    place,
+)
 from .presets import Preset, load
 from .progress import Progress, duration
 from .summary import Findings
@@ -38,7 +46,7 @@ REDIS_SECONDS = 120.0
 ASK_SECONDS = 0.5
 """For Redis to answer the supervisor while the run goes on: it is the supervisor who brings a dead
 Redis back, so it must not wait for one."""
-LEARNER, ROLLOUT, REWARD, REDIS = range(4)
+LEARNER, ROLLOUT, REWARD, TRACKERS, REDIS = range(5)
 """Stages, in the order in which they are drained."""
 
 
@@ -134,7 +142,11 @@ class Job:
     def _checked(self, resumed: bool) -> int:
         config = self._config
         placement = place(config, self._machine)
+        check_trackers(config)
+        check_engine(config)
         model = check_model(config)
+        for problem in problems_on_paper(config, self._machine, placement):
+            self._say(f"on paper: {problem}")
         join, config = self._where_redis_is(config)
         self._config = config
         if not resumed:
@@ -350,10 +362,8 @@ class Job:
             name="redis",
             stage=REDIS,
             specs=lambda: [
-                ProcessSpec(
-                    name="redis",
-                    arguments=("exec", str(program.path), str(conf)),
-                    log=log,
+                replace(
+                    processes.redis(self._folder, str(program.path), str(conf)),
                     pass_fds=(self._lock.fileno(),),
                 )
             ],
@@ -408,62 +418,33 @@ class Job:
         self._reports = ReportWatch(runs)
 
     def _parts(self, placement: Placement) -> list[Part]:
-        config = self._config
+        config, folder = self._config, self._folder
         parts = [
             Part(
                 name="learner",
                 stage=LEARNER,
-                specs=lambda: self._learner_specs(placement),
+                # A new port for every life: the old one may linger in a half-closed rendezvous.
+                specs=lambda: processes.learner(
+                    config, folder, placement, str(redis_server.choose_port("127.0.0.1", None))
+                ),
                 may_finish=True,
             )
         ]
-        workers = workers_of(config)
-        for index in range(workers):
-            parts.append(
-                self._simple_part(
-                    "rollout", index, ROLLOUT, config.rollout.threads, placement.rollout[index]
+        for stage, specs in (
+            (ROLLOUT, processes.rollout(config, folder, placement)),
+            (REWARD, processes.reward(config, folder)),
+            (TRACKERS, processes.trackers(config, folder)),
+        ):
+            parts += [
+                Part(
+                    name=spec.name,
+                    stage=stage,
+                    specs=partial(list, [spec]),
+                    dispensable=stage == TRACKERS,
                 )
-            )
-        if config.learner.source == "ledger":
-            for index in range(config.reward.pools):
-                parts.append(self._simple_part("reward", index, REWARD, 1, ()))
+                for spec in specs
+            ]
         return parts
-
-    def _simple_part(
-        self, role: str, index: int, stage: int, threads: int, gpus: Sequence[int]
-    ) -> Part:
-        spec = self._spec(role, index, (), threads, gpus)
-        return Part(name=spec.name, stage=stage, specs=lambda: [spec])
-
-    def _learner_specs(self, placement: Placement) -> list[ProcessSpec]:
-        ranks = self._config.learner.ranks
-        # A new port for every life: the old one may linger in a half-closed rendezvous.
-        port = redis_server.choose_port("127.0.0.1", None)
-        return [
-            self._spec(
-                "learner",
-                rank,
-                ("--rank", str(rank), "--world-size", str(ranks), "--master-port", str(port)),
-                self._config.learner.threads,
-                placement.learner[rank],
-            )
-            for rank in range(ranks)
-        ]
-
-    def _spec(
-        self, role: str, index: int, extra: Sequence[str], threads: int, gpus: Sequence[int]
-    ) -> ProcessSpec:
-        name = f"{role}-{index}"
-        return ProcessSpec(
-            name=name,
-            arguments=(role, "--run", str(self._folder.path), "--name", name, *extra),
-            log=self._folder.logs / f"{name}.log",
-            threads=threads,
-            environment={
-                "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-                "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
-            },
-        )
 
     # --- the end -------------------------------------------------------------------------
 

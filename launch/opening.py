@@ -33,6 +33,9 @@ OWN_ENTRIES = frozenset(
         "logs",
         "redis",
         "data",
+        "wandb",
+        "tensorboard",
+        "trackers",
     ]
 )
 """What a run's folder may hold before its ``run.json`` is written."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,8 +35,10 @@ class Placement:
 
 def gpus_needed(config: Config) -> int:
     """A GPU for every learner rank and every engine's tensor-parallel rank."""
-    workers = workers_of(config)
-    return config.learner.ranks + workers * config.rollout.gpus_per_worker
+    engines = workers_of(config) * config.rollout.gpus_per_worker
+    if config.launch.share_gpu:
+        return max(config.learner.ranks, engines)
+    return config.learner.ranks + engines
 
 
 def workers_of(config: Config) -> int:
@@ -45,6 +50,9 @@ def workers_of(config: Config) -> int:
 
 def place(config: Config, machine: Machine) -> Placement:
     """Gives the learner's ranks the first GPUs and the engines the next ones.
+
+    With ``launch.share_gpu`` the engines begin at the first one too: a GPU then carries one
+    rank and one engine at most.
 
     Raises:
         ConfigError: ``launch.gpus=required`` and the machine has fewer than are needed.
@@ -58,17 +66,24 @@ def place(config: Config, machine: Machine) -> Placement:
     if have < needed:
         if config.launch.gpus == "auto":
             return on_cpu
+        shared = " on the same GPUs" if config.launch.share_gpu else ""
         raise ConfigError(
-            f"{config.run.dir}: this preset needs {needed} GPUs (learner.ranks={ranks} + "
-            f"rollout.workers={workers} x rollout.gpus_per_worker={each}) and this machine has "
-            f"{have or 'none'} ({machine}): run it where there are {needed}, lower those "
-            f"settings, or try the whole system on CPUs with `tandem start miniature`"
+            f"{config.run.dir}: this preset needs {needed} GPU{'s' * (needed > 1)} "
+            f"(learner.ranks={ranks} + rollout.workers={workers} x "
+            f"rollout.gpus_per_worker={each}{shared}) and this machine has {have or 'none'} "
+            f"({machine}): run it where there {'are' if needed > 1 else 'is'} {needed}, lower "
+            f"those settings, or try the whole system on CPUs with `tandem start miniature`"
         )
-    indices = [gpu.index for gpu in machine.gpus]
-    rest = indices[ranks:]
+    return placed(config, [gpu.index for gpu in machine.gpus])
+
+
+def placed(config: Config, indices: Sequence[int]) -> Placement:
+    """Gives out the GPUs with these indices, of which there are enough."""
+    ranks, each = config.learner.ranks, config.rollout.gpus_per_worker
+    rest = indices if config.launch.share_gpu else indices[ranks:]
     return Placement(
         learner=tuple((index,) for index in indices[:ranks]),
-        rollout=tuple(tuple(rest[i * each : (i + 1) * each]) for i in range(workers)),
+        rollout=tuple(tuple(rest[i * each : (i + 1) * each]) for i in range(workers_of(config))),
     )
 
 
@@ -106,6 +121,45 @@ def check_model(config: Config) -> Path | None:
             f"model's context of {context} tokens: lower one of them"
         )
     return path
+
+
+TRACKERS = ("wandb", "tensorboard")
+"""Optional packages that ``log`` may ask for; extras of the same names."""
+
+
+def trackers_of(config: Config) -> list[str]:
+    """Which of :data:`TRACKERS` a run writes to."""
+    wanted = {"wandb": config.log.wandb != "off", "tensorboard": config.log.tensorboard}
+    return [name for name in TRACKERS if wanted[name]]
+
+
+def check_trackers(config: Config) -> None:
+    """Raises ``ConfigError`` where a tracker is asked for whose package isn't installed."""
+    for name in trackers_of(config):
+        if importlib.util.find_spec(name) is None:
+            asked = f"log.wandb={config.log.wandb}" if name == "wandb" else f"log.{name}=true"
+            raise ConfigError(
+                f"{asked} needs the package {name}, which isn't installed: "
+                f"`{shown_python()} -m pip install {name}` (the extra tandem-rl[{name}]), or set "
+                f"log.{name}={'off' if name == 'wandb' else 'false'}"
+            )
+
+
+def shown_python() -> str:
+    """This interpreter as a user in the working directory would type it."""
+    path = Path(sys.executable)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def check_engine(config: Config) -> None:
+    """Raises ``ConfigError`` where workers are to be started with a vLLM that isn't here."""
+    if config.rollout.engine != "vllm" or not workers_of(config):
+        return
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.engine=vllm: vLLM is not installed: run bash launch/setup.sh --vllm, or set "
+            "rollout.engine=torch"
+        )
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -87,6 +87,8 @@ class Part:
     started once more for them, unless it can't be kept alive."""
     may_finish: bool = False
     """Its exit with code 0 can mean that the run has finished."""
+    dispensable: bool = False
+    """The run goes on without it when it dies: it is told once and not started again."""
     processes: list[tuple[ProcessSpec, subprocess.Popen[bytes]]] = field(default_factory=list)
     """Running, or not yet reaped."""
     failures: int = 0
@@ -278,6 +280,9 @@ class Supervisor:
         exits = [exit_of(process) for _, process in part.processes]
         if all(code is None for code in exits):
             return False
+        if part.dispensable:
+            self._let_go(part, next(code for code in exits if code is not None))
+            return False
         if all(code in (0, None) for code in exits):
             # Ranks end one after the other; the last decides.
             if any(code is None for code in exits):
@@ -307,6 +312,12 @@ class Supervisor:
         self._reap(part)
         self._count(part, spec, died)
         return False
+
+    def _let_go(self, part: Part, died: int) -> None:
+        spec = part.processes[0][0]
+        told = last_lines(spec.log, 1).strip().removeprefix("| ")
+        self._say(f"warning: {spec.name} {described(died)}, the run goes on without it: {told}")
+        self._reap(part)
 
     def _count(self, part: Part, spec: ProcessSpec, died: int) -> None:
         progress = self._progress()
@@ -415,6 +426,19 @@ class Supervisor:
         part.processes = []
 
 
+def command_of(spec: ProcessSpec, parent: str) -> list[str]:
+    """The command line of a process; ``parent`` is the pid that it lives and dies with."""
+    # -P: a file of the user's working directory must not shadow a library's module.
+    return [sys.executable, "-P", "-m", "tandem.launch.lifeline", parent, *spec.arguments]
+
+
+def environment_of(spec: ProcessSpec) -> dict[str, str]:
+    """What is added to the environment of a process."""
+    threads = dict.fromkeys(THREAD_VARIABLES, str(spec.threads))
+    more = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    return {**threads, **more, **spec.environment}
+
+
 def _spawn(spec: ProcessSpec) -> subprocess.Popen[bytes]:
     environment = {
         key: value
@@ -422,16 +446,12 @@ def _spawn(spec: ProcessSpec) -> subprocess.Popen[bytes]:
         # Roles read the password from the join file; they need not inherit it.
         if key != "TANDEM_REDIS_PASSWORD"
     }
-    environment.update(dict.fromkeys(THREAD_VARIABLES, str(spec.threads)))
-    environment.update({"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"})
-    environment.update(spec.environment)
-    # -P: a file of the user's working directory must not shadow a library's module.
-    command = [sys.executable, "-P", "-m", "tandem.launch.lifeline", str(os.getpid())]
+    environment.update(environment_of(spec))
     with open(spec.log, "ab") as log:
         log.write(f"=== {now()} {spec.name}\n".encode())
         log.flush()
         return subprocess.Popen(
-            [*command, *spec.arguments],
+            command_of(spec, str(os.getpid())),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

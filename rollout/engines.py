@@ -1,4 +1,4 @@
-"""Makes the engine that a config asks for. torch is imported when one is made.
+"""Makes the engine that a config asks for. torch and vLLM are imported when one is made.
 
 An engine of your own is named by its import path, ``rollout.engine=package.module:factory``; the
 module must be installed or on ``PYTHONPATH`` wherever a worker runs. The factory is called as
@@ -12,9 +12,10 @@ at a time; what it returns must keep the contract of :mod:`tandem.rollout.engine
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from ..common.config import ModelConfig, RolloutConfig
-from ..common.errors import ConfigError, TandemError
+from ..common.errors import ConfigError
 from .engine import Engine
 
 MIN_ROWS = 256
@@ -23,7 +24,11 @@ _METHODS = ("keyed_noise", *(name for name in vars(Engine) if not name.startswit
 
 
 def make_engine(
-    model: ModelConfig, rollout: RolloutConfig, *, max_rows: int | None = None
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    *,
+    max_rows: int | None = None,
+    max_prompt_tokens: int | None = None,
 ) -> Engine:
     """The engine with the base model's weights, not yet started.
 
@@ -32,19 +37,35 @@ def make_engine(
         rollout: which engine, and its settings.
         max_rows: most samples generated at a time; None = a worker's batch, at least
             :data:`MIN_ROWS`.
+        max_prompt_tokens: of the longest prompt that it will be given; None = the model's own
+            limit of prompt and response together holds.
 
     Raises:
-        ConfigError: an import path leads to no engine.
         DataError: the model can't be loaded.
-        TandemError: the engine isn't available here.
+        ConfigError: the engine isn't available here, or its import path leads to none.
     """
     rows = max_rows or max(MIN_ROWS, rollout.groups_per_batch * rollout.group_size)
+    if choose_engine(rollout) == "vllm":
+        return _vllm(model, rollout, rows, max_prompt_tokens)
     if ":" in rollout.engine:
         return _imported(rollout.engine, model, rollout, rows)
-    if rollout.engine == "vllm":
-        raise TandemError(
-            "rollout.engine=vllm is not available in this version: set rollout.engine=torch"
-        )
+    return _torch(model, rollout, rows)
+
+
+def choose_engine(rollout: RolloutConfig) -> str:
+    """``torch``, ``vllm`` or an import path, as the config says; see ``rollout.engine``."""
+    if rollout.engine != "auto":
+        return rollout.engine
+    from .vllm_process import installed
+
+    if not installed():
+        return "torch"
+    import torch
+
+    return "vllm" if torch.cuda.is_available() else "torch"
+
+
+def _torch(model: ModelConfig, rollout: RolloutConfig, rows: int) -> Engine:
     import torch
 
     from ..common.models import load_model, load_tokenizer
@@ -60,6 +81,47 @@ def make_engine(
         recompute_kv=rollout.recompute_kv,
         update_wait=rollout.update_wait_seconds,
         max_rows=rows,
+    )
+
+
+def _vllm(
+    model: ModelConfig, rollout: RolloutConfig, rows: int, max_prompt_tokens: int | None
+) -> Engine:
+    from ..common.models import load_tokenizer, resolve
+    from .model_facts import model_facts
+    from .vllm_engine import VllmEngine
+    from .vllm_process import VllmProcess, require
+
+    require()
+    import torch
+
+    settings = rollout.vllm
+    context = settings.max_model_len
+    if context is None and max_prompt_tokens is not None:
+        context = max_prompt_tokens + rollout.max_new_tokens
+    tokenizer = load_tokenizer(model.path)
+    path = resolve(model.path)
+    facts = model_facts(path, dtype=model.dtype, context=context, tokenizer=tokenizer)
+    cache = settings.kv_cache_mb
+    arguments: dict[str, Any] = {
+        "model": path,
+        "dtype": model.dtype,
+        "tensor_parallel_size": rollout.gpus_per_worker if torch.cuda.is_available() else 1,
+        "max_model_len": facts.context,
+        "max_num_seqs": settings.max_num_seqs or rows,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if cache is None else cache << 20,
+        "enforce_eager": settings.enforce_eager,
+    }
+    return VllmEngine(
+        VllmProcess(
+            {**arguments, **settings.args},
+            start_seconds=settings.start_seconds,
+        ),
+        tokenizer,
+        facts,
+        recompute_kv=rollout.recompute_kv,
+        update_wait=rollout.update_wait_seconds,
     )
 
 

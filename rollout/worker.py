@@ -164,9 +164,13 @@ class Worker:
         client = await self._in_redis(self._runs.curve_client)
         # Loading a large model takes minutes, in which the loop must hear of SIGTERM.
         self._engine: Engine = await asyncio.to_thread(
-            make_engine, self.config.model, self.config.rollout
+            make_engine,
+            self.config.model,
+            self.config.rollout,
+            max_prompt_tokens=self.config.data.max_prompt_tokens,
         )
-        await self._engine.start()
+        if not await self._start_engine():
+            return 0
         self._submitter = Submitter(
             self.name,
             self._pools,
@@ -206,6 +210,20 @@ class Worker:
                 await asyncio.to_thread(thread.join, 2.0)
             await self._leave()
             self._redis.shutdown(wait=False, cancel_futures=True)
+
+    async def _start_engine(self) -> bool:
+        """Starts the engine; False where SIGTERM came first."""
+        # vLLM takes half a minute, and a large model minutes.
+        starting = asyncio.create_task(self._engine.start())
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if starting.done():
+            starting.result()
+            return True
+        starting.cancel()
+        await asyncio.wait({starting})
+        return False
 
     def _on_sigterm(self) -> None:
         log.info(f"{self.name} was told to end; draining")

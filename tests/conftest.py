@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if any(item.get_closest_marker("gpu") for item in items) and not lists_a_gpu():
         without["gpu"] = "nvidia-smi lists no GPU"
     if importlib.util.find_spec("vllm") is None:
-        without["vllm"] = "vLLM is not installed (bash launch/setup.sh --vllm)"
+        without["vllm"] = "vLLM is not installed (bash launch/setup.sh --dev --vllm)"
     for item in items:
         for marker, reason in without.items():
             if item.get_closest_marker(marker):

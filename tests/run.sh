@@ -7,8 +7,10 @@ usage() {
 usage: bash tests/run.sh [PYTEST ARGS ...]
 
 Sets up .venv with the tests' own packages where that is not done yet (launch/setup.sh --dev), then
-runs ruff, mypy, import-linter, shellcheck and every test in stages (unit, e2e, faults, package,
-docs), and checks that no process and no file is left behind. With arguments, pytest alone is run with them:
+runs ruff, mypy, import-linter, shellcheck and every test in stages (docs, unit, e2e, faults, vllm,
+package), and checks that no process and no file is left behind. vLLM's tests run where vLLM is installed
+(bash launch/setup.sh --dev --vllm), and are listed as not run where not. With arguments, pytest alone
+is run with them:
 
   bash tests/run.sh tests/replay -k lease
 

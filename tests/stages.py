@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import shutil
 import signal
@@ -36,26 +37,42 @@ class Stage:
     """Which tests: pytest arguments, relative to the repository."""
     needs: str | None = None
     """A folder; where it has no tests yet the stage is listed as not run."""
+    package: str | None = None
+    """A module; where it cannot be imported the stage is listed as not run."""
+    get: str = ""
+    """How to get the package."""
     deadline_s: float = 1200.0
     """The stage is killed and counted as failed after this long."""
 
 
 STAGES = (
+    # First: the README's main job is the finished run that later stages read.
+    Stage(name="docs", args=("tests/repo/test_readme.py",)),
     Stage(
         name="unit",
         args=(
             "tests",
+            # Two at a time, a file's tests together: many start further processes.
+            "--numprocesses=2",
+            "--dist=loadfile",
+            "-m",
+            "not vllm",
             "--ignore=tests/e2e",
             "--ignore=tests/faults",
             "--ignore=tests/repo/test_package.py",
             "--ignore=tests/repo/test_readme.py",
         ),
     ),
-    Stage(name="e2e", args=("tests/e2e",), needs="tests/e2e"),
+    Stage(name="e2e", args=("tests/e2e", "-m", "not vllm"), needs="tests/e2e"),
     Stage(name="faults", args=("tests/faults",), needs="tests/faults"),
+    Stage(
+        name="vllm",
+        args=("tests/rollout", "tests/e2e", "-m", "vllm"),
+        package="vllm",
+        get="bash launch/setup.sh --dev --vllm",
+        deadline_s=600.0,
+    ),
     Stage(name="package", args=("tests/repo/test_package.py",)),
-    # After e2e, whose finished run it reads.
-    Stage(name="docs", args=("tests/repo/test_readme.py",)),
 )
 
 
@@ -142,6 +159,9 @@ def run_stage(stage: Stage, env: dict[str, str], scratch: Path, tally: Tally) ->
     """Run one stage of tests, then see that no process of it is left."""
     if stage.needs is not None and not list((ROOT / stage.needs).glob("**/test_*.py")):
         tally.not_run.append(f"stage {stage.name}: {stage.needs} has no tests")
+        return
+    if stage.package is not None and importlib.util.find_spec(stage.package) is None:
+        tally.not_run.append(f"stage {stage.name}: {stage.package} is not installed ({stage.get})")
         return
     print(f"\n== {stage.name}", flush=True)
     report = scratch / f"{stage.name}.xml"

@@ -8,7 +8,7 @@ from ..options import add_preset_words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Preset, overrides and ``--fresh``."""
+    """Preset, overrides, ``--fresh`` and ``--dry-run``."""
     add_preset_words(parser, default="miniature-sft")
     parser.add_argument(
         "--fresh",
@@ -20,10 +20,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="lines instead of the live view (as without a terminal, or with TERM=dumb)",
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the processes, their GPUs, commands and memory; start and write nothing",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Sees the run to its end."""
+    if arguments.dry_run:
+        from ..dry_run import dry_run
+
+        return dry_run(arguments.words, fresh=arguments.fresh, offline=True)
     from ..job import run_job
 
     return run_job(arguments.words, fresh=arguments.fresh, offline=True, plain=arguments.plain)

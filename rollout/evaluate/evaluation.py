@@ -246,7 +246,8 @@ def evaluate_folder(
     model = (model or ModelConfig()).model_copy(update={"path": model_path})
 
     async def run() -> Evaluation:
-        engine = make_engine(model, rollout, max_rows=max_rows)
+        longest = max((len(problem.prompt_tokens) for problem in problems), default=1)
+        engine = make_engine(model, rollout, max_rows=max_rows, max_prompt_tokens=longest)
         await engine.start()
         try:
             with Grader(reward or RewardConfig()) as grader:

@@ -179,6 +179,20 @@ def test_what_is_piped_are_lines(survived: Survived) -> None:
     assert (survived.folder / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_dry_run_shows_the_commands_that_ran(survived: Survived) -> None:
+    code, out, err = tandem(survived.folder.parent.parent, "start", *FEW, "--dry-run")
+    assert (code, err) == (0, "")
+    commands = [line for line in out.splitlines() if "tandem.launch.lifeline" in line]
+    assert len(commands) == 4
+    for command in commands:
+        # Behind the pid and before the port, which a run chooses. redis-server replaces the
+        # command line that it was started with.
+        arguments = command.partition(" $$ ")[2].removesuffix(" PORT")
+        if arguments.startswith("exec "):
+            arguments = arguments.split()[1]
+        assert arguments in survived.command_lines
+
+
 def test_nothing_is_left_running(survived: Survived) -> None:
     assert gone(survived.children, seconds=1)
     held = [p for p in psutil.process_iter() if str(survived.folder) in " ".join(_words(p))]

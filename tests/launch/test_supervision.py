@@ -84,6 +84,28 @@ def test_the_run_is_over_when_the_learner_has_finished_it(tmp_path: Path) -> Non
     assert running.restarts == []
 
 
+def test_the_run_goes_on_without_a_dispensable_part_and_says_so_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    end = tmp_path / "end"
+
+    def tick() -> None:
+        if said:
+            end.touch()
+
+    with supervisor(say=said.append, max_failures=1, tick=tick) as running:
+        code = "print('no such server'); raise SystemExit(2)"
+        running.start(part(tmp_path, "wandb", code, stage=3, dispensable=True))
+        waits = (
+            f"import pathlib, time\nwhile not pathlib.Path({str(end)!r}).exists(): time.sleep(0.01)"
+        )
+        running.start(part(tmp_path, "learner", waits, stage=0, may_finish=True))
+        assert running.run() is Outcome.FINISHED
+    assert said == [
+        "warning: wandb ended with exit code 2, the run goes on without it: no such server"
+    ]
+    assert running.restarts == []
+
+
 def test_a_killed_process_is_started_again_and_recorded(tmp_path: Path) -> None:
     marker = tmp_path / "second"
     code = (

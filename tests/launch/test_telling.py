@@ -257,9 +257,20 @@ def test_too_few_gpus_are_refused_or_left_alone_as_the_preset_says() -> None:
     preset = load("qwen2.5-math-7b-luffy-8gpu")
     with pytest.raises(ConfigError, match=r"needs 8 GPUs .* this machine has 1"):
         preflight.place(preset.resolve([]), one)
-    assert preflight.place(preset.resolve(["launch.gpus=auto"]), one).learner == ((),) * 4
+    assert preflight.place(preset.resolve(["launch.gpus=auto"]), one).learner == ((),) * 6
     all_eight = Machine(gpus=EIGHT, cores=8, memory_mb=1)
     assert preflight.place(load("miniature").resolve([]), all_eight).learner == ((),)
+
+
+def test_vllm_that_is_not_installed_is_told_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = load("miniature").resolve(["rollout.engine=vllm"])
+    with pytest.raises(ConfigError, match=r"setup\.sh --vllm"):
+        preflight.check_engine(config)
+    preflight.check_engine(load("miniature").resolve(["rollout.engine=vllm", "rollout.workers=0"]))
+    preflight.check_engine(load("miniature").resolve(["rollout.engine=torch"]))
 
 
 def test_the_disk_that_a_run_may_need_grows_with_its_checkpoints() -> None:

@@ -490,6 +490,21 @@ def test_a_start_script_hands_its_arguments_to_the_command(
     assert machine.run("a b", "c=d", script=script) == (7, f"<{subcommand}><a b><c=d>")
 
 
+def test_a_dry_run_sets_up_no_torch(machine: Machine) -> None:
+    code, output = machine.run("some-preset", "--dry-run", script="start_all.sh")
+    assert code == 0, output
+    (only,) = machine.installs()
+    assert only.endswith(f"-e {machine.repo}")
+
+
+def test_a_dry_run_leaves_a_whole_environment_as_it_is(machine: Machine) -> None:
+    machine.run()
+    machine.calls()
+    (machine.venv / "bin/tandem").write_text('#!/usr/bin/env bash\nprintf "<%s>" "$@"\n')
+    assert machine.run("--dry-run", script="start_all.sh") == (0, "<start><--dry-run>")
+    assert machine.installs() == []
+
+
 def test_an_unknown_option_is_refused(machine: Machine) -> None:
     code, output = machine.run("--vlm")
     assert code == 2

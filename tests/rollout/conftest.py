@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,16 +47,50 @@ def pools() -> Any:
     return stand_in_pool
 
 
-@pytest.fixture(params=["torch-direct", "torch-generic"])
+@pytest.fixture(scope="session")
+def vllm_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """:mod:`vllm_engines` around one vLLM that all tests share: it takes half a minute to start."""
+    vllm_engines = _beside("rollout_vllm_engines", HERE / "vllm_engines.py")
+    shared = vllm_engines.Shared(tmp_path_factory.mktemp("tiny"), tiny_models)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(
+    params=[
+        "torch-direct",
+        "torch-generic",
+        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(300)]),
+    ]
+)
 def new_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Makes an engine, not yet started, of a transformers model: each implementation in turn."""
+    if request.param == "vllm":
+        make_vllm: Callable[..., Any] = request.getfixturevalue("vllm_engines").make
+        return make_vllm
+    return _torch_engines(request.param)
+
+
+@pytest.fixture(params=["torch-direct", "torch-generic"])
+def keyed_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """:func:`new_engine`, of those alone whose noise is keyed."""
+    return _torch_engines(request.param)
+
+
+@pytest.fixture
+def repeatable(new_engine: Callable[..., Any]) -> float:
+    """A temperature at which the engine repeats its samples: where noise isn't keyed, only 0."""
+    return 1.0 if new_engine(tiny_models.model()).keyed_noise else 0.0
+
+
+def _torch_engines(kind: str) -> Callable[..., Any]:
     from tandem.rollout.torch_engine import TorchEngine
 
     def make(model: Any, **settings: Any) -> Any:
         return TorchEngine(
             model,
             tiny_models.tokenizer(),
-            decoder=request.param.removeprefix("torch-"),
+            decoder=kind.removeprefix("torch-"),
             **settings,
         )
 

@@ -23,10 +23,10 @@ def model(kind: str = "qwen2", *, seed: int = 0, dtype: torch.dtype = torch.floa
 
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
-        "hidden_size": 32,
+        "hidden_size": 64,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
         "intermediate_size": 48,
         "max_position_embeddings": 256,
         "eos_token_id": EOS,

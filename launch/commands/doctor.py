@@ -1,0 +1,84 @@
+"""What this machine has and lacks for a preset, and the command that mends it. Changes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..options import add_preset_words
+
+if TYPE_CHECKING:
+    from ..hardware import Machine
+    from ..surroundings import Finding
+
+MARKS = {"ok": "ok", "note": "-", "missing": "MISSING"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The preset."""
+    add_preset_words(parser, default="miniature")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what was found; 0 where the preset could run here, else 1."""
+    from ..hardware import machine
+    from ..presets import load, split
+    from ..requirements import examine, missing
+
+    name, overrides = split(arguments.words, "miniature")
+    preset = load(name)
+    config = preset.resolve(overrides)
+    here = machine()
+    found = examine(config, here, Path(config.run.dir or "runs").absolute())
+    lacking = missing(found)
+    others = _others(preset.name, here)
+    if arguments.json:
+        content = {
+            "preset": preset.name,
+            "could_run": not lacking,
+            "machine": str(here),
+            "findings": [finding.as_dict() for finding in found],
+            "presets": {other: [f.as_dict() for f in short] for other, short in others.items()},
+        }
+        print(json.dumps(content, indent=1))
+    else:
+        print("\n".join(_lines(preset.name, found, others)))
+    return 1 if lacking else 0
+
+
+def _others(but: str, here: Machine) -> dict[str, list[Finding]]:
+    """What every other preset lacks here."""
+    from ..presets import load, names
+    from ..requirements import examine, missing
+
+    found = {}
+    for name in names():
+        if name != but:
+            config = load(name).resolve([])
+            folder = Path(config.run.dir or "runs").absolute()
+            found[name] = missing(examine(config, here, folder, beside=False))
+    return found
+
+
+def _lines(name: str, found: list[Finding], others: dict[str, list[Finding]]) -> list[str]:
+    from ..requirements import missing
+
+    width = max(len(finding.name) for finding in found)
+    lines = []
+    for finding in found:
+        lines.append(f"{MARKS[finding.state]:<8} {finding.name:<{width}}  {finding.found}")
+        indent = " " * (width + 11)
+        if finding.why and finding.state != "ok":
+            lines.append(f"{indent}{finding.why}")
+        if finding.mend:
+            lines.append(f"{indent}-> {finding.mend}")
+    lacking = missing(found)
+    names = ", ".join(dict.fromkeys(finding.name for finding in lacking))
+    lines += ["", f"{name} could run here" if not lacking else f"{name} lacks: {names}"]
+    for other, short in others.items():
+        told = ", ".join(dict.fromkeys(finding.name for finding in short))
+        lines.append(f"  {other}: {'lacks ' + told if short else 'could run here'}")
+    return lines

@@ -1,0 +1,129 @@
+"""Send a run's metrics to Weights & Biases or TensorBoard: while it goes on, or afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...common.errors import ConfigError
+from ...common.run_folder import RunFolder
+from ..options import existing, newest_run
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+    from ..trackers.tracker import Tracker
+
+END_SECONDS = 40.0
+"""For the last records and uploads, once a run has ended."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The run, and where to."""
+    parser.add_argument("dir", metavar="DIR", nargs="?", help="default: the newest in runs/")
+    parser.add_argument("--run", metavar="DIR", help="the same")
+    parser.add_argument("--to", choices=("wandb", "tensorboard"), required=True)
+    parser.add_argument(
+        "--offline", action="store_true", help="wandb: keep it here, to be synchronised later"
+    )
+    parser.add_argument(
+        "--follow", action="store_true", help="go on as records come, until SIGTERM or Ctrl-C"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Sends the records that were not sent before."""
+    from ...common.config import build, read_yaml
+    from ..trackers.following import Following, Sent
+
+    path = arguments.dir or arguments.run
+    folder = existing(path) if path else newest_run()
+    config = build(read_yaml(folder.config))
+    stop = threading.Event()
+    if arguments.follow:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: _end(stop))
+    state = folder.trackers / f"{arguments.to}.json"
+    sent = Sent.read(state)
+    tracker, where = _tracker(arguments, config, folder, sent)
+    following = Following(tracker, folder.metrics, state, sent)
+    before = sent.rows
+    if arguments.follow:
+        print(where, flush=True)
+        following.follow(stop)
+    else:
+        following.catch_up()
+    tracker.close()
+    print(f"{sent.rows - before} records sent ({sent.rows} in all): {where}")
+    return 0
+
+
+def _end(stop: threading.Event) -> None:
+    """Ends at the next look; a library that hangs in a call doesn't hold the run's end up."""
+    stop.set()
+    last = threading.Timer(END_SECONDS, os._exit, (1,))
+    last.daemon = True
+    last.start()
+
+
+def _tracker(
+    arguments: argparse.Namespace, config: Config, folder: RunFolder, sent: Any
+) -> tuple[Tracker, str]:
+    """The destination, and how to look at it."""
+    from ...common.config import to_yaml
+    from ..supervision import shown
+
+    if arguments.to == "tensorboard":
+        _must_have("tensorboard")
+        from ..trackers.tensorboard_log import TensorboardLog
+
+        log = TensorboardLog(folder.tensorboard, to_yaml(config), first=not sent.rows)
+        return log, f"tensorboard --logdir {shown(folder.tensorboard)}"
+    _must_have("wandb")
+    from ..trackers.wandb_run import Mode, WandbRun, mode_of
+
+    wanted: Mode = "online"
+    if arguments.offline or config.log.wandb == "offline":
+        wanted = "offline"
+    mode, why = mode_of(wanted)
+    if why:
+        print(f"W&B goes offline: {why}", file=sys.stderr, flush=True)
+    record = folder.read_run()
+    make = partial(
+        WandbRun,
+        folder.path,
+        run_id=str(record["run_id"]),
+        project=config.log.wandb_project,
+        name=folder.path.name,
+        config=config.model_dump(mode="json"),
+    )
+    import wandb
+
+    try:
+        wandb_run = make(mode=mode)
+    except wandb.errors.CommError as error:
+        if mode == "offline":
+            raise
+        told = " ".join(str(error).split())[:200]
+        print(f"W&B goes offline, its server can't be used: {told}", file=sys.stderr, flush=True)
+        mode = "offline"
+        # Its service holds the id until it ends.
+        wandb.teardown()
+        wandb_run = make(mode=mode)
+    synced = f"wandb sync {shown(folder.wandb)}/offline-run-*"
+    return wandb_run, synced if mode == "offline" else f"project {config.log.wandb_project}"
+
+
+def _must_have(package: str) -> None:
+    import importlib.util
+
+    from ..preflight import shown_python
+
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"the package {package} isn't installed: `{shown_python()} -m pip install {package}`"
+        )

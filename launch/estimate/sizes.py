@@ -1,0 +1,216 @@
+"""A model's sizes: from its config.json where that is at hand, else from a table of well-known ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import DataError
+from ...common.models import read_model_config, resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder-only transformer with gated MLPs and grouped-query attention.
+
+    >>> known("Qwen/Qwen2.5-0.5B").parameters
+    494032768
+    """
+
+    name: str
+    """As the config names it."""
+    layers: int
+    """L."""
+    hidden: int
+    """H."""
+    heads: int
+    """a: query heads."""
+    kv_heads: int
+    """Heads of keys and values."""
+    head_dim: int
+    """d."""
+    intermediate: int
+    """I: width of the MLP."""
+    vocabulary: int
+    """V."""
+    tied: bool
+    """Input embedding and output matrix are one."""
+    qkv_bias: bool = False
+    """Biases on queries, keys and values."""
+    context: int | None = None
+    """Most tokens of prompt and response together; None = not known."""
+    counted: int | None = None
+    """Parameters as the weight files count them, where they are at hand."""
+    source: str = "table"
+    """Where the sizes are from: ``config.json`` or ``table``."""
+
+    @property
+    def query_width(self) -> int:
+        """a · d."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of keys, and of values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def parameters(self) -> int:
+        """N, tied ones once: V·H (twice if untied) + L · (attention + 3·H·I + 2·H) + H."""
+        if self.counted is not None:
+            return self.counted
+        attention = 2 * self.hidden * self.query_width + 2 * self.hidden * self.kv_width
+        if self.qkv_bias:
+            attention += self.query_width + 2 * self.kv_width
+        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return embeddings + self.layers * layer + self.hidden
+
+    @property
+    def multiplied(self) -> int:
+        """Parameters that a token is multiplied with: looking the input up costs nothing."""
+        return self.parameters - (0 if self.tied else self.vocabulary * self.hidden)
+
+    def kv_bytes(self, element: int) -> int:
+        """Bytes of one token in the KV cache: 2 · L · kv heads · d · element."""
+        return 2 * self.layers * self.kv_width * element
+
+
+_QWEN = ModelShape(
+    name="",
+    layers=28,
+    hidden=3584,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    intermediate=18944,
+    vocabulary=152064,
+    tied=False,
+    qkv_bias=True,
+)
+_HALF = replace(
+    _QWEN,
+    layers=24,
+    hidden=896,
+    heads=14,
+    kv_heads=2,
+    head_dim=64,
+    intermediate=4864,
+    vocabulary=151936,
+    tied=True,
+)
+_ONE_AND_A_HALF = replace(
+    _QWEN,
+    hidden=1536,
+    heads=12,
+    kv_heads=2,
+    intermediate=8960,
+    vocabulary=151936,
+    tied=True,
+)
+TABLE: dict[str, ModelShape] = {
+    "Qwen/Qwen2.5-0.5B": replace(_HALF, context=32768),
+    "Qwen/Qwen2.5-1.5B": replace(_ONE_AND_A_HALF, context=32768),
+    "Qwen/Qwen2.5-7B": replace(_QWEN, context=32768),
+    "Qwen/Qwen2.5-Math-1.5B": replace(_ONE_AND_A_HALF, context=4096),
+    "Qwen/Qwen2.5-Math-7B": replace(_QWEN, context=4096),
+    "Elliott/Qwen2.5-Math-7B-16k-think": replace(_QWEN, context=16384),
+}
+"""Qwen2.5 (arXiv 2412.15115) and Qwen2.5-Math (arXiv 2409.12122); sizes as in their config.json.
+The ``-Instruct`` of each has the same."""
+
+
+def shape_of(path: str) -> ModelShape | None:
+    """The sizes of ``model.path``; None for a model that is neither at hand nor in the table.
+
+    Nothing is downloaded. A hub name is looked up in the local cache of downloads first.
+
+    Raises:
+        DataError: the path is no model folder and no hub name.
+    """
+    folder = local_folder(path)
+    if folder is None:
+        return known(path)
+    config = read_model_config(str(folder))
+    shape = from_config(path, config)
+    return None if shape is None else replace(shape, counted=count_parameters(folder))
+
+
+def known(name: str) -> ModelShape | None:
+    """A model of the table, by its hub name."""
+    found = TABLE.get(name.removesuffix("-Instruct"))
+    return None if found is None else replace(found, name=name)
+
+
+def local_folder(path: str) -> Path | None:
+    """The folder of a model that is on this machine, the cache of downloads included."""
+    place = Path(resolve(path))
+    if place.is_dir():
+        return place
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    snapshots = cache / f"models--{path.replace('/', '--')}" / "snapshots"
+    found = [entry.parent for entry in snapshots.glob("*/config.json")]
+    return max(found, key=lambda folder: folder.stat().st_mtime, default=None)
+
+
+def from_config(name: str, config: Mapping[str, Any]) -> ModelShape | None:
+    """Sizes from a ``config.json``; None where it isn't of the kind that is estimated."""
+    inner = config.get("text_config")
+    tree = inner if isinstance(inner, Mapping) else config
+    try:
+        heads, hidden = int(tree["num_attention_heads"]), int(tree["hidden_size"])
+        return ModelShape(
+            name=name,
+            layers=int(tree["num_hidden_layers"]),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(tree.get("num_key_value_heads") or heads),
+            head_dim=int(tree.get("head_dim") or hidden // heads),
+            intermediate=int(tree["intermediate_size"]),
+            vocabulary=int(tree["vocab_size"]),
+            tied=bool(tree.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+            qkv_bias=bool(tree.get("attention_bias", tree.get("model_type") == "qwen2")),
+            context=tree.get("max_position_embeddings"),
+            source="config.json",
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def count_parameters(folder: Path) -> int | None:
+    """Elements of all tensors in a folder's safetensors files, read from their headers alone.
+
+    None where there are none, or a download is incomplete.
+
+    Raises:
+        DataError: a file isn't safetensors.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        wanted = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+        if not wanted <= {file.name for file in files}:
+            return None
+    if not files:
+        return None
+    total = 0
+    for file in files:
+        with open(file, "rb") as content:
+            start = content.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+            if not 0 < length < 100 << 20:
+                raise DataError(f"{file} is no safetensors file: get the model's files again")
+            header = json.loads(content.read(length))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                size = 1
+                for extent in entry["shape"]:
+                    size *= extent
+                total += size
+    return total

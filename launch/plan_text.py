@@ -1,0 +1,258 @@
+"""A plan as lines for a person: what a dry run and ``tandem plan`` print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from .estimate.pace import (
+    BANDWIDTH_SHARE,
+    GLOO_RATE,
+    GRADED_A_SECOND,
+    ITERATION_SECONDS,
+    LINK_SHARE,
+    PREFILL_SHARE,
+    TRAIN_SHARE,
+)
+from .planning import PARENT, PORT, Plan, Planned
+from .preflight import human
+from .supervision import shown
+
+if TYPE_CHECKING:
+    from .hardware import Machine
+    from .opening import Opening
+
+
+def processes(plan: Plan) -> list[str]:
+    """Every process with its GPUs, memory and command."""
+    lines = ["processes"]
+    if plan.device == "cuda":
+        lines[0] += f" (memory on paper, for GPUs like {plan.node.kind}, "
+        lines[0] += f"{plan.node.memory / (1 << 30):.0f} GB)"
+    for planned in plan.processes:
+        lines.append(f"  {planned.spec.name:<11} {', '.join(_about(plan, planned))}")
+        lines.append(f"    {planned.command}")
+    lines.append(
+        f"  {PORT} is chosen at every start; {PARENT} is the supervisor's pid, with which a "
+        f"process ends"
+    )
+    return lines
+
+
+def _about(plan: Plan, planned: Planned) -> Iterable[str]:
+    if planned.gpus:
+        yield f"GPU{'s' * (len(planned.gpus) > 1)} {', '.join(map(str, planned.gpus))}"
+    else:
+        yield "no GPU"
+    threads = planned.spec.threads
+    yield f"{threads} thread{'s' * (threads > 1)}"
+    holding = planned.holding
+    if holding is None:
+        yield "memory not known"
+    elif holding.device == "cuda":
+        each = " each" if len(planned.gpus) > 1 else ""
+        yield f"{human(holding.total)} on the GPU{each}, {human(holding.host)} of main memory"
+    else:
+        yield f"{human(holding.total)} of main memory"
+
+
+def places(plan: Plan, opening: Opening, disk: int) -> list[str]:
+    """Where files, sockets and weights go."""
+    config, folder = plan.config, plan.folder
+    kind = {"new": "new", "resumed": "is resumed", "finished": "is finished: nothing would run"}
+    state = kind[opening.kind.value]
+    if opening.set_aside is not None:
+        state = f"new; the old one would become {shown(opening.set_aside)}"
+    url = config.replay.redis_url
+    bind = config.launch.bind
+    rows = [
+        ("run folder", f"{shown(folder.path)} ({state})"),
+        ("logs", f"{shown(folder.logs)}/<process>.log"),
+        ("Redis", _redis(plan, url)),
+        ("ZeroMQ", f"{bind}, ports chosen at the start and told through Redis"),
+        ("weights", f"{_transport(plan)}, bound to {config.weights.interface}"),
+        ("ranks", f"meet at 127.0.0.1:{PORT}"),
+        ("model", _model(plan)),
+        ("disk", f"up to {human(disk)} in the run's folder"),
+    ]
+    if config.learner.ranks == 1:
+        rows.pop(5)
+    return ["where things go", *table(rows)]
+
+
+def _redis(plan: Plan, url: str | None) -> str:
+    from .redis_server import without_password
+
+    if url is not None:
+        return f"{without_password(url)} (yours; not asked now)"
+    limit = human(plan.config.replay.maxmemory_mb << 20)
+    return f"{plan.config.launch.bind}:{PORT}, its own, at most {limit}, kept in the run's folder"
+
+
+def _transport(plan: Plan) -> str:
+    from .estimate.memory import stages_on_gpu
+
+    return "nccl" if stages_on_gpu(plan.config, plan.device) else "gloo"
+
+
+def _model(plan: Plan) -> str:
+    if plan.shape is None:
+        return f"{plan.config.model.path} (sizes not known)"
+    return (
+        f"{plan.config.model.path}, {plan.shape.parameters:,} parameters "
+        f"(sizes from {'the table' if plan.shape.source == 'table' else 'its config.json'})"
+    )
+
+
+def dry_run(
+    plan: Plan, opening: Opening, machine: Machine, disk: int, lacking: Sequence[str]
+) -> list[str]:
+    """All that `tandem start --dry-run` prints."""
+    lines = [f"plan of {plan.name}; nothing is started or written", ""]
+    lines.append(f"this machine: {machine}")
+    if lacking:
+        lines.append("it couldn't run this preset:")
+        lines += [f"  - {one}" for one in lacking]
+    else:
+        lines.append("it could run this preset")
+    if plan.problems:
+        lines += ["on paper", *(f"  - {one}" for one in plan.problems)]
+    return [*lines, "", *places(plan, opening, disk), "", *processes(plan)]
+
+
+def whole(plan: Plan) -> list[str]:
+    """All that `tandem plan` prints."""
+    lines = [
+        f"plan of {plan.name} on {plan.node if plan.device == 'cuda' else 'CPUs'}",
+        "all figures are estimates on paper, from formulas; a run measures the real ones",
+        f"model {_model(plan)}",
+        "",
+    ]
+    lines += memory(plan)
+    lines += ["", *step(plan)]
+    if plan.problems:
+        lines += ["", "problems", *(f"  - {one}" for one in plan.problems)]
+    return [*lines, "", *processes(plan)]
+
+
+def memory(plan: Plan) -> list[str]:
+    """Memory by GPU (or by process on CPUs), part by part."""
+    where = "GPU" if plan.device == "cuda" else "process"
+    lines = [f"memory by {where}, GB"]
+    rows: list[tuple[str, ...]] = []
+    names: list[str] = []
+    held = [p for p in plan.processes if p.holding is not None and p.spec.name != "redis"]
+    held = [p for p in held if p.spec.name.startswith(("learner", "rollout"))]
+    for planned in held:
+        assert planned.holding is not None
+        names += [name for name in planned.holding.parts if name not in names]
+    for planned in held:
+        assert planned.holding is not None
+        parts = planned.holding.parts
+        figures = [_gb(parts[name]) if parts.get(name) else "-" for name in names]
+        place = ",".join(map(str, planned.gpus)) or "-"
+        rows.append((planned.spec.name, place, *figures, _gb(planned.holding.total)))
+    head = ("", "GPU", *names, "total")
+    lines += _columns([head, *rows])
+    if plan.device == "cuda":
+        gigabytes = plan.node.memory
+        lines.append("")
+        for gpu, processes_ in plan.by_gpu().items():
+            total = sum(processes_.values())
+            fits = "" if total <= gigabytes else "  DOES NOT FIT"
+            lines.append(
+                f"  GPU {gpu}: {_gb(total)} of {_gb(gigabytes)} GB "
+                f"({100 * total / gigabytes:.0f}%), {' + '.join(processes_)}{fits}"
+            )
+    lines.append(f"  main memory, all processes: {human(plan.host())}")
+    return lines
+
+
+def step(plan: Plan) -> list[str]:
+    """The time of a step by role, with what it was taken from."""
+    work = plan.load
+    lines = [
+        (
+            f"a step: {work.groups} groups, {work.samples:,} samples to generate, {work.rows:,} "
+            f"rows to train on"
+        ),
+        (
+            f"  taken for granted: prompts of {work.prompt:,.0f} tokens, responses of "
+            f"{work.response:,.0f} (--prompt-tokens, --response-tokens)"
+        ),
+    ]
+    if plan.pace is None:
+        why = "the run is on CPUs" if plan.device == "cpu" else "the model's sizes aren't known"
+        return [*lines, f"  no time is told: {why}"]
+    made = plan.pace
+    passes = 8 if plan.config.learner.gradient_checkpointing else 6
+    seconds = made.seconds
+    rows = [
+        (
+            "rollout",
+            _seconds(seconds["rollout"]),
+            f"{made.running} rows at a time an engine, {made.tokens_per_second:,.0f} tokens/s",
+        ),
+        (
+            "reward",
+            _seconds(seconds["reward"]),
+            f"{GRADED_A_SECOND:.0f} answers/s a grader process",
+        ),
+        (
+            "learner",
+            _seconds(seconds["learner"]),
+            f"{passes} N T + attention, optimizer, exchange of gradients",
+        ),
+        ("weights", _seconds(seconds["weights"]), f"bytes / link ({_transport(plan)})"),
+    ]
+    lines += _columns([("  " + a, b, c) for a, b, c in rows])
+    how = (
+        "the slowest role, for they work at the same time (replay.max_staleness="
+        f"{plan.config.replay.max_staleness})"
+        if made.overlap
+        else "the sum, for samples must be fresh (replay.max_staleness=0)"
+    )
+    if made.overlap and plan.config.launch.share_gpu:
+        how = "rollout and learner one after the other, for they share the GPU"
+    steps = plan.config.run.steps
+    lines.append(f"  a step takes about {_seconds(made.step)}: {how}")
+    if steps:
+        lines.append(f"  {steps} steps: about {steps * made.step / 3600:.1f} hours")
+    lines.append(
+        "  an iteration of an engine: the longer of (weights + cache of C rows) / bandwidth and "
+        "2 N C / FLOP/s"
+    )
+    lines.append(
+        f"  assumed of the data sheet: {TRAIN_SHARE:.0%} of FLOP/s in training, "
+        f"{PREFILL_SHARE:.0%} in prefill, {BANDWIDTH_SHARE:.0%} of bandwidth, {LINK_SHARE:.0%} of "
+        f"links; {1000 * ITERATION_SECONDS:.0f} ms of host time an iteration, gloo "
+        f"{GLOO_RATE / 1e9:.1f} GB/s"
+    )
+    lines.append(
+        "  formulas: arXiv 2001.08361 and 2204.02311 (FLOPs), 2211.05102 (decoding), "
+        "1910.02054 (ZeRO), 2205.05198 (activations)"
+    )
+    return lines
+
+
+def table(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Two columns, indented."""
+    width = max(len(name) for name, _ in rows) + 2
+    return [f"  {name:<{width}}{value}" for name, value in rows]
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _gb(count: int) -> str:
+    return f"{count / (1 << 30):.1f}" if count >= 1 << 26 else f"{count / (1 << 30):.2g}"
+
+
+def _seconds(count: float) -> str:
+    return f"{count:.0f} s" if count >= 10 else f"{count:.2g} s"

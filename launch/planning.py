@@ -1,0 +1,336 @@
+"""The plan of a run: its processes with GPUs, commands and memory, and the time of a step on paper.
+
+Nothing is started or written, nothing is downloaded, and no GPU is needed to plan for some.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..common.errors import ConfigError, TandemError
+from ..common.run_folder import RunFolder
+from . import processes, redis_server
+from .estimate import memory
+from .estimate.memory import Holding
+from .estimate.node import Node
+from .estimate.pace import Load, Pace, load, pace
+from .estimate.sizes import ModelShape, shape_of
+from .hardware import Machine
+from .preflight import Placement, gpus_needed, place, placed, workers_of
+from .supervision import ProcessSpec, command_of, environment_of
+
+if TYPE_CHECKING:
+    from ..common.config import Config
+
+PORT = "PORT"
+"""Stands for a port that is chosen when a process is started."""
+PARENT = "$$"
+"""Stands for the pid that a process lives and dies with; in a shell it is the shell's."""
+POOL_BYTES = 200 << 20
+"""Main memory of a reward pool's dispatcher, roughly."""
+GRADER_BYTES = 70 << 20
+"""Of one grader, roughly; ``reward.memory_mb`` is its limit."""
+SMALL_BYTES = 200 << 20
+"""Of the supervisor, and of a tracker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """One process."""
+
+    spec: ProcessSpec
+    """As it would be started."""
+    gpus: tuple[int, ...]
+    """That it sees."""
+    holding: Holding | None
+    """What it would hold; None where the model's sizes aren't known."""
+
+    @property
+    def command(self) -> str:
+        """Its command line, with what is particular in its environment."""
+        shown = {"OMP_NUM_THREADS": str(self.spec.threads), **self.spec.environment}
+        before = [f"{key}={shlex.quote(value)}" for key, value in shown.items()]
+        words = command_of(self.spec, PARENT)
+        return " ".join([*before, *(w if w == PARENT else shlex.quote(w) for w in words)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A whole run on paper."""
+
+    name: str
+    """Of the preset."""
+    config: Config
+    """Resolved."""
+    folder: RunFolder
+    """Where it would live."""
+    node: Node
+    """What it is planned for."""
+    device: str
+    """``cuda`` or ``cpu``."""
+    shape: ModelShape | None
+    """Of the model, where known."""
+    processes: tuple[Planned, ...]
+    """In the order of their start."""
+    load: Load
+    """What a step consists of."""
+    pace: Pace | None
+    """None on CPUs, or where the model's sizes aren't known."""
+    problems: tuple[str, ...]
+    """Why it wouldn't fit, on paper."""
+
+    def by_gpu(self) -> dict[int, dict[str, int]]:
+        """GPU to the bytes of every process on it."""
+        found: dict[int, dict[str, int]] = {}
+        for planned in self.processes:
+            for gpu in planned.gpus:
+                if planned.holding is not None:
+                    found.setdefault(gpu, {})[planned.spec.name] = planned.holding.total
+        return dict(sorted(found.items()))
+
+    def host(self) -> int:
+        """Bytes of main memory that all processes hold."""
+        held = [p.holding for p in self.processes if p.holding is not None]
+        return SMALL_BYTES + sum(h.host + (h.total if h.device == "cpu" else 0) for h in held)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: bytes, seconds and tokens as plain numbers."""
+        return {
+            "preset": self.name,
+            "run": str(self.folder.path),
+            "estimate": True,
+            "model": {
+                "path": self.config.model.path,
+                "parameters": self.shape.parameters if self.shape else None,
+                "sizes_from": self.shape.source if self.shape else None,
+            },
+            "node": {
+                "gpus": self.node.gpus if self.device == "cuda" else 0,
+                "gpu": self.node.kind,
+                "memory_bytes": self.node.memory,
+                "flops": self.node.flops,
+                "bandwidth_bytes_per_second": self.node.bandwidth,
+                "link_bytes_per_second": self.node.link,
+            },
+            "processes": [_process(planned) for planned in self.processes],
+            "gpus": {
+                str(gpu): {
+                    "processes": held,
+                    "total_bytes": sum(held.values()),
+                    "share": sum(held.values()) / self.node.memory,
+                }
+                for gpu, held in self.by_gpu().items()
+            },
+            "host_bytes": self.host(),
+            "step": self._step(),
+            "problems": list(self.problems),
+        }
+
+    def _step(self) -> dict[str, Any]:
+        work = self.load
+        return {
+            "samples": work.samples,
+            "rows": work.rows,
+            "prompt_tokens": work.prompt,
+            "response_tokens": work.response,
+            "seconds_by_role": None if self.pace is None else dict(self.pace.seconds),
+            "seconds": None if self.pace is None else self.pace.step,
+            "rows_running_per_engine": None if self.pace is None else self.pace.running,
+            "generated_tokens_per_second": (
+                None if self.pace is None else self.pace.tokens_per_second
+            ),
+            "overlap": None if self.pace is None else self.pace.overlap,
+        }
+
+
+def _process(planned: Planned) -> dict[str, Any]:
+    holding = planned.holding
+    return {
+        "name": planned.spec.name,
+        "gpus": list(planned.gpus),
+        "threads": planned.spec.threads,
+        "command": command_of(planned.spec, PARENT),
+        "environment": environment_of(planned.spec),
+        "log": str(planned.spec.log),
+        "device": holding.device if holding else None,
+        "bytes": dict(holding.parts) if holding else None,
+        "total_bytes": holding.total if holding else None,
+        "host_bytes": holding.host if holding else None,
+        "cache_tokens": holding.cache_tokens if holding else None,
+    }
+
+
+def make(
+    name: str,
+    config: Config,
+    node: Node,
+    placement: Placement,
+    *,
+    prompt_tokens: float | None = None,
+    response_tokens: float | None = None,
+) -> Plan:
+    """Plans a run on a node.
+
+    Args:
+        name: Of the preset.
+        config: Resolved, with ``run.dir``.
+        node: Its GPUs.
+        placement: Which process gets which.
+        prompt_tokens: Mean prompt; None = a quarter of the limit.
+        response_tokens: Mean response; None = a third of the limit.
+
+    Raises:
+        DataError: ``model.path`` is no folder and no hub name.
+    """
+    assert config.run.dir is not None
+    folder = RunFolder(config.run.dir)
+    device = "cuda" if placement.learner and placement.learner[0] else "cpu"
+    shape = shape_of(config.model.path)
+    planned = tuple(_all(config, folder, node, placement, device, shape))
+    work = load(config, prompt_tokens=prompt_tokens, response_tokens=response_tokens)
+    engines = [p.holding for p in planned if p.holding and p.spec.name.startswith("rollout")]
+    cache = engines[0].cache_tokens if engines else 0
+    known = shape is not None and device == "cuda"
+    plan = Plan(
+        name=name,
+        config=config,
+        folder=folder,
+        node=node,
+        device=device,
+        shape=shape,
+        processes=planned,
+        load=work,
+        pace=pace(config, shape, node, work, cache) if known and shape else None,
+        problems=tuple(_problems(config, node, device, shape, planned)),
+    )
+    return plan
+
+
+def on_paper(config: Config, machine: Machine, node: Node) -> Placement:
+    """The placement on this machine where it suffices, else on GPUs that are only thought of."""
+    try:
+        return place(config, machine)
+    except ConfigError:
+        return placed(config, range(max(node.gpus, gpus_needed(config))))
+
+
+def for_node(config: Config, node: Node) -> Placement:
+    """The placement on a node of which only the number of GPUs is given.
+
+    Raises:
+        ConfigError: it has fewer than the config needs.
+    """
+    workers = workers_of(config)
+    if config.launch.gpus == "none":
+        return Placement(learner=((),) * config.learner.ranks, rollout=((),) * workers)
+    needed = gpus_needed(config)
+    if node.gpus < needed:
+        raise ConfigError(
+            f"the preset needs {needed} GPUs (learner.ranks={config.learner.ranks}, "
+            f"rollout.workers={workers} x rollout.gpus_per_worker="
+            f"{config.rollout.gpus_per_worker}) and --gpus gives {node.gpus}: give more, or "
+            f"lower those settings"
+        )
+    return placed(config, range(node.gpus))
+
+
+def host_wanted(config: Config, machine: Machine) -> int | None:
+    """Bytes of main memory that a run wants on this machine; None where the model is unknown."""
+    from .estimate.node import node as node_of
+
+    node = node_of(machine, needed=gpus_needed(config))
+    plan = make("", config, node, on_paper(config, machine, node))
+    return plan.host() if plan.shape is not None else None
+
+
+def problems_on_paper(config: Config, machine: Machine, placement: Placement) -> tuple[str, ...]:
+    """What a run about to start on GPUs should be told; nothing for one on CPUs."""
+    from .estimate.node import node as node_of
+
+    if not any(placement.learner):
+        return ()
+    return make("", config, node_of(machine, needed=gpus_needed(config)), placement).problems
+
+
+def _all(
+    config: Config,
+    folder: RunFolder,
+    node: Node,
+    placement: Placement,
+    device: str,
+    shape: ModelShape | None,
+) -> Iterable[Planned]:
+    if config.replay.redis_url is None:
+        spec = processes.redis(folder, _redis_program(), str(folder.redis / "redis.conf"))
+        yield _on_host(spec, {"data, at most": config.replay.maxmemory_mb << 20})
+    for rank, spec in enumerate(processes.learner(config, folder, placement, PORT)):
+        holding = None if shape is None else memory.learner(config, shape, device, rank=rank)
+        yield Planned(spec=spec, gpus=placement.learner[rank], holding=holding)
+    for index, spec in enumerate(processes.rollout(config, folder, placement)):
+        holding = None if shape is None else memory.engine(config, shape, device, node.memory)
+        yield Planned(spec=spec, gpus=placement.rollout[index], holding=holding)
+    for spec in processes.reward(config, folder):
+        graders = config.reward.graders * GRADER_BYTES
+        yield _on_host(spec, {"dispatcher": POOL_BYTES, "graders": graders})
+    for spec in processes.trackers(config, folder):
+        yield _on_host(spec, {"libraries": SMALL_BYTES})
+
+
+def _on_host(spec: ProcessSpec, parts: Mapping[str, int]) -> Planned:
+    return Planned(spec=spec, gpus=(), holding=Holding(device="cpu", parts=parts, host=0))
+
+
+def _redis_program() -> str:
+    try:
+        return str(redis_server.find().path)
+    except TandemError:
+        return "redis-server"
+
+
+def _problems(
+    config: Config,
+    node: Node,
+    device: str,
+    shape: ModelShape | None,
+    planned: tuple[Planned, ...],
+) -> Iterable[str]:
+    from .preflight import human
+    from .requirements import too_long
+
+    if shape is None:
+        yield (
+            f"the sizes of {config.model.path} aren't known: it is neither on this machine nor in "
+            f"the table of well-known models, so memory and time can't be told"
+        )
+        return
+    problem = too_long(config, shape)
+    if problem:
+        yield problem
+    if device != "cuda":
+        return
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    for one in planned:
+        if one.spec.name.startswith("rollout") and one.holding is not None:
+            if one.holding.cache_tokens < longest:
+                yield (
+                    f"{one.spec.name}: weights and workspace leave room for "
+                    f"{one.holding.cache_tokens:,} tokens in the KV cache, and one row may have "
+                    f"{longest:,}: raise rollout.vllm.gpu_memory_utilization, lower "
+                    f"rollout.max_new_tokens, or take larger GPUs"
+                )
+            break
+    totals: dict[int, int] = {}
+    for one in planned:
+        for gpu in one.gpus:
+            totals[gpu] = totals.get(gpu, 0) + (one.holding.total if one.holding else 0)
+    for gpu, total in sorted(totals.items()):
+        if total > node.memory:
+            yield (
+                f"GPU {gpu} would hold {human(total)} of {human(node.memory)}: lower "
+                f"learner.micro_batch_tokens or rollout.vllm.gpu_memory_utilization, set "
+                f"learner.gradient_checkpointing=true, raise learner.zero_stage or "
+                f"learner.ranks, or take larger GPUs"
+            )

@@ -1,0 +1,99 @@
+"""Sends ``metrics.jsonl`` to a tracker: every record once, also over restarts and resumed runs.
+
+What has been sent stands in ``trackers/<name>.json``. A learner that was killed trains journalled
+steps again and writes their records again; a step that was sent is not sent twice.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import DataError
+from ...common.run_folder import write_atomic
+from ..progress import MetricsTail
+from .tracker import Tracker, metrics_of
+
+LOOK_SECONDS = 1.0
+"""Between two looks at the file."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Sent:
+    """What a tracker holds of a run."""
+
+    rows: int = 0
+    """Records."""
+    step: int = 0
+    """Last training step."""
+    evaluations: set[str] = field(default_factory=set)
+    """Ids."""
+
+    @classmethod
+    def read(cls, path: Path) -> Sent:
+        """As it was left; nothing where there is no file yet."""
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return cls()
+        except ValueError as error:
+            raise DataError(
+                f"{path} is damaged ({error}): remove it, and all records are sent again"
+            ) from None
+        return cls(rows=kept["rows"], step=kept["step"], evaluations=set(kept["evaluations"]))
+
+    def write(self, path: Path) -> None:
+        """Replaces the file."""
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        kept = {"rows": self.rows, "step": self.step, "evaluations": sorted(self.evaluations)}
+        write_atomic(path, json.dumps(kept) + "\n")
+
+    def takes(self, record: dict[str, Any]) -> bool:
+        """Notes a record; False where it was sent before."""
+        step, evaluation = record.get("step"), record.get("eval/id")
+        if not isinstance(step, int):
+            return False
+        if evaluation is not None:
+            if evaluation in self.evaluations:
+                return False
+            self.evaluations.add(str(evaluation))
+        elif step <= self.step:
+            return False
+        else:
+            self.step = step
+        self.rows += 1
+        return True
+
+
+class Following:
+    """One tracker's way through a run's metrics."""
+
+    def __init__(self, tracker: Tracker, metrics: Path, state: Path, sent: Sent) -> None:
+        self._tracker = tracker
+        self._tail = MetricsTail(metrics)
+        self._state = state
+        self._sent = sent
+
+    def catch_up(self) -> int:
+        """Sends what is new; returns the number of records."""
+        before = self._sent.rows
+        for record in self._tail.read():
+            row = self._sent.rows
+            if self._sent.takes(record):
+                self._tracker.log(row, record["step"], record["time"], metrics_of(record))
+        if self._sent.rows > before:
+            self._tracker.flush()
+            self._sent.write(self._state)
+        return self._sent.rows - before
+
+    def follow(self, stop: threading.Event, between: Callable[[], None] = lambda: None) -> None:
+        """Sends records as they come, until told to stop; then the last ones."""
+        while not stop.is_set():
+            self.catch_up()
+            between()
+            stop.wait(LOOK_SECONDS)
+        self.catch_up()

@@ -1,0 +1,48 @@
+"""What a tracker is: it takes the rows of ``metrics.jsonl`` one by one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+BOOKKEEPING = frozenset({"step", "term", "time", "eval/id"})
+"""Keys of a record that are no metrics."""
+
+
+class Tracker(ABC):
+    """One destination. Its calls may raise whatever its library raises: it has its own process."""
+
+    @abstractmethod
+    def log(self, row: int, step: int, time: float, metrics: Mapping[str, float]) -> None:
+        """One record.
+
+        Args:
+            row: Number of the record among all that this run has ever sent here, from 0.
+            step: Of the run; an evaluation's is that of its weights, which may be long past.
+            time: Unix time of the record.
+            metrics: Names as in ``metrics.jsonl``.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Makes what was logged readable."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the log; it can be gone on with later."""
+
+
+def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record; what JSON held as null (NaN, infinity) is left out.
+
+    >>> metrics_of({"step": 3, "term": 1, "time": 0.5, "train/loss": 2, "train/k3": None})
+    {'train/loss': 2.0}
+    """
+    return {
+        name: float(value)
+        for name, value in record.items()
+        if name not in BOOKKEEPING
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+    }

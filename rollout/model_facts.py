@@ -1,0 +1,62 @@
+"""What an engine must know of a model before its weights are loaded, read from its folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..common import prompts
+from .engine import ParameterSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the engine must know of the model before vLLM has loaded it."""
+
+    specs: tuple[ParameterSpec, ...]
+    """Every parameter, in the model's order; tied ones once."""
+    vocabulary: int
+    """Token ids are under it."""
+    context: int
+    """Most tokens of prompt and response together."""
+    end_tokens: frozenset[int]
+    """Token ids that end a response."""
+
+
+def model_facts(path: str, *, dtype: str, context: int | None, tokenizer: Any) -> ModelFacts:
+    """Reads a model folder without loading its weights.
+
+    Args:
+        path: a Hugging Face folder or a hub name.
+        dtype: of the engine's parameters.
+        context: most tokens of prompt and response together; None = the model's own limit.
+        tokenizer: names the end token.
+
+    Raises:
+        DataError: no end token is named.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        # Its parameters are those that the learner sends: the same class, ties included.
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    except OSError:
+        pass  # The folder has none; the model's own config has its say.
+    text = config.get_text_config()
+    limit = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
+    return ModelFacts(
+        specs=tuple(
+            ParameterSpec(
+                name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch.")
+            )
+            for name, p in model.named_parameters()
+        ),
+        vocabulary=int(model.get_input_embeddings().num_embeddings),
+        context=min(limit, context or limit),
+        end_tokens=frozenset(prompts.end_tokens(tokenizer, model)),
+    )

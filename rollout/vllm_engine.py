@@ -1,0 +1,504 @@
+"""The vLLM engine: the contract of :mod:`.engine` on vLLM's ``AsyncLLM``.
+
+A group is one vLLM request with ``n`` samples, or a request for each sample where prefixes differ
+or nothing is drawn (temperature 0).
+New weights go through a file in shared memory to vLLM's workers, which load it between two token
+steps::
+
+    check names and shapes -> write the file -> [wait for running samples] -> pause, keeping them
+      -> load in every worker -> name the version -> drop cached keys -> resume
+
+Up to "load" a failure leaves everything as it was. A failure from there on leaves the engine
+paused for good, since it may hold half of two versions: :meth:`VllmEngine.load` raises something
+other than ``WeightsError``, and whoever called it ends the process.
+
+What differs from the torch engine: noise comes from vLLM's own generators, so ``keyed_noise`` is
+False and a repeated run samples other tokens. A group isn't seen between its beginning and its
+end, so ``waiting_groups`` counts those that are held back while weights change or the engine is
+paused, and a group that waits for a place inside vLLM counts as running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..common import prompts
+from ..common.errors import TandemError, WeightsError
+from ..common.records import (
+    Sample,
+    Source,
+    Version,
+    VersionSpan,
+)
+from . import handover
+from .engine import EngineStats, FinishedGroup, GroupRequest, ParameterSpec, StagedWeights
+from .model_facts import ModelFacts
+from .vllm_process import VllmProcess
+from .vllm_requests import ABORTED, Finished, sample
+
+log = logging.getLogger("tandem.rollout")
+
+RPC_SECONDS = 120.0
+"""Deadline for pausing, resuming and the like."""
+LOAD_SECONDS = 600.0
+"""Deadline for all workers to load a version; ``weights.commit_seconds`` is usually shorter."""
+UNNAMED = "unnamed"
+"""What vLLM calls weights that have no version."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A group in the engine; belongs to the front end's thread until it is delivered."""
+
+    request: GroupRequest
+    """What was asked for."""
+    deliver: Callable[[_Running], None]
+    """Hands the group to its caller; called once."""
+    names: list[str] = field(default_factory=list)
+    """vLLM's request ids."""
+    left: int = 0
+    """Requests that haven't ended."""
+    aborted: bool = False
+    """It was aborted, so what hasn't begun never will."""
+    finished: dict[int, Finished] = field(default_factory=dict)
+    """Ended samples by index."""
+    error: str | None = None
+    """Why it failed."""
+
+
+class VllmEngine:
+    """An :class:`~tandem.rollout.engine.Engine` on vLLM."""
+
+    keyed_noise = False
+
+    def __init__(
+        self,
+        process: VllmProcess,
+        tokenizer: Any,
+        facts: ModelFacts,
+        *,
+        recompute_kv: bool = True,
+        update_wait: float = 0.0,
+        version: Version | None = None,
+        owns_process: bool = True,
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            process: vLLM; used by one engine at a time.
+            tokenizer: decodes samples.
+            facts: of the model that ``process`` loads.
+            recompute_kv: after new weights, compute the keys and values of running samples again.
+            update_wait: most seconds that new weights wait for the running samples to end; while
+                they wait, no group joins. 0 = they are loaded between two token steps.
+            version: of the model's own weights, where they have one.
+            owns_process: :meth:`close` ends vLLM too.
+        """
+        self._process = process
+        self._tokenizer = tokenizer
+        self._facts = facts
+        self._recompute = recompute_kv
+        self._update_wait = update_wait
+        self._version = version
+        self._owns_process = owns_process
+        self._stop = sorted(facts.end_tokens)
+        self._expected = {spec.name: (spec.shape, spec.dtype) for spec in facts.specs}
+        self._versions: dict[str, Version] = {}
+
+        # Owned by the front end's thread.
+        self._groups: dict[str, _Running] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._held: list[_Running] = []
+        self._changing = False
+        self._paused = False
+        self._broken = ""
+        self._requests = 0
+        self._order: asyncio.Lock | None = None
+        self._busy_since: float | None = None
+        self._busy = 0.0
+        self._loads = 0
+        self._start_counts = (0, 0, 0)
+
+    # What callers see.
+
+    @property
+    def version(self) -> Version | None:
+        """Version of the weights in use."""
+        return self._version
+
+    async def start(self) -> None:
+        """Starts vLLM, unless somebody has."""
+        if not self._process.started:
+            await self._process.start()
+        counters = self._process.counters
+        self._start_counts = (counters.sampled, counters.prefilled, counters.steps)
+        await self._process.run(self._begin())
+
+    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[FinishedGroup]:
+        """Yields each group as it finishes; see :class:`~tandem.rollout.engine.Engine`."""
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[_Running] = asyncio.Queue()
+
+        def deliver(group: _Running) -> None:
+            try:
+                loop.call_soon_threadsafe(arrived.put_nowait, group)
+            except RuntimeError:
+                # The caller's loop is closed: nobody waits for this group any more.
+                log.debug("group %s finished after its caller left", group.request.group_id)
+
+        groups = [_Running(request, deliver) for request in requests]
+        await self._process.run(self._submit(groups))
+        left = {group.request.group_id for group in groups}
+        try:
+            while left:
+                group = await arrived.get()
+                left.discard(group.request.group_id)
+                yield self._present(group)
+        finally:
+            if left:
+                with contextlib.suppress(TandemError):  # It was closed, which aborts everything.
+                    self._process.post(self._abort(left))
+
+    async def abort(self, group_ids: Iterable[str]) -> None:
+        """Ends groups at the next token step."""
+        await self._process.run(self._abort(set(group_ids)))
+
+    async def pause(self) -> None:
+        """Returns once no token step runs."""
+        await self._process.run(self._pause())
+
+    async def resume(self) -> None:
+        """Undoes :meth:`pause`."""
+        await self._process.run(self._resume())
+
+    async def load(self, state: StagedWeights, version: Version) -> None:
+        """Changes the weights between two token steps, or once the running samples have ended.
+
+        Raises:
+            WeightsError: the weights don't fit, or there is no room to hand them over; nothing
+                was changed.
+            TandemError: vLLM may hold half of them, and samples no further token.
+        """
+        tensors = self._checked(dict(state.tensors()), version)
+        with contextlib.ExitStack() as stack:
+            path = await asyncio.to_thread(stack.enter_context, handover.handed_over(tensors))
+            await self._process.run(self._load(str(path), len(tensors), version))
+
+    async def restamp(self, version: Version) -> None:
+        """Renames the weights in use."""
+        await self._process.run(self._restamp(version))
+
+    def parameter_specs(self) -> list[ParameterSpec]:
+        """Every parameter that :meth:`load` expects; tied ones once."""
+        return list(self._facts.specs)
+
+    def stats(self) -> EngineStats:
+        """Counters since the start."""
+        counters, since = self._process.counters, self._busy_since
+        sampled, prefilled, steps = self._start_counts
+        return EngineStats(
+            sampled_tokens=counters.sampled - sampled,
+            prefill_tokens=counters.prefilled - prefilled,
+            decode_steps=counters.steps - steps,
+            busy_seconds=self._busy + (time.perf_counter() - since if since is not None else 0.0),
+            loads=self._loads,
+            running_rows=sum(
+                group.request.count - len(group.finished)
+                for group in list(self._groups.values())
+                if group.names
+            ),
+            waiting_groups=len(self._held),
+        )
+
+    async def close(self) -> None:
+        """Aborts what runs and ends vLLM; none of its processes is left."""
+        if self._process.started:
+            with contextlib.suppress(TandemError):
+                await self._process.run(self._end())
+        if self._owns_process:
+            await self._process.stop()
+
+    # In the caller's thread.
+
+    def _checked(
+        self, new: dict[str, torch.Tensor], version: Version
+    ) -> list[tuple[str, torch.Tensor]]:
+        """The tensors in the model's order; raises ``WeightsError`` where they aren't its own."""
+        missing, unknown = self._expected.keys() - new.keys(), new.keys() - self._expected.keys()
+        if missing or unknown:
+            raise WeightsError(
+                f"weights {version} don't fit the engine: missing {sorted(missing)[:3]}, "
+                f"unknown {sorted(unknown)[:3]}; is it the same model?"
+            )
+        for name, (shape, dtype) in self._expected.items():
+            found = (tuple(new[name].shape), str(new[name].dtype).removeprefix("torch."))
+            if found != (shape, dtype):
+                raise WeightsError(
+                    f"weights {version} don't fit the engine: {name} is {found[1]} {found[0]}, "
+                    f"not {dtype} {shape}"
+                )
+        return [(name, new[name]) for name in self._expected]
+
+    def _present(self, group: _Running) -> FinishedGroup:
+        """Builds the samples."""
+        request = group.request
+        if group.error is not None:
+            return FinishedGroup(group_id=request.group_id, samples=(), error=group.error)
+        prefixes = [request.prefix(i) for i in range(request.count)]
+        ended = [group.finished[i] for i in range(request.count)]
+        rows = [
+            np.concatenate([prefix, row.tokens]).astype(np.int32) if len(prefix) else row.tokens
+            for prefix, row in zip(prefixes, ended, strict=True)
+        ]
+        texts = prompts.decode(self._tokenizer, rows)
+        samples = []
+        for prefix, row, tokens, text in zip(prefixes, ended, rows, texts, strict=True):
+            start = len(prefix)
+            source = np.full(len(tokens), Source.OWN, dtype=np.uint8)
+            source[:start] = request.prefix_source
+            logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
+            logprobs[start:] = row.logprobs
+            spans = (
+                (self._versions.get(label), first, last)
+                for label, first, last in row.spans
+                if last > first
+            )
+            samples.append(
+                Sample(
+                    tokens=tokens,
+                    source=source,
+                    logprobs=logprobs,
+                    spans=tuple(
+                        VersionSpan(term=v.term, step=v.step, start=start + a, end=start + b)
+                        for v, a, b in spans
+                        if v is not None
+                    ),
+                    finish_reason=row.reason,
+                    sampling=request.sampling,
+                    text=text,
+                )
+            )
+        return FinishedGroup(group_id=request.group_id, samples=tuple(samples))
+
+    def _refusal(self, request: GroupRequest) -> str | None:
+        """Why a request can't be generated, or None."""
+        facts = self._facts
+        if self._broken:
+            return self._broken
+        if len(request.prompt_tokens) == 0:
+            return "the prompt has no tokens"
+        if isinstance(request.prefix_tokens, tuple) and len(request.prefix_tokens) != request.count:
+            return f"{len(request.prefix_tokens)} prefixes for {request.count} samples"
+        if request.sampling.max_new_tokens < 1:
+            return "max_new_tokens is under 1"
+        for index in range(request.count):
+            prefix = request.prefix(index)
+            for part in (request.prompt_tokens, prefix):
+                if len(part) and not 0 <= int(part.min()) <= int(part.max()) < facts.vocabulary:
+                    return f"a token id is outside the model's {facts.vocabulary}"
+            if len(prefix) and int(prefix[-1]) in facts.end_tokens:
+                return "the prefix ends with the end token: nothing is left to sample"
+            if len(request.prompt_tokens) + len(prefix) >= facts.context:
+                return (
+                    f"prompt and prefix have {len(request.prompt_tokens)} + {len(prefix)} tokens, "
+                    f"and the engine's context has {facts.context} (rollout.vllm.max_model_len)"
+                )
+            if not isinstance(request.prefix_tokens, tuple):
+                break
+        return None
+
+    # In the front end's thread: groups.
+
+    async def _begin(self) -> None:
+        self._order = asyncio.Lock()
+        await self._name(self._version)
+
+    async def _submit(self, groups: list[_Running]) -> None:
+        ids = [group.request.group_id for group in groups]
+        clash = [i for i in ids if i in self._groups]
+        if clash or len(set(ids)) < len(ids):
+            raise ValueError(f"group ids that run already, or twice in one call: {clash or ids}")
+        for group in groups:
+            self._groups[group.request.group_id] = group
+            group.error = self._refusal(group.request)
+            if group.error is not None or group.request.count == 0:
+                self._deliver(group)
+            elif self._paused or self._changing:
+                self._held.append(group)
+            else:
+                self._hand_over(group)
+
+    def _hand_over(self, group: _Running) -> None:
+        """Gives a group to vLLM."""
+        request = group.request
+        # vLLM wants one prompt for all samples, and refuses several that take the likeliest token.
+        if isinstance(request.prefix_tokens, tuple) or request.sampling.temperature == 0.0:
+            parts = [(request.prefix(i), range(i, i + 1)) for i in range(request.count)]
+        else:
+            parts = [(request.prefix(0), range(request.count))]
+        if self._busy_since is None:
+            self._busy_since = time.perf_counter()
+        group.left = len(parts)
+        for prefix, indices in parts:
+            self._requests += 1
+            name = f"{request.group_id}/{self._requests}"
+            group.names.append(name)
+            context = [*request.prompt_tokens.tolist(), *prefix.tolist()]
+            task = asyncio.create_task(self._consume(group, name, context, indices))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _consume(
+        self, group: _Running, name: str, context: list[int], indices: range
+    ) -> None:
+        """One vLLM request, to its end."""
+        try:
+            if group.aborted:
+                group.finished.update(dict.fromkeys(indices, ABORTED))
+            else:
+                # Up to its registration this doesn't wait, so an abort can't come in between.
+                ended = await sample(
+                    self._process.llm,
+                    name,
+                    context,
+                    group.request.sampling,
+                    count=len(indices),
+                    room=self._facts.context - len(context),
+                    end_tokens=self._stop,
+                    # Keys and values of one version are no good to another.
+                    salt=str(self._version or UNNAMED),
+                )
+                group.finished.update(zip(indices, ended, strict=True))
+        except asyncio.CancelledError:
+            group.error = "the engine was closed"
+            raise
+        except Exception as error:
+            if group.error is None and not self._broken:
+                log.exception(f"vLLM gave up group {group.request.group_id}")
+            group.error = self._broken or f"{type(error).__name__}: {error}"
+            await self._abort_requests(group)
+        finally:
+            group.left -= 1
+            if group.left == 0:
+                self._deliver(group)
+
+    def _deliver(self, group: _Running) -> None:
+        del self._groups[group.request.group_id]
+        if self._busy_since is not None and not any(g.names for g in self._groups.values()):
+            self._busy += time.perf_counter() - self._busy_since
+            self._busy_since = None
+        group.deliver(group)
+
+    async def _abort(self, group_ids: set[str]) -> None:
+        for group in [g for i, g in self._groups.items() if i in group_ids]:
+            group.aborted = True
+            if group in self._held:
+                self._held.remove(group)
+                group.finished.update(dict.fromkeys(range(group.request.count), ABORTED))
+                self._deliver(group)
+            else:
+                await self._abort_requests(group)
+
+    async def _abort_requests(self, group: _Running) -> None:
+        llm = self._process.llm
+        if llm is not None and not llm.errored:
+            await llm.abort(group.names)
+
+    async def _end(self) -> None:
+        await self._abort(set(self._groups))
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=RPC_SECONDS)
+        if self._paused and not self._owns_process:
+            await self._resume()
+
+    # In the front end's thread: pausing and weights.
+
+    def _in_order(self) -> asyncio.Lock:
+        if self._order is None:
+            raise TandemError("the engine isn't running: start() it first")
+        return self._order
+
+    async def _pause(self) -> None:
+        async with self._in_order():
+            if not self._paused:
+                self._paused = True
+                await self._freeze()
+
+    async def _resume(self) -> None:
+        async with self._in_order():
+            if self._paused and not self._broken:
+                await self._thaw()
+                self._paused = False
+                self._let_in()
+
+    async def _freeze(self) -> None:
+        async with asyncio.timeout(RPC_SECONDS):
+            await self._process.llm.pause_generation(mode="keep", clear_cache=False)
+
+    async def _thaw(self) -> None:
+        async with asyncio.timeout(RPC_SECONDS):
+            await self._process.llm.resume_generation()
+
+    def _let_in(self) -> None:
+        held, self._held = self._held, []
+        for group in held:
+            self._hand_over(group)
+
+    async def _name(self, version: Version | None) -> None:
+        """Tells vLLM what to call the weights in the outputs from the next step on."""
+        label = str(version or UNNAMED)
+        if version is not None:
+            self._versions[label] = version
+        async with asyncio.timeout(RPC_SECONDS):
+            await self._process.llm.update_weight_version(label)
+        self._version = version
+
+    async def _restamp(self, version: Version) -> None:
+        async with self._in_order():
+            await self._name(version)
+
+    async def _load(self, path: str, count: int, version: Version) -> None:
+        async with self._in_order():
+            if self._broken:
+                raise TandemError(self._broken)
+            self._changing = True
+            if self._tasks and self._update_wait and not self._paused:
+                await asyncio.wait(self._tasks, timeout=self._update_wait)
+            try:
+                if not self._paused:
+                    await self._freeze()
+                await self._commit(path, count, version)
+                if not self._paused:
+                    await self._thaw()
+            except BaseException as error:
+                self._broken = (
+                    f"version {version} could not be loaded, so the engine may hold half of it: "
+                    f"{type(error).__name__}: {error}"
+                )
+                log.error(self._broken)
+                await self._abort(set(self._groups))
+                raise TandemError(self._broken) from error
+            self._changing = False
+            if not self._paused:
+                self._let_in()
+
+    async def _commit(self, path: str, count: int, version: Version) -> None:
+        llm: Any = self._process.llm
+        async with asyncio.timeout(LOAD_SECONDS):
+            loaded = await llm.collective_rpc("tandem_load", args=(path, count))
+        if not loaded or any(number != count for number in loaded):
+            raise TandemError(f"the workers loaded {loaded} of {count} tensors")
+        await self._name(version)
+        self._loads += 1
+        async with asyncio.timeout(RPC_SECONDS):
+            # False where samples run and are to keep their keys: their salt keeps others off them.
+            await llm.reset_prefix_cache(reset_running_requests=self._recompute)

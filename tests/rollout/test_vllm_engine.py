@@ -1,0 +1,239 @@
+"""What the vLLM engine does beyond the common contract: failed loads, prefix cache, processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from tandem.common.config import ModelConfig, RolloutConfig
+from tandem.common.errors import ConfigError, TandemError, WeightsError
+from tandem.common.records import FinishReason, SamplingParams, Version
+from tandem.rollout import engines, handover, vllm_process
+from tandem.rollout.engine import FinishedGroup, GroupRequest, NamedWeights
+from tandem.rollout.model_facts import model_facts
+
+HANDED_OVER = handover.handed_over
+V1, V2 = Version(term=1, step=1), Version(term=1, step=2)
+
+
+def asks(group_id: str = "0-0", *, new: int = 24, count: int = 4) -> GroupRequest:
+    return GroupRequest(
+        group_id=group_id,
+        prompt_tokens=np.arange(3, 12, dtype=np.int32),
+        count=count,
+        sampling=SamplingParams(max_new_tokens=new),
+        seed=0,
+    )
+
+
+async def collect(engine: Any, *requests: GroupRequest) -> dict[str, FinishedGroup]:
+    return {group.group_id: group async for group in engine.generate(requests)}
+
+
+def in_engine(engine: Any, scenario: Callable[[Any], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        await engine.start()
+        try:
+            return await asyncio.wait_for(scenario(engine), 60)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+class TestWithoutVllm:
+    """These hold on any machine."""
+
+    def test_asking_for_vllm_where_it_is_missing_says_how_to_get_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(vllm_process, "installed", lambda: False)
+        with pytest.raises(ConfigError, match=r"setup\.sh --vllm"):
+            engines.make_engine(ModelConfig(), RolloutConfig(engine="vllm"))
+
+    def test_a_version_that_is_not_supported_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(vllm_process, "installed", lambda: True)
+        monkeypatch.setattr("importlib.metadata.version", lambda _: "0.26.0")
+        with pytest.raises(ConfigError, match=r"0\.26\.0 is installed.*0\.32 to under 0\.34"):
+            vllm_process.require()
+
+    def test_auto_means_torch_without_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(vllm_process, "installed", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert engines.choose_engine(RolloutConfig(engine="auto")) == "torch"
+
+    def test_auto_means_vllm_where_both_are_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(vllm_process, "installed", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert engines.choose_engine(RolloutConfig(engine="auto")) == "vllm"
+
+    def test_the_model_is_known_from_its_folder_without_its_weights(
+        self, tmp_path: Path, tiny: Any
+    ) -> None:
+        model = tiny.model()
+        model.config.save_pretrained(tmp_path)
+        facts = model_facts(
+            str(tmp_path), dtype="bfloat16", context=100, tokenizer=tiny.tokenizer()
+        )
+        expected = {name: (tuple(p.shape), "bfloat16") for name, p in model.named_parameters()}
+        assert {s.name: (s.shape, s.dtype) for s in facts.specs} == expected
+        assert "lm_head.weight" not in expected  # Tied.
+        assert (facts.vocabulary, facts.context) == (tiny.VOCABULARY, 100)
+        assert facts.end_tokens == {tiny.EOS}
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+class TestLoading:
+    """New weights through shared memory."""
+
+    def test_no_file_is_left_after_a_load(self, vllm_engines: Any, tiny: Any) -> None:
+        async def scenario(engine: Any) -> None:
+            await engine.load(NamedWeights(tiny.weights(tiny.model(seed=1))), V1)
+
+        in_engine(vllm_engines.make(tiny.model()), scenario)
+        left = [f for folder in handover.places() for f in folder.glob("tandem-weights-*")]
+        assert [path for path in left if path.stat().st_uid == os.getuid()] == []
+
+    def test_without_room_the_old_weights_stay_in_use(
+        self, vllm_engines: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def scenario(engine: Any) -> FinishedGroup:
+            monkeypatch.setattr(handover, "places", lambda: ())
+            with pytest.raises(WeightsError, match="no room"):
+                await engine.load(NamedWeights(tiny.weights(tiny.model(seed=1))), V2)
+            return (await collect(engine, asks()))["0-0"]
+
+        engine = vllm_engines.make(tiny.model(), version=V1)
+        group = in_engine(engine, scenario)
+        assert engine.version == V1
+        assert {(s.term, s.step) for sample in group.samples for s in sample.spans} == {(1, 1)}
+
+    def test_a_load_that_fails_in_a_worker_ends_sampling_for_good(
+        self, vllm_engines: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def scenario(engine: Any) -> list[FinishedGroup]:
+            running = asyncio.create_task(collect(engine, asks("0-0", new=200, count=8)))
+            while engine.stats().decode_steps < 3:
+                await asyncio.sleep(0.001)
+            with monkeypatch.context() as patch:
+                patch.setattr(handover, "handed_over", cut_short)
+                with pytest.raises(TandemError, match=r"1\.2 .* half of it") as raised:
+                    await engine.load(NamedWeights(tiny.weights(tiny.model(seed=1))), V2)
+            # It would be taken for a refusal that changed nothing.
+            assert not isinstance(raised.value, WeightsError)
+            return [(await running)["0-0"], (await collect(engine, asks("0-1")))["0-1"]]
+
+        engine = vllm_engines.make(tiny.model(), version=V1)
+        try:
+            before, after = in_engine(engine, scenario)
+        finally:
+            asyncio.run(vllm_engines.process.run(engine._thaw()))  # For the other tests.
+        assert FinishReason.ABORT in {sample.finish_reason for sample in before.samples}
+        assert "half of it" in (after.error or "")
+
+    def test_cached_prompts_of_old_weights_are_not_used(
+        self, vllm_engines: Any, tiny: Any, tmp_path: Path
+    ) -> None:
+        # Longer than a block of the prefix cache, so that it would be used.
+        long = np.tile(np.arange(3, 20, dtype=np.int32), 10)
+        request = GroupRequest(
+            group_id="0-0",
+            prompt_tokens=long,
+            count=2,
+            sampling=SamplingParams(max_new_tokens=8),
+            seed=0,
+        )
+        new = tiny.model(seed=1)
+
+        async def scenario(engine: Any) -> FinishedGroup:
+            await collect(engine, request)
+            await engine.load(NamedWeights(tiny.weights(new)), V2)
+            return (await collect(engine, request))["0-0"]
+
+        group = in_engine(vllm_engines.make(tiny.model(), version=V1), scenario)
+        for sample in group.samples:
+            row = torch.from_numpy(np.concatenate([long, sample.tokens])).long()[None]
+            with torch.no_grad():
+                logits = new(input_ids=row).logits[0, len(long) - 1 : -1]
+            chosen = logits.log_softmax(-1).gather(1, row[0, len(long) :, None])[:, 0]
+            np.testing.assert_allclose(sample.logprobs, chosen.numpy(), atol=1e-4)
+
+
+@contextlib.contextmanager
+def cut_short(tensors: Any) -> Iterator[Path]:
+    """A file that was cut: what a worker makes of it is its own error."""
+    with HANDED_OVER(tensors) as path:
+        with open(path, "r+b") as file:
+            file.truncate(path.stat().st_size // 2)
+        yield path
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+sys.path.insert(0, {here!r})
+from vllm_engines import Shared
+from tandem.rollout.vllm_process import VllmProcess
+
+async def main():
+    process = VllmProcess(Shared.arguments(Path({folder!r}), 256))
+    await process.start()
+    print("ready", *(p.pid for p in process._relatives()), flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_vllms_processes_die_with_a_killed_owner(vllm_engines: Any, tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    here = str(Path(__file__).parent)
+    script.write_text(OWNER.format(here=here, folder=str(vllm_engines.folder)))
+    with open(tmp_path / "stderr", "w+") as errors:
+        owner = subprocess.Popen(
+            [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        try:
+            assert owner.stdout is not None
+            pids = []
+            for line in owner.stdout:
+                if line.startswith("ready"):
+                    pids = [int(word) for word in line.split()[1:]]
+                    break
+            errors.seek(0)
+            assert pids, errors.read()[-3000:]
+            owner.send_signal(signal.SIGKILL)
+            owner.wait()
+            end = time.monotonic() + 20
+            while any(map(running, pids)) and time.monotonic() < end:
+                time.sleep(0.05)
+            assert not any(map(running, pids))
+        finally:
+            owner.kill()
+            owner.wait()
+
+
+def running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
