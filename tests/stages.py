@@ -41,6 +41,8 @@ class Stage:
     """A module; where it cannot be imported the stage is listed as not run."""
     get: str = ""
     """How to get the package."""
+    byhand: str = ""
+    """How to run what is left out of it, because it takes long."""
     deadline_s: float = 1200.0
     """The stage is killed and counted as failed after this long."""
 
@@ -64,7 +66,12 @@ STAGES = (
         ),
     ),
     Stage(name="e2e", args=("tests/e2e", "-m", "not vllm"), needs="tests/e2e"),
-    Stage(name="faults", args=("tests/faults",), needs="tests/faults"),
+    Stage(
+        name="faults",
+        args=("tests/faults", "-m", "not byhand"),
+        needs="tests/faults",
+        byhand="bash tests/run.sh tests/faults -m byhand (two minutes)",
+    ),
     Stage(
         name="vllm",
         args=("tests/rollout", "tests/e2e", "-m", "vllm"),
@@ -163,6 +170,8 @@ def run_stage(stage: Stage, env: dict[str, str], scratch: Path, tally: Tally) ->
     if stage.package is not None and importlib.util.find_spec(stage.package) is None:
         tally.not_run.append(f"stage {stage.name}: {stage.package} is not installed ({stage.get})")
         return
+    if stage.byhand:
+        tally.not_run.append(f"stage {stage.name}, its long tests, by hand: {stage.byhand}")
     print(f"\n== {stage.name}", flush=True)
     report = scratch / f"{stage.name}.xml"
     since = time.monotonic()

@@ -18,7 +18,7 @@ from processes import DEADLINE, TANDEM, Run, tandem
 from scripted_engine import STEP_SECONDS
 from storm import HERE
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.byhand]
 
 PACE_SECONDS = 8.0
 STOPPED_SECONDS = 20.0

