@@ -6,8 +6,9 @@ the supervisor alone, and its output is appended to ``logs/<name>.log``.
 
 A part that dies is started again after a pause that doubles from ``launch.backoff_seconds`` to
 30 s. Only deaths without progress in between count towards ``launch.max_failures``; progress
-means that more steps are journalled than at the part's last death. A part that can't be kept
-alive ends the run.
+means that more steps are journalled than at the part's last death. A SIGKILL counts a quarter of
+a death: it is somebody else's doing, a person's, a scheduler's or the kernel's, and tells little of
+the part. A part that can't be kept alive ends the run.
 
 The first SIGINT, SIGTERM or SIGHUP (or a terminal that has gone away) drains: the parts get
 SIGTERM stage by stage, the learner first, so that it checkpoints while Redis still answers. The
@@ -38,6 +39,8 @@ LONGEST_PAUSE = 30.0
 """Seconds between two attempts at most."""
 REAP_SECONDS = 10.0
 """A killed process that is still there after so long is left behind, with a word about it."""
+KILLED_COUNTS = 0.25
+"""What a SIGKILL counts towards ``launch.max_failures``, where any other death counts 1."""
 HOPELESS = 2
 """Exit code of a configuration or data error: starting again can't help."""
 THREAD_VARIABLES = (
@@ -91,8 +94,10 @@ class Part:
     """The run goes on without it when it dies: it is told once and not started again."""
     processes: list[tuple[ProcessSpec, subprocess.Popen[bytes]]] = field(default_factory=list)
     """Running, or not yet reaped."""
-    failures: int = 0
-    """Deaths since progress was last seen."""
+    failures: float = 0.0
+    """Deaths since progress was last seen, those by SIGKILL at a quarter."""
+    deaths: int = 0
+    """All deaths since progress was last seen."""
     progress_at_death: int = -1
     """Steps journalled when it last died."""
     due: float | None = None
@@ -321,20 +326,23 @@ class Supervisor:
 
     def _count(self, part: Part, spec: ProcessSpec, died: int) -> None:
         progress = self._progress()
-        part.failures = 1 if progress > part.progress_at_death else part.failures + 1
+        if progress > part.progress_at_death:
+            part.failures, part.deaths = 0.0, 0
+        part.failures += KILLED_COUNTS if died == -signal.SIGKILL else 1.0
+        part.deaths += 1
         part.progress_at_death = max(progress, part.progress_at_death)
         how = signal_name(died)
         if died == HOPELESS or part.failures >= self._max_failures:
             why = (
                 "ended with a configuration or data error"
                 if died == HOPELESS
-                else f"died {part.failures} times without a step in between; at last it "
+                else f"died {part.deaths} times without a step in between; at last it "
                 f"{described(died)}"
             )
             raise PartFailed(
                 f"{spec.name} {why}; the last lines of {shown(spec.log)}:\n{last_lines(spec.log)}"
             )
-        pause = min(LONGEST_PAUSE, self._backoff * 2 ** (part.failures - 1))
+        pause = min(LONGEST_PAUSE, self._backoff * 2 ** max(0.0, part.failures - 1))
         part.due = time.monotonic() + pause
         restart = Restart(process=spec.name, time=now(), exit=how)
         self.restarts.append(restart)

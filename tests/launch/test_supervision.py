@@ -208,6 +208,17 @@ def test_ranks_live_and_die_as_one(tmp_path: Path) -> None:
     assert [r.process for r in running.restarts] == ["learner-1"]
 
 
+@pytest.mark.parametrize(("number", "deaths"), [("SIGKILL", 8), ("SIGSEGV", 2)])
+def test_a_sigkill_counts_a_quarter_of_another_death(
+    tmp_path: Path, number: str, deaths: int
+) -> None:
+    code = f"import os, signal; os.kill(os.getpid(), signal.{number})"
+    with supervisor(max_failures=2) as running:
+        running.start(part(tmp_path, "reward-0", code))
+        with pytest.raises(PartFailed, match=f"died {deaths} times without a step"):
+            running.run()
+
+
 def test_what_a_dead_process_started_dies_with_it(tmp_path: Path) -> None:
     child = tmp_path / "child"
     code = (
