@@ -129,6 +129,7 @@ class Worker:
         self._nudge = asyncio.Event()
         self._stop = asyncio.Event()
         self._ended = threading.Event()
+        self._wake_keeper = threading.Event()
         self._state = "running"
         self._lease_seconds = config.replay.lease_seconds
         self._evaluating: EvaluationRequest | None = None
@@ -201,6 +202,7 @@ class Worker:
         finally:
             reporting.cancel()
             self._ended.set()
+            self._wake_keeper.set()
             await asyncio.to_thread(receiver.close)
             await asyncio.to_thread(self._submitter.close)
             await self._engine.close()
@@ -561,6 +563,7 @@ class Worker:
             if still:
                 self._steady.release()
         self._nudge.set()
+        self._wake_keeper.set()
 
     # Beside the loop.
 
@@ -586,12 +589,14 @@ class Worker:
     def _keep(self) -> None:
         """Heartbeats, renews leases and minds the groups' deadlines."""
         next_beat = next_renewal = 0.0
+        told: Version | None = None
         while not self._ended.is_set():
             now = time.monotonic()
             try:
-                if now >= next_beat:
-                    next_beat = now + BEAT_SECONDS
-                    version = self._engine.version
+                version = self._engine.version
+                # A new version is told at once: it is what a status of the run is read for.
+                if now >= next_beat or version != told:
+                    next_beat, told = now + BEAT_SECONDS, version
                     self._members.beat(
                         self.name, {"version": [version.term, version.step] if version else None}
                     )
@@ -605,7 +610,8 @@ class Worker:
             except StoreError as error:
                 log.warning(f"no heartbeat and no renewal: {error}")
             wake = min(next_beat, next_renewal) - time.monotonic()
-            self._ended.wait(min(max(wake, 0.05), 1.0))
+            self._wake_keeper.wait(min(max(wake, 0.05), 1.0))
+            self._wake_keeper.clear()
 
     def _renew(self) -> None:
         with self._lock:
