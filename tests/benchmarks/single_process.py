@@ -87,7 +87,7 @@ class PlainEngine:
                 micro.rows.with_columns(logprobs=scored, entropy=entropy), scalars
             )
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
             for name, value in parts.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
             logprobs.append(scored.detach())
