@@ -29,6 +29,7 @@ from ..common.errors import StoreError
 from ..common.records import CommitResult, Group, Version
 from .connection import DEADLINE, Store, told
 from .order import Order
+from .rules import leases_stop
 
 log = logging.getLogger("tandem.replay")
 
@@ -712,6 +713,17 @@ class Ledger:
         self._memory = (-1e9, 0, 0)
         used, most = self._memory_use()
         return used / most if most else 0.0
+
+    def maxmemory(self) -> int:
+        """Bytes that Redis may use, as of a second ago; 0 where there is no limit."""
+        return self._memory_use()[1]
+
+    def is_full(self) -> bool:
+        """Whether no lease is out and Redis is too full for one: only deletes help then."""
+        used, most = self._memory_use()
+        if not leases_stop(used, 0, self.settings.group_bytes, most):
+            return False
+        return int(self.store.call("zcard", self.store.key("leased"))) == 0
 
     @property
     def _holder(self) -> str:

@@ -10,15 +10,39 @@ from .mixing import choose_replaced, choose_traces
 
 __all__ = [
     "age",
+    "checkpoint_is_due",
     "choose_replaced",
     "choose_traces",
     "expected_step",
     "is_stale",
+    "leases_stop",
     "may_lease",
     "must_not_pass_over",
     "step_needed",
     "window_allows",
 ]
+
+
+LEASES_STOP_SHARE = 0.75
+"""Share of ``maxmemory`` that leases may fill, the worst case of those out included."""
+RETAINED_SHARE = 0.2
+"""Share of ``maxmemory`` that the samples since the newest checkpoint may fill. Two checkpoints are
+kept, hence twice as much in all, which leaves room below the share at which leases stop."""
+
+
+def leases_stop(used: int, leased: int, group_bytes: int, maxmemory: int) -> bool:
+    """Whether Redis is too full for one more lease; never where it has no limit. All in bytes."""
+    if maxmemory <= 0:
+        return False
+    return used + (leased + 1) * group_bytes > LEASES_STOP_SHARE * maxmemory
+
+
+def checkpoint_is_due(since_checkpoint: int, maxmemory: int) -> bool:
+    """Whether the samples trained since the newest checkpoint, in bytes, ask for another at once.
+
+    Redis keeps them for a resume; what only a checkpoint frees must not fill it.
+    """
+    return maxmemory > 0 and since_checkpoint > RETAINED_SHARE * maxmemory
 
 
 def expected_step(journalled: int, rank: int, groups_per_step: int) -> int:
