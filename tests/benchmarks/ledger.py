@@ -283,9 +283,7 @@ def measure(side: str, case: Case, depth: int, row: int) -> dict[str, float]:
             assert ledger.new_term() == TERM
         share = str(case.groups // WRITERS)
         sizes = ["--share", share, "--depth", str(depth), "--tokens", str(case.tokens)]
-        writers = [
-            ["--role", f"put-{side}", "--number", str(i), *sizes] for i in range(WRITERS)
-        ]
+        writers = [["--role", f"put-{side}", "--number", str(i), *sizes] for i in range(WRITERS)]
         reader = ["--role", f"take-{side}", *("--share", str(case.groups)), *("--depth", str(row))]
         put = together(writers, join_file)
         taken = together([reader], join_file)
