@@ -6,6 +6,8 @@ version that a worker holds, r the rank of a group: live ids (leased, expired, g
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .mixing import choose_replaced, choose_traces
 
 __all__ = [
@@ -18,9 +20,13 @@ __all__ = [
     "leases_stop",
     "may_lease",
     "must_not_pass_over",
+    "place_behind",
     "step_needed",
     "window_allows",
 ]
+
+PLACE = 2.0**-20
+"""Between two groups that were put back."""
 
 
 LEASES_STOP_SHARE = 0.75
@@ -97,3 +103,16 @@ def must_not_pass_over(
     admission must still hold for the version that it was leased to.
     """
     return not may_lease(journalled + 1, unfinished_rank, groups_per_step, held_step, max_staleness)
+
+
+def place_behind(cursor: int, places: Iterable[float]) -> float:
+    """Where a dead letter that is put back stands among the groups on their way.
+
+    Groups are ordered by their serials. One that is put back comes behind all of them, and before
+    the next that was never leased (the cursor): in front, it would raise the ranks of groups that
+    were leased by their old ones, and these would become too old.
+
+    >>> 7 < place_behind(cursor=8, places=[5, 7]) < place_behind(8, [5, 7, 7.5]) < 8
+    True
+    """
+    return max([cursor - 1, *places]) + PLACE

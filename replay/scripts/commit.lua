@@ -28,11 +28,13 @@ if tonumber(ARGV[10]) < 2 then
 end
 local payload = key('payload:' .. ARGV[5] .. ':' .. attempt .. ':' .. ARGV[6])
 if redis.call('exists', payload) == 0 then return 'resend' end
+local place = redis.call('zscore', key('leased'), serial)
+  or redis.call('zscore', key('returned'), serial) or serial
 redis.call('zrem', key('leased'), serial)
 redis.call('zrem', key('deadlines'), serial)
 redis.call('zrem', key('returned'), serial)
 redis.call('persist', payload)
-redis.call('zadd', key('graded'), serial, serial)
+redis.call('zadd', key('graded'), place, serial)
 if ARGV[8] ~= '' then redis.call('zadd', key('ages'), ARGV[8], serial) end
 redis.call('hset', name, 'state', 'graded', 'digest', ARGV[6], 'bytes', ARGV[7], 'samples', ARGV[9],
   'least', ARGV[11], 'greatest', ARGV[12], 'traces', ARGV[13])

@@ -40,15 +40,16 @@ else
       wait = 'admission: memory'
       break
     end
-    local back, serial, rank
-    if returned > 0 then
-      back = redis.call('zrange', key('returned'), 0, 0)[1]
-      serial = tonumber(back)
-      local below = '(' .. back
+    local serial, place, rank
+    local back = returned > 0
+    if back then
+      local first = redis.call('zrange', key('returned'), 0, 0, 'withscores')
+      serial, place = tonumber(first[1]), first[2]
+      local below = '(' .. place
       rank = redis.call('zcount', key('leased'), '-inf', below)
         + redis.call('zcount', key('graded'), '-inf', below)
     else
-      serial = cursor
+      serial, place = cursor, cursor
       rank = leased + graded
       if m.total_groups > 0 and serial >= m.total_groups then
         wait = 'admission: every group of the run is leased'
@@ -70,7 +71,7 @@ else
     else
       cursor = cursor + 1
     end
-    redis.call('zadd', key('leased'), serial, serial)
+    redis.call('zadd', key('leased'), place, serial)
     redis.call('zadd', key('deadlines'), deadline, serial)
     local name = group_key(serial)
     local attempt = redis.call('hincrby', name, 'attempt', 1)

@@ -1,13 +1,15 @@
 -- What every script begins with: names of keys, time, answers given before, and the moves of a
 -- group between sets that more than one transition makes.
 --
--- Keys of a run (prefix "tandem:<run id>:"), where a serial is a position counted over passes:
+-- Keys of a run (prefix "tandem:<run id>:"), where a serial is a position counted over passes, and a
+-- place is what groups are ordered by: the serial, or, of one that was put back (retry), a number
+-- between two serials:
 --   meta              hash    settings; term, journalled (number of the last row), cursor (the
 --                             first serial never leased), trimmed (last row whose payloads went)
---   leased            zset    serial -> serial
+--   leased            zset    serial -> place
 --   deadlines         zset    serial -> ms, of the same members as leased
---   returned          zset    serial -> serial: admitted again after a lease
---   graded            zset    serial -> serial
+--   returned          zset    serial -> place: admitted again after a lease
+--   graded            zset    serial -> place
 --   ages              zset    serial -> step of its oldest own token, of graded groups that have one
 --   taken             zset    serial -> step, until trained
 --   group:<serial>    hash    of a live group (leased, returned, graded) only
@@ -32,6 +34,7 @@ local prefix, caller, request = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local ANSWERS_KEPT = 64 -- a batch on one connection holds no more calls than this
 local ANSWERS_SECONDS = 3600
 local SILENCE_MS = 6000 -- several heartbeats of any member
+local PLACE = 2 ^ -20 -- between two groups that were put back
 local BUCKET = 256 -- fields of a final: bucket, few enough to stay in the compact encoding
 
 local function key(name) return prefix .. name end
@@ -112,6 +115,17 @@ local function get_final(serial)
   return letter, tonumber(step), tonumber(attempt), reason
 end
 
+-- Forgets that a group was rejected: it is put back, or stands in a row of the journal.
+local function forget_rejection(serial)
+  local letter, _, attempt, reason = get_final(serial)
+  if letter ~= 'R' then return nil end
+  redis.call('hdel', key('dead'), serial)
+  redis.call('setbit', key('rejected:' .. reason), serial, 0)
+  local name, field = final_place(serial)
+  redis.call('hdel', name, field)
+  return attempt
+end
+
 -- leased | returned | graded -> rejected(reason). Deletes come first: they are allowed when full.
 local function reject(serial, reason, step, pass_length)
   redis.call('zrem', key('leased'), serial)
@@ -133,6 +147,7 @@ end
 
 -- leased -> admitted; or, where the attempt counts as failed and was the last, -> rejected.
 local function release(serial, failed, reason, m)
+  local place = redis.call('zscore', key('leased'), serial) or serial
   redis.call('zrem', key('leased'), serial)
   redis.call('zrem', key('deadlines'), serial)
   local name = group_key(serial)
@@ -149,7 +164,7 @@ local function release(serial, failed, reason, m)
     end
   end
   redis.call('hset', name, 'state', 'admitted', 'released', reason)
-  redis.call('zadd', key('returned'), serial, serial)
+  redis.call('zadd', key('returned'), place, serial)
 end
 
 local function move_deadlines(ms)
@@ -202,10 +217,10 @@ end
 
 -- The group that a cut waits for, as a table.
 local function waited_for(m)
-  local leased = redis.call('zrange', key('leased'), 0, 0)[1]
-  local back = redis.call('zrange', key('returned'), 0, 0)[1]
-  local serial = leased
-  if back and (not leased or tonumber(back) < tonumber(leased)) then serial = back end
+  local leased = redis.call('zrange', key('leased'), 0, 0, 'withscores')
+  local back = redis.call('zrange', key('returned'), 0, 0, 'withscores')
+  local serial = leased[1]
+  if back[1] and (not serial or tonumber(back[2]) < tonumber(leased[2])) then serial = back[1] end
   if not serial then
     return {group_id = id_of(m.cursor, m.pass_length), state = 'admitted', worker = '',
             reason = 'no worker has leased it yet'}

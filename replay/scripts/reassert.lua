@@ -43,6 +43,8 @@ for i = 4, #ARGV do
         cursor = cursor + 1
       end
       if cursor == serial then cursor = serial + 1 end
+      -- Redis may have lost that it was put back.
+      forget_rejection(serial)
       set_final(serial, 'T:' .. row.step .. ':' .. entry.attempt)
       redis.call('zadd', key('taken'), row.step, serial)
     end
