@@ -53,9 +53,11 @@ def retry(ledger: Ledger, group_ids: Iterable[str]) -> Retried:
         # An empty list of Lua is an empty object of JSON.
         returned += [serials[serial] for serial in answer["back"] or ()]
     back = set(returned)
+    cursor = int(ledger.store.call("hget", ledger.store.key("meta"), "cursor") or 0)
     for name in asked:
         if name not in refused and name not in back:
-            refused[name] = _why_not(ledger.state_of(name))
+            later = ledger.order.serial(name) >= cursor
+            refused[name] = "was never leased yet" if later else _why_not(ledger.state_of(name))
     return Retried(returned=tuple(returned), refused={n: refused[n] for n in asked if n in refused})
 
 

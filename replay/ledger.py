@@ -685,10 +685,10 @@ class Ledger:
         return f"taken({step})" if letter == "T" else f"trained({step})"
 
     def dead_letters(self) -> list[dict[str, Any]]:
-        """Groups given up for their failed attempts, and quarantined rows."""
-        dead = self.store.call("hvals", self.store.key("dead"))
+        """Groups given up for their failed attempts, by position, and quarantined rows, by step."""
+        dead = self.store.call("hgetall", self.store.key("dead"))
         rows = self.store.call("hgetall", self.store.key("quarantined"))
-        return [json.loads(text) for text in dead] + [
+        return [json.loads(text) for _, text in sorted(dead.items(), key=lambda i: int(i[0]))] + [
             {"step": int(step), "reason": reason.decode()}
             for step, reason in sorted(rows.items(), key=lambda item: int(item[0]))
         ]

@@ -36,7 +36,7 @@ def look(folder: RunFolder | None, join_file: Path) -> Snapshot:
     facts: Facts | None = None
     problem = ""
     # The run's own redis-server ends with its supervisor.
-    if folder is None or known.supervisor is not None or _external(folder):
+    if folder is None or known.supervisor is not None or not uses_own_redis(folder):
         try:
             facts = _ask(join_file)
         except StoreError as error:
@@ -77,6 +77,7 @@ def known_of(folder: RunFolder) -> Known:
         limit=settings.get("replay", {}).get("max_staleness"),
         ledger=summary.get("ledger", {}),
         idle=summary.get("idle_shares", {}),
+        dead_letters=tuple(summary.get("dead_letters", ())),
     )
 
 
@@ -88,8 +89,9 @@ def _ask(join_file: Path) -> Facts:
         store.close()
 
 
-def _external(folder: RunFolder) -> bool:
-    return _settings(folder).get("replay", {}).get("redis_url") is not None
+def uses_own_redis(folder: RunFolder) -> bool:
+    """Whether a run's Redis ends with it."""
+    return _settings(folder).get("replay", {}).get("redis_url") is None
 
 
 def _settings(folder: RunFolder) -> dict[str, Any]:

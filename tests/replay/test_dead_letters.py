@@ -140,14 +140,16 @@ def test_what_is_no_dead_letter_is_refused_with_the_reason(world: Worlds):
     w.ledger.confirm(1, w.term)
     w.step(2)
     w.ledger.quarantine(2, w.term, "nan")
-    w.lease(held=2)
+    w.lease(held=2, count=2)
+    w.ledger.give_back("0-3", 1)
     before = w.ledger.counts()
-    told = retry(w.ledger, ["0-0", "0-1", "0-2", "0-3", "0-100", "zero"])
+    told = retry(w.ledger, ["0-0", "0-1", "0-2", "0-3", "0-4", "0-100", "zero"])
     assert told.returned == ()
     assert told.refused["0-0"] == "is trained(1): no dead letter"
     assert "row 2, which was quarantined" in told.refused["0-1"]
     assert told.refused["0-2"] == "is leased: no dead letter"
     assert "admitted already" in told.refused["0-3"]
+    assert told.refused["0-4"] == "was never leased yet"
     assert "from 0 to 99" in told.refused["0-100"]
     assert "no group id" in told.refused["zero"]
     assert w.ledger.counts() == before
