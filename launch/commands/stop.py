@@ -32,9 +32,13 @@ def run(arguments: argparse.Namespace) -> int:
     if pid is None:
         print(f"{folder.path}: no `tandem start` of this host runs it")
         return 0
-    process = psutil.Process(pid)
-    process.terminate()
     began = time.monotonic()
+    try:
+        process = psutil.Process(pid)
+        process.terminate()
+    except psutil.NoSuchProcess:
+        print(f"{folder.path}: it came to its end just now")
+        return 0
     while _goes_on(process):
         if time.monotonic() - began > arguments.wait:
             raise DeadlineError(
