@@ -2,6 +2,8 @@
 -- ARGV: 3 step n, 4 term.
 -- Before: row n is written and the caller has the newest term. After: its groups are trained.
 -- Answer: how many changed; 0 on a repeat, and for a quarantined row.
+local wrong = called('confirm', 4) or whole(3, 'step') or whole(4, 'term')
+if wrong then return wrong end
 local m, missing = meta('term', 'journalled')
 if not m then return missing end
 local step = tonumber(ARGV[3])

@@ -4,6 +4,10 @@
 -- Before: the run is running and not offline; J + floor(r/B) - w <= eta for each group; leases < max_inflight.
 -- After: each is in leased and deadlines with a new attempt; returned ones went before new ones.
 -- Answer: JSON {leases: [[serial, attempt, deadline ms], ...], wait, state, journalled, now}.
+local wrong = called('lease', 9) or label(3, 'worker') or label(4, 'holder') or whole(5, 'term')
+  or whole(6, 'step') or whole(7, 'count', 0, 65536) or whole(8, 'used memory')
+  or whole(9, 'maxmemory')
+if wrong then return wrong end
 local given = first_answer()
 if given then return given end
 local m, missing = meta('state', 'ended', 'journalled', 'cursor', 'groups_per_step',

@@ -21,7 +21,7 @@
 --   server            string  INFO's run_id of the server's life that last judged deadlines
 --   heard             string  ms at which some member was last heard of
 --   dead              hash    serial -> what is to be told of a group given up for its failures
---   answers:<caller>  hash    request number -> answer
+--   answers:<caller>  hash    request number -> name of the script and its answer
 -- Sizes are read from these sets; nothing is counted beside them.
 --
 -- ARGV[1] is the caller, ARGV[2] its request number.
@@ -44,20 +44,158 @@ local function now_ms()
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 
+-- A full Redis lets a script write only after it has deleted, were it nothing. For what overwrites
+-- little, and for what has to happen before anybody can free memory.
+local function even_when_full() redis.call('del', key('nothing')) end
+
 local function hint(channel) redis.call('publish', key('hint:' .. channel), '') end
 
--- The answer that this very request got before, or false.
+-- What a call may hold. Redis keeps what a script wrote before it failed, so each script first looks
+-- at all of its arguments: a check is nil, or the refusal that the script returns at once.
+local script = ''
+local MOST_WHOLE = 99999999999999 -- Lua writes numbers of 14 digits in full
+local MOST_SERIAL = 4294967295 -- the last bit of a Redis string
+local LABEL_BYTES, TEXT_BYTES = 256, 65536
+
+local function shown(value)
+  if value == nil then return 'missing' end
+  return "'" .. string.gsub(string.sub(value, 1, 60), '[^ -~]', '?') .. "'"
+end
+
+local function refuse(text) return redis.error_reply('REFUSED ' .. script .. ': ' .. text) end
+
+local function unfit(i, name, wanted)
+  return refuse('argument ' .. i .. ' (' .. name .. ') is ' .. shown(ARGV[i]) .. ', not ' .. wanted ..
+    ': nothing was changed; call it through tandem.replay, of one version in all processes')
+end
+
+local function whole(i, name, least, most)
+  local text = ARGV[i]
+  if text and #text < 15 and (string.find(text, '^[1-9]%d*$') or text == '0') then
+    local value = tonumber(text)
+    if value >= (least or 0) and value <= (most or MOST_WHOLE) then return nil end
+  end
+  return unfit(i, name, string.format('a whole number from %.0f to %.0f', least or 0,
+    most or MOST_WHOLE))
+end
+
+-- Names and reasons come back in JSON, which half a character would spoil.
+local function is_utf8(text)
+  if not string.find(text, '[\128-\255]') then return true end
+  local tail = '[\128-\191]'
+  for _, whole_character in ipairs({
+    '[\194-\223]' .. tail,
+    '\224[\160-\191]' .. tail, '[\225-\236\238\239]' .. tail .. tail, '\237[\128-\159]' .. tail,
+    '\240[\144-\191]' .. tail .. tail, '[\241-\243]' .. tail .. tail .. tail,
+    '\244[\128-\143]' .. tail .. tail,
+  }) do
+    text = string.gsub(text, whole_character, ' ')
+  end
+  return not string.find(text, '[\128-\255]')
+end
+
+local function text(i, name, least)
+  local value = ARGV[i]
+  if value and #value >= (least or 0) and #value <= TEXT_BYTES and is_utf8(value) then return nil end
+  return unfit(i, name, 'UTF-8 text of ' .. (least or 0) .. ' to ' .. TEXT_BYTES .. ' bytes')
+end
+
+local function label(i, name, least)
+  local value = ARGV[i]
+  if value and #value >= (least or 1) and #value <= LABEL_BYTES and not string.find(value, '%c')
+      and is_utf8(value) then
+    return nil
+  end
+  return unfit(i, name, 'a name of ' .. (least or 1) .. ' to ' .. LABEL_BYTES .. ' bytes')
+end
+
+local function one_of(i, name, ...)
+  for _, choice in ipairs({...}) do
+    if ARGV[i] == choice then return nil end
+  end
+  return unfit(i, name, 'one of ' .. table.concat({...}, ', '))
+end
+
+local function hexadecimal(i, name)
+  local value = ARGV[i]
+  if value and #value <= 64 and string.find(value, '^%x+$') then return nil end
+  return unfit(i, name, 'a hexadecimal digest')
+end
+
+-- JSON as its writers write it, in ASCII alone; nil where it isn't that, or begins otherwise.
+local function decoded(value, first)
+  if type(value) ~= 'string' or string.find(value, '[^ -~]') or string.sub(value, 1, 1) ~= first then
+    return nil
+  end
+  local fine, found = pcall(cjson.decode, value)
+  if fine and type(found) == 'table' then return found end
+end
+
+local function object(i, name)
+  if decoded(ARGV[i], '{') then return nil end
+  return unfit(i, name, 'a JSON object in ASCII')
+end
+
+local function is_count(value, least, most)
+  return type(value) == 'number' and value >= (least or 0) and value <= (most or MOST_WHOLE)
+    and value == math.floor(value)
+end
+
+-- How many items a decoded list has; nil where it isn't one.
+local function length_of(list)
+  if type(list) ~= 'table' then return nil end
+  local n = 0
+  for _ in pairs(list) do n = n + 1 end
+  for i = 1, n do
+    if list[i] == nil then return nil end
+  end
+  return n
+end
+
+local function are_labels(list)
+  local n = length_of(list)
+  for i = 1, n or 0 do
+    if type(list[i]) ~= 'string' or #list[i] > LABEL_BYTES then return false end
+  end
+  return n ~= nil
+end
+
+local function labels(i, name)
+  if ARGV[i] == '[]' or are_labels(decoded(ARGV[i], '[')) then return nil end
+  return unfit(i, name, 'a JSON list of names in ASCII')
+end
+
+-- The first check of every script: who calls, and with how many arguments.
+local function called(name, least, most)
+  script = name
+  if #KEYS ~= 1 or #prefix > LABEL_BYTES or not string.find(prefix, '^tandem:[^:%c]+:$') then
+    return refuse(#KEYS .. ' keys, the first is ' .. shown(prefix) ..
+      ', not one key tandem:<run id>: alone; nothing was changed')
+  end
+  if #ARGV < least or #ARGV > (most or least) then
+    return refuse(#ARGV .. ' arguments, not ' .. least .. (most and ' or more' or '') ..
+      ': nothing was changed; do all processes run one version of Tandem?')
+  end
+  return label(1, 'caller') or whole(2, 'request number')
+end
+
+-- The answer that this very request got before, or nil; or a refusal, if another script gave one.
 local function first_answer()
-  return redis.call('hget', key('answers:' .. caller), request)
+  local kept = redis.call('hget', key('answers:' .. caller), request)
+  if not kept then return nil end
+  local name, given = string.match(kept, '^(%S+) (.*)$')
+  if name == script then return given end
+  return refuse('request ' .. request .. ' of caller ' .. shown(caller) .. ' was a ' .. name ..
+    ': nothing was changed; each call has a number of its own')
 end
 
 -- Keeps the answer for a repeat of this request, and returns it.
-local function answer(text)
+local function answer(given)
   local name = key('answers:' .. caller)
-  redis.call('hset', name, request, text)
+  redis.call('hset', name, request, script .. ' ' .. given)
   redis.call('hdel', name, request - ANSWERS_KEPT)
   redis.call('expire', name, ANSWERS_SECONDS)
-  return text
+  return given
 end
 
 -- Fields of meta as a table; whole numbers as numbers. Refuses a server without the ledger.

@@ -3,6 +3,8 @@
 -- Before: row n is taken and not trained; the caller has the newest term.
 -- After: the row stays as it was written, marked; its payloads stay for a person to look at.
 -- Answer: how many changed; 0 on a repeat.
+local wrong = called('quarantine', 5) or whole(3, 'step') or whole(4, 'term') or text(5, 'reason')
+if wrong then return wrong end
 local m, missing = meta('term', 'journalled')
 if not m then return missing end
 local step = tonumber(ARGV[3])

@@ -2,6 +2,8 @@
 -- ARGV: 3 worker, 4 holder of the life that goes on ('' = none does).
 -- Before: the earlier life is dead (its member id is used anew, or its supervisor saw it die).
 -- After: its leases are admitted again, each with a failed attempt. Answer: their serials.
+local wrong = called('reclaim', 4) or label(3, 'worker') or label(4, 'holder', 0)
+if wrong then return wrong end
 local m, missing = meta('max_attempts', 'pass_length')
 if not m then return missing end
 local found = {}

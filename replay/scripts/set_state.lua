@@ -1,4 +1,7 @@
 -- set_state: running | draining | finished | failed. ARGV: 3 the state.
+local wrong = called('set_state', 3) or one_of(3, 'state', 'running', 'draining', 'finished', 'failed')
+if wrong then return wrong end
+even_when_full()
 redis.call('hset', key('meta'), 'state', ARGV[3])
 hint('state')
 hint('taken')

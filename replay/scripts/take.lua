@@ -5,6 +5,8 @@
 -- rejected(stale, n)) and cuts the B first groups; J becomes n. Nothing else is written where
 -- too few are left, or where the cut would pass over more than the window allows.
 -- Answer: '{"row": ..., "quarantined": ...}', '{"waiting": ...}' or '{"ended": true}'.
+local wrong = called('take', 4) or whole(3, 'step') or whole(4, 'term')
+if wrong then return wrong end
 local m, missing = meta('term', 'journalled', 'cursor', 'trimmed', 'groups_per_step',
   'max_staleness', 'window', 'late', 'max_attempts', 'steps', 'total_groups', 'pass_length',
   'ended', 'state')
