@@ -104,6 +104,8 @@ for step = m.journalled + 1, journalled do
       redis.call('unlink', key('payload:' .. entry.id .. ':' .. known[1] .. ':' .. known[2]))
     end
     redis.call('unlink', group_key(serial))
+    -- Put for a commit that Redis lost, it would expire.
+    redis.call('persist', key('payload:' .. entry.id .. ':' .. entry.attempt .. ':' .. entry.digest))
     -- Redis may have lost that it was put back.
     forget_rejection(serial)
     while cursor < serial do
