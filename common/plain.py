@@ -55,7 +55,7 @@ def read_record(
     """
     if not isinstance(content, Mapping):
         content = read_object(content, what, error, way_out)
-    fields = _fields(cls)
+    fields = _fields(typing.cast(Any, cls))
     for name in content:
         if name not in fields:
             raise damaged(what, f"has the unknown field {str(name)[:60]!r}", error, way_out)
@@ -90,7 +90,9 @@ def kind_of(value: Any) -> str:
     """What a JSON value is, for a person."""
     if value is None:
         return "null"
-    return {dict: "an object", list: "a list"}.get(type(value)) or _NAMES[type(value)]
+    if isinstance(value, dict):
+        return "an object"
+    return "a list" if isinstance(value, list) else _NAMES[type(value)]
 
 
 def _brief(text: Any) -> str:
