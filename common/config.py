@@ -665,7 +665,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"there is no preset file {path}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read as YAML: {error}") from None
     if tree is None:
         return {}
@@ -686,6 +686,22 @@ def _number_strings(node: Any) -> Any:
         except ValueError:
             return node
     return node
+
+
+def read_config(text: str) -> Config:
+    """The inverse of :func:`to_yaml`.
+
+    Raises:
+        ConfigError: it isn't a resolved config.
+    """
+    try:
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        line = " ".join(str(error).split())[:200]
+        raise ConfigError(f"the run's config can't be read as YAML: {line}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"the run's config should be a mapping, not {type(tree).__name__}")
+    return build(tree)
 
 
 def to_yaml(config: Config) -> str:

@@ -161,7 +161,7 @@ def _has_open(pid: int, path: Path) -> bool:
 def _read(descriptor: int) -> dict[str, object]:
     try:
         content = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}  # Its holder is just writing it, or never got to.
     return content if isinstance(content, dict) else {}
 
@@ -170,7 +170,10 @@ def _holder(content: dict[str, object], name: str) -> Holder | None:
     entry = content.get(name)
     if not isinstance(entry, dict):
         return None
-    return Holder(pid=int(entry["pid"]), started=float(entry["started"]))
+    pid, started = entry.get("pid"), entry.get("started")
+    if type(pid) is not int or not 0 < pid < 2**31 or not isinstance(started, int | float):
+        return None
+    return Holder(pid=pid, started=float(started))
 
 
 def end_process(holder: Holder, patience: float = 10.0) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -12,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..common.errors import ConfigError, StoreError, TandemError
+from ..common.errors import ConfigError, DataError, StoreError, TandemError
+from ..common.plain import read_object
 from ..common.run_folder import JoinInfo, RunFolder, read_join, write_atomic
 from . import processes, redis_server
 from .board.live import LiveLook
@@ -86,11 +86,11 @@ def run_job(words: Sequence[str], *, fresh: bool, offline: bool, plain: bool = F
 
 def _results_of(folder: RunFolder) -> str:
     try:
-        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        summary = read_object(folder.summary.read_bytes(), str(folder.summary), DataError)
+    except (OSError, DataError):
         return ""
     before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
-    if before is None or after is None:
+    if not isinstance(before, int | float) or not isinstance(after, int | float):
         return f" ({summary.get('steps')} steps)"
     return f" ({summary.get('steps')} steps, accuracy {100 * before:.1f}% -> {100 * after:.1f}%)"
 
@@ -594,7 +594,7 @@ class Job:
                 f"does it"
             )
         for out, step in outputs.values():
-            result = json.loads(out.read_text(encoding="utf-8"))
+            result = read_object(out.read_bytes(), str(out), DataError)
             self._findings.evaluations.append(
                 {**result, "step": step, "set_name": name, "member": "tandem evaluate"}
             )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_AGE = re.compile("[0-9]{1,4}")
 WINDOW = 20
 """Steps that recent means and paces are taken over."""
 SHARE = "replay/staleness_share_"
@@ -41,7 +43,7 @@ class History:
     def add(self, record: Mapping[str, Any]) -> None:
         """Takes one record in."""
         step = record.get("step")
-        if not isinstance(step, int):
+        if type(step) is not int:
             return
         found = list(_evaluations(record, step))
         if found:
@@ -141,7 +143,7 @@ def parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             yield record
@@ -160,7 +162,9 @@ def _ages(record: Mapping[str, Any]) -> dict[int, float]:
     return {
         int(name.removeprefix(SHARE)): float(value)
         for name, value in record.items()
-        if name.startswith(SHARE) and isinstance(value, int | float)
+        if name.startswith(SHARE)
+        and _AGE.fullmatch(name.removeprefix(SHARE))
+        and isinstance(value, int | float)
     }
 
 
