@@ -8,8 +8,9 @@ resumed run may change only what :data:`CHANGEABLE` lists.
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -616,6 +617,10 @@ def _item(node: list[Any], part: str, key: str) -> Any:
     return node[int(part)]
 
 
+MOST_NODES = 100_000
+MOST_LEVELS = 32
+
+
 def build(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
     """Validates a preset's tree with overrides put over it.
 
@@ -623,7 +628,7 @@ def build(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
         ConfigError: an unknown key, a wrong type or values that don't go together; the
             message names the key, the value and the nearest valid key.
     """
-    merged = _copy(tree)
+    merged = _copy(tree, itertools.count())
     for text in overrides:
         key, value = parse_override(text)
         _set(merged, key, value)
@@ -633,11 +638,17 @@ def build(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(_explain(error)) from None
 
 
-def _copy(node: Any) -> Any:
+def _copy(node: Any, counted: Iterator[int], depth: int = 0) -> Any:
+    # YAML's anchors can make a small file a tree without end.
+    if next(counted) > MOST_NODES or depth > MOST_LEVELS:
+        raise ConfigError(
+            f"a config of more than {MOST_NODES:,} values or {MOST_LEVELS} levels: do its YAML "
+            f"anchors refer to themselves?"
+        )
     if isinstance(node, Mapping):
-        return {k: _copy(v) for k, v in node.items()}
+        return {k: _copy(v, counted, depth + 1) for k, v in node.items()}
     if isinstance(node, list | tuple):
-        return [_copy(v) for v in node]
+        return [_copy(v, counted, depth + 1) for v in node]
     return node
 
 
@@ -671,7 +682,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} should hold a mapping of sections, not {type(tree).__name__}")
-    return _number_strings(tree)
+    return _number_strings(_copy(tree, itertools.count()))
 
 
 def _number_strings(node: Any) -> Any:

@@ -248,9 +248,7 @@ class RunStore:
         """The newest figures of every process, by member."""
         raw = self.store.call("hgetall", self.store.key("reports"))
         return {
-            read_text(member, "a member's name"): read_object(
-                report, f"the report of {member!r}", StoreError, WAY_OUT
-            )
+            read_text(member, "a member's name"): read_report(report, f"the report of {member!r}")
             for member, report in sorted(raw.items())
         }
 
@@ -311,6 +309,28 @@ def read_keys(raw: bytes) -> CurveKeys:
             "the clients' key pair in Redis", "isn't two keys of 40 characters", StoreError, WAY_OUT
         )
     return CurveKeys(public=pair[0], secret=pair[1])
+
+
+def read_report(raw: bytes, what: str) -> dict[str, Any]:
+    """A process's figures; what is added up of all of them is numbers.
+
+    Raises:
+        StoreError: it isn't an object, or its time or its seconds aren't numbers.
+    """
+    report = read_object(raw, what, StoreError, WAY_OUT)
+    told = {name: report.get(name) for name in ("clock", "seconds", "shares")}
+    numbers: list[Any] = [report.get("time") or 0.0]
+    for name, value in told.items():
+        if value is not None and not isinstance(value, int | float | dict):
+            raise damaged(what, f"has {name}={str(value)[:40]!r}", StoreError, WAY_OUT)
+        numbers += value.values() if isinstance(value, dict) else [value or 0.0]
+    if isinstance(told["clock"], dict) and "total" not in told["clock"]:
+        raise damaged(what, "has a clock without its total", StoreError, WAY_OUT)
+    for value in numbers:
+        # Beyond 2^53 float() could fail.
+        if not (isinstance(value, int | float) and abs(value) < 2**53):
+            raise damaged(what, f"has {str(value)[:40]!r} for seconds", StoreError, WAY_OUT)
+    return report
 
 
 def read_state(raw: bytes) -> RunState:

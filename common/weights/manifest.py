@@ -190,7 +190,11 @@ def read_layout(text: str) -> tuple[TensorEntry, ...]:
         WeightsError: a line that isn't of that form.
     """
     entries: list[TensorEntry] = []
-    for line in text.removesuffix("\n").split("\n"):
+    # Each line has its end, the last one too.
+    lines = text.split("\n")
+    if lines.pop():
+        raise WeightsError(f"the layout is cut off after {text[-200:]!r}")
+    for line in lines:
         found = _LINE.fullmatch(line)
         if found is None:
             raise WeightsError(f"the layout has a line that can't be read: {line[:200]!r}")

@@ -3,6 +3,7 @@ answers and transitions are legal."""
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable
@@ -122,6 +123,10 @@ def _bent(text: str, c: random.Random) -> str:
 
 def bent(content: Any, c: random.Random, odd: tuple[Any, ...] = ODD) -> Any:
     """Plain data with a value, a key or a length changed somewhere."""
+
+    def strange() -> Any:
+        return copy.deepcopy(c.choice(odd))  # it may be bent in its turn
+
     places: list[tuple[Any, Any]] = []
 
     def walk(node: Any) -> None:
@@ -136,20 +141,20 @@ def bent(content: Any, c: random.Random, odd: tuple[Any, ...] = ODD) -> Any:
 
     walk(content)
     if not places:
-        return c.choice(odd)
+        return strange()
     node, at = c.choice(places)
     what = c.random()
     if what < 0.6:
-        node[at] = c.choice(odd)
+        node[at] = strange()
     elif what < 0.75:
         del node[at]
     elif isinstance(node, dict):
         if what < 0.9:
-            node[c.choice(("extra", "", "1", "step", "id"))] = c.choice(odd)
+            node[c.choice(("extra", "", "1", "step", "id"))] = strange()
         else:
             node[str(at) + "x"] = node.pop(at)
     else:
-        node.insert(c.randrange(len(node) + 1), node[at] if what < 0.9 else c.choice(odd))
+        node.insert(c.randrange(len(node) + 1), node[at] if what < 0.9 else strange())
     return content
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import calls
 import redis
+from tally import MOST_BREACHES, Tally
 from worlds import OTHERS, SETTINGS, Builder, World
 
 from tandem.replay.connection import Store, script_digest, script_names, script_source
@@ -20,28 +19,6 @@ INVARIANTS = Path(__file__).with_name("invariants.lua").read_text(encoding="utf-
 EPISODE = 48
 """Calls on one ledger before it is put back."""
 NAMED = ("REFUSED", "FENCED")
-MOST_BREACHES = 5
-"""Of one target; then it isn't called any more."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Tally:
-    """What came of one target's cases."""
-
-    name: str
-    """A script or a decoder."""
-    cases: int = 0
-    """Cases tried."""
-    fine: int = 0
-    """Records or answers."""
-    changed: int = 0
-    """Of those, calls that changed the ledger; records that are other than before."""
-    errors: Counter[str] = field(default_factory=Counter)
-    """By name."""
-    breaches: list[str] = field(default_factory=list)
-    """What should never be, a line each."""
-    seconds: float = 0.0
-    """Wall time."""
 
 
 class Watch:
