@@ -25,7 +25,7 @@ from frames import (
 )
 
 from tandem.common import run_folder, telemetry, wire
-from tandem.common.config import build, read_config, to_yaml
+from tandem.common.config import read_config
 from tandem.common.errors import StoreError
 from tandem.common.plain import read_object
 from tandem.common.records import (
@@ -258,8 +258,7 @@ def unsound(record: Any) -> str:
         elif any(not 0 <= s.start <= s.end <= n for s in record.spans):
             found = "it has a span outside its tokens"
     if isinstance(record, ExpertTrace) and record.logprobs is not None:
-        if len(record.logprobs) != len(record.tokens):
-            found = "its arrays differ in length"
+        found = "" if len(record.logprobs) == len(record.tokens) else "its arrays differ in length"
     if isinstance(record, Version) and min(record.term, record.step) < 0:
         found = "it is a negative version"
     return found
@@ -518,15 +517,17 @@ SAFETENSORS = {
     "a": {"dtype": "F32", "shape": [3, 5], "data_offsets": [0, 60]},
     "b": {"dtype": "F32", "shape": [], "data_offsets": [60, 64]},
 }
-CONFIG = to_yaml(
-    build(
-        {
-            "run": {"steps": 5},
-            "model": {"path": "m"},
-            "data": {"train": [{"path": "a.parquet", "name": "a"}]},
-        }
-    )
-).encode()
+CONFIG = b"""run:
+  steps: 5
+model: {path: m}
+data:
+  train:
+  - path: a.parquet
+    name: a
+    weight: 2
+rollout:
+  group_size: 8
+"""
 
 
 def mutated_table(data: bytes, corpus: Sequence[bytes], c: random.Random) -> bytes:
@@ -541,8 +542,8 @@ def mutated_table(data: bytes, corpus: Sequence[bytes], c: random.Random) -> byt
 def mutated_yaml(data: bytes, corpus: Sequence[bytes], c: random.Random) -> bytes:
     """A config with lines changed, moved and cut."""
     if c.random() < 0.3:
-        return flipped(data[: c.randrange(1, 200)], c)
-    lines = data.split(b"\n")[: c.randrange(2, 14)]
+        return flipped(data, c)
+    lines = data.split(b"\n")
     at = c.randrange(len(lines))
     odd = (b"[" * 400, b"&a [*a]", b"!!python/object:os.system {}", b"- 1", b"? x", b"{a: b", b"%",
            b"2001-99-99", b"1e999", b"\xff", b"\x00", b".nan", b"-1", b"[]", b"{}", b"'", b"1:60:60")  # fmt: skip
@@ -715,7 +716,7 @@ def from_files(files: Files) -> Iterable[Decoder]:
     yield one("folder_lock", "lock", text(lock), lock_of)
     yield one(
         "board.known_of", "k/any", text(run, lock, {"run": {"steps": 3}}), known_of,
-        mutate=lambda data, corpus, c: mutated_json(data, corpus, c)[:4000],  # YAML is slow
+        mutate=lambda data, corpus, c: mutated_json(data, corpus, c)[:600],  # YAML is slow
     )  # fmt: skip
     yield one(
         "trackers.sent",
