@@ -628,7 +628,7 @@ def build(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
         ConfigError: an unknown key, a wrong type or values that don't go together; the
             message names the key, the value and the nearest valid key.
     """
-    merged = _copy(tree, itertools.count())
+    merged = _copy(tree)
     for text in overrides:
         key, value = parse_override(text)
         _set(merged, key, value)
@@ -638,7 +638,8 @@ def build(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(_explain(error)) from None
 
 
-def _copy(node: Any, counted: Iterator[int], depth: int = 0) -> Any:
+def _copy(node: Any, counted: Iterator[int] | None = None, depth: int = 0) -> Any:
+    counted = itertools.count() if counted is None else counted
     # YAML's anchors can make a small file a tree without end.
     if next(counted) > MOST_NODES or depth > MOST_LEVELS:
         raise ConfigError(
@@ -682,7 +683,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} should hold a mapping of sections, not {type(tree).__name__}")
-    return _number_strings(_copy(tree, itertools.count()))
+    return _number_strings(_copy(tree))
 
 
 def _number_strings(node: Any) -> Any:

@@ -295,7 +295,7 @@ def mutated_manifest(data: bytes, corpus: Sequence[bytes], c: random.Random) -> 
         if what < 0.55:
             raw = layout.encode()
             if c.random() < 0.5:
-                lines = layout.splitlines(keepends=True)
+                lines = layout.splitlines(keepends=True) or ["float32 1 0 4 a\n"]
                 words = c.choice(lines).split(" ")
                 words[c.randrange(len(words))] = c.choice(
                     ("-", "-1", "1x2", "0", "٣", "1_0", " 5", "9" * 5000, "x".join(["9" * 14] * 8),

@@ -68,11 +68,10 @@ def _work(decoder: Decoder, count: int, seed: int, results: Any) -> None:
     tally = Tally(name=decoder.name)
     begun = time.monotonic()
     for frame in decoder.corpus:
-        try:
-            problem = decoder.check(decoder.decode(frame))
-        except Exception as error:  # noqa: BLE001 - whatever it is, a valid frame must be read
-            problem = f"{type(error).__name__}: {error}"
-        if problem:
+        valid = Tally(name=decoder.name)
+        problem = one_case(decoder, frame, valid)
+        if problem or valid.errors:
+            problem = problem or f"it is refused with {', '.join(valid.errors)}"
             tally.breaches.append(f"a valid frame: {problem:.300} <- {frame!r:.300}")
     chance = random.Random(f"{seed}/{decoder.name}")
     while tally.cases < count and len(tally.breaches) < MOST_BREACHES:

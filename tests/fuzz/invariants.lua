@@ -255,7 +255,7 @@ for serial, letter in pairs(state) do
   if letter == 'T' and step_of[serial] <= trimmed then say('group', serial, 'was trimmed untrained') end
 end
 for step in pairs(hash('quarantined')) do
-  if tonumber(step) > J then say('step', step, 'is quarantined and past J') end
+  if not rows[step] then say('step', step, 'is quarantined and has no row') end
 end
 for name, ttl in pairs(payloads) do
   if ttl == -1 and not wanted_payloads[name] then say('payload', name, 'is kept for nobody') end
