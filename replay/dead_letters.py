@@ -74,8 +74,10 @@ def read_answer(raw: bytes, asked: Container[int]) -> dict[str, Any]:
         return checked(what, content, over=str)
     # An empty list of Lua is an empty object of JSON.
     back = content.get("back") or []
-    if "back" not in content or not isinstance(back, list) or not all(
-        type(serial) is int and serial in asked for serial in back
+    if (
+        "back" not in content
+        or not isinstance(back, list)
+        or not all(type(serial) is int and serial in asked for serial in back)
     ):
         raise damaged(what, f"has back={str(back)[:80]!r}", StoreError, WAY_OUT)
     return {"back": back}

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 _AGE = re.compile("[0-9]{1,4}")
 WINDOW = 20
@@ -158,7 +158,7 @@ def first_number(record: Mapping[str, Any], *keys: str) -> float | None:
     return None
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     # None that float() or a sum could fail on: no NaN, no infinity, no whole number without end.
     return isinstance(value, int | float) and -1e300 < value < 1e300
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...common.errors import StoreError
+from ...common.errors import TandemError
 from ...common.run_folder import RunFolder, read_join
 from ...replay.connection import connect
 from ...replay.inspection import (
@@ -62,7 +62,7 @@ def inspect(
     def tried(what: str, ask: Callable[[], T]) -> T | None:
         try:
             return ask()
-        except (StoreError, OSError, ValueError) as error:
+        except (TandemError, OSError, ValueError) as error:
             notes.append(f"{what}: {' '.join(str(error).split())}")
             return None
 

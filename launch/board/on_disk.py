@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...common.errors import DataError
 from ...common.run_folder import RunFolder
 from ...common.telemetry import read_json_lines
 from ..hardware import free_bytes
@@ -61,13 +62,15 @@ def journal_end(folder: RunFolder) -> JournalEnd | None:
     """Of a run's ``journal.jsonl``; None where there is none yet.
 
     Raises:
-        ValueError: a line before the last is damaged.
+        DataError: a line before the last is damaged.
     """
     if not folder.journal.exists():
         return None
     rows, applied, quarantined = 0, 0, set()
     for record in read_json_lines(folder.journal):
-        kind, step = record.get("kind"), int(record.get("step") or 0)
+        kind, step = record.get("kind"), record.get("step")
+        if type(step) is not int:
+            raise DataError(f"{folder.journal} is damaged: it has the step {str(step)[:40]!r}")
         if kind == "row":
             rows = max(rows, step)
         elif kind == "applied":

@@ -5,6 +5,9 @@
 -- changes; its failures are forgotten, and commits of its earlier attempts are superseded. Of the
 -- others nothing changes.
 -- Answer: JSON {back: [serials]}, or {over: why no row will take them}.
+local wrong = called('retry', 3, 65536)
+for i = 3, #ARGV do wrong = wrong or whole(i, 'serial', 0, MOST_SERIAL) end
+if wrong then return wrong end
 local given = first_answer()
 if given then return given end
 local m, missing = meta('cursor', 'journalled', 'steps', 'ended')

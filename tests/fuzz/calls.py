@@ -52,6 +52,10 @@ def _lease(w: World, c: random.Random) -> tuple[int, int, str]:
     return _serial(w, c), c.randrange(0, 4), c.choice(HOLDERS)
 
 
+def _dead(w: World, c: random.Random) -> int:
+    return c.choice(w.dead) if w.dead and c.random() < 0.6 else _serial(w, c)
+
+
 def _payload(w: World, c: random.Random) -> tuple[int, int, str]:
     some = w.unclaimed + w.unclaimed + w.payloads
     if some and c.random() < 0.8:
@@ -211,6 +215,7 @@ LIKELY: dict[str, Callable[[World, random.Random], Args]] = {
         c.choice(EVALUATIONS), c.choice(MEMBERS[1:3]), c.choice((0, 1000, 120000)),
     ],
     "request_evaluation": lambda w, c: [c.choice(EVALUATIONS), _step(w, c), _object(w, c)],
+    "retry": lambda w, c: [_dead(w, c) for _ in range(c.randrange(1, 4))],
     "server_started": lambda w, c: [],
     "set_state": lambda w, c: [c.choice(("running", "running", "draining", "finished", "failed"))],
     "take": lambda w, c: [
@@ -319,6 +324,7 @@ LEGAL: dict[str, Callable[[Any], bool]] = {
     "renew": _serials,
     "renew_evaluation": _bit,
     "request_evaluation": _bit,
+    "retry": _json_with("back", "over"),
     "server_started": _bit,
     "set_state": lambda r: r == 1,
     "take": _json_with("row", "waiting", "ended"),
@@ -337,6 +343,7 @@ MOVES: dict[str, set[str]] = {
     "give_back": RELEASED,
     "reclaim": RELEASED,
     "renew": RELEASED,
+    "retry": {"RB"},
     "reassert": {"LT", "BT", "GT", "RT", "?T", "?B"},
 }
 """Moves of a group that each script may make, by the letters of ``invariants.lua``; ``?``: beyond

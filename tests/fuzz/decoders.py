@@ -51,7 +51,7 @@ from tandem.launch.idle import IdleShares
 from tandem.launch.progress import MetricsTail
 from tandem.launch.trackers.following import Sent
 from tandem.learner import journal, orders
-from tandem.replay import answers, ledger, members, store
+from tandem.replay import answers, dead_letters, ledger, members, store
 from tandem.reward import pipes
 
 
@@ -635,13 +635,16 @@ def from_redis() -> Iterable[Decoder]:
     yield json_of("replay.row", text(ROW), row_of, check=check_row)
     yield json_of("replay.take", text(*taken), ledger.read_take)
     yield json_of("replay.lease", text(leases), answers.lease_answer)
+    yield json_of(
+        "replay.retry",
+        text({"back": [1, 4]}, {"over": "why"}, {"back": {}}),
+        lambda data: dead_letters.read_answer(data, {1, 4}),
+    )
     yield json_of("replay.waiting", text(told), ledger.read_waiting)
     yield json_of(
         "replay.dead_letters",
         text(letters),
-        lambda data: ledger.read_dead_letters(
-            [data], {data[:3]: data[3:]} if data[:1] < b"a" else {}
-        ),
+        lambda data: ledger.read_dead_letters({b"7": data}, {b"3": data[:200]}),
     )
     yield json_of("replay.settings", text(fields), settings_of)
     yield json_of("replay.member", text(member), lambda data: members.read_member(b"m", data, 1))

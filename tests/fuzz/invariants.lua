@@ -120,18 +120,29 @@ local function claim(member, letter)
   end
   return serial
 end
+-- A group stands at its serial, or, where it was put back, behind it and between two serials.
+local places, at = {}, {}
+local function stands(serial, score)
+  if not serial then return end
+  if score ~= serial and (score < serial or score == math.floor(score) or score >= cursor) then
+    say('group', serial, 'stands at', score)
+  end
+  if at[score] then say('groups', at[score], 'and', serial, 'stand at', score) end
+  at[score] = serial
+  places[#places + 1] = score
+end
 for member, score in pairs(leased) do
-  if claim(member, 'L') ~= score then say('leased', member, 'has score', score) end
+  stands(claim(member, 'L'), score)
   if not deadlines[member] then say('leased group', member, 'has no deadline') end
 end
 for member in pairs(deadlines) do
   if not leased[member] then say('group', member, 'has a deadline and no lease') end
 end
 for member, score in pairs(returned) do
-  if claim(member, 'B') ~= score then say('returned', member, 'has score', score) end
+  stands(claim(member, 'B'), score)
 end
 for member, score in pairs(graded) do
-  if claim(member, 'G') ~= score then say('graded', member, 'has score', score) end
+  stands(claim(member, 'G'), score)
 end
 for member, score in pairs(ages) do
   if not graded[member] then say('group', member, 'has an age and is not graded') end
@@ -267,16 +278,15 @@ end
 
 -- Admission: J + floor(r / B) - w <= eta for every lease, whenever it is asked.
 if not repaired then
-  local rank = 0
-  for serial = 0, cursor - 1 do
-    local letter = state[serial]
-    if letter == 'L' and groups[serial] and tonumber(groups[serial].step) then
-      local late = J + math.floor(rank / B) - tonumber(groups[serial].step)
+  table.sort(places)
+  for rank, score in ipairs(places) do
+    local serial = at[score]
+    if state[serial] == 'L' and groups[serial] and tonumber(groups[serial].step) then
+      local late = J + math.floor((rank - 1) / B) - tonumber(groups[serial].step)
       if late > eta then say('the lease of', serial, 'would become', late, 'steps old') end
     end
-    if STATES[letter] then rank = rank + 1 end
   end
-  if meta.ended and rank > 0 then say('the run has ended and', rank, 'groups are live') end
+  if meta.ended and #places > 0 then say('the run has ended and', #places, 'groups are live') end
 end
 
 -- Dead letters, members, evaluations.

@@ -71,6 +71,8 @@ class World:
     """Serial, attempt and digest of each payload that is there."""
     unclaimed: list[tuple[int, int, str]] = field(default_factory=list)
     """The same of those that were put for a commit that never came."""
+    dead: list[int] = field(default_factory=list)
+    """Serials of dead letters."""
     rows: list[str] = field(default_factory=list)
     """Rows as written."""
     frozen: dict[str, str] = field(default_factory=dict)
@@ -294,6 +296,7 @@ class Builder:
         for name_ in redis.keys(key("payload:*")):
             id_, attempt, digest = name_.decode().split(":")[-3:]
             world.payloads.append((ledger.order.serial(id_), int(attempt), digest))
+        world.dead = [int(serial) for serial in redis.hkeys(key("dead"))]
         rows = redis.hgetall(key("rows"))
         world.rows = [rows[step].decode() for step in sorted(rows, key=int)]
         return world
