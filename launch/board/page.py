@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from rich.color import ColorSystem
 
-from ..preflight import human
+from ..sizes import human
 from .inspection import Inspection
 from .painter import Painter, plain
 from .snapshot import Snapshot
