@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
-from .errors import ConfigError
+from .errors import ConfigError, WireError
 from .wire import MAX_MESSAGE_BYTES
 
 HEARTBEAT_MS = 5_000
@@ -43,6 +45,34 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+_ENDPOINT = re.compile(r"tcp://([a-zA-Z0-9._-]{1,253}|\[[0-9a-fA-F:.%]{2,60}\]):([0-9]{1,5})")
+_KEY = re.compile("[0-9a-zA-Z.:+=^!/*?&<>()\\[\\]{}@%$#-]{40}")
+
+
+def check_address(who: str, endpoint: Any, public_key: Any) -> None:
+    """Checks what another process says of where it listens, before libzmq is told of it.
+
+    Args:
+        who: its member id, for the error.
+        endpoint: ``tcp://host:port``.
+        public_key: Z85 text of 40 characters; None or empty where it has none.
+
+    Raises:
+        WireError: nobody can connect to that.
+    """
+    found = _ENDPOINT.fullmatch(endpoint) if isinstance(endpoint, str) else None
+    if found is None or not 0 < int(found[2]) < 65536:
+        raise WireError(
+            f"{who} says that it listens at {str(endpoint)[:80]!r}, which isn't tcp://host:port: "
+            f"its next heartbeat may say better"
+        )
+    if public_key and not (isinstance(public_key, str) and _KEY.fullmatch(public_key)):
+        raise WireError(
+            f"{who} tells a public key that isn't 40 characters of Z85: its next heartbeat may say "
+            f"better"
+        )
 
 
 class Authenticator:

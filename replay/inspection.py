@@ -185,7 +185,10 @@ class _Payloads:
     def kind(self, name: str) -> str | None:
         if not name.startswith("payload:"):
             return None
-        serial = self._order.serial(name.split(":")[1])
+        try:
+            serial = self._order.serial(name.split(":")[1])
+        except ValueError:
+            return None  # no group of this run: somebody else's key
         return next((k for k, serials in self._kinds if serial in serials), "payloads_retained")
 
 

@@ -22,7 +22,7 @@ import zmq
 from ..common.config import Config
 from ..common.errors import DeadlineError, StoreError, TandemError, WeightsError, WireError
 from ..common.records import Version
-from ..common.sockets import CurveKeys, connect_dealer
+from ..common.sockets import CurveKeys, check_address, connect_dealer
 from ..common.weights.buffer import flat_buffer, views
 from ..common.weights.checksum import checksum
 from ..common.weights.directory import ROLE, LearnerAddress, Registry, newest_learner
@@ -229,7 +229,9 @@ class WeightReceiver:
         while not self._stopping.is_set():
             try:
                 address = newest_learner(self._registry.live(ROLE))
-            except (StoreError, WeightsError) as error:
+                if address is not None:
+                    check_address(address.member, address.endpoint, address.public_key)
+            except (StoreError, WeightsError, WireError) as error:
                 if not failing:
                     log.warning(f"the registry can't be read, looking again: {error}")
                 failing = True

@@ -40,6 +40,7 @@ from ..common.records import (
     Version,
 )
 from ..common.run_folder import JoinInfo, RunFolder
+from ..common.sockets import check_address
 from ..common.telemetry import Clock
 from ..replay.connection import Store, connect
 from ..replay.ledger import Lease, LeaseReply, Ledger
@@ -568,15 +569,18 @@ class Worker:
     # Beside the loop.
 
     def _pools(self) -> list[PoolAddress]:
-        return [
-            PoolAddress(
-                member=member.member,
-                endpoint=str(member.info["endpoint"]),
-                public_key=member.info.get("public_key"),
-            )
-            for member in self._members.live("reward")
-            if "endpoint" in member.info
-        ]
+        found = []
+        for member in self._members.live("reward"):
+            if "endpoint" not in member.info:
+                continue
+            endpoint, key = member.info["endpoint"], member.info.get("public_key")
+            try:
+                check_address(member.member, endpoint, key)
+            except WireError as error:
+                log.warning(str(error))
+                continue
+            found.append(PoolAddress(member=member.member, endpoint=endpoint, public_key=key))
+        return found
 
     def _listen(self) -> None:
         """Passes hints on to the loop."""

@@ -15,6 +15,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import xxhash
+import zmq
 from frames import (
     Mutator,
     flipped,
@@ -24,7 +25,7 @@ from frames import (
     spliced,
 )
 
-from tandem.common import run_folder, telemetry, wire
+from tandem.common import run_folder, sockets, telemetry, wire
 from tandem.common.config import read_config
 from tandem.common.errors import StoreError
 from tandem.common.plain import read_object
@@ -53,6 +54,8 @@ from tandem.launch.trackers.following import Sent
 from tandem.learner import journal, orders
 from tandem.replay import answers, dead_letters, ledger, members, store
 from tandem.reward import pipes
+
+KEYS = sockets.new_keys()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,7 +369,19 @@ class _Entry:
 def read_learner(data: bytes) -> Any:
     """The learner's address, as a worker finds it in the registry."""
     member = members.read_member(b"learner", data, 5)
-    return directory.newest_learner([_Entry(member.member, member.info)])
+    found = directory.newest_learner([_Entry(member.member, member.info)])
+    if found is not None:
+        sockets.check_address(found.member, found.endpoint, found.public_key)
+        # What was let through, libzmq must take.
+        context = zmq.Context.instance()
+        sockets.connect_dealer(
+            context,
+            found.endpoint,
+            identity="fuzz",
+            server_public=found.public_key or None,
+            client=KEYS,
+        ).close(0)
+    return found
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -603,7 +618,10 @@ def from_redis() -> Iterable[Decoder]:
         "time": 1.5, "role": "rollout", "clock": {"wait/batch": 1.0, "total": 2.0},
         "shares": {"wait/batch": 0.5}, "tokens_per_second": 9.0,
     }  # fmt: skip
-    member = {"role": "learner", "info": {"term": 1, "endpoint": "tcp://x:1", "public_key": "k"}}
+    member = {
+        "role": "learner",
+        "info": {"term": 1, "endpoint": "tcp://127.0.0.1:1", "public_key": KEYS.public},
+    }
     leases = {
         "leases": [[4, 1, 1700000000000], [5, 2, 1700000000000]], "wait": "", "state": "running",
         "journalled": 3, "now": 1700000000000, "lease_ms": 120000,
