@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -47,8 +47,9 @@ class _Update:
     """This rank's share of the rows that can move the gradient."""
     scoring: list[MicroBatch]
     """This rank's share of all rows, where the objective's columns or statistics want it."""
-    constant: float
-    """Configured response length × nominal rows."""
+    fixed: Mapping[str, float]
+    """Scalars that don't come from the rows: ``constant`` (configured response length × nominal
+    rows), ``width`` (that length) and ``step``."""
     active: int
     """Rows that can move the gradient, over all ranks."""
     forward_tokens: int
@@ -62,21 +63,12 @@ def objective_of(config: Config) -> Objective:
         ConfigError: there is none of that name, or it wants a column that nothing fills.
     """
     wanted = config.learner.objective
-    objective = make(
-        wanted.name,
-        ObjectiveSettings(
-            advantage=wanted.advantage,
-            aggregation=wanted.aggregation,
-            clip_low=wanted.clip_low,
-            clip_high=wanted.clip_high,
-            dual_clip=wanted.dual_clip,
-            shaping=wanted.shaping,
-            gamma=wanted.gamma,
-            sft_coefficient=wanted.sft_coefficient,
-            entropy_coefficient=wanted.entropy_coefficient,
-            expert_negative=config.expert.negative,
-        ),
+    names = {field.name for field in fields(ObjectiveSettings)} - {"expert_negative"}
+    settings = ObjectiveSettings(
+        expert_negative=config.expert.negative,
+        **{name: getattr(wanted, name) for name in names},
     )
+    objective = make(wanted.name, settings)
     missing = objective.columns & {"reference", "values"}
     if missing:
         raise ConfigError(
@@ -174,7 +166,11 @@ class Updates:
             rows=rows,
             micro_batches=own,
             scoring=scoring,
-            constant=float(self.config.rollout.max_new_tokens * nominal),
+            fixed={
+                "constant": float(self.config.rollout.max_new_tokens * nominal),
+                "width": float(self.config.rollout.max_new_tokens),
+                "step": float(step),
+            },
             active=len(active),
             forward_tokens=sum(micro.forward_tokens for micro in own),
         )
@@ -225,7 +221,7 @@ class Updates:
         if "current" not in self.objective.columns:
             # Every rank has all rows, so nothing needs to be reduced.
             counted = self.objective.statistics(update.rows)
-            return {"constant": update.constant} | {k: float(v) for k, v in counted.items()}
+            return {**update.fixed, **{k: float(v) for k, v in counted.items()}}
         totals: dict[str, float] = {}
         scored = self.engine.score(update.scoring)
         for micro, (logprobs, entropy) in zip(update.scoring, scored, strict=True):
@@ -235,7 +231,7 @@ class Updates:
             rows = rows.with_columns(logprobs=logprobs, entropy=entropy)
             for name, value in self.objective.statistics(rows).items():
                 totals[name] = totals.get(name, 0.0) + float(value)
-        return {"constant": update.constant} | self.engine.sum_by_name(totals)
+        return {**update.fixed, **self.engine.sum_by_name(totals)}
 
     def _metrics(
         self, update: _Update, result: UpdateResult, scalars: Mapping[str, float]
