@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from ...common.errors import ConfigError
 from ..aggregation import aggregate, counts
 from ..finite import widened
 from ..mixing import chord_mu, chord_phi
-from ..ratios import clamped, log_ratio, ppo_clip
+from ..ratios import MAX_LOG_RATIO, clamped, log_ratio, ppo_clip
 from ..rows import Rows
 from ..shaping import expert_weights
 from .base import Sums, Unit, register, scored, where
@@ -197,19 +198,20 @@ class Srft(Luffy):
         kept = ~rows.by_token(rows.masked)
         logprobs = widened(scored(rows, kept))
         positive = rows.by_token(rows.rewards > 0)
-        raised = clamped(torch.tensor(scalars["entropy_own"] / own_tokens)).exp()
-        lowered = clamped(torch.tensor(-scalars["entropy_expert"] / expert_tokens)).exp()
-        weight = torch.where(
-            positive,
-            logprobs.new_tensor(-self.POSITIVE_WEIGHT * float(raised)),
-            logprobs.new_ones(()),
-        )
+        raised = _bounded_exp(scalars["entropy_own"] / own_tokens)
+        lowered = _bounded_exp(-scalars["entropy_expert"] / expert_tokens)
+        pressed = logprobs.new_tensor(-self.POSITIVE_WEIGHT * raised)
+        weight = torch.where(positive, pressed, torch.ones_like(pressed))
         own = where(kept & ~rows.expert, weight * logprobs).sum() / own_tokens
         sft = where(kept & rows.expert, -logprobs).sum() / expert_tokens
-        sft = self.SFT_WEIGHT * float(lowered) * sft
+        sft = self.SFT_WEIGHT * lowered * sft
         sums["loss_own"] = own.detach()
         sums["loss_expert"] = sums["loss_expert"] + sft.detach()
         return total + own + sft, sums
+
+
+def _bounded_exp(value: float) -> float:
+    return math.exp(min(max(value, -MAX_LOG_RATIO), MAX_LOG_RATIO))
 
 
 @register("prefix_rft")
