@@ -20,6 +20,8 @@ CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Size of one slice's float32 logits."""
 LEAST_SLICE = 256
 """Columns below which a matrix product wastes its time."""
+KEPT_BYTES = {"cpu": 1 << 30}
+"""Logits that are kept for the backward pass instead of being made again: a CPU is slow at that."""
 
 
 def token_logprobs(
@@ -49,7 +51,11 @@ def token_logprobs(
     if chunked:
         size = CHUNK_BYTES.get(hidden.device.type, 64 << 20) // (4 * max(len(hidden), 1))
         size = max(size, LEAST_SLICE)
-        logprobs, entropy = _Sliced.apply(hidden, weight, tokens, temperature, size)
+        wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        kept = KEPT_BYTES.get(hidden.device.type, 0) // (4 * max(len(hidden), 1) * size)
+        logprobs, entropy = _Sliced.apply(
+            hidden, weight, tokens, temperature, size, kept if wanted else 0
+        )
         return logprobs, entropy if entropy_gradient else entropy.detach()
     return from_logits(hidden @ weight.T, tokens, temperature, entropy_gradient=entropy_gradient)
 
@@ -92,7 +98,8 @@ def _slice_logits(hidden: Tensor, weight: Tensor, heat: Tensor | None) -> Tensor
 
 
 class _Sliced(torch.autograd.Function):
-    """Keeps hidden, W, tokens, logsumexp and entropy; makes the logits again in backward.
+    """Keeps hidden, W, tokens, logsumexp and entropy; makes the logits again in backward, but for
+    those of the first slices, which it keeps.
 
     Forward goes over slices with a running maximum m, ``s = Σ e^(z − m)`` and
     ``u = Σ e^(z − m) (z − m)``: then log-sum-exp is m + log s and the entropy log s − u/s.
@@ -107,7 +114,9 @@ class _Sliced(torch.autograd.Function):
         tokens: Tensor,
         temperature: Tensor | None,
         size: int,
+        kept: int,
     ) -> tuple[Tensor, Tensor]:
+        saved: list[Tensor] = []
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         heat = None if temperature is None else temperature[:, None].to(dtype).reciprocal()
         count = len(hidden)
@@ -125,7 +134,11 @@ class _Sliced(torch.autograd.Function):
             top = torch.maximum(most, logits.amax(1))
             # A slice of forbidden tokens alone (−∞) must not make NaN of −∞ − (−∞).
             base = torch.where(top == -torch.inf, torch.zeros_like(top), top)
-            logits.sub_(base[:, None])
+            if start < kept * size:
+                saved.append(logits)
+                logits = logits - base[:, None]
+            else:
+                logits.sub_(base[:, None])
             moved = torch.where(most == -torch.inf, torch.zeros_like(most), most - base)
             scale = torch.where(most == -torch.inf, torch.zeros_like(most), moved.exp())
             share = logits.exp()
@@ -137,22 +150,25 @@ class _Sliced(torch.autograd.Function):
         norms = most + total.log()
         entropy = total.log() - moment / total
         logprobs = picked - norms
-        ctx.save_for_backward(hidden, weight, tokens, heat, norms, entropy)
+        ctx.save_for_backward(hidden, weight, tokens, heat, norms, entropy, *saved)
         ctx.size = size
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         by_logprob, by_entropy = gradients
-        hidden, weight, tokens, heat, norms, entropy = ctx.saved_tensors
+        hidden, weight, tokens, heat, norms, entropy, *saved = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         # Summed in float32: a bf16 sum over many slices loses small terms.
         grad_hidden = torch.zeros_like(hidden, dtype=norms.dtype) if wants_hidden else None
         grad_weight = torch.empty_like(weight) if wants_weight else None
         with_entropy = bool(by_entropy.any())
-        for start in range(0, weight.shape[0], ctx.size):
+        for number, start in enumerate(range(0, weight.shape[0], ctx.size)):
             part = slice(start, start + ctx.size)
-            every = _slice_logits(hidden, weight[part], heat).sub_(norms[:, None])
+            if number < len(saved):
+                every = saved[number] - norms[:, None]
+            else:
+                every = _slice_logits(hidden, weight[part], heat).sub_(norms[:, None])
             share = every.exp()
             width = share.shape[1]
             if with_entropy:
@@ -175,4 +191,4 @@ class _Sliced(torch.autograd.Function):
                 torch.mm(narrow.T, hidden, out=grad_weight[part])
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None

@@ -35,7 +35,12 @@ def test_log_probs_and_entropy_are_those_of_the_tempered_softmax(
 
 
 @pytest.mark.parametrize("heat", [True, False])
-def test_chunked_gradients_are_the_plain_ones(heat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [0, 2, 99])
+def test_chunked_gradients_are_the_plain_ones(
+    heat: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether logits are kept for the backward pass or made again."""
+    monkeypatch.setitem(module.KEPT_BYTES, "cpu", 4 * N * 3 * kept)
     monkeypatch.setattr(module, "LEAST_SLICE", 3)
     monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * N * 3)
     gradients = []
