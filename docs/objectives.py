@@ -16,6 +16,7 @@ from tandem.common.config import ObjectiveConfig
 from tandem.common.objectives import OBJECTIVES, Entry
 
 PAGE = Path(__file__).with_name("objectives.md")
+EXAMPLE = PAGE.parent.parent / "tests" / "learner" / "own_objective.py"
 
 HEAD = """# Objectives
 
@@ -41,23 +42,7 @@ OWN = """## One of your own
 importable by the learner (installed, or on `PYTHONPATH`).
 
 ```python
-from tandem.learner.aggregation import aggregate
-from tandem.learner.ratios import log_ratio
-
-
-def unclipped(rows, scalars, settings):
-    ratio = log_ratio(rows.logprobs, rows.behaviour).exp()
-    losses = -rows.by_token(rows.advantages.to(ratio.dtype)) * ratio
-    counted = ~rows.expert & ~rows.by_token(rows.masked)
-    return aggregate(
-        losses.where(counted, 0.0),
-        row=rows.row,
-        expert=rows.expert,
-        lengths=rows.lengths,
-        how=settings.aggregation,
-        scalars=scalars,
-    )
-```
+@EXAMPLE@```
 
 `rows` is a [`Rows`](../learner/rows.py): flat tokens with their rows. `scalars` has the sums of
 `statistics(rows)` over the update (an attribute of the function, beside `own_tokens`,
@@ -119,7 +104,8 @@ def page() -> str:
     for family, names in families.items():
         parts.append(f"## {family}\n")
         parts += [told(name, OBJECTIVES[name]) for name in names]
-    parts.append(OWN)
+    _, _, code = EXAMPLE.read_text(encoding="utf-8").partition('"""\n\n')
+    parts.append(OWN.replace("@EXAMPLE@", code))
     rows = ["## Keys", "", "| key | default | meaning |", "|---|---|---|"]
     defaults = ObjectiveConfig()
     for key, meaning in keys().items():
