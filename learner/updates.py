@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..common.config import Config
 from ..common.errors import ConfigError
+from ..common.models import load_model
 from ..common.records import ExpertTrace, Group
 from .batch import Batch, build
 from .diagnostics import diagnose
@@ -18,6 +19,7 @@ from .engine import DeepSpeedEngine, UpdateResult
 from .microbatch import MicroBatch, micro_batch, rows_of
 from .objectives import Objective, ObjectiveSettings, make
 from .packing import plan
+from .policy import Policy
 from .rendezvous import max_over_ranks, sum_over_ranks
 from .rows import Rows
 
@@ -69,13 +71,26 @@ def objective_of(config: Config) -> Objective:
         **{name: getattr(wanted, name) for name in names},
     )
     objective = make(wanted.name, settings)
-    missing = objective.columns & {"reference", "values"}
-    if missing:
+    if "values" in objective.columns:
         raise ConfigError(
-            f"learner.objective.name={wanted.name} needs {', '.join(sorted(missing))}, which "
-            f"this learner doesn't compute"
+            f"learner.objective.name={wanted.name} needs the values of a critic, and this learner has "
+            f"none: choose an objective with a group's baseline, such as grpo"
         )
     return objective
+
+
+def frozen_policy(config: Config, device: torch.device) -> Policy:
+    """The base model as it was before the run: π_ref. Held whole by every rank."""
+    policy = Policy(
+        load_model(
+            config.model.path,
+            dtype=config.model.dtype,
+            attention=config.model.attention,
+            device=device,
+        )
+    )
+    policy.share_prompts()
+    return policy.eval().requires_grad_(False)
 
 
 class Updates:
@@ -93,6 +108,9 @@ class Updates:
         self.engine = engine
         self.config = config
         self.objective = objective if objective is not None else objective_of(config)
+        self._reference: Policy | None = None
+        if "reference" in self.objective.columns:
+            self._reference = frozen_policy(config, engine.device)
 
     def train(
         self,
@@ -162,6 +180,8 @@ class Updates:
             scoring = self._pack(batch, rows, np.arange(len(batch)))
             if "proximal" in self.objective.columns:
                 own = self._with_proximal(own)
+        if self._reference is not None:
+            own, scoring = self._with_reference(own), self._with_reference(scoring)
         return _Update(
             rows=rows,
             micro_batches=own,
@@ -215,6 +235,26 @@ class Updates:
             )
             for micro, (logprobs, _) in zip(micro_batches, scored, strict=True)
         ]
+
+    @torch.no_grad()
+    def _with_reference(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        assert self._reference is not None
+        found = []
+        for micro in micro_batches:
+            if not micro.dummy:
+                there = micro.to(self.engine.device)
+                scored, _ = self._reference(
+                    there.input_ids,
+                    there.index,
+                    there.targets,
+                    there.temperature,
+                    False,
+                    there.layout,
+                )
+                rows = micro.rows.with_columns(reference=scored.to(micro.rows.row.device))
+                micro = replace(micro, rows=rows)
+            found.append(micro)
+        return found
 
     @torch.no_grad()
     def _scalars(self, update: _Update) -> dict[str, float]:
