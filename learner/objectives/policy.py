@@ -13,6 +13,7 @@ from ..finite import widened
 from ..penalties import kl_in_loss, scaled_coefficient
 from ..ratios import (
     cispo,
+    clamped,
     clip_surrogate,
     correction_weights,
     log_ratio,
@@ -111,14 +112,16 @@ class PolicyGradient(Objective):
         assert rows.logprobs is not None
         settings = self.settings
         per_token = self.token_advantages(rows)
-        own = ~rows.expert & ~rows.by_token(rows.masked)
+        kept = ~rows.by_token(rows.masked)
+        own = kept & ~rows.expert
         logprobs = widened(scored(rows, own))
         behaviour = where(own, rows.behaviour)
         own_advantages = _scaled(per_token, settings.own_advantage_weight)
         losses = self.own_losses(rows, logprobs, behaviour, own_advantages, own)
         counted = self._likely_left_out(rows, own)
         own_losses = where(counted, losses)
-        ratios = log_ratio(logprobs.detach(), behaviour)
+        # Checked above, where the loss was made of them.
+        ratios = clamped(logprobs.detach() - widened(behaviour))
         sums = self._clip_sums(ratios, per_token, own)
         total = self.aggregate(rows, own_losses, scalars)
         sums["loss_own"] = total.detach()
