@@ -9,7 +9,7 @@ import pytest
 
 MODULES = (
     "advantages", "aggregation", "diagnostics", "finite", "logprobs", "mixing", "objectives",
-    "padded", "penalties", "preferences", "ratios", "returns", "rows", "sequences", "shaping",
+    "padded", "penalties", "published", "preferences", "ratios", "returns", "rows", "sequences", "shaping",
 )  # fmt: skip
 SCRIPT = """
 import importlib, sys
