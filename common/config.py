@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from .errors import ConfigError
+from .objectives import OBJECTIVES, with_defaults
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -267,31 +268,125 @@ class ReplayConfig(Section):
     """Memory of the server that is started."""
 
 
+Shaping = Literal["none", "ratio", "log", "power", "square_root", "plus_log"]
+"""Of an importance weight w: w, w/(w + γ), c·log w, w^k, √w, w + c·log w."""
+
+
 class ObjectiveConfig(Section):
-    """The loss. Names and equations: :mod:`tandem.learner.objectives`."""
+    """The loss. What each name reads and sets: ``docs/objectives.md``."""
 
     name: str = "grpo"
-    """In the registry: grpo, luffy, sft, …, or a function's import path."""
-    advantage: Literal["group_mean", "group_mean_std", "own_mean", "none"] = "group_mean"
-    """Baseline: whole group, whole group over std, own rows only, or the raw reward."""
-    aggregation: Literal["constant", "token_mean", "sequence_mean", "by_source"] = "constant"
-    """Denominator, always global over the update."""
+    """A built-in objective, or a function's or class's import path (package.module:function). Keys
+    that a config doesn't set have the name's own defaults."""
+    advantage: Literal[
+        "group_mean",
+        "group_mean_std",
+        "own_mean",
+        "own_mean_std",
+        "leave_one_out",
+        "max_rl",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "none",
+    ] = "group_mean"
+    """Baseline: whole group, whole group over std, own rows only, own rows over std, the group's other
+    rows, over the group's mean, whitened over the batch (before or after the group's mean is taken
+    off), or the raw reward."""
+    aggregation: Literal["constant", "width", "token_mean", "sequence_mean", "by_source"] = (
+        "constant"
+    )
+    """Denominator, always global over the update: longest response × rows, longest response, all
+    tokens, each row's tokens and then rows, own and expert tokens apart."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] | None = 0.2
     """PPO clip below; None = no clip."""
     clip_high: Annotated[float, Field(gt=0)] | None = 0.2
     """PPO clip above; None = no clip."""
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
     """Bounds the loss of tokens with A < 0 (arXiv 1912.09729); None = no bound."""
-    shaping: Literal["none", "ratio"] = "ratio"
+    own_shaping: Shaping = "none"
+    """Of own ratios, before the clip; ``ratio`` is [p/(p+γ)] / [p_μ/(p_μ+γ)]."""
+    correction: Literal["none", "truncate", "mask"] = "none"
+    """What happens to weights against the behaviour policy that are out of bounds."""
+    correction_level: Literal["token", "sequence", "geometric"] = "token"
+    """Such a weight is a token's, the product over a row, or the row's geometric mean."""
+    correction_low: Annotated[float, Field(ge=0)] = 0.5
+    """Least weight that ``mask`` keeps."""
+    correction_high: Annotated[float, Field(gt=0)] = 2.0
+    """Greatest weight."""
+    max_probability: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Tokens that are likelier leave the loss; None = none do."""
+    own_advantage_weight: float = 1.0
+    """Factor of the advantages of own tokens (LUFFY's prefix_reward_weight_beta)."""
+    expert_advantage_weight: float = 1.0
+    """Factor of the advantages of expert tokens (LUFFY's prefix_reward_weight_alpha)."""
+    shaping: Shaping = "ratio"
     """Of the expert weight w: ``ratio`` is f(w) = w / (w + γ) (LUFFY, arXiv 2504.14945)."""
     gamma: Annotated[float, Field(gt=0)] = 0.1
     """γ of the shaping."""
+    shaping_exponent: Annotated[float, Field(gt=0)] = 0.5
+    """k of ``power``."""
+    shaping_coefficient: float = 0.1
+    """c of ``log`` and ``plus_log``."""
+    expert_behaviour: Literal["recorded", "one", "published"] = "recorded"
+    """Denominator of w: π_φ where it is known and 1 where not; always 1; or as LUFFY's code has it,
+    π_θ/(π_φ + 1e-6) unshaped where it is known."""
+    expert_clip_low: float | None = None
+    """Least shaped weight; None = no bound."""
+    expert_clip_high: float | None = None
+    """Greatest shaped weight; None = no bound."""
     sft_coefficient: float = 1.0
     """Of the supervised term where the objective has one."""
     entropy_coefficient: float = 0.0
-    """Entropy bonus, full vocabulary, own tokens."""
+    """Entropy bonus, full vocabulary."""
+    entropy_over: Literal["own", "all"] = "own"
+    """Tokens of the entropy bonus."""
+    entropy_target: Annotated[float, Field(gt=0)] | None = None
+    """The coefficient is multiplied by this over the measured entropy; None = it is fixed."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """β of a KL penalty to a reference in the loss; own tokens."""
+    kl_form: Literal["k2", "k3", "kl", "abs", "mse", "low_var"] = "k3"
+    """Its estimator: k2 and k3 with the ratio π_θ/μ, or one of LUFFY's without it."""
+    value_coefficient: float = 0.5
+    """Of a critic's loss."""
+    value_clip: Annotated[float, Field(gt=0)] | None = 0.2
+    """How far from its old value a critic's new one counts; None = any."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """β of preference losses."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Of dpo: share of pairs whose labels are taken to be wrong."""
+    desirable_weight: float = 1.0
+    """λ_D of kto."""
+    undesirable_weight: float = 1.0
+    """λ_U of kto."""
+    replay_share: Share = 0.5
+    """ρ of exgrpo: weight of the groups with a replayed row."""
+    mu_peak: Share = 0.9
+    """μ of chord at its greatest."""
+    mu_valley: Share = 0.05
+    """μ of chord in the end."""
+    mu_warmup_steps: NonNegative = 0
+    """Steps to the peak."""
+    mu_decay_steps: NonNegative = 200
+    """Steps from the peak to the valley."""
+    exploration_power: Annotated[float, Field(ge=0)] = 0.5
+    """γ of rl_plus: A (1 − π_θ)^γ."""
+    entropy_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Share of a prefix's tokens, those of greatest entropy, that prefix_rft learns from."""
     truncation: Literal["wrong", "mask", "zero_advantage"] = "wrong"
     """Rows cut by length."""
+    params: Mapping[str, Any] = Field(default_factory=dict)
+    """For an objective of your own, as they are."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_defaults(cls, given: Any) -> Any:
+        return with_defaults(given) if isinstance(given, Mapping) else given
+
+    @property
+    def fresh_only(self) -> bool:
+        """Whether nothing in it holds stale own tokens."""
+        entry = OBJECTIVES.get(self.name)
+        return entry is not None and entry.fresh and self.clip_high is None
 
 
 class OptimizerConfig(Section):
@@ -493,6 +588,12 @@ class Config(Section):
             raise ValueError(
                 "launch.share_gpu=true puts the learner and an engine on one GPU, and two ranks "
                 "of weights.transport=nccl can't share one: set weights.transport=gloo"
+            )
+        if online and self.learner.objective.fresh_only and self.replay.max_staleness:
+            raise ValueError(
+                f"learner.objective.name={self.learner.objective.name} neither clips nor weights own "
+                f"tokens, so it needs fresh samples: set replay.max_staleness=0, or "
+                f"learner.objective.clip_low and clip_high where it has a ratio"
             )
         limit = self.replay.max_staleness + 1
         if self.replay.window > limit:

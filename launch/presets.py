@@ -46,7 +46,7 @@ class Preset:
             ConfigError: an unknown key, a wrong type, or values that don't go together.
         """
         from ..common.config import build
-        from ..learner.objective_names import check_name
+        from ..common.objectives import check_name
 
         try:
             config = build(self.tree, overrides)

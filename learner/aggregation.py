@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Aggregation = Literal["constant", "token_mean", "sequence_mean", "by_source"]
+Aggregation = Literal["constant", "width", "token_mean", "sequence_mean", "by_source"]
 
 
 def counts(row: Tensor, expert: Tensor, rows: int) -> dict[str, Tensor]:
@@ -50,6 +50,7 @@ def aggregate(
     """The part of the update's loss that these tokens make.
 
     ``constant``: Σℓ / (longest response × nominal rows), Dr. GRPO's (arXiv 2503.20783).
+    ``width``: Σℓ / longest response, without division by rows, as in LUFFY's code.
     ``token_mean``: Σℓ / tokens of the update (DAPO, arXiv 2503.14476). ``sequence_mean``: the
     mean over rows of each row's mean (GRPO, arXiv 2402.03300, eq. 3). ``by_source``: the own
     tokens' mean plus the expert tokens' mean.
@@ -60,10 +61,12 @@ def aggregate(
         expert: ``[N]`` bool.
         lengths: ``[R]`` own and expert tokens of each row, masked ones included.
         how: Which denominator.
-        scalars: :func:`counts` of the whole update, and ``constant`` for that one.
+        scalars: :func:`counts` of the whole update, and ``constant`` or ``width`` for those.
     """
     if how == "constant":
         return losses.sum() / scalars["constant"]
+    if how == "width":
+        return losses.sum() / scalars["width"]
     if how == "token_mean":
         tokens = scalars["own_tokens"] + scalars["expert_tokens"]
         return losses.sum() / max(tokens, 1.0)

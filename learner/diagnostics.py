@@ -1,14 +1,19 @@
-"""What the importance ratios of an update looked like, whatever the objective."""
+"""What an update's tokens and importance ratios looked like, whatever the objective."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .ratios import effective_sample_share, k3, log_ratio
+from .finite import widened
+from .ratios import clamped, effective_sample_share, k3
 from .rows import Rows
+
+if TYPE_CHECKING:
+    from .objectives import Objective
 
 Reduce = Callable[[list[float]], list[float]]
 """Reduces values over ranks."""
@@ -26,8 +31,9 @@ def diagnose(
 
     Own tokens: mean and greatest ρ = π_θ/μ, effective sample size as a share, k3 = KL(μ‖π_θ)
     with its 99th percentile (the greatest of the ranks'), mean probability, entropy, and the
-    greatest |log ρ| at lag 0, where engine and trainer have the same weights. Expert tokens:
-    mean probability, log-prob and entropy. Metrics of a source without tokens are left out.
+    greatest |log ρ| at lag 0, where engine and trainer have the same weights; with a reference
+    k3 = KL(π_θ‖π_ref). Of them the stale ones (lag above 0), and expert tokens: mean probability
+    and entropy, of the latter the mean log-prob too. Metrics of a source without tokens are left out.
 
     Args:
         rows: Of this rank's micro-batches.
@@ -36,16 +42,19 @@ def diagnose(
         sum_over_ranks: Sums lists over ranks; the identity for one rank.
         max_over_ranks: Likewise, greatest values.
     """
-    sums = torch.zeros(11, dtype=torch.float64)
+    sums = torch.zeros(16, dtype=torch.float64)
     most = torch.full((3,), -torch.inf, dtype=torch.float64)
     if rows:
         expert = torch.cat([r.expert for r in rows])
         own = ~expert
-        logp = torch.cat([p.detach() for p in logprobs])
-        entropy = torch.cat([e.detach() for e in entropies])
+        logp = widened(torch.cat([p.detach() for p in logprobs]))
+        entropy = widened(torch.cat([e.detach() for e in entropies]))
         behaviour = torch.cat([r.behaviour for r in rows])
-        lag = torch.cat([r.lag for r in rows])[own]
-        ratio = log_ratio(logp, behaviour)[own]
+        every_lag = torch.cat([r.lag for r in rows])
+        lag = every_lag[own]
+        stale = own & (every_lag > 0)
+        # What isn't finite is told as it is: a loss of it has been refused before.
+        ratio = clamped(logp - behaviour)[own]
         weight = ratio.exp()
         distance = k3(ratio)
         prob = logp.exp()
@@ -62,6 +71,10 @@ def diagnose(
             torch.where(expert, logp, zero).sum(),
             torch.where(expert, entropy, zero).sum(),
             torch.where(lag > 0, lag, 0).sum(),
+            stale.sum(),
+            torch.where(stale, prob, zero).sum(),
+            torch.where(stale, entropy, zero).sum(),
+            *_to_reference(rows, logp, own),
         ]
         sums = torch.stack([part.double() for part in parts]).cpu()
         if len(ratio):
@@ -90,6 +103,10 @@ def diagnose(
         }
         if highest[2] >= 0:
             found["log_ratio_max_lag0"] = highest[2]
+    if total[11]:
+        found |= {"prob_stale": total[12] / total[11], "entropy_stale": total[13] / total[11]}
+    if total[14]:
+        found["k3_reference"] = total[15] / total[14]
     if expert_tokens:
         found |= {
             "prob_expert": total[7] / expert_tokens,
@@ -97,6 +114,45 @@ def diagnose(
             "entropy_expert": total[9] / expert_tokens,
         }
     return found
+
+
+def _to_reference(rows: Sequence[Rows], logp: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """How many own tokens have a reference, and their sum of k3 with r = π_ref/π_θ."""
+    if any(r.reference is None for r in rows):
+        return own.new_zeros((), dtype=torch.int64), logp.new_zeros(())
+    reference = torch.cat([r.reference for r in rows if r.reference is not None])
+    distance = k3(widened(reference) - logp)
+    return own.sum(), torch.where(own, distance, torch.zeros_like(distance)).sum()
+
+
+def evaluate(
+    objective: Objective,
+    rows: Rows,
+    *,
+    constant: float = 1.0,
+    width: float = 1.0,
+    step: int = 1,
+) -> tuple[Tensor, dict[str, float]]:
+    """The whole loss of an update in one piece, and all its metrics: the objective's and
+    :func:`diagnose`'s.
+
+    For scripts and tests; the trainer goes by micro-batches.
+
+    Args:
+        objective: See :func:`tandem.learner.objectives.make`.
+        rows: All rows of the update, with the columns that the objective asks for.
+        constant: For ``aggregation="constant"``.
+        width: For ``aggregation="width"``.
+        step: For schedules, from 1.
+    """
+    scalars = {"constant": constant, "width": width, "step": float(step)}
+    scalars |= {key: float(value) for key, value in objective.statistics(rows).items()}
+    loss, sums = objective.loss(rows, scalars)
+    told = objective.report({key: float(value) for key, value in sums.items()}, scalars)
+    assert rows.logprobs is not None
+    entropy = torch.zeros_like(rows.logprobs) if rows.entropy is None else rows.entropy
+    found = {"loss": float(loss.detach()), **told, **diagnose([rows], [rows.logprobs], [entropy])}
+    return loss, found
 
 
 def percentile(values: Tensor, share: float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -19,10 +20,12 @@ from torch import Tensor
 
 from ..common.config import Config
 from ..common.errors import DataError
+from .finite import NonFiniteError
 from .microbatch import MicroBatch
 from .objectives import Objective
 from .policy import Policy, count_parameters
 from .rendezvous import gather_names, sum_over_ranks
+from .rows import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,7 +152,7 @@ class DeepSpeedEngine:
                 loss = scored.sum() * 0.0
             else:
                 rows = micro.rows.with_columns(logprobs=scored, entropy=entropy)
-                loss, parts = objective.loss(rows, scalars)
+                loss, parts = _loss(objective, rows, scalars)
                 for name, value in parts.items():
                     sums[name] = sums[name] + value if name in sums else value
                 logprobs.append(scored.detach())
@@ -314,6 +317,19 @@ class DeepSpeedEngine:
             yield from self.model.state_dict().items()
         else:
             yield from self.parameters()
+
+
+def _loss(
+    objective: Objective, rows: Rows, scalars: Mapping[str, float]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The objective's loss; NaN where it refuses the log-probs, so that every rank goes on to the
+    step that none of them makes."""
+    try:
+        return objective.loss(rows, scalars)
+    except NonFiniteError as error:
+        log.warning(f"no loss: {error}")
+        assert rows.logprobs is not None
+        return rows.logprobs.sum() * math.nan, {}
 
 
 def stage_of(config: Config, ranks: int) -> int:

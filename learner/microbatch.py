@@ -89,7 +89,8 @@ def rows_of(
     group = torch.from_numpy(batch.group)
     rewards = torch.from_numpy(batch.rewards)
     expert_row = torch.from_numpy(batch.expert_row)
-    given = advantages(rewards, group, batch.groups, expert_row, baseline)
+    lengths = torch.from_numpy(np.bincount(row, minlength=len(batch)).astype(np.int64))
+    given = advantages(rewards, group, batch.groups, expert_row, baseline, lengths)
     truncated = torch.from_numpy(batch.truncated)
     masked = torch.zeros_like(truncated)
     if truncation == "zero_advantage":
@@ -109,7 +110,7 @@ def rows_of(
         group=group,
         expert_row=expert_row,
         masked=masked,
-        lengths=torch.from_numpy(np.bincount(row, minlength=len(batch)).astype(np.int64)),
+        lengths=lengths,
     )
 
 

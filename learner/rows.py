@@ -60,7 +60,13 @@ class Rows:
     reference: Tensor | None = None
     """``[N]`` log π_ref."""
     values: Tensor | None = None
-    """``[N]`` a critic's values."""
+    """``[N]`` a critic's values, with gradient in a loss."""
+    old_values: Tensor | None = None
+    """``[N]`` a critic's values when the rows were collected."""
+    returns: Tensor | None = None
+    """``[N]`` what the critic learns (:func:`tandem.learner.returns.gae`)."""
+    token_advantages: Tensor | None = None
+    """``[N]`` in place of the rows' advantages, where tokens have their own."""
 
     @property
     def count(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..common.config import Config
 from ..common.errors import ConfigError
+from ..common.models import load_model
 from ..common.records import ExpertTrace, Group
 from .batch import Batch, build
 from .diagnostics import diagnose
@@ -18,6 +19,7 @@ from .engine import DeepSpeedEngine, UpdateResult
 from .microbatch import MicroBatch, micro_batch, rows_of
 from .objectives import Objective, ObjectiveSettings, make
 from .packing import plan
+from .policy import Policy
 from .rendezvous import max_over_ranks, sum_over_ranks
 from .rows import Rows
 
@@ -47,8 +49,9 @@ class _Update:
     """This rank's share of the rows that can move the gradient."""
     scoring: list[MicroBatch]
     """This rank's share of all rows, where the objective's columns or statistics want it."""
-    constant: float
-    """Configured response length × nominal rows."""
+    fixed: Mapping[str, float]
+    """Scalars that don't come from the rows: ``constant`` (configured response length × nominal
+    rows), ``width`` (that length) and ``step``."""
     active: int
     """Rows that can move the gradient, over all ranks."""
     forward_tokens: int
@@ -62,28 +65,32 @@ def objective_of(config: Config) -> Objective:
         ConfigError: there is none of that name, or it wants a column that nothing fills.
     """
     wanted = config.learner.objective
-    objective = make(
-        wanted.name,
-        ObjectiveSettings(
-            advantage=wanted.advantage,
-            aggregation=wanted.aggregation,
-            clip_low=wanted.clip_low,
-            clip_high=wanted.clip_high,
-            dual_clip=wanted.dual_clip,
-            shaping=wanted.shaping,
-            gamma=wanted.gamma,
-            sft_coefficient=wanted.sft_coefficient,
-            entropy_coefficient=wanted.entropy_coefficient,
-            expert_negative=config.expert.negative,
-        ),
+    names = {field.name for field in fields(ObjectiveSettings)} - {"expert_negative"}
+    settings = ObjectiveSettings(
+        expert_negative=config.expert.negative,
+        **{name: getattr(wanted, name) for name in names},
     )
-    missing = objective.columns & {"reference", "values"}
-    if missing:
+    objective = make(wanted.name, settings)
+    if "values" in objective.columns:
         raise ConfigError(
-            f"learner.objective.name={wanted.name} needs {', '.join(sorted(missing))}, which "
-            f"this learner doesn't compute"
+            f"learner.objective.name={wanted.name} needs the values of a critic, and this learner has "
+            f"none: choose an objective with a group's baseline, such as grpo"
         )
     return objective
+
+
+def frozen_policy(config: Config, device: torch.device) -> Policy:
+    """The base model as it was before the run: π_ref. Held whole by every rank."""
+    policy = Policy(
+        load_model(
+            config.model.path,
+            dtype=config.model.dtype,
+            attention=config.model.attention,
+            device=device,
+        )
+    )
+    policy.share_prompts()
+    return policy.eval().requires_grad_(False)
 
 
 class Updates:
@@ -101,6 +108,9 @@ class Updates:
         self.engine = engine
         self.config = config
         self.objective = objective if objective is not None else objective_of(config)
+        self._reference: Policy | None = None
+        if "reference" in self.objective.columns:
+            self._reference = frozen_policy(config, engine.device)
 
     def train(
         self,
@@ -170,11 +180,17 @@ class Updates:
             scoring = self._pack(batch, rows, np.arange(len(batch)))
             if "proximal" in self.objective.columns:
                 own = self._with_proximal(own)
+        if self._reference is not None:
+            own, scoring = self._with_reference(own), self._with_reference(scoring)
         return _Update(
             rows=rows,
             micro_batches=own,
             scoring=scoring,
-            constant=float(self.config.rollout.max_new_tokens * nominal),
+            fixed={
+                "constant": float(self.config.rollout.max_new_tokens * nominal),
+                "width": float(self.config.rollout.max_new_tokens),
+                "step": float(step),
+            },
             active=len(active),
             forward_tokens=sum(micro.forward_tokens for micro in own),
         )
@@ -221,11 +237,31 @@ class Updates:
         ]
 
     @torch.no_grad()
+    def _with_reference(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        assert self._reference is not None
+        found = []
+        for micro in micro_batches:
+            if not micro.dummy:
+                there = micro.to(self.engine.device)
+                scored, _ = self._reference(
+                    there.input_ids,
+                    there.index,
+                    there.targets,
+                    there.temperature,
+                    False,
+                    there.layout,
+                )
+                rows = micro.rows.with_columns(reference=scored.to(micro.rows.row.device))
+                micro = replace(micro, rows=rows)
+            found.append(micro)
+        return found
+
+    @torch.no_grad()
     def _scalars(self, update: _Update) -> dict[str, float]:
         if "current" not in self.objective.columns:
             # Every rank has all rows, so nothing needs to be reduced.
             counted = self.objective.statistics(update.rows)
-            return {"constant": update.constant} | {k: float(v) for k, v in counted.items()}
+            return {**update.fixed, **{k: float(v) for k, v in counted.items()}}
         totals: dict[str, float] = {}
         scored = self.engine.score(update.scoring)
         for micro, (logprobs, entropy) in zip(update.scoring, scored, strict=True):
@@ -235,7 +271,7 @@ class Updates:
             rows = rows.with_columns(logprobs=logprobs, entropy=entropy)
             for name, value in self.objective.statistics(rows).items():
                 totals[name] = totals.get(name, 0.0) + float(value)
-        return {"constant": update.constant} | self.engine.sum_by_name(totals)
+        return {**update.fixed, **self.engine.sum_by_name(totals)}
 
     def _metrics(
         self, update: _Update, result: UpdateResult, scalars: Mapping[str, float]

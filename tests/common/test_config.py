@@ -203,3 +203,28 @@ def test_a_deterministic_run_has_the_settings_that_make_it_so():
 def test_a_deterministic_run_refuses_an_engine_that_is_not():
     with pytest.raises(ConfigError, match=r"run\.deterministic=true needs rollout\.engine=torch"):
         build("run.deterministic=true", "rollout.engine=vllm")
+
+
+def test_an_objective_sets_what_the_config_does_not():
+    dapo = build("learner.objective.name=dapo").learner.objective
+    assert (dapo.clip_high, dapo.aggregation, dapo.dual_clip) == (0.28, "token_mean", None)
+    own = build("learner.objective.name=dapo", "learner.objective.clip_high=0.3").learner.objective
+    assert (own.clip_high, own.aggregation) == (0.3, "token_mean")
+
+
+def test_a_saved_config_is_read_back_as_it_was():
+    config = build("learner.objective.name=gspo", "learner.objective.dual_clip=3")
+    assert c.build(c.yaml.safe_load(c.to_yaml(config))) == config
+
+
+def test_an_objective_without_a_hold_on_stale_samples_needs_fresh_ones():
+    with pytest.raises(ConfigError, match="luffy_code neither clips nor weights own tokens"):
+        build("learner.objective.name=luffy_code", "replay.max_staleness=1")
+    build("learner.objective.name=luffy_code", "replay.max_staleness=0")
+    clips = ("learner.objective.clip_low=0.2", "learner.objective.clip_high=0.2")
+    build("learner.objective.name=luffy_code", "replay.max_staleness=1", *clips)
+
+
+def test_every_objective_is_a_config():
+    for name in c.OBJECTIVES:
+        build(f"learner.objective.name={name}", "replay.max_staleness=0")

@@ -75,7 +75,7 @@ def test_every_metric_on_the_page_is_written_by_the_run_or_stands_in_the_code(
 ) -> None:
     """Those of other objectives and settings are looked for where metrics are named."""
     names = {name for record in written for name in record}
-    code = "\n".join(path.read_text(encoding="utf-8") for path in (root / "learner").glob("*.py"))
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (root / "learner").rglob("*.py"))
     unknown = []
     for entry in page:
         if any(documented(name, [entry]) for name in names):

@@ -36,6 +36,18 @@ def made_up() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def hand() -> ModuleType:
+    """``hand_made.py``."""
+    return load(TESTS / "learner" / "hand_made.py")
+
+
+@pytest.fixture(scope="session")
+def formula() -> ModuleType:
+    """``by_the_formula.py``."""
+    return load(TESTS / "learner" / "by_the_formula.py")
+
+
+@pytest.fixture(scope="session")
 def group() -> Iterator[None]:
     """The process group of one rank, in which this process may make DeepSpeed engines."""
     pytest.importorskip("deepspeed")

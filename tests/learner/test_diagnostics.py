@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tandem.learner.diagnostics import diagnose, percentile
+from tandem.learner.diagnostics import diagnose, evaluate, percentile
 from tandem.learner.microbatch import rows_of
 from tandem.learner.objectives import ObjectiveSettings, make
 
@@ -64,3 +64,30 @@ def test_a_rank_without_rows_tells_nothing_of_ratios() -> None:
 def test_the_99th_percentile_is_a_value_that_is_there() -> None:
     assert percentile(torch.arange(100.0), 0.99) == 98.0
     assert percentile(torch.tensor([3.0]), 0.99) == 3.0
+
+
+def test_a_whole_update_tells_all_its_metrics(hand: ModuleType) -> None:
+    """The numbers of LUFFY's worked example."""
+    these, _ = hand.reference_case()
+    these = these.with_columns(
+        entropy=torch.full_like(these.behaviour, 0.5),
+        reference=these.logprobs.detach() - 0.1,
+        lag=torch.where(these.row == 0, 2, these.lag),
+    )
+    loss, found = evaluate(make("luffy_code", entropy_coefficient=0.0), these, width=4.0)
+    assert loss.item() == found["loss"] == pytest.approx(0.002315, abs=1e-6)
+    # On and off parts are sums over 4 here; upstream tells means over 7 and 3 tokens.
+    assert found["loss_own"] * 4 / 7 == pytest.approx(0.087302, abs=1e-6)
+    assert found["loss_expert"] * 4 / 3 == pytest.approx(-0.200617, abs=1e-6)
+    assert found["expert_weight"] == pytest.approx(0.601852, abs=1e-6)
+    assert found["loss_stale"] * 4 == pytest.approx(2 / 3 * (1.25 + 1 + 2 / 3))
+    assert found["prob_stale"] == pytest.approx((0.5 + 0.4 + 0.3) / 3)
+    assert found["prob_expert"] == pytest.approx((0.02 + 0.3 + 0.8) / 3)
+    assert found["entropy_stale"] == found["entropy_expert"] == 0.5
+    assert found["k3_reference"] == pytest.approx(math.expm1(-0.1) + 0.1)
+    ratios = [1.25, 1, 2 / 3, 1, 0.5, 1.5, 1]
+    assert found["ratio_mean"] == pytest.approx(sum(ratios) / 7)
+    assert found["ratio_max"] == pytest.approx(1.5)
+    squares = sum(ratio * ratio for ratio in ratios)
+    assert found["ess"] == pytest.approx(sum(ratios) ** 2 / 7 / squares)
+    assert found["k3"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 7)

@@ -24,7 +24,8 @@ def case(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 def test_log_probs_and_entropy_are_those_of_the_tempered_softmax(
     chunked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * V * 5)
+    monkeypatch.setattr(module, "LEAST_SLICE", 3)
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * N * 3)
     hidden, weight, tokens, temperature = case(torch.float64)
     found, entropy = token_logprobs(hidden, weight, tokens, temperature, chunked=chunked)
     share = torch.softmax(hidden @ weight.T / temperature[:, None], -1)
@@ -34,8 +35,14 @@ def test_log_probs_and_entropy_are_those_of_the_tempered_softmax(
 
 
 @pytest.mark.parametrize("heat", [True, False])
-def test_chunked_gradients_are_the_plain_ones(heat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * V * 5)
+@pytest.mark.parametrize("kept", [0, 2, 99])
+def test_chunked_gradients_are_the_plain_ones(
+    heat: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether logits are kept for the backward pass or made again."""
+    monkeypatch.setitem(module.KEPT_BYTES, "cpu", 4 * N * 3 * kept)
+    monkeypatch.setattr(module, "LEAST_SLICE", 3)
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * N * 3)
     gradients = []
     for chunked in (False, True):
         hidden, weight, tokens, temperature = case(torch.float64)
@@ -57,7 +64,8 @@ def test_chunked_gradients_are_the_plain_ones(heat: bool, monkeypatch: pytest.Mo
 def test_a_bf16_matrix_gets_a_bf16_gradient_summed_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * V)
+    monkeypatch.setattr(module, "LEAST_SLICE", 1)
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * N)
     hidden, weight, tokens, _ = case(torch.float64)
     exact, _ = token_logprobs(hidden, weight, tokens, None, chunked=False)
     exact.sum().backward()
@@ -74,7 +82,7 @@ def test_the_size_of_the_vocabulary_decides(monkeypatch: pytest.MonkeyPatch) -> 
     hidden, weight, tokens, _ = case(torch.float32)
     plain, _ = token_logprobs(hidden, weight, tokens, None)
     assert plain.grad_fn is not None
-    assert "Chunked" not in type(plain.grad_fn).__name__
+    assert "Sliced" not in type(plain.grad_fn).__name__
     monkeypatch.setattr(module, "CHUNKED_FROM", V)
     pieces, _ = token_logprobs(hidden, weight, tokens, None)
-    assert "Chunked" in type(pieces.grad_fn).__name__
+    assert "Sliced" in type(pieces.grad_fn).__name__

@@ -333,6 +333,23 @@ def test_offline_sft_lowers_the_loss_without_a_worker(start_run: StartRun, launc
     assert run.runs.state() == "finished"
 
 
+def test_an_objective_of_ones_own_trains(start_run: StartRun, launch: Launch) -> None:
+    """The function of docs/objectives.md, by its import path, is grpo without its clips."""
+    unclipped = {"clip_low": None, "clip_high": None, "dual_clip": None}
+    runs = []
+    for objective in ({"name": "own_objective:unclipped"}, {"name": "grpo", **unclipped}):
+        run = start_run(run={"steps": 4}, learner={"objective": objective})
+        run.work()
+        finish(run, launch(run))
+        runs.append(run)
+    own, built_in = runs
+    losses = [record["train/loss"] for record in metrics(built_in)]
+    assert any(loss != 0 for loss in losses)
+    assert [record["train/loss"] for record in metrics(own)] == pytest.approx(losses, abs=1e-7)
+    for name, tensor in weights(built_in).items():
+        torch.testing.assert_close(weights(own)[name], tensor, atol=1e-5, rtol=0, msg=name)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -14,9 +13,10 @@ import torch
 
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError
+from tandem.common.objectives import OBJECTIVES
 from tandem.common.records import Group, Sample, SamplingParams, Version
 from tandem.learner.engine import DeepSpeedEngine
-from tandem.learner.objectives import Grpo, Objective, ObjectiveSettings
+from tandem.learner.objectives import Grpo, Objective, ObjectiveSettings, make
 from tandem.learner.updates import GroupWithTraces, Updates, objective_of
 from tandem.replay.ledger import Lease
 
@@ -29,12 +29,12 @@ Learner = Callable[..., Updates]
 def learner(made_up: ModuleType) -> Learner:
     """Makes a rank on a tiny model."""
 
-    def make(objective: Objective | None = None, **sections: Any) -> Updates:
+    def started(objective: Objective | None = None, **sections: Any) -> Updates:
         config: Config = made_up.config_of(**sections)
         engine = DeepSpeedEngine(made_up.tiny_model(), config, torch.device("cpu"))
         return Updates(engine, config, objective)
 
-    return make
+    return started
 
 
 def groups_of(
@@ -193,15 +193,63 @@ def test_columns_are_filled_in_and_units_stay_whole(learner: Learner, made_up: M
     assert objective.scalars["sum_logprobs"] < 0
 
 
-def test_an_objective_that_needs_what_nobody_computes_is_refused(made_up: ModuleType) -> None:
-    class NeedsReference(Grpo):
-        columns = frozenset({"reference"})
-
-    sys.modules["needs_reference"] = made_up
-    made_up.NeedsReference = NeedsReference
-    config = made_up.config_of(learner={"objective": {"name": "needs_reference:NeedsReference"}})
-    with pytest.raises(ConfigError, match="needs reference"):
+def test_an_objective_that_needs_a_critic_is_refused(made_up: ModuleType) -> None:
+    config = made_up.config_of(learner={"objective": {"name": "ppo"}})
+    with pytest.raises(ConfigError, match="needs the values of a critic"):
         objective_of(config)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [{"name": "grpo", "kl_coefficient": 0.1}, {"name": "dpo"}, {"name": "kto"}],
+    ids=lambda objective: objective["name"],
+)
+def test_the_reference_is_the_base_model_and_stays_it(
+    objective: dict[str, Any],
+    learner: Learner,
+    made_up: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "tandem.learner.updates.load_model", lambda path, **kwargs: made_up.tiny_model()
+    )
+    updates = learner(learner={"objective": objective, "micro_batch_tokens": 80})
+    groups = groups_of(made_up, 2)
+    first = updates.train(1, groups, {}, lr=1e-2).metrics
+    assert first["train/k3_reference"] == pytest.approx(0.0, abs=1e-8)
+    second = updates.train(2, groups, {}, lr=1e-2).metrics
+    assert second["train/k3_reference"] > 1e-5
+
+
+@pytest.mark.parametrize("name", sorted(set(OBJECTIVES) - {"ppo"}))
+def test_every_objective_trains_whatever_the_micro_batches(
+    name: str, learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two updates of a step, with traces among the rows and padding between them."""
+    monkeypatch.setattr(
+        "tandem.learner.updates.load_model", lambda path, **kwargs: made_up.tiny_model()
+    )
+    traces = {f"a/{number}#0": made_up.trace(number) for number in range(2)}
+    groups = [
+        (group, (f"a/{number}#0",) if number < 2 else ())
+        for number, (group, _) in enumerate(groups_of(made_up, 4, size=3))
+    ]
+    found = []
+    for budget in (4096, 18 if make(name).unit == "row" else 90):
+        updates = learner(
+            learner={"objective": {"name": name}, "minibatches": 2, "micro_batch_tokens": budget},
+            replay={"max_staleness": 0},
+        )
+        before = snapshot(updates)
+        outcome = updates.train(1, groups, traces, lr=1e-3)
+        assert outcome.applied
+        after = snapshot(updates)
+        assert any(not torch.equal(after[key], before[key]) for key in before)
+        found.append(outcome.metrics)
+    assert found[1]["train/micro_batches"] > found[0]["train/micro_batches"]
+    for key in ("train/loss", "train/grad_norm"):
+        assert np.isfinite(found[0][key])
+        assert found[1][key] == pytest.approx(found[0][key], rel=1e-4, abs=1e-6)
 
 
 def from_engine(

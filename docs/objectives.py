@@ -1,0 +1,130 @@
+"""Writes docs/objectives.md from the table of objectives.
+
+.venv/bin/python docs/objectives.py            # writes the page
+.venv/bin/python docs/objectives.py --check    # says whether it is up to date
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from tandem.common.config import ObjectiveConfig
+from tandem.common.objectives import OBJECTIVES, Entry
+
+PAGE = Path(__file__).with_name("objectives.md")
+EXAMPLE = PAGE.parent.parent / "tests" / "learner" / "own_objective.py"
+
+HEAD = """# Objectives
+
+What a run trains with: `learner.objective.name`. This page is made of the table in
+[common/objectives.py](../common/objectives.py) by `python docs/objectives.py`; a test holds the two
+together.
+
+Letters: π_θ the policy that is trained, μ the policy that sampled a token (log-probs as recorded),
+π_prox the weights at the step's start, π_ref a reference, π_φ an expert's policy; ρ = π_θ/μ; A the
+advantage of a row, R its reward; sg(x) is x without a gradient; H the entropy of π_θ. *Own* tokens
+were sampled in the run, *expert* tokens stand in traces; `agg` is the sum over tokens with the
+denominator of `aggregation`, which is counted over the whole update, so that micro-batches, ranks
+and padding don't change it. Text of an environment is in no loss.
+
+A name sets some keys of `learner.objective` by itself (“sets”); what a preset or an override says
+wins. Keys that a name reads are under “reads”, their meanings at the [end of the page](#keys).
+Names marked *fresh* have nothing that holds stale samples, and need `replay.max_staleness=0`.
+"""
+
+OWN = """## One of your own
+
+`learner.objective.name=package.module:function` trains with your function; the module must be
+importable by the learner (installed, or on `PYTHONPATH`).
+
+```python
+@EXAMPLE@```
+
+`rows` is a [`Rows`](../learner/rows.py): flat tokens with their rows. `scalars` has the sums of
+`statistics(rows)` over the update (an attribute of the function, beside `own_tokens`,
+`expert_tokens` and `sequences`), `constant`, `width` and `step`. Return the part of the update's loss
+that these rows make, and if you like a dict of sums for `metrics.jsonl`. Dividing by anything but
+`scalars` makes the loss depend on the size of micro-batches. `columns`, as an attribute, asks for
+more log-probs: `proximal`, or `current` (then `statistics` sees `rows.logprobs`). A class may derive
+from `tandem.learner.objectives.Objective` or from one of the built-in ones instead.
+`learner.objective.params` are yours, in `settings.params`.
+"""
+
+
+def keys() -> dict[str, str]:
+    """Every key of ``learner.objective`` with its docstring."""
+    tree = ast.parse(inspect.getsource(ObjectiveConfig)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, str] = {}
+    for node, after in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            assert isinstance(after, ast.Expr)
+            assert isinstance(after.value, ast.Constant)
+            found[node.target.id] = " ".join(str(after.value.value).split())
+    return found
+
+
+def shown(value: Any) -> str:
+    """A default as a person would write it in YAML."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def told(name: str, entry: Entry) -> str:
+    """The part of the page about one objective."""
+    lines = [f"### {name}", "", entry.summary + (" *fresh*" if entry.fresh else ""), ""]
+    lines += ["```text", entry.equation, "```", ""]
+    lines.append(f"- **when**: {entry.use}")
+    lines.append(f"- **source**: {entry.source}")
+    if entry.defaults:
+        sets = ", ".join(f"`{key}={shown(value)}`" for key, value in entry.defaults.items())
+        lines.append(f"- **sets**: {sets}")
+    lines.append("- **reads**: " + ", ".join(f"`{key}`" for key in entry.reads))
+    more = [column for column in entry.columns if column != "behaviour"]
+    if more:
+        lines.append(f"- **needs**: {', '.join(more)}")
+    return "\n".join([*lines, ""])
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    families: dict[str, list[str]] = {}
+    for name, entry in OBJECTIVES.items():
+        families.setdefault(entry.family, []).append(name)
+    overview = ["| name | what it is |", "|---|---|"]
+    for name, entry in OBJECTIVES.items():
+        overview.append(f"| [{name}](#{name}) | {entry.summary} |")
+    parts.append("\n".join([*overview, ""]))
+    for family, names in families.items():
+        parts.append(f"## {family}\n")
+        parts += [told(name, OBJECTIVES[name]) for name in names]
+    _, _, code = EXAMPLE.read_text(encoding="utf-8").partition('"""\n\n')
+    parts.append(OWN.replace("@EXAMPLE@", code))
+    rows = ["## Keys", "", "| key | default | meaning |", "|---|---|---|"]
+    defaults = ObjectiveConfig()
+    for key, meaning in keys().items():
+        text = meaning.replace("``", "`").replace("|", "\\|")
+        rows.append(f"| `{key}` | {shown(getattr(defaults, key))} | {text} |")
+    parts.append("\n".join([*rows, ""]))
+    return "\n".join(parts)
+
+
+def main() -> int:
+    """Writes the page, or says whether it is what it should be."""
+    if "--check" in sys.argv[1:]:
+        current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
+        print("up to date" if current else "out of date: run python docs/objectives.py")
+        return 0 if current else 1
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The objectives: statistics of a batch plus an additive loss over its rows.
+
+:mod:`.base` has the contract and the registry, :mod:`.settings` the numbers; the others have the
+objectives by family. Names, equations and sources: :mod:`tandem.common.objectives`, of which
+``docs/objectives.md`` is made.
+"""
+
+from .base import (
+    REGISTRY,
+    Column,
+    FunctionObjective,
+    LossFunction,
+    Objective,
+    Sums,
+    Unit,
+    make,
+    register,
+)
+from .critic import Ppo
+from .mixed import Chord, ExGrpo, Luffy, LuffyCode, PrefixRft, RlPlus, Srft
+from .policy import Cispo, Corrected, Decoupled, Grpo, Gspo, GspoToken, PolicyGradient, Reinforce
+from .preference import Cpo, Dpo, Kto, Orpo
+from .settings import ObjectiveSettings
+from .supervised import RlSftLoss, Sft
+
+__all__ = [
+    "Objective",
+    "ObjectiveSettings",
+    "Column",
+    "Unit",
+    "Sums",
+    "FunctionObjective",
+    "LossFunction",
+    "REGISTRY",
+    "make",
+    "register",
+    "PolicyGradient",
+    "Grpo",
+    "Reinforce",
+    "Gspo",
+    "GspoToken",
+    "Cispo",
+    "Corrected",
+    "Decoupled",
+    "Ppo",
+    "Luffy",
+    "LuffyCode",
+    "ExGrpo",
+    "RlPlus",
+    "Srft",
+    "PrefixRft",
+    "Chord",
+    "RlSftLoss",
+    "Sft",
+    "Dpo",
+    "Cpo",
+    "Orpo",
+    "Kto",
+]

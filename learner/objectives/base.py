@@ -1,0 +1,201 @@
+"""The contract of an objective, and the registry.
+
+An :class:`Objective` is a pure function of tensors in two parts. ``statistics`` sums up what the
+denominators need, over all rows of an update, without gradient. ``loss`` gives the part of the
+loss that some of the rows make, so that the parts of any split add up to the same loss and
+gradient. A split never goes through a ``unit``.
+
+A new one is a function or class with a ``@register("name")`` and an entry in
+:mod:`tandem.common.objectives`; a user's own is named in the config by its import path,
+``package.module:function`` or ``package.module:Class``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ...common.errors import ConfigError
+from ...common.objectives import OBJECTIVES, check_name
+from ..aggregation import counts
+from ..finite import finite
+from ..rows import Rows
+from .settings import ObjectiveSettings
+
+Column = Literal["behaviour", "proximal", "reference", "values", "current"]
+"""What the trainer fills in besides the rows themselves; ``current`` means that ``statistics``
+wants ``rows.logprobs`` (one pass without gradient)."""
+Unit = Literal["row", "pair", "group"]
+Sums = dict[str, Tensor]
+"""Detached sums for the metrics, additive over units."""
+
+
+class Objective(ABC):
+    """One training objective; see the module."""
+
+    unit: ClassVar[Unit] = "row"
+    """What no micro-batch, mini-batch or rank splits."""
+    columns: frozenset[Column] = frozenset({"behaviour"})
+    """What the trainer has to fill in."""
+    plain_temperature: ClassVar[frozenset[Literal["own", "expert"]]] = frozenset()
+    """Sources whose tokens are scored at temperature 1 rather than at the sample's (SFT,
+    preference losses)."""
+
+    def __init__(self, settings: ObjectiveSettings) -> None:
+        self.settings = settings
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether ``rows.entropy`` must carry a gradient."""
+        return self.settings.entropy_coefficient != 0
+
+    def active(self, rows: Rows) -> Tensor:
+        """``[R]`` bool: rows that can move the gradient. The others need no forward pass.
+
+        They still count in ``statistics``.
+        """
+        return torch.ones(rows.count, dtype=torch.bool, device=rows.advantages.device)
+
+    def statistics(self, rows: Rows) -> dict[str, Tensor]:
+        """Scalars that are summed over all rows of the update, then handed to every loss.
+
+        Additive over units; float64; no gradient.
+        """
+        return counts(rows.row, rows.expert, rows.count)
+
+    @abstractmethod
+    def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
+        """The part of the update's loss that these rows make, and sums for the metrics.
+
+        Args:
+            rows: Whole units, with ``logprobs`` filled in.
+            scalars: The sums of :meth:`statistics` over the update; ``width``: configured response
+                length; ``constant``: that × nominal rows of the update; ``step``: of the ledger,
+                from 1.
+
+        Returns:
+            A scalar with gradient, additive over units, and detached sums, additive too.
+
+        Raises:
+            NonFiniteError: a log-prob that counts is infinite or NaN.
+        """
+
+    def report(self, sums: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
+        """Metrics of an update from the sums of its losses."""
+        return dict(sums)
+
+
+def where(mask: Tensor, values: Tensor) -> Tensor:
+    """Values where the mask is on, else 0, with no gradient and no NaN from the others."""
+    return torch.where(mask, values, torch.zeros_like(values))
+
+
+def scored(rows: Rows, mask: Tensor) -> Tensor:
+    """``[N]`` log π_θ of the tokens in the mask, 0 elsewhere.
+
+    Raises:
+        NonFiniteError: one of them is infinite or NaN.
+    """
+    if rows.logprobs is None:
+        raise ConfigError("the loss needs rows.logprobs: score the rows first")
+    return finite("rows.logprobs", where(mask, rows.logprobs))
+
+
+LossFunction = Callable[
+    [Rows, Mapping[str, float], ObjectiveSettings], "Tensor | tuple[Tensor, Sums]"
+]
+"""A user's objective in its shortest form."""
+
+
+class FunctionObjective(Objective):
+    """An objective that is one function ``loss(rows, scalars, settings)``.
+
+    Attributes of the function with the names of the class's (``unit``, ``columns``,
+    ``plain_temperature``, ``statistics(rows)``) are taken over.
+    """
+
+    def __init__(self, settings: ObjectiveSettings, function: Any) -> None:
+        super().__init__(settings)
+        self.function = function
+        self.columns = frozenset(getattr(function, "columns", {"behaviour"}))
+        self._statistics = getattr(function, "statistics", None)
+        # On the instance: every function has its own.
+        for name in ("unit", "plain_temperature"):
+            if hasattr(function, name):
+                setattr(self, name, getattr(function, name))
+
+    def statistics(self, rows: Rows) -> dict[str, Tensor]:
+        found = super().statistics(rows)
+        return found if self._statistics is None else found | self._statistics(rows)
+
+    def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
+        found = self.function(rows, scalars, self.settings)
+        return found if isinstance(found, tuple) else (found, {})
+
+
+REGISTRY: dict[str, Any] = {}
+"""Name to subclass of :class:`Objective`, or to a :data:`LossFunction`."""
+
+
+def register(name: str) -> Callable[[Any], Any]:
+    """Decorator of a class or function: the objective's name in the config."""
+
+    def add(found: Any) -> Any:
+        if name not in OBJECTIVES:
+            raise ValueError(f"{name} isn't among the names in common/objectives.py")
+        if REGISTRY.setdefault(name, found) is not found:
+            raise ValueError(f"{name} is already the name of another objective")
+        return found
+
+    return add
+
+
+def make(name: str, settings: ObjectiveSettings | None = None, **changes: Any) -> Objective:
+    """The objective of that name, or at that import path.
+
+    Args:
+        name: Of the table, or an import path.
+        settings: All of them; None = those that the name sets, with the changes.
+        changes: Fields of the settings.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if settings is None:
+        entry = OBJECTIVES.get(name)
+        settings = ObjectiveSettings(**{**(entry.defaults if entry else {}), **changes})
+    found = REGISTRY.get(name)
+    if found is None:
+        found = _imported(name)
+    if isinstance(found, type):
+        made: Objective = found(settings)
+        return made
+    return FunctionObjective(settings, found)
+
+
+def _imported(path: str) -> Any:
+    check_name(path)
+    module, colon, attribute = path.partition(":")
+    if not colon:
+        module, _, attribute = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"learner.objective.name={path!r} can't be imported: {error} (built in: "
+            f"{', '.join(OBJECTIVES)}); install it, or put its folder on PYTHONPATH of the learner"
+        ) from None
+    if isinstance(found, type):
+        if issubclass(found, Objective):
+            return found
+    elif callable(found):
+        return found
+    raise ConfigError(
+        f"learner.objective.name={path!r} is neither a subclass of Objective nor a function "
+        f"loss(rows, scalars, settings)"
+    )

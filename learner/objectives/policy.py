@@ -1,0 +1,398 @@
+"""Policy gradients on own tokens: what all of them share, and the plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ...common.errors import ConfigError
+from ..aggregation import aggregate
+from ..finite import widened
+from ..penalties import kl_in_loss, scaled_coefficient
+from ..ratios import (
+    cispo,
+    clamped,
+    clip_surrogate,
+    correction_weights,
+    log_ratio,
+    ppo_clip,
+    sequence_log_ratio,
+)
+from ..rows import Rows
+from ..shaping import own_ratios
+from .base import Objective, Sums, register, scored, where
+from .settings import ObjectiveSettings
+
+
+class PolicyGradient(Objective):
+    """``L = agg(ℓ_own) + agg(ℓ_expert) − c_H mean(H) + β agg(KL)``.
+
+    A subclass says what an own token costs (:meth:`own_losses`) and what an expert token costs
+    (:meth:`expert_losses`). Advantages, masks and denominators: :mod:`tandem.learner.advantages`,
+    :mod:`tandem.learner.aggregation`.
+    """
+
+    def __init__(self, settings: ObjectiveSettings) -> None:
+        super().__init__(settings)
+        if settings.kl_coefficient:
+            self.columns = self.columns | {"reference"}
+        if settings.entropy_coefficient and settings.entropy_target is not None:
+            self.columns = self.columns | {"current"}
+
+    def active(self, rows: Rows) -> Tensor:
+        if self.needs_entropy or self.settings.kl_coefficient:
+            return torch.ones_like(rows.masked)
+        return (rows.advantages != 0) & ~rows.masked
+
+    def statistics(self, rows: Rows) -> dict[str, Tensor]:
+        found = super().statistics(rows)
+        if self.needs_entropy and "current" in self.columns and rows.entropy is not None:
+            over = self._entropy_mask(rows)
+            found["entropy_sum"] = where(over, rows.entropy.detach()).sum().double()
+            found["entropy_tokens"] = over.sum().double()
+        return found
+
+    # What a subclass says.
+
+    def own_losses(
+        self, rows: Rows, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, own: Tensor
+    ) -> Tensor:
+        """``[N]`` loss of each own token (anything at the others, but finite).
+
+        Args:
+            rows: All columns.
+            logprobs: ``[N]`` log π_θ of own tokens, 0 at the others.
+            behaviour: ``[N]`` log μ likewise.
+            advantages: ``[N]``
+            own: ``[N]`` bool.
+        """
+        settings = self.settings
+        if settings.own_shaping != "none":
+            ratio = own_ratios(
+                logprobs,
+                behaviour,
+                settings.own_shaping,
+                gamma=settings.gamma,
+                exponent=settings.shaping_exponent,
+                coefficient=settings.shaping_coefficient,
+            )
+            return clip_surrogate(ratio, advantages, **self.clips)
+        return ppo_clip(log_ratio(logprobs, behaviour), advantages, **self.clips)
+
+    def expert_losses(
+        self, rows: Rows, logprobs: Tensor, advantages: Tensor, expert: Tensor
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """``[N]`` loss of each expert token (anything at the others, but finite), and its weight
+        for the metrics; None = expert tokens stay out."""
+        return None
+
+    def expert_mask(self, rows: Rows, advantages: Tensor) -> Tensor:
+        """``[N]`` bool: expert tokens in the loss.
+
+        Those with A < 0 would push the expert's own text down; they leave unless told otherwise.
+        """
+        kept = rows.expert & ~rows.by_token(rows.masked)
+        return kept if self.settings.expert_negative else kept & (advantages >= 0)
+
+    # What they share.
+
+    @property
+    def clips(self) -> dict[str, float | None]:
+        """Keyword arguments of the clipped surrogate."""
+        settings = self.settings
+        return {
+            "clip_low": settings.clip_low,
+            "clip_high": settings.clip_high,
+            "dual_clip": settings.dual_clip,
+        }
+
+    def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
+        assert rows.logprobs is not None
+        settings = self.settings
+        per_token = self.token_advantages(rows)
+        kept = ~rows.by_token(rows.masked)
+        own = kept & ~rows.expert
+        logprobs = widened(scored(rows, own))
+        behaviour = where(own, rows.behaviour)
+        own_advantages = _scaled(per_token, settings.own_advantage_weight)
+        losses = self.own_losses(rows, logprobs, behaviour, own_advantages, own)
+        counted = self._likely_left_out(rows, own)
+        own_losses = where(counted, losses)
+        # Checked above, where the loss was made of them.
+        ratios = clamped(logprobs.detach() - widened(behaviour))
+        sums = self._clip_sums(ratios, per_token, own)
+        total = self.aggregate(rows, own_losses, scalars)
+        sums["loss_own"] = total.detach()
+        stale = own & (rows.lag > 0)
+        sums["loss_stale"] = self.aggregate(rows, where(stale, own_losses.detach()), scalars)
+        expert = self.expert_mask(rows, per_token)
+        part = self._expert_part(rows, expert, per_token, scalars, sums)
+        if part is not None:
+            total = total + part
+        if settings.kl_coefficient:
+            total = total + settings.kl_coefficient * self._kl(
+                rows, logprobs, behaviour, own, scalars, sums
+            )
+        if self.needs_entropy:
+            total = total - self._entropy_bonus(rows, scalars)
+        return total, sums
+
+    def token_advantages(self, rows: Rows) -> Tensor:
+        """``[N]`` in the log-probs' dtype (float32 for bf16): per token where there are such."""
+        assert rows.logprobs is not None
+        dtype = widened(rows.logprobs).dtype
+        if rows.token_advantages is not None:
+            return rows.token_advantages.to(dtype)
+        return rows.by_token(rows.advantages.to(dtype))
+
+    def aggregate(self, rows: Rows, losses: Tensor, scalars: Mapping[str, float]) -> Tensor:
+        """See :func:`tandem.learner.aggregation.aggregate`."""
+        return aggregate(
+            losses,
+            row=rows.row,
+            expert=rows.expert,
+            lengths=rows.lengths,
+            how=self.settings.aggregation,
+            scalars=scalars,
+        )
+
+    def _likely_left_out(self, rows: Rows, mask: Tensor) -> Tensor:
+        """Tokens that are likelier than ``max_probability`` leave; denominators keep them."""
+        most = self.settings.max_probability
+        if most is None:
+            return mask
+        assert rows.logprobs is not None
+        return mask & (where(mask, rows.logprobs.detach()).exp() <= most)
+
+    def _expert_part(
+        self,
+        rows: Rows,
+        expert: Tensor,
+        per_token: Tensor,
+        scalars: Mapping[str, float],
+        sums: Sums,
+    ) -> Tensor | None:
+        advantages = _scaled(per_token, self.settings.expert_advantage_weight)
+        found = self.expert_losses(rows, widened(scored(rows, expert)), advantages, expert)
+        if found is None:
+            return None
+        losses, weights = found
+        counted = self._likely_left_out(rows, expert)
+        part = self.aggregate(rows, where(counted, losses), scalars)
+        sums["loss_expert"] = part.detach()
+        if weights is not None:
+            sums["expert_weight"] = where(expert, weights.detach()).sum()
+            sums["expert_weighted"] = expert.sum()
+        return part
+
+    def _kl(
+        self,
+        rows: Rows,
+        logprobs: Tensor,
+        behaviour: Tensor,
+        own: Tensor,
+        scalars: Mapping[str, float],
+        sums: Sums,
+    ) -> Tensor:
+        if rows.reference is None:
+            raise ConfigError("kl_coefficient needs the log-probs of a reference: rows.reference")
+        penalties = kl_in_loss(
+            logprobs,
+            where(own, rows.reference),
+            self.settings.kl_form,
+            log_ratios=log_ratio(logprobs, behaviour),
+        )
+        part = self.aggregate(rows, where(own, penalties), scalars)
+        sums["loss_kl"] = part.detach()
+        return part
+
+    def _entropy_mask(self, rows: Rows) -> Tensor:
+        kept = ~rows.by_token(rows.masked)
+        return kept if self.settings.entropy_over == "all" else kept & ~rows.expert
+
+    def _entropy_bonus(self, rows: Rows, scalars: Mapping[str, float]) -> Tensor:
+        """``c_H`` times these tokens' share of the mean entropy over the update."""
+        settings = self.settings
+        assert rows.entropy is not None
+        tokens = scalars["own_tokens"]
+        if settings.entropy_over == "all":
+            tokens = tokens + scalars["expert_tokens"]
+        mean = where(self._entropy_mask(rows), rows.entropy).sum() / max(tokens, 1.0)
+        coefficient = settings.entropy_coefficient
+        if settings.entropy_target is not None:
+            measured = scalars["entropy_sum"] / max(scalars["entropy_tokens"], 1.0)
+            coefficient = scaled_coefficient(coefficient, settings.entropy_target, measured)
+        return coefficient * mean
+
+    def _clip_sums(self, ratios: Tensor, advantages: Tensor, own: Tensor) -> Sums:
+        positive = own & (advantages > 0)
+        negative = own & (advantages < 0)
+        ratio = ratios.exp()
+        high, low = self.settings.clip_high, self.settings.clip_low
+        dual = self.settings.dual_clip
+        none = torch.zeros_like(own)
+        above = positive & (ratio > 1 + high) if high is not None else none
+        below = negative & (ratio < 1 - low) if low is not None else none
+        far = negative & (ratio > dual) if dual is not None else none
+        return {
+            "clipped_positive": above.sum(),
+            "clipped_negative": below.sum(),
+            "clipped_dual": far.sum(),
+            "positive": positive.sum(),
+            "negative": negative.sum(),
+        }
+
+    def report(self, sums: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
+        found = {
+            "clip_fraction_positive": sums["clipped_positive"] / max(sums["positive"], 1.0),
+            "clip_fraction_negative": sums["clipped_negative"] / max(sums["negative"], 1.0),
+            "clip_fraction_dual": sums["clipped_dual"] / max(sums["negative"], 1.0),
+        }
+        if "expert_weighted" in sums:
+            found["expert_weight"] = sums["expert_weight"] / max(sums["expert_weighted"], 1.0)
+        if "corrected" in sums:
+            tokens = max(scalars["own_tokens"], 1.0)
+            found["correction_weight"] = sums["correction_weight"] / tokens
+            found["corrected"] = sums["corrected"] / tokens
+        return {**found, **{k: v for k, v in sums.items() if k.startswith("loss_")}}
+
+
+def _scaled(advantages: Tensor, factor: float) -> Tensor:
+    return advantages if factor == 1.0 else factor * advantages
+
+
+@register("grpo")
+@register("dr_grpo")
+@register("dapo")
+@register("rloo")
+@register("max_rl")
+@register("reinforce_pp")
+@register("reinforce_pp_baseline")
+class Grpo(PolicyGradient):
+    """The clipped surrogate on own tokens; expert rows only shift the baseline."""
+
+
+@register("reinforce")
+@register("reinforce_baseline")
+class Reinforce(PolicyGradient):
+    """``−A log π_θ``: no ratio, so the samples must be the present policy's."""
+
+    def own_losses(
+        self, rows: Rows, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, own: Tensor
+    ) -> Tensor:
+        return -advantages * logprobs
+
+
+@register("gspo")
+class Gspo(PolicyGradient):
+    """The clip on the geometric mean of a row's own ratios, the same for all its tokens."""
+
+    def own_losses(
+        self, rows: Rows, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, own: Tensor
+    ) -> Tensor:
+        mean = sequence_log_ratio(logprobs, behaviour, rows.row, rows.count, own)
+        return ppo_clip(rows.by_token(mean), advantages, **self.clips)
+
+
+@register("gspo_token")
+class GspoToken(PolicyGradient):
+    """``s = sg(s_i) π_θ / sg(π_θ)``: GSPO's value and clip, each token's own gradient."""
+
+    def own_losses(
+        self, rows: Rows, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, own: Tensor
+    ) -> Tensor:
+        mean = sequence_log_ratio(logprobs.detach(), behaviour, rows.row, rows.count, own)
+        # The brackets: the difference is exactly 0, and only its gradient remains.
+        log_s = rows.by_token(mean) + (logprobs - logprobs.detach())
+        return ppo_clip(log_s, advantages, **self.clips)
+
+
+@register("cispo")
+class Cispo(PolicyGradient):
+    """``−sg(clamp(ρ)) A log π_θ``: the clip bounds the weight and never stops the gradient."""
+
+    def own_losses(
+        self, rows: Rows, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, own: Tensor
+    ) -> Tensor:
+        return cispo(
+            logprobs,
+            log_ratio(logprobs, behaviour),
+            advantages,
+            clip_low=self.settings.clip_low,
+            clip_high=self.settings.clip_high,
+        )
+
+
+@register("tis")
+@register("icepop")
+@register("mis")
+class Corrected(PolicyGradient):
+    """``−sg(w(π_θ/μ)) A log π_θ`` with w truncated or masked out of its bounds."""
+
+    def __init__(self, settings: ObjectiveSettings) -> None:
+        super().__init__(settings)
+        if settings.correction == "none":
+            raise ConfigError(
+                "learner.objective.correction=none leaves stale tokens without any weight: choose "
+                "truncate or mask, or the objective reinforce for fresh samples"
+            )
+
+    def weights(
+        self, rows: Rows, logprobs: Tensor, behaviour: Tensor, own: Tensor
+    ) -> tuple[Tensor, Sums]:
+        """``[N]`` detached weight of each own token, and how many were out of bounds."""
+        settings = self.settings
+        found = correction_weights(
+            logprobs - behaviour,
+            settings.correction,
+            settings.correction_level,
+            low=settings.correction_low,
+            high=settings.correction_high,
+            row=rows.row,
+            rows=rows.count,
+            among=own,
+        )
+        outside = found == 0 if settings.correction == "mask" else found >= settings.correction_high
+        return found, {
+            "correction_weight": where(own, found).sum(),
+            "corrected": (own & outside).sum(),
+        }
+
+    def own_losses(
+        self, rows: Rows, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, own: Tensor
+    ) -> Tensor:
+        weights, _ = self.weights(rows, logprobs, behaviour, own)
+        return -advantages * weights * logprobs
+
+    def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
+        total, sums = super().loss(rows, scalars)
+        own = ~rows.expert & ~rows.by_token(rows.masked)
+        anchor = self.anchor(rows, own)
+        _, told = self.weights(rows, anchor, where(own, rows.behaviour), own)
+        return total, sums | told
+
+    def anchor(self, rows: Rows, own: Tensor) -> Tensor:
+        """``[N]`` detached log-probs whose ratio to μ is the weight."""
+        assert rows.logprobs is not None
+        return widened(where(own, rows.logprobs.detach()))
+
+
+@register("decoupled_ppo")
+class Decoupled(Corrected):
+    """``w(π_prox/μ) · clip(π_θ/π_prox)``: the clip is around the step's first weights."""
+
+    columns = frozenset({"behaviour", "proximal"})
+
+    def own_losses(
+        self, rows: Rows, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, own: Tensor
+    ) -> Tensor:
+        anchor = self.anchor(rows, own)
+        weights, _ = self.weights(rows, anchor, behaviour, own)
+        return weights * ppo_clip(log_ratio(logprobs, anchor), advantages, **self.clips)
+
+    def anchor(self, rows: Rows, own: Tensor) -> Tensor:
+        if rows.proximal is None:
+            raise ConfigError("decoupled_ppo needs the step's first log-probs: rows.proximal")
+        return widened(where(own, rows.proximal.detach()))

@@ -1,0 +1,184 @@
+"""Preference losses over the rows of groups: the better answers against the worse ones.
+
+Every pair of a group's rows with different rewards counts
+(:func:`tandem.learner.preferences.pairs_of_groups`), expert traces among them. All tokens are scored at temperature 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ...common.errors import ConfigError
+from ..aggregation import counts
+from ..finite import widened
+from ..preferences import cpo, dpo, kto, orpo, pairs_of_groups
+from ..rows import Rows
+from .base import Objective, Sums, Unit, register, scored, where
+
+
+class Preference(Objective):
+    """What they share: sums and means of row log-probs, pairs, metrics."""
+
+    unit: ClassVar[Unit] = "group"
+    plain_temperature = frozenset({"own", "expert"})
+
+    def active(self, rows: Rows) -> Tensor:
+        active = torch.zeros_like(rows.masked)
+        for index in self.pairs(rows):
+            active[index] = True
+        return active
+
+    def pairs(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """``[P]`` rows chosen and rejected; masked rows are in none."""
+        kept = torch.nonzero(~rows.masked & (rows.lengths > 0)).squeeze(1)
+        chosen, rejected = pairs_of_groups(rows.rewards[kept], rows.group[kept])
+        return kept[chosen], kept[rejected]
+
+    def statistics(self, rows: Rows) -> dict[str, Tensor]:
+        found = counts(rows.row, rows.expert, rows.count)
+        found["pairs"] = torch.tensor(float(len(self.pairs(rows)[0])), dtype=torch.float64)
+        return found
+
+    def row_sums(self, rows: Rows, which: Tensor) -> Tensor:
+        """``[R]`` sums of log π_θ over the tokens of these rows, 0 for the others."""
+        return rows.by_row(widened(scored(rows, self._tokens(rows, which))))
+
+    def reference_sums(self, rows: Rows, which: Tensor) -> Tensor:
+        """``[R]`` likewise of log π_ref."""
+        if rows.reference is None:
+            raise ConfigError(
+                f"{type(self).__name__.lower()} needs the log-probs of a reference: rows.reference"
+            )
+        return rows.by_row(widened(where(self._tokens(rows, which), rows.reference.detach())))
+
+    def _tokens(self, rows: Rows, which: Tensor) -> Tensor:
+        chosen = torch.zeros(rows.count, dtype=torch.bool, device=rows.row.device)
+        chosen[which] = True
+        return rows.by_token(chosen)
+
+    def pair_losses(self, rows: Rows, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
+        """``[P]`` losses and ``[P]`` margins (for the metrics) of the pairs."""
+        raise NotImplementedError
+
+    def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
+        chosen, rejected = self.pairs(rows)
+        losses, margins = self.pair_losses(rows, chosen, rejected)
+        total = losses.sum() / max(scalars["pairs"], 1.0)
+        return total, {
+            "preference_loss": losses.detach().sum(),
+            "preference_margin": margins.detach().sum(),
+            "preference_accuracy": (margins > 0).sum(),
+        }
+
+    def report(self, sums: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
+        pairs = max(scalars["pairs"], 1.0)
+        return {
+            "preference_pairs": scalars["pairs"],
+            "preference_margin": sums["preference_margin"] / pairs,
+            "preference_accuracy": sums["preference_accuracy"] / pairs,
+        }
+
+
+@register("dpo")
+class Dpo(Preference):
+    """``mean over pairs of −log σ(β margin)``, the margin against a reference."""
+
+    columns = frozenset({"reference"})
+
+    def pair_losses(self, rows: Rows, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
+        which = torch.cat([chosen, rejected])
+        sums, reference = self.row_sums(rows, which), self.reference_sums(rows, which)
+        losses = dpo(
+            sums[chosen],
+            sums[rejected],
+            reference[chosen],
+            reference[rejected],
+            beta=self.settings.beta,
+            label_smoothing=self.settings.label_smoothing,
+        )
+        gain = sums - reference
+        return losses, self.settings.beta * (gain[chosen] - gain[rejected])
+
+
+@register("cpo")
+class Cpo(Preference):
+    """As DPO with a uniform reference, plus the chosen answers' cross entropy."""
+
+    columns = frozenset()
+
+    def pair_losses(self, rows: Rows, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
+        sums = self.row_sums(rows, torch.cat([chosen, rejected]))
+        means = sums / rows.lengths.clamp(min=1)
+        losses = cpo(
+            sums[chosen],
+            sums[rejected],
+            means[chosen],
+            beta=self.settings.beta,
+            nll_coefficient=self.settings.sft_coefficient,
+        )
+        return losses, self.settings.beta * (sums[chosen] - sums[rejected])
+
+
+@register("orpo")
+class Orpo(Preference):
+    """Cross entropy of the chosen answers plus a term of the log-odds."""
+
+    columns = frozenset()
+
+    def pair_losses(self, rows: Rows, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
+        sums = self.row_sums(rows, torch.cat([chosen, rejected]))
+        means = sums / rows.lengths.clamp(min=1)
+        losses = orpo(means[chosen], means[rejected], beta=self.settings.beta)
+        return losses, means[chosen] - means[rejected]
+
+
+@register("kto")
+class Kto(Preference):
+    """Single rows, desirable where A > 0, against z₀, the update's KL to the reference.
+
+    z₀ = max(0, mean over own rows of Σ_t log π_θ/π_ref): those are the policy's own samples, so no
+    second pass over mismatched answers is needed.
+    """
+
+    unit: ClassVar[Unit] = "row"
+    columns = frozenset({"reference", "current"})
+
+    def active(self, rows: Rows) -> Tensor:
+        return ~rows.masked & (rows.advantages != 0)
+
+    def statistics(self, rows: Rows) -> dict[str, Tensor]:
+        found = counts(rows.row, rows.expert, rows.count)
+        found["pairs"] = self.active(rows).sum().double()
+        own = ~rows.expert_row & ~rows.masked
+        found["kto_rows"] = own.sum().double()
+        if rows.logprobs is not None and rows.reference is not None:
+            gain = widened(rows.logprobs.detach()) - widened(rows.reference.detach())
+            per_row = rows.by_row(where(rows.by_token(own), gain).double())
+            found["kto_gain"] = per_row.sum()
+        return found
+
+    def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
+        which = torch.nonzero(self.active(rows)).squeeze(1)
+        sums, reference = self.row_sums(rows, which), self.reference_sums(rows, which)
+        z0 = max(scalars["kto_gain"] / max(scalars["kto_rows"], 1.0), 0.0)
+        desirable = rows.advantages[which] > 0
+        losses = kto(
+            sums[which],
+            reference[which],
+            desirable,
+            z0,
+            beta=self.settings.beta,
+            desirable_weight=self.settings.desirable_weight,
+            undesirable_weight=self.settings.undesirable_weight,
+        )
+        margins = (sums - reference)[which] - z0
+        margins = self.settings.beta * torch.where(desirable, margins, -margins)
+        return losses.sum() / max(scalars["pairs"], 1.0), {
+            "preference_loss": losses.detach().sum(),
+            "preference_margin": margins.detach().sum(),
+            "preference_accuracy": (margins > 0).sum(),
+        }

@@ -1,0 +1,76 @@
+"""Cross entropy of expert tokens, alone and beside a policy gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..aggregation import aggregate, counts
+from ..finite import widened
+from ..rows import Rows
+from .base import Objective, Sums, register, scored, where
+from .policy import PolicyGradient
+
+
+@register("sft")
+class Sft(Objective):
+    """Cross entropy of the expert tokens; own rows are left out."""
+
+    columns = frozenset()
+    plain_temperature = frozenset({"own", "expert"})
+
+    def active(self, rows: Rows) -> Tensor:
+        return rows.expert_row & ~rows.masked
+
+    def statistics(self, rows: Rows) -> dict[str, Tensor]:
+        found = counts(rows.row, rows.expert, rows.count)
+        # Own rows are no data of this objective, so they count in no denominator.
+        found["own_tokens"] = torch.zeros_like(found["own_tokens"])
+        found["sequences"] = rows.expert_row.sum().to(torch.float64)
+        return found
+
+    def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
+        kept = rows.expert & ~rows.by_token(rows.masked)
+        losses = -widened(scored(rows, kept))
+        total = aggregate(
+            losses,
+            row=rows.row,
+            expert=rows.expert,
+            lengths=rows.by_row(rows.expert.to(torch.int64)),
+            how=self.settings.aggregation,
+            scalars=scalars,
+        )
+        return total, {"nll": losses.detach().sum()}
+
+    def report(self, sums: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
+        return {"nll": sums["nll"] / max(scalars["expert_tokens"], 1.0)}
+
+
+@register("rl_sft_loss")
+class RlSftLoss(PolicyGradient):
+    """A policy gradient on own tokens plus cross entropy of expert tokens."""
+
+    plain_temperature = frozenset({"expert"})
+
+    def active(self, rows: Rows) -> Tensor:
+        return super().active(rows) | (rows.expert_row & ~rows.masked)
+
+    def coefficients(self, scalars: Mapping[str, float]) -> tuple[float, float]:
+        """Factors of the policy gradient and of the supervised term."""
+        return 1.0, self.settings.sft_coefficient
+
+    def supervised(self, logprobs: Tensor) -> Tensor:
+        """``[N]`` loss of each expert token."""
+        return -logprobs
+
+    def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
+        total, sums = super().loss(rows, scalars)
+        policy, sft = self.coefficients(scalars)
+        kept = rows.expert & ~rows.by_token(rows.masked)
+        losses = self.supervised(widened(scored(rows, kept)))
+        part = where(kept, losses).sum() / max(scalars["expert_tokens"], 1.0)
+        part = sft * part
+        sums["loss_expert"] = part.detach()
+        return (total if policy == 1.0 else policy * total) + part, sums

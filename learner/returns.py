@@ -1,0 +1,98 @@
+"""Advantages and returns of single tokens: GAE, and a KL penalty in the reward.
+
+Flat tokens ``[N]`` in the order of their rows; environment text isn't among them, so that a step
+of GAE goes from an own token to the next own token, whatever text lay between.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .ratios import row_sums
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    row: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantages and the returns that a critic learns (arXiv 1506.02438, eq. 16).
+
+    ``δ_t = r_t + γ V_{t+1} − V_t``, ``A_t = δ_t + γ λ A_{t+1}``, return ``A_t + V_t``. After a
+    row's last token V is 0, or ``bootstrap`` where the row was cut and would have gone on.
+
+    Example: rewards [0, 0, 1], values [.5, .6, .7], γ = 1, λ = 1 gives A = [.5, .4, .3].
+
+    Args:
+        rewards: ``[N]`` of every token; the verdict's stands at a row's last one.
+        values: ``[N]`` V of the state before each token; no gradient goes through.
+        row: ``[N]`` int64, ascending.
+        gamma: γ.
+        lam: λ.
+        bootstrap: ``[R]`` V after the last token of cut rows, 0 of ended ones; None = all ended.
+            A row number above its length counts as ended.
+
+    Returns:
+        ``[N]`` advantages, ``[N]`` returns, detached, in the dtype of the values.
+    """
+    values = values.detach()
+    result = torch.zeros_like(values)
+    if not len(row):
+        return result, result.clone()
+    # One step for each place from the end, all rows at once.
+    rows = int(row.max()) + 1
+    lengths = torch.bincount(row, minlength=rows)
+    ends = lengths.cumsum(0)
+    after = torch.zeros(rows, dtype=values.dtype, device=values.device)
+    if bootstrap is not None:
+        known = min(rows, len(bootstrap))
+        after[:known] = bootstrap.detach()[:known].to(values.dtype)
+    running = torch.zeros_like(after)
+    for back in range(1, int(lengths.max()) + 1):
+        alive = torch.nonzero(lengths >= back).squeeze(1)
+        at = ends[alive] - back
+        delta = rewards[at].to(values.dtype) + gamma * after[alive] - values[at]
+        running[alive] = delta + gamma * lam * running[alive]
+        result[at] = running[alive]
+        after[alive] = values[at]
+    return result, result + values
+
+
+def last_token_rewards(row_rewards: Tensor, row: Tensor) -> Tensor:
+    """``[N]`` each row's reward at its last token, 0 elsewhere."""
+    lengths = torch.bincount(row, minlength=len(row_rewards))
+    places = (lengths.cumsum(0) - 1)[lengths > 0]
+    result = torch.zeros(len(row), dtype=row_rewards.dtype, device=row_rewards.device)
+    result[places] = row_rewards[lengths > 0]
+    return result
+
+
+def kl_penalised(
+    rewards: Tensor, logprobs: Tensor, reference: Tensor, row: Tensor, coefficient: float
+) -> Tensor:
+    """``[R]`` ``R − β Σ_t (log π(y_t) − log π_ref(y_t))``: the KL in the reward, by k1.
+
+    k1 belongs here and not in the loss, where its expected gradient is 0 (arXiv 2203.02155, eq. 2;
+    Schulman, "Approximating KL divergence", 2020).
+
+    Args:
+        rewards: ``[R]``
+        logprobs: ``[N]`` of the policy that sampled; no gradient goes through.
+        reference: ``[N]``
+        row: ``[N]``
+        coefficient: β.
+    """
+    difference = (logprobs - reference).detach().to(rewards.dtype)
+    return rewards - coefficient * row_sums(difference, row, len(rewards))
+
+
+def kl_penalised_tokens(
+    rewards: Tensor, logprobs: Tensor, reference: Tensor, coefficient: float
+) -> Tensor:
+    """``[N]`` ``r_t − β (log π(y_t) − log π_ref(y_t))``, token by token, for GAE."""
+    return rewards - coefficient * (logprobs - reference).detach().to(rewards.dtype)
