@@ -416,9 +416,9 @@ class Ledger:
             self._problem_ids[source] = ids
         return ids[index]
 
-    def end(self, reason: str) -> int:
+    def end(self, reason: str, term: int) -> int:
         """Ends the run: what is leased, admitted or graded becomes ``rejected(run_ended)``."""
-        return int(self.store.script("end", reason))
+        return int(self.store.script("end", reason, term))
 
     # -- the worker's side -----------------------------------------------------------------
 

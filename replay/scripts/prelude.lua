@@ -62,7 +62,7 @@ local NUMBERS = {
   term = true, journalled = true, cursor = true, trimmed = true, groups_per_step = true,
   max_staleness = true, window = true, lease_ms = true, group_deadline_ms = true,
   max_attempts = true, max_inflight = true, steps = true, total_groups = true,
-  pass_length = true, group_bytes = true,
+  pass_length = true, group_bytes = true, offline = true,
 }
 local function meta(...)
   local names = {...}

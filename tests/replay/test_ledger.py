@@ -742,7 +742,7 @@ def test_the_end_rejects_all_that_is_not_taken(world: Worlds):
     leases = w.lease(held=1, count=3)
     w.commit(leases[:1], step=1)
     w.ledger.give_back(leases[1].group_id, 1)
-    assert w.ledger.end("its steps are done") == 3
+    assert w.ledger.end("its steps are done", w.term) == 3
     counts = w.ledger.counts()
     assert counts["rejected:run_ended"] == 3
     assert counts["taken"] == 2
@@ -755,6 +755,6 @@ def test_the_end_rejects_all_that_is_not_taken(world: Worlds):
 def test_a_run_that_ended_goes_on_with_more_steps(world: Worlds):
     w = world(steps=1)
     w.step(1)
-    w.ledger.end("its steps are done")
+    w.ledger.end("its steps are done", w.term)
     w.ledger.create({**_fields(w.settings), "steps": 2})
     w.step(2)
