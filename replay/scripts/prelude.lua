@@ -48,11 +48,11 @@ local function first_answer()
   return redis.call('hget', key('answers:' .. caller), request)
 end
 
--- Keeps the answer for a repeat of this request, and returns it.
+-- Keeps the answer for a repeat of this request, and returns it. The delete comes first: see reject.
 local function answer(text)
   local name = key('answers:' .. caller)
-  redis.call('hset', name, request, text)
   redis.call('hdel', name, request - ANSWERS_KEPT)
+  redis.call('hset', name, request, text)
   redis.call('expire', name, ANSWERS_SECONDS)
   return text
 end
@@ -159,10 +159,14 @@ local function move_deadlines(ms)
   end
 end
 
+local function server_life()
+  return string.match(redis.call('info', 'server'), 'run_id:(%w+)')
+end
+
 -- In a new life of the server, moves all deadlines on by one lease time, once: nobody could renew
 -- while it was down. Returns whether it did.
 local function moved_on_in_new_life()
-  local life = string.match(redis.call('info', 'server'), 'run_id:(%w+)')
+  local life = server_life()
   if redis.call('get', key('server')) == life then return false end
   redis.call('del', key('server')) -- a delete comes first: see reject
   redis.call('set', key('server'), life)

@@ -2,6 +2,8 @@
 -- ARGV: 3 worker, 4 holder of the life that goes on ('' = none does).
 -- Before: the earlier life is dead (its member id is used anew, or its supervisor saw it die).
 -- After: its leases are admitted again, each with a failed attempt. Answer: their serials.
+local given = first_answer()
+if given then return cjson.decode(given) end
 local m, missing = meta('max_attempts', 'pass_length')
 if not m then return missing end
 local found = {}
@@ -12,5 +14,8 @@ for _, serial in ipairs(redis.call('zrange', key('leased'), 0, -1)) do
     found[#found + 1] = serial
   end
 end
-if #found > 0 then hint('taken') end
+if #found > 0 then
+  hint('taken')
+  answer(cjson.encode(found))
+end
 return found
