@@ -204,12 +204,14 @@ local function expire_due(now, m)
   return #due
 end
 
--- The group that a cut waits for, as a table.
-local function waited_for(m)
-  local leased = redis.call('zrange', key('leased'), 0, 0)[1]
-  local back = redis.call('zrange', key('returned'), 0, 0)[1]
-  local serial = leased
-  if back and (not leased or tonumber(back) < tonumber(leased)) then serial = back end
+-- The group that a cut waits for, as a table: the lowest unfinished one, or the one given.
+local function waited_for(m, serial)
+  if not serial then
+    local leased = redis.call('zrange', key('leased'), 0, 0)[1]
+    local back = redis.call('zrange', key('returned'), 0, 0)[1]
+    serial = leased
+    if back and (not leased or tonumber(back) < tonumber(leased)) then serial = back end
+  end
   if not serial then
     return {group_id = id_of(m.cursor, m.pass_length), state = 'admitted', worker = '',
             reason = 'no worker has leased it yet'}

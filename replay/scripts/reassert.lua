@@ -20,6 +20,23 @@ local function ids_of(row)
   return table.concat(ids, ' ')
 end
 
+-- What became of the group in Redis since it lost the row.
+local function forget(serial, entry)
+  for _, set in ipairs({'leased', 'deadlines', 'returned', 'graded', 'ages'}) do
+    redis.call('zrem', key(set), serial)
+  end
+  local known = redis.call('hmget', group_key(serial), 'attempt', 'digest')
+  if known[2] and (tonumber(known[1]) ~= entry.attempt or known[2] ~= entry.digest) then
+    redis.call('unlink', key('payload:' .. entry.id .. ':' .. known[1] .. ':' .. known[2]))
+  end
+  redis.call('unlink', group_key(serial))
+  local letter, _, _, reason = get_final(serial)
+  if letter == 'R' then
+    redis.call('setbit', key('rejected:' .. reason), serial, 0)
+    redis.call('hdel', key('dead'), serial)
+  end
+end
+
 for i = 4, #ARGV do
   local row = cjson.decode(ARGV[i])
   local held = redis.call('hget', key('rows'), row.step)
@@ -35,10 +52,7 @@ for i = 4, #ARGV do
     for _, entry in ipairs(row.groups) do
       local pass, position = string.match(entry.id, '^(%d+)-(%d+)$')
       local serial = tonumber(pass) * m.pass_length + tonumber(position)
-      for _, set in ipairs({'leased', 'deadlines', 'returned', 'graded', 'ages'}) do
-        redis.call('zrem', key(set), serial)
-      end
-      redis.call('unlink', group_key(serial))
+      forget(serial, entry)
       while cursor < serial do
         redis.call('zadd', key('returned'), cursor, cursor)
         redis.call('hset', group_key(cursor), 'state', 'admitted', 'released', 'lost by Redis')

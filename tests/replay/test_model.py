@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from ledger_machine import LedgerMachine
+from ledger_histories import Histories
 from ledger_state import with_clock
 
 COMMON = {
@@ -19,10 +19,10 @@ COMMON = {
 
 
 @pytest.fixture
-def machine(make: Any, own_server: Any) -> Iterator[type[LedgerMachine]]:
+def machine(make: Any, own_server: Any) -> Iterator[type[Histories]]:
     """The machine on a server of its own, whose time it sets."""
 
-    class Machine(LedgerMachine):
+    class Machine(Histories):
         pass
 
     Machine.make, Machine.join = make, own_server.join("run")
@@ -30,7 +30,7 @@ def machine(make: Any, own_server: Any) -> Iterator[type[LedgerMachine]]:
         yield Machine
 
 
-def test_scripts_and_rules_agree(machine: type[LedgerMachine]):
+def test_scripts_and_rules_agree(machine: type[Histories]):
     run_state_machine_as_test(
         machine,
         settings=settings(derandomize=True, max_examples=100, stateful_step_count=40, **COMMON),
