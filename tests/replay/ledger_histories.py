@@ -14,8 +14,6 @@ places = st.integers(0, 9)
 lags = st.sampled_from([0, 1, 0, 2, 3, 4])
 """Steps by which a worker's version is behind J."""
 rarely = st.sampled_from([False] * 7 + [True])
-late_steps = st.sampled_from([0, 0, 0, -1, -2, 1])
-"""Of a row, from J on."""
 thens = st.sampled_from(["", "beat", "renew", "take", "lease"])
 """What is the first to happen at a chosen time."""
 
@@ -61,32 +59,42 @@ class Histories(LedgerMachine):
 
     @rule(
         worker=workers,
-        lag=lags,
-        but=st.lists(st.integers(0, 3), max_size=2, unique=True),
-        rows=st.integers(1, 2),
+        lag=st.sampled_from([0, 0, 0, 1]),
+        but=st.sampled_from([[0], [1], [0, 1], [0, 2], [0, 1, 2], [0, 1, 2, 3]]),
+        rows=st.sampled_from([2, 3, 1]),
+        moved=st.booleans(),
     )
-    def rows_pass_over_the_late(self, worker: int, lag: int, but: list[int], rows: int) -> None:
+    def rows_pass_over_the_late(
+        self, worker: int, lag: int, but: list[int], rows: int, moved: bool
+    ) -> None:
+        """``moved``: between rows, the lowest of them goes to another worker."""
         for _ in range(rows):
             self.lease(worker, lag)
             held = self.held()
             self.commit([one for place, one in enumerate(held) if place not in but])
             self.take(self.next_step())
+            if moved and self.held():
+                one = self.held()[0]
+                self.give_back(one.worker, one.serial, one.attempt, failed=False)
+                self.lease(1, 0, 1)
 
     @rule(ahead=st.sampled_from([1] * 6 + [0, -1, -2, 2]), old=rarely)
     def a_row_is_taken(self, ahead: int, old: bool) -> None:
         self.take(self.next_step() - 1 + ahead, old)
 
-    @rule(ahead=late_steps, old=rarely)
-    def a_row_is_confirmed(self, ahead: int, old: bool) -> None:
-        self.confirm(self.model.journalled + ahead, old)
-
-    @rule(ahead=late_steps, old=rarely)
-    def a_row_is_quarantined(self, ahead: int, old: bool) -> None:
-        self.quarantine(self.model.journalled + ahead, old)
-
-    @rule(ahead=late_steps, old=rarely)
-    def a_checkpoint_is_durable(self, ahead: int, old: bool) -> None:
-        self.durable(self.model.journalled + ahead, old)
+    @rule(
+        how=st.sampled_from(["confirm", "quarantine", "durable"]),
+        ahead=st.sampled_from([0, 0, 0, -1, -2, 1]),
+        old=rarely,
+    )
+    def a_row_is_settled(self, how: str, ahead: int, old: bool) -> None:
+        step = self.model.journalled + ahead
+        if how == "confirm":
+            self.confirm(step, old)
+        elif how == "quarantine":
+            self.quarantine(step, old)
+        else:
+            self.durable(step, old)
 
     # -- workers and their mishaps ---------------------------------------------------------
 
@@ -109,14 +117,13 @@ class Histories(LedgerMachine):
         chosen = list(dict.fromkeys(self.pick(place) for place in places))
         self.commit(chosen, oldest, verdicts, shift, flavour)
 
-    @rule(ahead=st.integers(0, 9))
-    def a_group_is_committed_that_was_never_leased(self, ahead: int) -> None:
-        self.commit([Handed(self.model.cursor + ahead, 1, 0, "", 0)])
-
-    @precondition(lambda self: self.handed)
-    @rule(place=places, flavour=st.integers(1, 2))
-    def a_group_is_committed_without_its_payload(self, place: int, flavour: int) -> None:
-        self.commit_without_payload(self.pick(place), flavour)
+    @rule(place=places, flavour=st.integers(0, 2))
+    def an_odd_commit(self, place: int, flavour: int) -> None:
+        """Of a group that was never leased, or without its payload."""
+        if flavour == 0 or not self.handed:
+            self.commit([Handed(self.model.cursor + place, 1, 0, "", 0)])
+        else:
+            self.commit_without_payload(self.pick(place), flavour)
 
     @precondition(lambda self: self.handed)
     @rule(worker=workers, places=st.lists(places, min_size=1, max_size=4, unique=True))
@@ -143,19 +150,16 @@ class Histories(LedgerMachine):
         self.give_back(one.worker, one.serial, one.attempt, failed=False)
         self.lease(worker, lag, 1)
 
-    @rule(worker=workers, leases=st.booleans())
-    def a_worker_starts_again(self, worker: int, leases: bool) -> None:
-        self.restart_worker(worker)
-        if leases:
-            self.lease(worker, 0, 2)
-
-    @rule(worker=workers)
-    def a_worker_is_seen_dead(self, worker: int) -> None:
-        self.reclaim(self.learner, worker)
-
-    @rule(worker=workers)
-    def a_worker_reclaims(self, worker: int) -> None:
-        self.reclaim(self.ledgers[worker], worker, self.holder(worker))
+    @rule(worker=workers, how=st.sampled_from(["starts", "starts, leases", "dead", "reclaims"]))
+    def a_worker_dies(self, worker: int, how: str) -> None:
+        if how == "dead":
+            self.reclaim(self.learner, worker)
+        elif how == "reclaims":
+            self.reclaim(self.ledgers[worker], worker, self.holder(worker))
+        else:
+            self.restart_worker(worker)
+            if how == "starts, leases":
+                self.lease(worker, 0, 2)
 
     @rule()
     def a_member_is_heard_of(self) -> None:
@@ -192,16 +196,25 @@ class Histories(LedgerMachine):
         self.go_on(ms, heard=heard)
 
     @precondition(lambda self: self.model.of("leased"))
-    @rule(cap=st.booleans(), heard=st.booleans(), off=st.sampled_from([0, -1]), then=thens)
-    def time_goes_by_to_a_deadline(self, cap: bool, heard: bool, off: int, then: str) -> None:
-        """To the next one of a lease, or to where the first one can be renewed no more."""
+    @rule(heard=st.booleans(), off=st.sampled_from([0, -1]), then=thens)
+    def time_goes_by_to_a_deadline(self, heard: bool, off: int, then: str) -> None:
+        leases = self.model.of("leased").values()
+        self.go_on_to([(one.deadline or 0) + off for one in leases], heard=heard)
+        self.first_then(then)
+
+    @precondition(lambda self: self.model.of("leased"))
+    @rule(heard=st.booleans(), off=st.sampled_from([0, -1]))
+    def time_goes_by_to_a_cap(self, heard: bool, off: int) -> None:
+        """To where the first lease can be renewed no more."""
         grace = self.model.limits.lease_ms
         leases = self.model.of("leased").values()
-        ends = [(one.cap + grace if cap else one.deadline or 0) + off for one in leases]
+        self.go_on_to([one.cap + grace + off for one in leases], heard=heard)
+        self.renew_all()
+
+    def go_on_to(self, ends: list[int], *, heard: bool) -> None:
         ahead = [end for end in ends if end > self.model.now]
         if ahead:
             self.go_on(min(ahead) - self.model.now, heard=heard)
-            self.first_then(then)
 
     @rule(off=st.sampled_from([0, -1]), then=thens)
     def nobody_is_heard_of(self, off: int, then: str) -> None:
@@ -211,17 +224,14 @@ class Histories(LedgerMachine):
 
     # -- the server, the learner and the run -----------------------------------------------
 
-    @rule(forgets=st.booleans())
-    def the_server_starts_again(self, forgets: bool) -> None:
-        self.new_life(forgets=forgets)
-
-    @rule()
-    def the_state_is_on_disk(self) -> None:
-        self.save()
-
-    @rule()
-    def the_host_crashes(self) -> None:
-        self.crash()
+    @rule(what=st.sampled_from(["restart", "restart, scripts kept", "saved", "crash"]))
+    def the_server(self, what: str) -> None:
+        if what == "saved":
+            self.save()
+        elif what == "crash":
+            self.crash()
+        else:
+            self.new_life(forgets=what == "restart")
 
     @rule(lose=rarely)
     def a_learner_starts(self, lose: bool) -> None:
@@ -242,27 +252,27 @@ class Histories(LedgerMachine):
             row["groups"][-1]["digest"] = "f" * 16
         self.reassert([row], old)
 
-    @rule(sure=rarely, old=rarely)
-    def the_run_is_ended(self, sure: bool, old: bool) -> None:
-        if sure or old:
-            self.end(old)
-
     @rule(
+        what=st.sampled_from(["resumed", "resumed", "running", "draining", "ended"]),
+        old=rarely,
         more=st.integers(0, 2),
         lease_seconds=st.sampled_from([10.0, 5.0]),
         max_inflight=st.sampled_from([100, 3]),
     )
-    def the_run_is_resumed(self, more: int, lease_seconds: float, max_inflight: int) -> None:
-        ends = "steps" if self.settings.steps else "passes"
-        self.create(
-            lease_seconds=lease_seconds,
-            max_inflight=max_inflight,
-            **{ends: (getattr(self.settings, ends) or 0) + more},
-        )
-
-    @rule(state=st.sampled_from(["running", "running", "draining"]))
-    def the_run_is_told(self, state: str) -> None:
-        self.set_state(state)
+    def the_run(
+        self, what: str, old: bool, more: int, lease_seconds: float, max_inflight: int
+    ) -> None:
+        if what == "ended":
+            self.end(old)
+        elif what == "resumed":
+            ends = "steps" if self.settings.steps else "passes"
+            self.create(
+                lease_seconds=lease_seconds,
+                max_inflight=max_inflight,
+                **{ends: (getattr(self.settings, ends) or 0) + more},
+            )
+        else:
+            self.set_state(what)
 
 
 def copy_of(row: dict) -> dict:

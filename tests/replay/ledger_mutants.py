@@ -23,8 +23,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "new positions go before what came back": ("lease", "if returned > 0 then", "if false then"),
     "the highest that came back goes first": (
         "lease",
-        "back = redis.call('zrange', key('returned'), 0, 0)",
-        "back = redis.call('zrange', key('returned'), -1, -1)",
+        "back = redis.call('zrange', key('returned'), 0, 0)[1]\n      serial",
+        "back = redis.call('zrange', key('returned'), -1, -1)[1]\n      serial",
     ),
     "one lease over max_inflight": (
         "lease",
