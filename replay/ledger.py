@@ -582,6 +582,11 @@ class Ledger:
         """J: rows written."""
         return int(self.store.call("hget", self.store.key("meta"), "journalled") or 0)
 
+    def open_steps(self) -> list[int]:
+        """Steps whose groups are taken and neither trained nor quarantined, ascending."""
+        taken = self.store.call("zrange", self.store.key("taken"), 0, -1, withscores=True)
+        return sorted({int(step) for _, step in taken})
+
     def take(self, step: int, term: int) -> Row | Waiting:
         """Row ``step``: as it was written if it was, else cut now if enough groups are graded.
 
