@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
-from ledger_machine import WORKERS, Handed, LedgerMachine
+from hypothesis.stateful import initialize, precondition, rule
+from ledger_machine import WORKERS, Handed, LedgerMachine, run_settings
 
 from tandem.replay.rules import SILENCE_MS
 
 workers = st.integers(0, len(WORKERS) - 1)
-places = st.integers(0, 9)
+places = st.sampled_from([0, 1, 0, 2, 0, 1, 3, 5])
 """Of a lease handed out, see ``pick``."""
 lags = st.sampled_from([0, 1, 0, 2, 3, 4])
 """Steps by which a worker's version is behind J."""
@@ -23,6 +25,22 @@ class Histories(LedgerMachine):
 
     # -- a run as it should be -------------------------------------------------------------
 
+    @initialize(
+        settings=run_settings(),
+        twice=st.booleans(),
+        steps=st.integers(0, 4),
+        leases=st.integers(0, 4),
+    )
+    def a_run(self, settings: dict[str, Any], twice: bool, steps: int, leases: int) -> None:
+        """That has come so far."""
+        self.begin(settings)
+        self.twice = twice
+        self.steps(["confirm"] * steps, 0)
+        if leases:
+            self.lease(0, 0, leases)
+            self.lease(1, 1, leases)
+        self.save()
+
     @rule(
         outcomes=st.lists(
             st.sampled_from(["confirm", "confirm", "quarantine", "durable", ""]),
@@ -31,8 +49,11 @@ class Histories(LedgerMachine):
         ),
         lag=st.sampled_from([0, 0, 0, 1]),
     )
-    def steps(self, outcomes: list[str], lag: int) -> None:
+    def all_goes_well(self, outcomes: list[str], lag: int) -> None:
         """Whole steps, so that histories come far."""
+        self.steps(outcomes, lag)
+
+    def steps(self, outcomes: list[str], lag: int) -> None:
         for outcome in outcomes:
             if self.lost:
                 return
@@ -104,7 +125,7 @@ class Histories(LedgerMachine):
 
     @precondition(lambda self: self.handed)
     @rule(
-        places=st.lists(places, min_size=1, max_size=3, unique=True),
+        places=st.lists(places, min_size=1, max_size=3),
         oldest=st.sampled_from(["held", "held", "newer", "older", "none"]),
         verdicts=st.sampled_from([2, 2, 2, 1, 0]),
         shift=st.sampled_from([0, 0, 0, 1, -1]),
@@ -126,7 +147,7 @@ class Histories(LedgerMachine):
             self.commit_without_payload(self.pick(place), flavour)
 
     @precondition(lambda self: self.handed)
-    @rule(worker=workers, places=st.lists(places, min_size=1, max_size=4, unique=True))
+    @rule(worker=workers, places=st.lists(places, min_size=1, max_size=4))
     def a_worker_renews(self, worker: int, places: list[int]) -> None:
         self.renew(worker, list(dict.fromkeys(self.pick(place).serial for place in places)))
 
@@ -135,7 +156,7 @@ class Histories(LedgerMachine):
         place=places,
         failed=st.booleans(),
         shift=st.sampled_from([0, 0, 0, 1, -1]),
-        by=st.one_of(st.none(), workers),
+        by=st.sampled_from([None, None, 0, 1, 2]),
     )
     def a_lease_is_given_back(self, place: int, failed: bool, shift: int, by: int | None) -> None:
         one = self.pick(place)
@@ -224,12 +245,18 @@ class Histories(LedgerMachine):
 
     # -- the server, the learner and the run -----------------------------------------------
 
-    @rule(what=st.sampled_from(["restart", "restart, scripts kept", "saved", "crash"]))
+    @rule(
+        what=st.sampled_from(
+            ["restart", "restart, scripts kept", "saved", "crash", "crash, mended"]
+        )
+    )
     def the_server(self, what: str) -> None:
         if what == "saved":
             self.save()
-        elif what == "crash":
+        elif what.startswith("crash"):
             self.crash()
+            if what == "crash, mended":
+                self.new_learner()
         else:
             self.new_life(forgets=what == "restart")
 
@@ -253,27 +280,33 @@ class Histories(LedgerMachine):
         self.reassert([row], old)
 
     @rule(
-        what=st.sampled_from(["resumed", "resumed", "running", "draining", "ended"]),
+        what=st.sampled_from(["", "", "draining", "ended", "ended for good"]),
         old=rarely,
         more=st.integers(0, 2),
         lease_seconds=st.sampled_from([10.0, 5.0]),
         max_inflight=st.sampled_from([100, 3]),
     )
-    def the_run(
+    def the_run_is_resumed(
         self, what: str, old: bool, more: int, lease_seconds: float, max_inflight: int
     ) -> None:
-        if what == "ended":
-            self.end(old)
-        elif what == "resumed":
-            ends = "steps" if self.settings.steps else "passes"
-            self.create(
-                lease_seconds=lease_seconds,
-                max_inflight=max_inflight,
-                **{ends: (getattr(self.settings, ends) or 0) + more},
-            )
-        else:
+        """After it was drained or ended, or just so."""
+        if what == "draining":
             self.set_state(what)
+        elif what:
+            self.end(old)
+        if what:
+            self.lease(0, 0, 2)
+            self.take(self.next_step())
+        if what == "ended for good":
+            return
+        ends = "steps" if self.settings.steps else "passes"
+        self.create(
+            lease_seconds=lease_seconds,
+            max_inflight=max_inflight,
+            **{ends: (getattr(self.settings, ends) or 0) + more},
+        )
+        self.set_state("running")
 
 
-def copy_of(row: dict) -> dict:
+def copy_of(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "groups": [dict(entry) for entry in row["groups"]]}

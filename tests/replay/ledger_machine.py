@@ -16,7 +16,7 @@ from typing import Any
 import redis
 import xxhash
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
+from hypothesis.stateful import RuleBasedStateMachine, invariant
 from ledger_model import Fenced, LedgerModel, Refused
 from ledger_state import Recording, expected, observe
 
@@ -125,7 +125,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def load_scripts(self) -> None:
         """So that each history begins with the same server, whatever one did before it."""
-        if not self.client.script_exists(connection.script_digest("create"))[0]:
+        digests = map(connection.script_digest, connection.script_names())
+        if not all(self.client.script_exists(*digests)):
             self.store()._load_scripts()
 
     def note(self, name: str, command: Command, answer: Any) -> None:
@@ -170,10 +171,8 @@ class LedgerMachine(RuleBasedStateMachine):
         assert silent or answer == wanted, f"{answer}; the model says {wanted}"
         return answer
 
-    @initialize(settings=run_settings(), twice=st.booleans())
-    def begin(self, settings: dict[str, Any], twice: bool) -> None:
+    def begin(self, settings: dict[str, Any]) -> None:
         cursor = settings.pop("cursor")
-        self.twice = twice
         self.settings = LedgerSettings(**settings)
         self.learner = Ledger(self.store(), "learner-0")
         self.stores = [self.store() for _ in WORKERS]
@@ -194,7 +193,6 @@ class LedgerMachine(RuleBasedStateMachine):
         if cursor:
             self.client.hset(key("meta"), "cursor", cursor)
         self.new_learner()
-        self.save()
 
     def limits(self) -> Limits:
         s = self.settings
@@ -427,11 +425,13 @@ class LedgerMachine(RuleBasedStateMachine):
             pipe.restore(name, ttl, data)
         pipe.execute()
         self.model = copy.deepcopy(model)
-        self.model.now = now
-        self.client.set(self.learner.store.key("clock"), now)
+        self.new_life(forgets=True)
+        self.forget_after_crash(now)
+
+    def forget_after_crash(self, now: int) -> None:
+        self.pass_time(now - self.model.now)
         self.lost = True
         self.acted.clear()
-        self.new_life(forgets=True)
 
     # -- the learner -----------------------------------------------------------------------
 

@@ -82,7 +82,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "if false then",
     ),
     "anybody renews": ("renew", " or known[2] ~= holder", ""),
-    "past its cap is no failure": ("renew", "release(serial, true,", "release(serial, false,"),
+    "past its cap is no failure": (
+        "renew",
+        "release(serial, true, 'past",
+        "release(serial, false, 'past",
+    ),
     "silence counts from one ms later": (
         "prelude",
         "silence < SILENCE_MS",

@@ -39,7 +39,7 @@ def with_clock(change: Callable[[str, str], str] | None = None) -> Iterator[None
 
 
 class Recording(Store):
-    """A store that tells of each call of a script, with its name and its answer."""
+    """A store that tells of each call of a script, of a batch the last, with its answer."""
 
     def __init__(self, tell: Callable[[str, Command, Any], None], *args: Any) -> None:
         super().__init__(*args)
@@ -59,10 +59,8 @@ class Recording(Store):
 
     def batch(self, commands: Any, **kwargs: Any) -> list[Any]:
         answers = super().batch(commands, **kwargs)
-        for command, answer in zip(commands, answers, strict=True):
-            for name, made in self._made:
-                if made is command:
-                    self._tell(name, made, answer)
+        if self._made and self._made[-1][1] is commands[-1]:
+            self._tell(*self._made[-1], answers[-1])
         self._made.clear()
         return answers
 
