@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import doctest
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from tandem.replay import rules
@@ -63,3 +67,100 @@ def test_a_window_of_two_steps_passes_over_one_step_of_groups():
 def test_a_cut_may_pass_over_a_lease_only_while_it_stays_fresh():
     assert not rules.must_not_pass_over(0, 0, 8, held_step=0, max_staleness=1)
     assert rules.must_not_pass_over(1, 0, 8, held_step=0, max_staleness=1)
+
+
+def test_the_examples_of_the_rules_are_true():
+    found = doctest.testmod(rules)
+    assert (found.failed, found.attempted > 10) == (0, True)
+
+
+def test_what_came_back_is_leased_first_lowest_first():
+    assert rules.next_to_lease({7, 5}, cursor=9) == 5
+    assert rules.next_to_lease(set(), cursor=9) == 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"leased": 3}, "admission: inflight"),
+        ({"used": 551, "maxmemory": 1000}, "admission: memory"),
+        ({"serial": 8}, "admission: every group of the run is leased"),
+        ({"serial": 8, "is_new": False}, ""),
+        ({"rank": 4}, "admission: staleness"),
+    ],
+)
+def test_why_a_group_is_not_leased(changes: dict[str, Any], why: str):
+    limits = rules.Limits(
+        groups_per_step=2, max_staleness=1, max_inflight=3, total_groups=8, group_bytes=100
+    )
+    asked = {"serial": 3, "is_new": True, "rank": 3, "leased": 1, "journalled": 0, "held_step": 0}
+    assert rules.why_not_leased(limits, **{**asked, **changes}) == why
+
+
+def test_no_group_is_leased_that_would_come_after_the_last_step():
+    limits = rules.Limits(groups_per_step=2, max_staleness=9, steps=2)
+    asked = {"serial": 9, "is_new": True, "leased": 0, "journalled": 1, "held_step": 1}
+    assert rules.why_not_leased(limits, rank=1, **asked) == ""
+    assert "last step" in rules.why_not_leased(limits, rank=2, **asked)
+
+
+@pytest.mark.parametrize(
+    ("why", "failed"),
+    [
+        (rules.Release.EXPIRED, True),
+        (rules.Release.PAST_DEADLINE, True),
+        (rules.Release.WORKER_DIED, True),
+        (rules.Release.FAILED, True),
+        (rules.Release.RETURNED, False),
+        (rules.Release.REVOKED, False),
+    ],
+)
+def test_a_drain_and_a_revocation_are_no_failed_attempts(why: rules.Release, failed: bool):
+    assert rules.counts_as_failed(why) is failed
+
+
+LIMITS = rules.Limits(groups_per_step=2, max_staleness=1, window=2)
+
+
+def cut(limits: rules.Limits = LIMITS, **changes: Any) -> rules.Cut:
+    asked: dict[str, Any] = {"step": 1, "graded": {}, "leased": {}, "returned": set(), "cursor": 9}
+    return rules.cut(limits, **{**asked, **changes})
+
+
+def test_the_sweep_takes_what_is_too_old_though_no_row_comes_of_it():
+    done = cut(step=3, graded={0: 0, 1: 1})
+    assert (done.stale, done.row, done.held_by) == ((0,), (), "groups")
+
+
+def test_a_cut_waits_for_the_lowest_that_is_out_or_for_the_next_new_one():
+    assert cut(graded={2: 0}, leased={3: 0}, returned={1}).waits_for == 1
+    assert cut(graded={2: 0}).waits_for == 9
+
+
+def test_the_last_row_is_short_once_nothing_is_out():
+    limits = replace(LIMITS, total_groups=9)
+    assert cut(limits, graded={8: 0}) == rules.Cut(row=(8,), short=True)
+    assert not cut(limits, graded={8: 0}, returned={7}).row
+    assert not cut(limits, graded={8: 0}, cursor=8).row
+    assert cut(limits).ended
+
+
+def test_a_lease_that_a_row_would_make_too_old_holds_it_or_is_revoked():
+    late = {"step": 2, "graded": {4: 1, 5: 1}, "leased": {2: 1, 3: 0}}
+    held = cut(replace(LIMITS, late="wait"), **late)
+    assert (held.held_by, held.waits_for, held.row) == ("staleness", 3, ())
+    dropped = cut(replace(LIMITS, late="drop"), **late)
+    assert (dropped.row, dropped.revoked) == ((4, 5), (3,))
+
+
+def test_a_run_that_ended_goes_on_with_more_steps_or_groups_only():
+    assert rules.goes_on(replace(LIMITS, steps=3), journalled=2, cursor=99)
+    assert not rules.goes_on(replace(LIMITS, steps=2), journalled=2, cursor=0)
+    assert rules.goes_on(replace(LIMITS, total_groups=9), journalled=2, cursor=8)
+
+
+def test_a_term_greater_than_the_ledgers_is_fenced_as_well():
+    assert rules.is_fenced(held=4, term=3)
+    assert rules.is_fenced(held=4, term=5)
+    assert not rules.is_fenced(held=4, term=4)
