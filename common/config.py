@@ -8,8 +8,9 @@ resumed run may change only what :data:`CHANGEABLE` lists.
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -616,6 +617,10 @@ def _item(node: list[Any], part: str, key: str) -> Any:
     return node[int(part)]
 
 
+MOST_NODES = 100_000
+MOST_LEVELS = 32
+
+
 def build(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
     """Validates a preset's tree with overrides put over it.
 
@@ -633,11 +638,18 @@ def build(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(_explain(error)) from None
 
 
-def _copy(node: Any) -> Any:
+def _copy(node: Any, counted: Iterator[int] | None = None, depth: int = 0) -> Any:
+    counted = itertools.count() if counted is None else counted
+    # YAML's anchors can make a small file a tree without end.
+    if next(counted) > MOST_NODES or depth > MOST_LEVELS:
+        raise ConfigError(
+            f"a config of more than {MOST_NODES:,} values or {MOST_LEVELS} levels: do its YAML "
+            f"anchors refer to themselves?"
+        )
     if isinstance(node, Mapping):
-        return {k: _copy(v) for k, v in node.items()}
+        return {k: _copy(v, counted, depth + 1) for k, v in node.items()}
     if isinstance(node, list | tuple):
-        return [_copy(v) for v in node]
+        return [_copy(v, counted, depth + 1) for v in node]
     return node
 
 
@@ -665,13 +677,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"there is no preset file {path}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read as YAML: {error}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} should hold a mapping of sections, not {type(tree).__name__}")
-    return _number_strings(tree)
+    return _number_strings(_copy(tree))
 
 
 def _number_strings(node: Any) -> Any:
@@ -686,6 +698,22 @@ def _number_strings(node: Any) -> Any:
         except ValueError:
             return node
     return node
+
+
+def read_config(text: str) -> Config:
+    """The inverse of :func:`to_yaml`.
+
+    Raises:
+        ConfigError: it isn't a resolved config.
+    """
+    try:
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        line = " ".join(str(error).split())[:200]
+        raise ConfigError(f"the run's config can't be read as YAML: {line}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"the run's config should be a mapping, not {type(tree).__name__}")
+    return build(tree)
 
 
 def to_yaml(config: Config) -> str:

@@ -6,7 +6,6 @@ torch and transformers are imported inside the functions: a process that only wa
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from importlib import resources
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import DataError
+from .plain import read_object
 
 if TYPE_CHECKING:
     import torch
@@ -172,8 +172,4 @@ def read_model_config(path: str) -> dict[str, Any]:
     file = Path(resolve(path)) / "config.json"
     if not file.is_file():
         return {}
-    try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{file} isn't JSON: {error}") from None
-    return content
+    return read_object(file.read_bytes(), str(file), DataError, "get the model's files again")

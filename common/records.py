@@ -14,6 +14,7 @@ encodes one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -85,6 +86,10 @@ class Version:
     step: int
     """Steps consumed."""
 
+    def __post_init__(self) -> None:
+        if self.term < 0 or self.step < 0:
+            raise ValueError(f"version {self} can't be: term and step count from 0")
+
     def __str__(self) -> str:
         return f"{self.term}.{self.step}"
 
@@ -102,6 +107,13 @@ class VersionSpan:
     end: int
     """One past its last token."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.end or self.term < 0 or self.step < 0:
+            raise ValueError(
+                f"a span of tokens [{self.start}, {self.end}) by version {self.term}.{self.step} "
+                f"can't be"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -115,6 +127,15 @@ class SamplingParams:
     """Most likely tokens kept; 0 keeps all. Anything else is refused in training."""
     max_new_tokens: int = 1024
     """Most tokens of a response, its prefix not counted."""
+
+    def __post_init__(self) -> None:
+        if not (
+            0.0 <= self.temperature < math.inf
+            and 0.0 < self.top_p <= 1.0
+            and self.top_k >= 0
+            and self.max_new_tokens >= 0
+        ):
+            raise ValueError(f"no tokens can be drawn with {self}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -162,6 +183,14 @@ class Sample:
                 f"a sample's arrays differ in length: tokens {length}, source "
                 f"{len(self.source)}, logprobs {len(self.logprobs)}"
             )
+        if length and self.source.max() > Source.ENVIRONMENT:
+            raise ValueError(
+                f"a sample has a token of source {self.source.max()}: there are "
+                f"{', '.join(f'{s.value} ({s.name.lower()})' for s in Source)}"
+            )
+        for span in self.spans:
+            if span.end > length:
+                raise ValueError(f"a sample of {length} tokens has a span to its token {span.end}")
 
     @property
     def oldest_step(self) -> int | None:
@@ -216,6 +245,13 @@ class ExpertTrace:
     grader: str | None = None
     """``name@version`` of the grader."""
 
+    def __post_init__(self) -> None:
+        if self.logprobs is not None and len(self.logprobs) != len(self.tokens):
+            raise ValueError(
+                f"a trace's arrays differ in length: tokens {len(self.tokens)}, logprobs "
+                f"{len(self.logprobs)}"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
@@ -247,6 +283,10 @@ class Group:
     """Expert traces that fill up the group."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The problem's ``extra``."""
+
+    def __post_init__(self) -> None:
+        if self.attempt < 0:
+            raise ValueError(f"group {self.group_id} can't have attempt {self.attempt}")
 
     @property
     def oldest_step(self) -> int | None:

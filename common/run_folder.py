@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import DataError
+from .plain import read_object, read_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +68,21 @@ def read_join(path: Path) -> JoinInfo:
         DataError: it is missing or isn't one.
     """
     try:
-        return JoinInfo(**json.loads(path.read_text(encoding="utf-8")))
+        data = path.read_bytes()
     except FileNotFoundError:
         raise DataError(
             f"{path} is missing: is the run started? `tandem start` writes it, and "
             f"`tandem join-file` copies it for another host"
         ) from None
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{path} isn't a join file: {error}") from None
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error.strerror}") from None
+    return read_record(
+        JoinInfo,
+        data,
+        f"{path}, which isn't a join file,",
+        DataError,
+        "copy it anew with `tandem join-file`",
+    )
 
 
 class RunFolder:
@@ -112,12 +120,14 @@ class RunFolder:
     def read_run(self) -> dict[str, Any]:
         """``run.json`` (run id, Redis version, state); empty where there is none yet."""
         try:
-            content: dict[str, Any] = json.loads(self.run_json.read_text(encoding="utf-8"))
+            data = self.run_json.read_bytes()
         except FileNotFoundError:
             return {}
-        except ValueError as error:
-            raise DataError(f"{self.run_json} is damaged: {error}") from None
-        return content
+        except OSError as error:
+            raise DataError(f"{self.run_json} can't be read: {error.strerror}") from None
+        return read_object(
+            data, str(self.run_json), DataError, "restore it from a copy of the run's folder"
+        )
 
     def write_run(self, content: dict[str, Any]) -> None:
         """Replaces ``run.json`` atomically."""

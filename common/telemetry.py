@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from .errors import DataError
+from .plain import read_object
+
 
 def start_log(role: str, level: str = "INFO") -> logging.Logger:
     """Logs to standard error, which the supervisor appends to ``logs/<process>.log``."""
@@ -69,7 +72,7 @@ def _drop_cut_line(path: Path) -> None:
         file.seek(kept)
         try:
             json.loads(file.read())
-        except ValueError:
+        except (ValueError, RecursionError):
             file.truncate(kept)
         else:
             file.write(b"\n")  # only the line's end was lost
@@ -88,7 +91,11 @@ def _finite(value: Any) -> Any:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a ``.jsonl`` file; a last line that was cut by a crash is left out."""
+    """Records of a ``.jsonl`` file; a last line that was cut by a crash is left out.
+
+    Raises:
+        DataError: a line before the last isn't a JSON object.
+    """
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -100,11 +107,12 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         if number == len(lines) and not line:
             return
         try:
-            yield json.loads(line)
-        except ValueError:
+            record = read_object(line, f"line {number} of {path}", DataError, "remove that line")
+        except DataError:
             if number == len(lines):
                 return
             raise
+        yield record
 
 
 class Clock:

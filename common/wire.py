@@ -320,9 +320,22 @@ def decode(data: bytes | memoryview, expected: type[R]) -> R:
     if xxhash.xxh3_64_intdigest(body) != checksum:
         raise _fail("it", "is damaged or truncated: its checksum doesn't match")
     try:
+        # Skipping makes no objects. A header that claims more items than there are ends here, not
+        # in a list of that length.
+        unpacker = msgpack.Unpacker(None, max_buffer_size=MAX_MESSAGE_BYTES)
+        unpacker.feed(body)
+        unpacker.skip()
         content = msgpack.unpackb(body, raw=False, strict_map_key=True)
-    except (ValueError, TypeError, msgpack.exceptions.UnpackException, RecursionError) as error:
-        raise _fail("its body", f"isn't valid MessagePack: {error}") from None
+    except (
+        ValueError,
+        TypeError,
+        msgpack.exceptions.UnpackException,
+        RecursionError,
+        MemoryError,
+        OverflowError,
+    ) as error:
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        raise _fail("its body", f"isn't valid MessagePack: {why}") from None
     if not (isinstance(content, list) and len(content) == 2 and isinstance(content[0], str)):
         raise _fail("its body", "isn't [kind, fields]")
     kind, fields = content

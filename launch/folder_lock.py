@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -135,13 +136,32 @@ def supervisor_of(folder: RunFolder) -> int | None:
     if content.get("host") != socket.gethostname():
         return None
     owner = _holder(content, "supervisor")
-    return owner.pid if owner is not None and owner.process() is not None else None
+    if owner is None or owner.process() is None or not _has_open(owner.pid, folder.lock):
+        return None
+    return owner.pid
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """Whether a process holds this very file: a copied folder's lock names the original's owner."""
+    try:
+        wanted = path.stat()
+        held = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return True  # Another system, or another user's process: its word is taken.
+    for descriptor in held:
+        try:
+            found = descriptor.stat()
+        except OSError:
+            continue
+        if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+            return True
+    return False
 
 
 def _read(descriptor: int) -> dict[str, object]:
     try:
         content = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}  # Its holder is just writing it, or never got to.
     return content if isinstance(content, dict) else {}
 
@@ -150,7 +170,10 @@ def _holder(content: dict[str, object], name: str) -> Holder | None:
     entry = content.get(name)
     if not isinstance(entry, dict):
         return None
-    return Holder(pid=int(entry["pid"]), started=float(entry["started"]))
+    pid, started = entry.get("pid"), entry.get("started")
+    if type(pid) is not int or not 0 < pid < 2**31 or not isinstance(started, int | float):
+        return None
+    return Holder(pid=pid, started=float(started))
 
 
 def end_process(holder: Holder, patience: float = 10.0) -> bool:

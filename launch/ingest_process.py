@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ..common.errors import TandemError
+from ..common.errors import DataError, TandemError
+from ..common.plain import read_object
 from ..common.run_folder import RunFolder, read_join
 
 if TYPE_CHECKING:
@@ -97,9 +98,9 @@ class IngestProcess:
                 f"{told[-1] if told else 'it said nothing'}",
                 1,
             )
-        answer: dict[str, Any] = json.loads(line)
+        answer = read_object(line, "the answer of the ingest", DataError)
         if "error" in answer:
-            raise IngestFailed(answer["error"], answer["exit_code"])
+            raise IngestFailed(str(answer["error"]), int(answer.get("exit_code", 1)))
         return answer
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -12,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..common.errors import ConfigError, StoreError, TandemError
+from ..common.errors import ConfigError, DataError, StoreError, TandemError
+from ..common.plain import read_object
 from ..common.run_folder import JoinInfo, RunFolder, read_join, write_atomic
 from . import processes, redis_server
 from .board.live import LiveLook
@@ -86,11 +86,11 @@ def run_job(words: Sequence[str], *, fresh: bool, offline: bool, plain: bool = F
 
 def _results_of(folder: RunFolder) -> str:
     try:
-        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        summary = read_object(folder.summary.read_bytes(), str(folder.summary), DataError)
+    except (OSError, DataError):
         return ""
     before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
-    if before is None or after is None:
+    if not isinstance(before, int | float) or not isinstance(after, int | float):
         return f" ({summary.get('steps')} steps)"
     return f" ({summary.get('steps')} steps, accuracy {100 * before:.1f}% -> {100 * after:.1f}%)"
 
@@ -233,7 +233,14 @@ class Job:
             kept = None
         run_id = self._opening.run_id
         url = config.replay.redis_url
+        before = self._record.get("folder")
+        moved = before not in (None, os.path.realpath(self._folder.path))
         if url is not None:
+            if moved:
+                self._say(
+                    f"note: this folder was {before}, and its ledger is in the Redis of "
+                    f"replay.redis_url: if it is a copy, let only one of them go on"
+                )
             join, without_password = redis_server.parse_url(url, run_id, kept)
             self._record["redis_version"] = redis_server.check_external(join)
             replay = config.replay.model_copy(update={"redis_url": without_password})
@@ -242,6 +249,13 @@ class Job:
         bind = config.launch.bind
         # Where every address is bound, this host's own processes use loopback.
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind)
+        if moved and kept is not None:
+            # A copy and its original must not be taken for one another, whoever comes up first.
+            self._say(
+                f"note: this folder was {before}: Redis gets another password and port here, and "
+                f"members on other hosts need a new file from `tandem join-file`"
+            )
+            kept = None
         port = redis_server.choose_port(bind, kept.port if kept else None)
         if kept is not None and kept.run_id == run_id:
             if port != kept.port:
@@ -262,6 +276,7 @@ class Job:
             "run_id": self._opening.run_id,
             "preset": self._preset.name,
             "preset_path": str(self._preset.path),
+            "folder": os.path.realpath(self._folder.path),
             "overrides": [_without_password(word) for word in self._opening.overrides],
             "port": join.port,
             "state": "starting",
@@ -383,6 +398,11 @@ class Job:
             raise StoreError(
                 f"{error}; the last lines of {shown(log)}:\n{last_lines(log)}"
             ) from None
+        if Path(info.get("config_file") or conf) != conf:
+            raise StoreError(
+                f"port {join.port} was taken by another redis-server ({info['config_file']}) just "
+                f"now: start again"
+            )
         self._record["redis_version"] = info["redis_version"]
         return part
 
@@ -574,7 +594,7 @@ class Job:
                 f"does it"
             )
         for out, step in outputs.values():
-            result = json.loads(out.read_text(encoding="utf-8"))
+            result = read_object(out.read_bytes(), str(out), DataError)
             self._findings.evaluations.append(
                 {**result, "step": step, "set_name": name, "member": "tandem evaluate"}
             )

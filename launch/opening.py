@@ -113,9 +113,7 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
             run=new,
             set_aside=free_name(folder.path),
         )
-    before: list[str] = []
-    if run.get("preset_path") == str(preset.path):
-        before = [str(word) for word in run.get("overrides", [])]
+    before = _given_before(preset, run)
     config = preset.resolve([*before, *overrides])
     saved = _saved(folder)
     changed = _differences(saved, config)
@@ -136,6 +134,20 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
         run=run,
         set_aside=None,
     )
+
+
+def _given_before(preset: Preset, run: dict[str, Any]) -> list[str]:
+    """The overrides that a run was started and resumed with, if it was with this preset.
+
+    Where its preset's file is gone, as on another machine, one of the same name is it. The folder is
+    the one that was named this time, wherever the run was before.
+    """
+    path = Path(str(run.get("preset_path")))
+    moved = run.get("preset") == preset.name and not path.exists()
+    if path != preset.path and not moved:
+        return []
+    words = [str(word) for word in run.get("overrides", [])]
+    return [word for word in words if word.partition("=")[0].strip() != "run.dir"]
 
 
 def _is_finished(run: dict[str, Any], changed: dict[str, tuple[Any, Any]]) -> bool:

@@ -76,11 +76,9 @@ def joined(join: JoinInfo, name: str, deadline: float = 30.0) -> tuple[Store, Co
     Raises:
         StoreError: Redis can't be reached or refuses the password, or holds no such run.
     """
-    import yaml
-
-    from ..common.config import build
+    from ..common.config import read_config
     from ..replay.connection import connect
     from ..replay.store import RunStore
 
     store = connect(join, deadline=deadline, name=name)
-    return store, build(yaml.safe_load(RunStore(store).config_yaml()))
+    return store, read_config(RunStore(store).config_yaml())

@@ -15,7 +15,7 @@ from .estimate.pace import (
     TRAIN_SHARE,
 )
 from .planning import PARENT, PORT, Plan, Planned
-from .preflight import human
+from .sizes import human
 from .supervision import shown
 
 if TYPE_CHECKING:

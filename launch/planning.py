@@ -297,8 +297,8 @@ def _problems(
     shape: ModelShape | None,
     planned: tuple[Planned, ...],
 ) -> Iterable[str]:
-    from .preflight import human
     from .requirements import too_long
+    from .sizes import human
 
     if shape is None:
         yield (

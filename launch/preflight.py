@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..common.errors import ConfigError, DataError
 from .hardware import Machine, free_bytes
+from .sizes import human
 
 if TYPE_CHECKING:
     from ..common.config import Config
@@ -187,16 +188,3 @@ def check_disk(config: Config, folder: Path, model: Path | None) -> None:
             f"(learner.checkpoints_kept={config.learner.checkpoints_kept}): make room, or name a "
             f"folder on another disk with run.dir=…"
         )
-
-
-def human(count: float) -> str:
-    """Bytes for a person.
-
-    >>> human(3 << 29)
-    '1.5 GB'
-    """
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:,.1f} TB"

@@ -23,11 +23,11 @@ from .preflight import (
     check_model,
     disk_needed,
     gpus_needed,
-    human,
     place,
     shown_python,
     trackers_of,
 )
+from .sizes import human
 from .surroundings import Finding, pip, setup, version
 
 if TYPE_CHECKING:

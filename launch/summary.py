@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..common.errors import DataError
 from ..common.run_folder import RunFolder, write_atomic
 from ..common.telemetry import read_json_lines
 from .hardware import Machine
@@ -167,10 +166,7 @@ def _grader_restarts(counted: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 def read_restarts(folder: RunFolder) -> list[dict[str, Any]]:
     """Deaths that the supervisor saw, in all lives of the run."""
-    try:
-        return list(read_json_lines(folder.logs / "restarts.jsonl"))
-    except ValueError:
-        raise DataError(f"{folder.logs / 'restarts.jsonl'} is damaged") from None
+    return list(read_json_lines(folder.logs / "restarts.jsonl"))
 
 
 def versions() -> dict[str, str]:

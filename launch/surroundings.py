@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from ..common.errors import TandemError
 from . import redis_server
 from .hardware import Machine
-from .preflight import gpus_needed, human, shown_python
+from .preflight import gpus_needed, shown_python
+from .sizes import human
 
 if TYPE_CHECKING:
     from ..common.config import Config

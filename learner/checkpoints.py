@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import DataError
+from ..common.plain import damaged, fits, read_object
 from ..common.records import Version
 from ..common.run_folder import write_atomic
 from .engine import replace_folder, sync_tree
@@ -26,6 +27,8 @@ log = logging.getLogger("tandem.learner")
 PREFIX = "step-"
 STATE = "state.json"
 LATEST = "LATEST"
+_KINDS = {"term": int, "step": int, "ranks": int, "state": dict, "files": dict}
+WAY_OUT = "remove this checkpoint, and an older one is resumed from"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,13 +150,27 @@ def read(folder: Path) -> Checkpoint:
         DataError: it isn't whole.
     """
     try:
-        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        version = Version(term=content["term"], step=content["step"])
-        files: dict[str, int] = content["files"]
-        state, ranks = content["state"], content["ranks"]
-    except (OSError, ValueError, KeyError) as error:
+        data = (folder / STATE).read_bytes()
+    except OSError as error:
         raise DataError(f"{folder} has no readable {STATE}: {error}") from None
+    content = read_object(data, f"{folder}/{STATE}", DataError, WAY_OUT)
+    for name, kind in _KINDS.items():
+        if not fits(content.get(name), kind):
+            raise damaged(
+                f"{folder}/{STATE}",
+                f"has {name}={str(content.get(name))[:60]!r}, no {kind.__name__}",
+                DataError,
+                WAY_OUT,
+            )
+    try:
+        version = Version(term=content["term"], step=content["step"])
+    except ValueError as error:
+        raise damaged(f"{folder}/{STATE}", f"can't be: {error}", DataError, WAY_OUT) from None
+    files: dict[str, int] = content["files"]
+    state, ranks = content["state"], content["ranks"]
     for name, size in files.items():
+        if type(size) is not int or "\0" in name or Path(name).is_absolute() or ".." in name:
+            raise damaged(f"{folder}/{STATE}", f"names the file {name[:80]!r}", DataError, WAY_OUT)
         try:
             found = (folder / name).stat().st_size
         except OSError:

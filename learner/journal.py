@@ -24,6 +24,12 @@ from typing import Any
 import xxhash
 
 from ..common.errors import StoreError
+from ..common.plain import damaged, read_object
+
+WAY_OUT = (
+    "the journal is the record of what was trained, so it is never guessed at; restore it from a "
+    "copy of the run's folder"
+)
 
 
 def digest_of(row: Mapping[str, Any]) -> str:
@@ -35,23 +41,49 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     """Records of a journal; a last line without its end, cut by a crash, is left out.
 
     Raises:
-        StoreError: a line before the last isn't one.
+        StoreError: a line before the last isn't one, or its row isn't that of its digest.
     """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return
-    whole = data[: data.rfind(b"\n") + 1]
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            record = json.loads(line)
-            record["kind"], record["step"], record["term"]
-        except (ValueError, KeyError, TypeError):
-            raise StoreError(
-                f"line {number} of {path} is damaged: the journal is the record of what was "
-                f"trained, so it is never guessed at; restore it from a copy of the run's folder"
-            ) from None
+    lines = data.split(b"\n")[:-1]
+    for number, line in enumerate(lines, 1):
+        what = f"line {number} of {path}"
+        record = read_object(line, what, StoreError, WAY_OUT)
+        why = _misfit(record)
+        if why:
+            raise damaged(what, why, StoreError, WAY_OUT)
         yield record
+
+
+def _misfit(record: Mapping[str, Any]) -> str:
+    """Why a record isn't one of a journal; empty where it is."""
+    kind = record.get("kind")
+    if kind not in ("row", "applied", "quarantined", "resumed"):
+        return f"has the kind {str(kind)[:40]!r}"
+    for name, least in (("term", 0), ("step", 0 if kind == "resumed" else 1)):
+        value = record.get(name)
+        if type(value) is not int or value < least:
+            return f"has {name}={str(value)[:40]!r}"
+    if kind == "resumed":
+        return ""
+    if not isinstance(record.get("digest"), str):
+        return "has no digest"
+    if kind == "row":
+        row = record.get("row")
+        if not isinstance(row, dict) or _digest_or_none(row) != record["digest"]:
+            return "has a row that isn't the one of its digest"
+        if row.get("step") != record["step"]:
+            return f"has the row of another step than {record['step']}"
+    return ""
+
+
+def _digest_or_none(row: Mapping[str, Any]) -> str | None:
+    try:
+        return digest_of(row)
+    except RecursionError:
+        return None
 
 
 class Journal:
@@ -69,6 +101,7 @@ class Journal:
         """``applied`` or ``quarantined`` of each step."""
         self.last_term = 0
         for record in read(path):
+            self._check(record)
             self._note(record)
         self._cut()
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
@@ -143,6 +176,21 @@ class Journal:
             done += self._file.write(line[done:])
         os.fsync(self._file.fileno())
 
+    def _check(self, record: Mapping[str, Any]) -> None:
+        kind, step = record["kind"], record["step"]
+        why = ""
+        if kind == "row" and step != self.last_step + 1:
+            why = f"has row {step} after row {self.last_step}"
+        elif kind == "resumed":
+            if step > self.last_step:
+                why = f"is resumed from step {step} and has {self.last_step} rows"
+        elif kind != "row" and step not in self.rows:
+            why = f"has step {step} {kind} and no row of it"
+        elif kind != "row" and digest_of(self.rows[step]) != record["digest"]:
+            why = f"has step {step} {kind} with the digest of another row"
+        if why:
+            raise damaged(str(self.path), why, StoreError, WAY_OUT)
+
     def _note(self, record: Mapping[str, Any]) -> None:
         kind, step = record["kind"], record["step"]
         self.last_term = max(self.last_term, record["term"])
@@ -175,13 +223,17 @@ def cut_back(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    # At b"\n" alone: a sample's text may hold other line separators.
+    for line in path.read_bytes().split(b"\n"):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if record.get("step", 0) <= step:
-            kept.append(line + "\n")
+        if not isinstance(record, dict):
+            continue
+        at = record.get("step", 0)
+        if isinstance(at, int | float) and at <= step:
+            kept.append(line + b"\n")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.write_bytes(b"".join(kept))
     os.replace(temporary, path)

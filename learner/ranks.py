@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgpack
 from torch import Tensor
 
 from ..common import wire
 from ..common.records import ExpertTrace, Group
 from .engine import DeepSpeedEngine
+from .orders import pack_order, read_order
 from .rendezvous import broadcast_bytes
 from .updates import GroupWithTraces, StepOutcome, Updates
 
@@ -102,13 +102,13 @@ class Leader:
 
     def _tell(self, what: str, **details: Any) -> None:
         if not self._alone:
-            broadcast_bytes(msgpack.packb({"do": what, **details}, use_bin_type=True))
+            broadcast_bytes(pack_order(what, **details))
 
 
 def follow(engine: DeepSpeedEngine, updates: Updates) -> None:
     """Does what rank 0 says until it says stop."""
     while True:
-        said = msgpack.unpackb(broadcast_bytes(None), raw=False)
+        said = read_order(broadcast_bytes(None))
         match said["do"]:
             case "train":
                 traces = [wire.decode(data, ExpertTrace) for data in said["traces"]]

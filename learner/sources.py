@@ -17,6 +17,7 @@ from ..common.config import Config
 from ..common.errors import DataError, StoreError
 from ..common.records import ExpertTrace, Group
 from ..common.seeds import keyed_generator
+from ..replay import rules
 from ..replay.ledger import Ledger, Row, Waiting
 from ..replay.store import RunStore
 from .journal import Journal
@@ -84,6 +85,14 @@ class BatchSource(ABC):
     def waiting_for(self) -> str:
         """Whom the next step waits for."""
 
+    def checkpoint_is_due(self, saved: int) -> bool:
+        """Whether what was trained since the checkpoint of step ``saved`` fills Redis too much."""
+        return False
+
+    def is_full(self) -> bool:
+        """Whether no batch can come before samples are let go."""
+        return False
+
 
 class TraceCache:
     """Expert traces by id, the last used ones kept."""
@@ -113,6 +122,7 @@ class LedgerSource(BatchSource):
     def __init__(self, ledger: Ledger, runs: RunStore) -> None:
         self._ledger = ledger
         self._traces = TraceCache(runs)
+        self._bytes: dict[int, int] = {}  # of the samples of each step that was taken
         settings = ledger.settings
         groups = (settings.passes or 0) * ledger.order.pass_length
         self.total_steps = settings.steps or math.ceil(groups / settings.groups_per_step)
@@ -138,7 +148,10 @@ class LedgerSource(BatchSource):
 
     def take(self, step: int, term: int) -> Fetch | Waiting:
         row = self._ledger.take(step, term)
-        return row if isinstance(row, Waiting) else partial(self._fetch, row)
+        if isinstance(row, Waiting):
+            return row
+        self._bytes[step] = sum(entry.nbytes for entry in row.ids)
+        return partial(self._fetch, row)
 
     def _fetch(self, row: Row) -> StepBatch:
         groups: list[GroupWithTraces] = []
@@ -165,9 +178,23 @@ class LedgerSource(BatchSource):
 
     def durable(self, step: int, term: int) -> None:
         self._ledger.durable(step, term)
+        self._bytes = {taken: size for taken, size in self._bytes.items() if taken > step}
+
+    def checkpoint_is_due(self, saved: int) -> bool:
+        since = sum(size for step, size in self._bytes.items() if step > saved)
+        return rules.checkpoint_is_due(since, self._ledger.maxmemory())
+
+    def is_full(self) -> bool:
+        return self._ledger.is_full()
 
     def waiting_for(self) -> str:
-        return self._ledger.waiting_for()
+        told = self._ledger.waiting_for()
+        if self._ledger.is_full():
+            told += (
+                f"; Redis is {self._ledger.memory_share():.0%} full, so that nothing is leased: "
+                f"raise replay.maxmemory_mb, or lower learner.checkpoint_every"
+            )
+        return told
 
 
 class OfflineSource(BatchSource):

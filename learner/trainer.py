@@ -48,6 +48,8 @@ log = logging.getLogger("tandem.learner")
 
 HINT_SECONDS = 0.25
 """Longest wait for a hint before the ledger is asked again."""
+FULL_SECONDS = 1.0
+"""Between two looks, while a batch is waited for, whether Redis is too full for one to come."""
 REPORT_SECONDS = 1.0
 """Between two reports to Redis."""
 
@@ -110,6 +112,10 @@ class _RunFailed(TandemError):
     """The run can't succeed by starting the learner again."""
 
 
+class _Full:
+    """No batch can come before samples are let go."""
+
+
 class _StopSignal:
     """SIGTERM asks to drain. Followers leave that to rank 0."""
 
@@ -159,6 +165,7 @@ class Trainer:
         self._term = 0
         self._step = 0
         self._saved = -1
+        self._released = 0
         self._bad_in_a_row = 0
         self._reported = 0.0
         self._shares: dict[str, float] = {}
@@ -260,7 +267,9 @@ class Trainer:
             if fetch is None:
                 return
             self._do(fetch)
-            if self._step % every == 0 and self._step < total:
+            if self._step < total and (
+                self._step % every == 0 or self._source.checkpoint_is_due(self._saved)
+            ):
                 self._checkpoint()
             if self._step < total:
                 ids = self._evaluations.request(self._step, total)
@@ -299,22 +308,55 @@ class Trainer:
     def _next(self, step: int) -> Fetch | None:
         """What fetches the step's batch; None when no row will come, or the process is to drain."""
         since = time.monotonic()
-        told = since
+        while True:
+            with self._leader.waiting():
+                found = self._wait_for(step, since)
+            if not isinstance(found, _Full):
+                return found
+            # A checkpoint is made by all ranks, which wait for no batch then.
+            self._make_room()
+
+    def _wait_for(self, step: int, since: float) -> Fetch | _Full | None:
+        told = asked = time.monotonic()
         stall = self._config.launch.stall_seconds
-        with self._leader.waiting():
-            while not self._stop.asked:
-                taken = self._source.take(step, self._term)
-                if not isinstance(taken, Waiting):
-                    return taken
-                if taken.ended:
-                    return None
-                self._between(taken)
-                now = time.monotonic()
-                if now - told >= stall:
-                    told = now
-                    log.warning(f"no step for {now - since:.0f} s: {self._source.waiting_for()}")
-                self._hints.wait(HINT_SECONDS)
+        while not self._stop.asked:
+            taken = self._source.take(step, self._term)
+            if not isinstance(taken, Waiting):
+                return taken
+            if taken.ended:
+                return None
+            self._between(taken)
+            now = time.monotonic()
+            if now - asked >= FULL_SECONDS:
+                asked = now
+                if self._released < self._step and self._source.is_full():
+                    return _Full()
+            if now - told >= stall:
+                told = now
+                log.warning(f"no step for {now - since:.0f} s: {self._source.waiting_for()}")
+            self._hints.wait(HINT_SECONDS)
         return None
+
+    def _make_room(self) -> None:
+        """Lets go of samples that are kept for a resume; without it, nothing would be leased."""
+        if self._saved < self._step:
+            log.warning(
+                f"Redis is too full for another lease: a checkpoint is written at step "
+                f"{self._step}, so that samples can be let go. Raise replay.maxmemory_mb, or "
+                f"lower learner.checkpoint_every"
+            )
+            self._checkpoint()
+            return
+        log.warning(
+            f"Redis is too full for another lease: the samples up to the newest checkpoint, of "
+            f"step {self._saved}, are let go, so that no earlier one can be gone back to. Raise "
+            f"replay.maxmemory_mb, or lower learner.checkpoint_every"
+        )
+        self._let_go(self._saved)
+
+    def _let_go(self, step: int) -> None:
+        self._source.durable(step, self._term)
+        self._released = step
 
     def _between(self, waiting: Waiting) -> None:
         """What is done while a batch is waited for."""
@@ -441,7 +483,7 @@ class Trainer:
             # One alone might be damaged, and then the samples since the start are needed.
             kept = self._checkpoints.all()
             if len(kept) >= 2:
-                self._source.durable(kept[0].version.step, self._term)
+                self._let_go(kept[0].version.step)
         log.info(f"checkpoint of step {self._step}")
 
     def _still_newest(self) -> None:

@@ -20,6 +20,7 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     BusyLoadingError,
+    DataError,
     NoScriptError,
     OutOfMemoryError,
     RedisError,
@@ -142,6 +143,7 @@ class Store:
             if any(isinstance(r, NoScriptError) for r in results):
                 self._load_scripts()
                 results = send()
+            results = [_as_full(r) if isinstance(r, ResponseError) else r for r in results]
             for result in results:
                 if isinstance(result, BusyLoadingError | RedisConnectionError):
                     raise result
@@ -184,6 +186,8 @@ class Store:
                 pause = min(2 * pause, LARGEST_PAUSE)
             except ResponseError as error:
                 raise told(error, self.address) from None
+            except DataError as error:
+                raise StoreError(f"{what}: Redis can't be sent this: {error}") from None
 
     def hints(self, *channels: str) -> Hints:
         """Listens to hints (``taken``, ``graded``, ``version``, ``state``)."""
@@ -214,10 +218,13 @@ class Store:
 
     def _evaluate(self, command: Command) -> Any:
         try:
-            return self.redis.execute_command(*command)
-        except NoScriptError:
-            self._load_scripts()
-            return self.redis.execute_command(*command)
+            try:
+                return self.redis.execute_command(*command)
+            except NoScriptError:
+                self._load_scripts()
+                return self.redis.execute_command(*command)
+        except ResponseError as error:
+            raise _as_full(error) from None
 
     def _load_scripts(self) -> None:
         """Loads every script, and first tells the ledger if this is a new life of the server.
@@ -302,6 +309,11 @@ def told(error: Exception, address: str = "Redis") -> Exception:
     if word == "REFUSED":
         return StoreError(rest)
     return StoreError(f"Redis at {address} answered with an error: {text}")
+
+
+def _as_full(error: ResponseError) -> ResponseError:
+    """Redis 6.2 wraps a script's -OOM, its first write on a full server, in an error of its own."""
+    return OutOfMemoryError(str(error)) if ": -OOM " in str(error) else error
 
 
 def connect(join: JoinInfo, *, deadline: float = 30.0, name: str = "") -> Store:

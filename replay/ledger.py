@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -25,13 +27,18 @@ from redis.exceptions import OutOfMemoryError
 
 from ..common import wire
 from ..common.config import Config
-from ..common.errors import StoreError
+from ..common.errors import DataError, StoreError
+from ..common.plain import damaged, read_object, read_record
 from ..common.records import CommitResult, Group, Version
+from .answers import WAY_OUT, checked, lease_answer, row_answer, settings_from, text
 from .connection import DEADLINE, Store, told
 from .order import Order
+from .rules import leases_stop
 
 log = logging.getLogger("tandem.replay")
 
+FINAL = re.compile(rb"([TDR]):(\d{1,15}):\d{1,15}(?::([a-z_]+))?")
+"""The place of a group that is no longer live."""
 PAYLOAD_SECONDS = 600
 """Life of a payload that no commit has kept."""
 CHUNK_BYTES = 16 << 20
@@ -42,6 +49,9 @@ TRIM_BUDGET = 2000
 """Payloads let go by one call, about 2 ms of the server."""
 MEMORY_SECONDS = 1.0
 """Age at which a worker asks again how full Redis is."""
+
+UNFIT = "REFUSED commit: "
+"""How a commit is refused for what the group itself says."""
 
 REJECTIONS = ("stale", "quarantined", "attempts", "ungraded", "run_ended")
 """Every reason that a group is rejected for."""
@@ -263,19 +273,24 @@ class Row:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any], quarantined: str = "") -> Row:
-        """Inverse of :meth:`to_dict`."""
+        """Inverse of :meth:`to_dict`.
+
+        Raises:
+            StoreError: it isn't a row.
+        """
+        row = row_answer(plain)
         return cls(
-            step=int(plain["step"]),
-            short=bool(plain["short"]),
+            step=row["step"],
+            short=row["short"],
             ids=tuple(
                 RowEntry(
                     group_id=entry["id"],
-                    attempt=int(entry["attempt"]),
+                    attempt=entry["attempt"],
                     digest=entry["digest"],
-                    nbytes=int(entry["bytes"]),
+                    nbytes=entry["bytes"],
                     trace_ids=tuple(entry["traces"]),
                 )
-                for entry in plain["groups"]
+                for entry in row["groups"]
             ),
             quarantined=quarantined,
         )
@@ -387,10 +402,7 @@ class Ledger:
                     f"Redis at {self.store.address} holds no ledger of run {self.store.run_id}: "
                     f"start the run, or join with its own join file"
                 )
-            self._settings = LedgerSettings.from_fields(
-                {k.decode(): v.decode() for k, v in stored.items()}
-            )
-            self._order = self._settings.order()
+            self._settings, self._order = read_settings(stored)
         return self._settings
 
     @property
@@ -435,9 +447,9 @@ class Ledger:
         raw = self.store.script(
             "lease", self.member, self._holder, held.term, held.step, count, used, most
         )
-        answer = json.loads(raw)
+        answer = lease_answer(raw)
         leases = []
-        for serial, attempt, deadline in answer["leases"] or ():
+        for serial, attempt, deadline in answer["leases"]:
             group_id = self.order.id_of(serial)
             pass_, position = Order.parse(group_id)
             leases.append(
@@ -526,7 +538,13 @@ class Ledger:
                 results = self.store.batch(commands)
                 for item, put, said in zip(chunk, results[::2], results[1::2], strict=True):
                     if isinstance(said, Exception) and not isinstance(said, OutOfMemoryError):
-                        raise told(said, self.store.address)
+                        if not str(said).startswith(UNFIT):
+                            raise told(said, self.store.address)
+                        # It would never be stored; the others of the batch are.
+                        receipts[item[0]] = Receipt(
+                            result=CommitResult.REJECTED, detail=str(said)[len(UNFIT) :]
+                        )
+                        continue
                     if isinstance(said, Exception) or said == b"resend":
                         if isinstance(put, Exception) and not isinstance(put, OutOfMemoryError):
                             raise told(put, self.store.address)
@@ -549,7 +567,11 @@ class Ledger:
     def _prepare(self, group: Group) -> tuple[bytes, str, tuple[Any, ...]]:
         payload = wire.encode(group)
         digest = xxhash.xxh3_64_hexdigest(payload)
-        rewards = [s.reward for s in group.samples if _has_verdict(s) and s.reward is not None]
+        rewards = [
+            s.reward
+            for s in group.samples
+            if _has_verdict(s) and s.reward is not None and math.isfinite(s.reward)
+        ]
         verdicts = sum(1 for s in group.samples if _has_verdict(s))
         oldest = group.oldest_step
         name = self.store.key(f"payload:{group.group_id}:{group.attempt}:{digest}")
@@ -594,12 +616,7 @@ class Ledger:
             FencedError: a newer learner has taken over.
             StoreError: the row is neither written nor the next one, or was let go.
         """
-        answer = json.loads(self.store.script("take", step, term))
-        if "row" in answer:
-            return Row.from_dict(answer["row"], answer["quarantined"])
-        if "ended" in answer:
-            return Waiting(group_id="", state="", worker="", reason="run ended", ended=True)
-        return Waiting(**answer["waiting"])
+        return read_take(self.store.script("take", step, term))
 
     def fetch(self, row: Row) -> list[Group]:
         """The row's groups, in its order.
@@ -683,40 +700,34 @@ class Ledger:
         final = self.store.call("hget", self.store.key(f"final:{bucket}"), field)
         if final is None:
             return "admitted"
-        letter, step, _, *reason = final.decode().split(":")
-        if letter == "R":
-            return f"rejected({reason[0]}, {step})"
-        return f"taken({step})" if letter == "T" else f"trained({step})"
+        return read_final(final)
 
     def dead_letters(self) -> list[dict[str, Any]]:
-        """Groups given up for their failed attempts, and quarantined rows."""
-        dead = self.store.call("hvals", self.store.key("dead"))
+        """Groups given up for their failed attempts, by position, and quarantined rows, by step."""
+        dead = self.store.call("hgetall", self.store.key("dead"))
         rows = self.store.call("hgetall", self.store.key("quarantined"))
-        return [json.loads(text) for text in dead] + [
-            {"step": int(step), "reason": reason.decode()}
-            for step, reason in sorted(rows.items(), key=lambda item: int(item[0]))
-        ]
+        return read_dead_letters(dead, rows)
 
     def waiting_for(self, deadline: float = DEADLINE) -> str:
         """Whom the next row waits for, in one line; waits for Redis up to ``deadline`` seconds."""
-        told_of = json.loads(self.store.script("waiting", deadline=deadline))
-        waiting = Waiting(
-            group_id=told_of["group_id"],
-            state=told_of["state"],
-            worker=told_of["worker"],
-            reason=told_of["reason"],
-            run_state=told_of["run_state"],
-        )
-        return (
-            f"row {told_of['journalled'] + 1} is {waiting} (graded {told_of['graded']}, leased "
-            f"{told_of['leased']}, returned {told_of['returned']})"
-        )
+        return read_waiting(self.store.script("waiting", deadline=deadline))
 
     def memory_share(self) -> float:
         """Used share of ``maxmemory``; 0 where there is no limit."""
         self._memory = (-1e9, 0, 0)
         used, most = self._memory_use()
         return used / most if most else 0.0
+
+    def maxmemory(self) -> int:
+        """Bytes that Redis may use, as of a second ago; 0 where there is no limit."""
+        return self._memory_use()[1]
+
+    def is_full(self) -> bool:
+        """Whether no lease is out and Redis is too full for one: only deletes help then."""
+        used, most = self._memory_use()
+        if not leases_stop(used, 0, self.settings.group_bytes, most):
+            return False
+        return int(self.store.call("zcard", self.store.key("leased"))) == 0
 
     @property
     def _holder(self) -> str:
@@ -730,6 +741,88 @@ class Ledger:
             used, most = int(info["used_memory"]), int(info.get("maxmemory", 0))
             self._memory = (now, used, most)
         return used, most
+
+
+def read_settings(stored: Mapping[bytes, bytes]) -> tuple[LedgerSettings, Order]:
+    """The settings in Redis, and the order of problems that they give.
+
+    Raises:
+        StoreError: they aren't a ledger's.
+    """
+    settings: LedgerSettings = settings_from(stored, LedgerSettings.from_fields)
+    try:
+        return settings, settings.order()
+    except DataError as error:
+        raise StoreError(f"the ledger in Redis is damaged: {error}; {WAY_OUT}") from None
+
+
+def read_take(raw: bytes) -> Row | Waiting:
+    """The answer to ``take``.
+
+    Raises:
+        StoreError: it isn't one.
+    """
+    what = "the answer to a take"
+    answer = read_object(raw, what, StoreError, WAY_OUT)
+    if "row" in answer:
+        return Row.from_dict(answer["row"], checked(what, answer, quarantined=str)["quarantined"])
+    if "ended" in answer:
+        return Waiting(group_id="", state="", worker="", reason="run ended", ended=True)
+    waiting = checked(what, answer, waiting=dict)["waiting"]
+    return read_record(Waiting, waiting, what, StoreError, WAY_OUT)
+
+
+def read_final(raw: bytes) -> str:
+    """The state of a group that is no longer live.
+
+    Raises:
+        StoreError: it isn't one.
+    """
+    found = FINAL.fullmatch(raw)
+    if found is None or (found[1] == b"R") != bool(found[3]):
+        raise damaged("a group's place in Redis", f"is {raw[:40]!r}", StoreError, WAY_OUT)
+    step = found[2].decode()
+    if found[3]:
+        return f"rejected({found[3].decode()}, {step})"
+    return f"taken({step})" if found[1] == b"T" else f"trained({step})"
+
+
+def read_dead_letters(
+    dead: Mapping[bytes, bytes], quarantined: Mapping[bytes, bytes]
+) -> list[dict[str, Any]]:
+    """Groups that were given up, by position, and quarantined rows, by step.
+
+    Raises:
+        StoreError: one isn't a dead letter.
+    """
+    for number in (*dead, *quarantined):
+        if not number.isdigit() or len(number) > 15:
+            raise damaged("a dead letter", f"has the number {number[:40]!r}", StoreError, WAY_OUT)
+    found = [
+        read_object(text, f"the dead letter {int(serial)}", StoreError, WAY_OUT)
+        for serial, text in sorted(dead.items(), key=lambda item: int(item[0]))
+    ]
+    return found + [
+        {"step": int(step), "reason": text(reason, f"the reason of row {int(step)}")}
+        for step, reason in sorted(quarantined.items(), key=lambda item: int(item[0]))
+    ]
+
+
+def read_waiting(raw: bytes) -> str:
+    """One line of the answer to ``waiting``.
+
+    Raises:
+        StoreError: it isn't one.
+    """
+    what = "the answer to who is waited for"
+    answer = read_object(raw, what, StoreError, WAY_OUT)
+    sizes = checked(what, answer, journalled=int, graded=int, leased=int, returned=int)
+    rest = {name: value for name, value in answer.items() if name not in sizes}
+    waiting = read_record(Waiting, rest, what, StoreError, WAY_OUT)
+    return (
+        f"row {sizes['journalled'] + 1} is {waiting} (graded {sizes['graded']}, leased "
+        f"{sizes['leased']}, returned {sizes['returned']})"
+    )
 
 
 def _has_verdict(sample: Any) -> bool:

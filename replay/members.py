@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..common.errors import StoreError
+from ..common.plain import read_object
+from .answers import WAY_OUT, checked, text
 from .connection import Store
+
+log = logging.getLogger("tandem.replay")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +29,19 @@ class Member:
     """What it says of itself: endpoint, public key, pid, version, …"""
     age: float
     """Seconds since its last heartbeat, by Redis ``TIME``."""
+
+
+def read_member(name: bytes, raw: bytes, age_ms: int) -> Member:
+    """One entry of the registry.
+
+    Raises:
+        StoreError: it isn't one.
+    """
+    what = f"the entry of {name[:80]!r} in the registry"
+    entry = checked(what, read_object(raw, what, StoreError, WAY_OUT), role=str, info=dict)
+    return Member(
+        member=text(name, what), role=entry["role"], info=entry["info"], age=age_ms / 1000
+    )
 
 
 class Members:
@@ -58,17 +77,15 @@ class Members:
         """Members (of a role) heard of within so many seconds, sorted by member id."""
         raw = self.store.script("live", int(within * 1000))
         found = []
-        for name, text, age_ms in zip(raw[::3], raw[1::3], raw[2::3], strict=True):
-            entry = json.loads(text)
-            if role is None or entry["role"] == role:
-                found.append(
-                    Member(
-                        member=name.decode(),
-                        role=entry["role"],
-                        info=entry["info"],
-                        age=int(age_ms) / 1000,
-                    )
-                )
+        for name, told, age_ms in zip(raw[::3], raw[1::3], raw[2::3], strict=True):
+            try:
+                entry = read_member(name, told, int(age_ms))
+            except StoreError as error:
+                # Its next heartbeat replaces it; the others are there all the same.
+                log.warning(str(error))
+                continue
+            if role is None or entry.role == role:
+                found.append(entry)
         return sorted(found, key=lambda m: m.member)
 
     def _beat(self, member: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -11,6 +12,10 @@ from numpy.typing import NDArray
 
 from ..common.errors import DataError
 from ..common.seeds import keyed_seed
+
+LAST_SERIAL = 2**32 - 1
+"""Final states are kept as bits of strings in Redis, which have no more."""
+_NUMBER = re.compile("0|[1-9][0-9]{0,9}")
 
 
 def permutation(size: int, *key: int | str) -> NDArray[np.int64]:
@@ -91,14 +96,23 @@ class Order:
     def parse(group_id: str) -> tuple[int, int]:
         """Pass and position of a group id."""
         pass_, dash, position = group_id.partition("-")
-        if not (dash and pass_.isdecimal() and position.isdecimal()):
-            raise ValueError(f"{group_id!r} is not a group id: <pass>-<position>")
+        if not (dash and _NUMBER.fullmatch(pass_) and _NUMBER.fullmatch(position)):
+            raise ValueError(f"{group_id[:80]!r} is not a group id: <pass>-<position>")
         return int(pass_), int(position)
 
     def serial(self, group_id: str) -> int:
-        """Position counted over all passes: the ledger's sort key."""
+        """Position counted over all passes: the ledger's sort key.
+
+        Raises:
+            ValueError: it isn't the id of a group of this run.
+        """
         pass_, position = self.parse(group_id)
-        return pass_ * self.pass_length + position
+        serial = pass_ * self.pass_length + position
+        if position >= self.pass_length or serial > LAST_SERIAL:
+            raise ValueError(
+                f"{group_id} is no group of this run: a pass has {self.pass_length} positions"
+            )
+        return serial
 
     def id_of(self, serial: int) -> str:
         """Inverse of :meth:`serial`."""

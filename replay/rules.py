@@ -5,7 +5,8 @@ version that a worker holds, r the rank of a group: live ids (leased, expired, g
 An id is meant as its serial, its position counted over all passes; a time is in ms of one clock.
 
 What a script does in one transition is a chain of these: ``lease`` asks :func:`next_to_lease`,
-:func:`rank` and :func:`why_not_leased`, ``take`` asks :func:`asked_for` and :func:`cut`, and so on.
+:func:`rank` and :func:`why_not_leased`, ``commit`` asks :func:`commit_verdict`, and so on. The rules of
+``take`` are in :mod:`tandem.replay.cutting`.
 ``tests/replay/test_model.py`` holds scripts and functions against each other.
 """
 
@@ -19,46 +20,47 @@ from typing import Literal
 from .mixing import choose_replaced, choose_traces
 
 __all__ = [
-    "MEMORY_SHARE",
+    "LEASES_STOP_SHARE",
+    "PLACE",
+    "RETAINED_SHARE",
     "SILENCE_MS",
-    "Cut",
     "Limits",
     "Release",
-    "age",
-    "asked_for",
+    "checkpoint_is_due",
     "choose_replaced",
     "choose_traces",
     "commit_verdict",
     "counts_as_failed",
-    "cut",
     "expected_step",
     "first_times",
     "goes_on",
-    "has_no_more_rows",
     "is_expired",
     "is_fenced",
     "is_given_up",
-    "is_stale",
-    "memory_allows",
+    "leases_stop",
     "may_lease",
     "moved_on_by",
-    "must_not_pass_over",
     "next_term",
     "next_to_lease",
+    "place_behind",
     "rank",
     "reasserted",
     "renewed",
     "rows_let_go",
     "skipped",
     "step_needed",
-    "waits_for",
     "why_not_durable",
     "why_not_leased",
-    "window_allows",
+    "why_not_retried",
 ]
 
-MEMORY_SHARE = 0.75
-"""Of ``maxmemory``, at which leases stop: the rest is for what is on its way."""
+PLACE = 2.0**-20
+"""Between two groups that were put back."""
+LEASES_STOP_SHARE = 0.75
+"""Share of ``maxmemory`` that leases may fill, the worst case of those out included."""
+RETAINED_SHARE = 0.2
+"""Share of ``maxmemory`` that the samples since the newest checkpoint may fill. Two checkpoints are
+kept, hence twice as much in all, which leaves room below the share at which leases stop."""
 SILENCE_MS = 6000
 """Without a word of any member for so long, the server was stopped or out of reach."""
 LEAST_VERDICTS = 2
@@ -96,22 +98,37 @@ class Limits:
 # -- admission and lease -----------------------------------------------------------------------
 
 
-def rank(serial: int, live: Iterable[int]) -> int:
-    """r: live ids (leased, expired, graded) before this one.
+def rank(place: float, live: Iterable[float]) -> int:
+    """r: places of live ids (leased, expired, graded) before this one's.
+
+    An id stands at its own number, unless it was put back: see :func:`place_behind`.
 
     >>> rank(7, live={3, 5, 9})
     2
     """
-    return sum(1 for other in live if other < serial)
+    return sum(1 for other in live if other < place)
 
 
-def next_to_lease(returned: Collection[int], cursor: int) -> int:
-    """The id that is leased next: what came back, lowest first, before new positions.
+def next_to_lease(returned: Mapping[int, float], cursor: int) -> int:
+    """The id that is leased next: what came back (id -> place), in its order, before new ones.
 
-    >>> next_to_lease({8, 4}, cursor=9), next_to_lease((), cursor=9)
+    >>> next_to_lease({8: 8, 4: 4}, cursor=9), next_to_lease({}, cursor=9)
     (4, 9)
     """
-    return min(returned, default=cursor)
+    return min(returned, key=lambda serial: returned[serial], default=cursor)
+
+
+def place_behind(cursor: int, places: Iterable[float]) -> float:
+    """Where a dead letter that is put back stands among the groups on their way.
+
+    Groups are ordered by their serials. One that is put back comes behind all of them, and before
+    the next that was never leased (the cursor): in front, it would raise the ranks of groups that
+    were leased by their old ones, and these would become too old.
+
+    >>> 7 < place_behind(cursor=8, places=[5, 7]) < place_behind(8, [5, 7, 7.5]) < 8
+    True
+    """
+    return max([cursor - 1, *places]) + PLACE
 
 
 def expected_step(journalled: int, rank: int, groups_per_step: int) -> int:
@@ -139,15 +156,19 @@ def step_needed(journalled: int, rank: int, groups_per_step: int, max_staleness:
     return journalled + rank // groups_per_step - max_staleness
 
 
-def memory_allows(used: int, leased: int, group_bytes: int, maxmemory: int) -> bool:
-    """Whether one more lease fits: waiting bytes and the worst case of all that is leased.
+def leases_stop(used: int, leased: int, group_bytes: int, maxmemory: int) -> bool:
+    """Whether Redis is too full for one more lease; never where it has no limit. All in bytes."""
+    if maxmemory <= 0:
+        return False
+    return used + (leased + 1) * group_bytes > LEASES_STOP_SHARE * maxmemory
 
-    >>> memory_allows(used=500, leased=1, group_bytes=100, maxmemory=1000)
-    True
-    >>> memory_allows(used=500, leased=2, group_bytes=100, maxmemory=1000)
-    False
+
+def checkpoint_is_due(since_checkpoint: int, maxmemory: int) -> bool:
+    """Whether the samples trained since the newest checkpoint, in bytes, ask for another at once.
+
+    Redis keeps them for a resume; what only a checkpoint frees must not fill it.
     """
-    return maxmemory == 0 or used + (leased + 1) * group_bytes <= MEMORY_SHARE * maxmemory
+    return maxmemory > 0 and since_checkpoint > RETAINED_SHARE * maxmemory
 
 
 def why_not_leased(
@@ -172,7 +193,7 @@ def why_not_leased(
     """
     if leased >= limits.max_inflight:
         return "admission: inflight"
-    if not memory_allows(used, leased, limits.group_bytes, maxmemory):
+    if leases_stop(used, leased, limits.group_bytes, maxmemory):
         return "admission: memory"
     if is_new and limits.total_groups and serial >= limits.total_groups:
         return "admission: every group of the run is leased"
@@ -298,127 +319,6 @@ def commit_verdict(
     return ("committed" if payload_is_there else "resend"), ""
 
 
-# -- the cut of a step -------------------------------------------------------------------------
-
-
-def age(step: int, oldest_token_step: int) -> int:
-    """Staleness of a group at a step, in steps: n − 1 − (step of its oldest token)."""
-    return step - 1 - oldest_token_step
-
-
-def is_stale(step: int, oldest_token_step: int | None, max_staleness: int) -> bool:
-    """Whether the sweep of a step rejects a graded group. Without own tokens it has no age."""
-    return oldest_token_step is not None and age(step, oldest_token_step) > max_staleness
-
-
-def window_allows(unfinished_before_last: int, groups_per_step: int, window: int) -> bool:
-    """Whether a cut may pass over so many unfinished ids that come before its last one.
-
-    A window of 1 step is strict order: none.
-    """
-    return unfinished_before_last <= (window - 1) * groups_per_step
-
-
-def must_not_pass_over(
-    journalled: int, unfinished_rank: int, groups_per_step: int, held_step: int, max_staleness: int
-) -> bool:
-    """Whether a cut that passes over a leased group would make it too stale.
-
-    After the cut the group's rank is its rank among the unfinished ids alone, and J is one more;
-    admission must still hold for the version that it was leased to.
-    """
-    return not may_lease(journalled + 1, unfinished_rank, groups_per_step, held_step, max_staleness)
-
-
-def asked_for(step: int, journalled: int) -> Literal["again", "next", "refused"]:
-    """What ``take(step)`` asks for: a row as it was written, the next one, or neither."""
-    if step <= journalled:
-        return "again"
-    return "next" if step == journalled + 1 else "refused"
-
-
-def waits_for(unfinished: Collection[int], cursor: int) -> int:
-    """Whom a cut without enough groups waits for: the lowest that is out, or the next new one."""
-    return min(unfinished, default=cursor)
-
-
-def has_no_more_rows(step: int, steps: int, ended: bool) -> bool:
-    """Whether a run that was ended, or whose last row is before this step, cuts no more."""
-    return ended or 0 < steps < step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """What becomes of the groups at ``take(J + 1)``."""
-
-    stale: tuple[int, ...] = ()
-    """Swept: too old. They are rejected even where no row comes of it."""
-    row: tuple[int, ...] = ()
-    """Ids of the row, ascending; empty where none is written."""
-    short: bool = False
-    """The last row of a run that is set in passes, with fewer than B."""
-    revoked: tuple[int, ...] = ()
-    """Leases that go back because the row passes over them for too long."""
-    held_by: str = ""
-    """Why there is no row: ``groups``, ``window`` or ``staleness``."""
-    waits_for: int = -1
-    """Whom it waits for, where there is no row."""
-    ended: bool = False
-    """No row will ever come."""
-
-
-def cut(
-    limits: Limits,
-    *,
-    step: int,
-    graded: Mapping[int, int | None],
-    leased: Mapping[int, int],
-    returned: Set[int],
-    cursor: int,
-    ended: bool = False,
-) -> Cut:
-    """The sweep and the cut of the next step.
-
-    Args:
-        graded: id -> step of its oldest own token, None without one.
-        leased: id -> step that its worker held when it was leased.
-        returned: ids that came back.
-        cursor: first id never leased.
-        ended: the run was ended.
-
-    Example: with B = 2, η = 1 and a window of 2 steps, row 2 passes over 4, which was leased to
-    a worker with step 0. After it J is 2 and 4 has the rank 0, so J + ⌊r/B⌋ − w = 2 > η: it
-    would be too old in row 3.
-
-    >>> limits = Limits(groups_per_step=2, max_staleness=1, window=2, late="drop")
-    >>> row = cut(limits, step=2, graded={5: 0, 6: 1}, leased={4: 0}, returned=set(), cursor=7)
-    >>> row.row, row.revoked
-    ((5, 6), (4,))
-    """
-    size, bound = limits.groups_per_step, limits.max_staleness
-    if has_no_more_rows(step, limits.steps, ended):
-        return Cut(ended=True)
-    stale = tuple(sorted(s for s, oldest in graded.items() if is_stale(step, oldest, bound)))
-    fresh = sorted(graded.keys() - set(stale))
-    row = tuple(fresh[:size])
-    out = sorted(leased.keys() | returned)
-    if len(row) < size:
-        if out or not 0 < limits.total_groups <= cursor:
-            return Cut(stale=stale, held_by="groups", waits_for=waits_for(out, cursor))
-        return Cut(stale=stale, row=row, short=bool(row), ended=not row)
-    passed = [serial for serial in out if serial < row[-1]]
-    if not window_allows(len(passed), size, limits.window):
-        return Cut(stale=stale, held_by="window", waits_for=passed[0])
-    late = tuple(
-        serial
-        for place, serial in enumerate(passed)
-        if serial in leased and must_not_pass_over(step - 1, place, size, leased[serial], bound)
-    )
-    if late and limits.late == "wait":
-        return Cut(stale=stale, held_by="staleness", waits_for=late[0])
-    return Cut(stale=stale, row=row, revoked=late)
-
-
 # -- after the step ----------------------------------------------------------------------------
 
 
@@ -450,6 +350,20 @@ def goes_on(limits: Limits, journalled: int, cursor: int) -> bool:
     return limits.steps > journalled or limits.total_groups > cursor
 
 
+def why_not_retried(*, ended: str | None, steps: int, journalled: int, last_is_short: bool) -> str:
+    """Why no dead letter can be put back: no row would take it; "" if one will.
+
+    Args:
+        ended: why the run was ended, if it was.
+        last_is_short: the newest row is the short one that ends a run of passes.
+    """
+    if ended is not None:
+        return ended
+    if 0 < steps <= journalled or last_is_short:
+        return f"its last row, {journalled}, is written"
+    return ""
+
+
 # -- terms and the journal ---------------------------------------------------------------------
 
 
@@ -468,12 +382,19 @@ def is_fenced(held: int, term: int) -> bool:
 
 
 def reasserted(
-    step: int, journalled: int, same: bool
+    step: int, journalled: int, *, same: bool, elsewhere: bool
 ) -> Literal["known", "lost", "gap", "another history"]:
-    """What a row of the journal is to Redis, whose own row of that step is the ``same`` or not."""
-    if step > journalled:
-        return "lost" if step == journalled + 1 else "gap"
-    return "known" if same else "another history"
+    """What a row of the journal is to Redis. Only a ``lost`` one is written.
+
+    Args:
+        same: Redis's own row of that step is the same, or was let go.
+        elsewhere: a group of it stands in another row of Redis.
+    """
+    if step <= journalled:
+        return "known" if same else "another history"
+    if step > journalled + 1:
+        return "gap"
+    return "another history" if elsewhere else "lost"
 
 
 def skipped(cursor: int, serial: int) -> tuple[int, ...]:

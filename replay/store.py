@@ -10,8 +10,11 @@ from typing import Any, Literal, TypeVar
 
 from ..common import wire
 from ..common.errors import StoreError
+from ..common.plain import damaged, read_json, read_object, read_record
 from ..common.records import ExpertTrace, Problem, Version
 from ..common.sockets import CurveKeys, new_keys
+from .answers import WAY_OUT
+from .answers import text as read_text
 from .connection import DEADLINE, Command, Store, told
 
 RunState = Literal["running", "draining", "finished", "failed"]
@@ -92,21 +95,19 @@ class RunStore:
                 f"Redis at {self.store.address} holds no config of run {self.store.run_id}: "
                 f"is this the join file of a run that was started there?"
             )
-        return str(text.decode())
+        return read_text(text, "the config in Redis")
 
     def curve_client(self) -> CurveKeys:
         """The key pair by which the run's clients are let in; made on the first call."""
         fresh = new_keys()
         key = self.store.key("curve_client")
         self.store.call("set", key, json.dumps([fresh.public, fresh.secret]), nx=True)
-        public, secret = json.loads(self.store.call("get", key))
-        return CurveKeys(public=public, secret=secret)
+        return read_keys(self.store.call("get", key))
 
     def state(self, deadline: float = DEADLINE) -> RunState:
         """running, draining, finished or failed; waits for Redis up to ``deadline`` seconds."""
         raw = self.store.call("hget", self.store.key("meta"), "state", deadline=deadline)
-        state: RunState = raw.decode() if raw else "running"
-        return state
+        return read_state(raw) if raw else "running"
 
     def set_state(self, state: RunState) -> None:
         """Tells every process (hint ``state``)."""
@@ -211,7 +212,7 @@ class RunStore:
         A claim expires after 120 s; see :meth:`renew_evaluation`.
         """
         raw = self.store.script("claim_evaluation", member, held.step, int(CLAIM_SECONDS * 1000))
-        return EvaluationRequest(**json.loads(raw)) if raw else None
+        return read_request(raw) if raw else None
 
     def renew_evaluation(self, id_: str, member: str) -> bool:
         """Keeps a claim for another 120 s; False where another worker has it now."""
@@ -224,12 +225,12 @@ class RunStore:
     def evaluation(self, id_: str) -> EvaluationResult | None:
         """The result of one evaluation, if it is done."""
         raw = self.store.call("hget", self.store.key("evaluation_results"), id_)
-        return EvaluationResult(**json.loads(raw)) if raw else None
+        return read_result(raw) if raw else None
 
     def evaluations(self) -> list[EvaluationResult]:
         """All results, by step and set."""
         raw = self.store.call("hvals", self.store.key("evaluation_results"))
-        found = [EvaluationResult(**json.loads(text)) for text in raw]
+        found = [read_result(text) for text in raw]
         return sorted(found, key=lambda result: (result.step, result.set_name, result.id))
 
     def open_evaluations(self) -> list[str]:
@@ -246,7 +247,10 @@ class RunStore:
     def reports(self) -> dict[str, dict[str, Any]]:
         """The newest figures of every process, by member."""
         raw = self.store.call("hgetall", self.store.key("reports"))
-        return {member.decode(): json.loads(text) for member, text in sorted(raw.items())}
+        return {
+            read_text(member, "a member's name"): read_report(report, f"the report of {member!r}")
+            for member, report in sorted(raw.items())
+        }
 
     def count_restart(self, name: str, detail: str) -> None:
         """Lists that a process (or a grader) was started again."""
@@ -260,7 +264,7 @@ class RunStore:
     def restarts(self) -> list[dict[str, Any]]:
         """Restarts, oldest first: name, detail, time."""
         raw = self.store.call("lrange", self.store.key("restarts"), 0, -1)
-        return [json.loads(text) for text in raw]
+        return [read_object(entry, "a restart in the list", StoreError, WAY_OUT) for entry in raw]
 
     def _put(self, commands: Iterable[tuple[int, Command]]) -> None:
         batch: list[Command] = []
@@ -287,6 +291,81 @@ class RunStore:
         if missing:
             raise StoreError(f"{len(missing)} {kind} aren't in Redis: {', '.join(missing[:5])}")
         return [wire.decode(data, cls) for data in raw]
+
+
+def read_keys(raw: bytes) -> CurveKeys:
+    """The clients' key pair as Redis holds it.
+
+    Raises:
+        StoreError: it isn't a pair of keys; neither is shown.
+    """
+    pair = read_json(raw, "the clients' key pair in Redis", StoreError, WAY_OUT)
+    if not (
+        isinstance(pair, list)
+        and len(pair) == 2
+        and all(isinstance(one, str) and len(one) == 40 and one.isascii() for one in pair)
+    ):
+        raise damaged(
+            "the clients' key pair in Redis", "isn't two keys of 40 characters", StoreError, WAY_OUT
+        )
+    return CurveKeys(public=pair[0], secret=pair[1])
+
+
+def read_report(raw: bytes, what: str) -> dict[str, Any]:
+    """A process's figures; what is added up of all of them is numbers.
+
+    Raises:
+        StoreError: it isn't an object, or its time or its seconds aren't numbers.
+    """
+    report = read_object(raw, what, StoreError, WAY_OUT)
+    told = {name: report.get(name) for name in ("clock", "seconds", "shares")}
+    numbers: list[Any] = [report.get("time") or 0.0]
+    for name, value in told.items():
+        if value is not None and not isinstance(value, int | float | dict):
+            raise damaged(what, f"has {name}={str(value)[:40]!r}", StoreError, WAY_OUT)
+        numbers += value.values() if isinstance(value, dict) else [value or 0.0]
+    if isinstance(told["clock"], dict) and "total" not in told["clock"]:
+        raise damaged(what, "has a clock without its total", StoreError, WAY_OUT)
+    for value in numbers:
+        # Beyond 2^53 float() could fail.
+        if not (isinstance(value, int | float) and abs(value) < 2**53):
+            raise damaged(what, f"has {str(value)[:40]!r} for seconds", StoreError, WAY_OUT)
+    return report
+
+
+def read_state(raw: bytes) -> RunState:
+    """The run's state.
+
+    Raises:
+        StoreError: it is none of :data:`STATES`.
+    """
+    for state in STATES:
+        if raw == state.encode():
+            return state
+    raise damaged(
+        "the run's state in Redis",
+        f"is {raw[:40]!r}, not one of {', '.join(STATES)}",
+        StoreError,
+        WAY_OUT,
+    )
+
+
+def read_request(raw: bytes) -> EvaluationRequest:
+    """An evaluation as it was asked for.
+
+    Raises:
+        StoreError: it isn't one.
+    """
+    return read_record(EvaluationRequest, raw, "a request to evaluate", StoreError, WAY_OUT)
+
+
+def read_result(raw: bytes) -> EvaluationResult:
+    """The result of an evaluation.
+
+    Raises:
+        StoreError: it isn't one.
+    """
+    return read_record(EvaluationResult, raw, "the result of an evaluation", StoreError, WAY_OUT)
 
 
 def _json(record: Any) -> str:

@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 
 import msgpack
 
-from ..common.errors import TandemError
+from ..common.errors import TandemError, WireError
 from ..common.records import Verdict
+from .pipes import read_control, read_reply
 from .zygote import EXIT_CRASH, EXIT_MEMORY, MAX_MESSAGE
 
 logger = logging.getLogger("tandem.reward")
@@ -267,7 +268,14 @@ class GraderProcesses:
             if not data:
                 self._zygote_died()
                 return
-            kind, *rest = msgpack.unpackb(data)
+            try:
+                kind, *rest = read_control(data)
+            except WireError as error:
+                logger.warning("the zygote is ended: %s", error)
+                if self._process is not None:
+                    self._process.kill()
+                self._zygote_died()
+                return
             if kind == "ready":
                 self._ready = True
                 self.limits = list(rest[1])
@@ -367,7 +375,15 @@ class GraderProcesses:
             slot.state = "gone"
             slot.since = time.monotonic()
             return
-        message = msgpack.unpackb(data)
+        try:
+            message = read_reply(data)
+        except WireError as error:
+            logger.warning("grader %d is replaced: %s", slot.pid, error)
+            request = slot.request
+            self._replace(slot, "garbled")
+            if request is not None:
+                self._again(request)
+            return
         if message[0] == "ready":
             slot.state, slot.was_ready = "idle", True
             return

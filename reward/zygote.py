@@ -29,7 +29,9 @@ from collections.abc import Callable
 
 import msgpack
 
+from ..common.errors import WireError
 from .confinement import allow_cpu, confine_grader, confine_zygote, readable_by_others
+from .pipes import read_control, read_request
 
 MAX_MESSAGE = 1 << 18
 EXIT_MEMORY = 3
@@ -46,7 +48,7 @@ def grade_for_ever(channel: socket.socket, compare: Compare, memory_bytes: int) 
         data = channel.recv(MAX_MESSAGE)
         if not data:
             return
-        answer, gold, cpu_seconds = msgpack.unpackb(data)
+        answer, gold, cpu_seconds = read_request(data)
         allow_cpu(cpu_seconds)
         start = time.perf_counter()
         try:
@@ -129,8 +131,11 @@ class Zygote:
             return False
         if not data:
             return False
-        kind, slot = msgpack.unpackb(data)
-        if kind == "spawn":
+        try:
+            kind, slot, *_ = read_control(data)
+        except WireError:
+            return False  # Whoever says that is no pool; ours starts another zygote.
+        if kind == "spawn" and descriptors:
             self._spawn(slot, descriptors[0])
         elif kind == "kill":
             pid = self._slots.get(slot)

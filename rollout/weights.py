@@ -229,7 +229,7 @@ class WeightReceiver:
         while not self._stopping.is_set():
             try:
                 address = newest_learner(self._registry.live(ROLE))
-            except StoreError as error:
+            except (StoreError, WeightsError) as error:
                 if not failing:
                     log.warning(f"the registry can't be read, looking again: {error}")
                 failing = True

@@ -70,7 +70,7 @@ STAGES = (
         name="faults",
         args=("tests/faults", "-m", "not byhand"),
         needs="tests/faults",
-        byhand="bash tests/run.sh tests/faults -m byhand (two minutes)",
+        byhand="bash tests/run.sh tests/faults -m byhand (three minutes)",
     ),
     Stage(
         name="vllm",

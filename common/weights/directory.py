@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..errors import WeightsError
+from ..plain import read_record
+
 ROLE = "learner"
 """The role under which the service stands in the registry."""
 
@@ -66,18 +69,25 @@ class LearnerAddress:
         }
 
 
+_TOLD = ("term", "endpoint", "public_key")
+
+
 def newest_learner(members: Iterable[RegisteredMember]) -> LearnerAddress | None:
     """The service of the newest term; None where no learner announces one.
 
     A killed learner stands in the registry until its heartbeat is overdue, so for a while
     there may be two: the term decides.
+
+    Raises:
+        WeightsError: an entry that isn't of that form.
     """
     found = [
-        LearnerAddress(
-            member=m.member,
-            term=int(m.info["term"]),
-            endpoint=str(m.info["endpoint"]),
-            public_key=str(m.info["public_key"]),
+        read_record(
+            LearnerAddress,
+            {"member": m.member} | {name: m.info.get(name) for name in _TOLD},
+            f"the address of {m.member} in the registry",
+            WeightsError,
+            "its next heartbeat replaces it",
         )
         for m in members
         if m.info.get("endpoint") and m.info.get("term") is not None

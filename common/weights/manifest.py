@@ -12,6 +12,7 @@ This file imports no torch; dtypes are named as torch names them (``float32``, `
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,6 +42,12 @@ ITEM_BYTES = {
     "bool": 1,
 }
 """Bytes of one element of each dtype that can travel."""
+
+_NUMBER = "(?:0|[1-9][0-9]{0,14})"
+_LINE = re.compile(
+    f"([a-z0-9_]{{1,20}}) (-|{_NUMBER}(?:x{_NUMBER}){{0,7}}) ({_NUMBER}) ({_NUMBER}) ([^\\x00-\\x1f]+)"
+)
+"""A line of a layout. Numbers are bounded, so that no product of sizes takes long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,19 +190,19 @@ def read_layout(text: str) -> tuple[TensorEntry, ...]:
         WeightsError: a line that isn't of that form.
     """
     entries: list[TensorEntry] = []
-    for line in text.splitlines():
-        parts = line.split(" ", 4)
-        try:
-            dtype, sizes, offset, nbytes, name = parts
-            shape = tuple(int(size) for size in sizes.split("x")) if sizes != "-" else ()
-            entry = TensorEntry(
-                name=name, dtype=dtype, shape=shape, offset=int(offset), nbytes=int(nbytes)
-            )
-        except ValueError:
-            raise WeightsError(
-                f"the layout has a line that can't be read: {line[:200]!r}"
-            ) from None
-        entries.append(entry)
+    # Each line has its end, the last one too.
+    lines = text.split("\n")
+    if lines.pop():
+        raise WeightsError(f"the layout is cut off after {text[-200:]!r}")
+    for line in lines:
+        found = _LINE.fullmatch(line)
+        if found is None:
+            raise WeightsError(f"the layout has a line that can't be read: {line[:200]!r}")
+        dtype, sizes, offset, nbytes, name = found.groups()
+        shape = tuple(int(size) for size in sizes.split("x")) if sizes != "-" else ()
+        entries.append(
+            TensorEntry(name=name, dtype=dtype, shape=shape, offset=int(offset), nbytes=int(nbytes))
+        )
     return tuple(entries)
 
 
@@ -259,7 +266,7 @@ def check_manifest(manifest: WeightManifest) -> None:
     """
     end = 0
     for b in manifest.buckets:
-        if b.offset != end or b.nbytes <= 0:
+        if b.offset != end or b.nbytes <= 0 or b.nbytes % ALIGNMENT:
             raise WeightsError(
                 f"the manifest of {manifest.version} has a bucket of {b.nbytes} bytes at byte "
                 f"{b.offset}, where byte {end} was next"
@@ -280,21 +287,28 @@ def check_manifest(manifest: WeightManifest) -> None:
 @lru_cache(maxsize=8)
 def _check_places(layout: str, total_bytes: int) -> None:
     end = 0
+    seen: set[str] = set()
     for p in read_layout(layout):
+        if p.name in seen:
+            raise WeightsError(f"{p.name} is named twice")
+        seen.add(p.name)
         size = ITEM_BYTES.get(p.dtype)
         if size is None:
             raise WeightsError(f"{p.name} has the unknown dtype {p.dtype!r}")
-        if p.nbytes != prod(p.shape) * size or min(p.shape, default=1) < 0:
+        if p.nbytes != prod(p.shape) * size:
             raise WeightsError(
                 f"{p.name} is named with {p.nbytes} bytes, but {p.dtype} {list(p.shape)} has "
                 f"{prod(p.shape) * size}"
             )
-        if p.offset < end or p.offset % ALIGNMENT or p.offset + p.nbytes > total_bytes:
+        if p.offset != end or p.offset + p.nbytes > total_bytes:
             raise WeightsError(
-                f"{p.name} lies at bytes [{p.offset}, {p.offset + p.nbytes}), which overlap "
-                f"another tensor or leave the buffer of {total_bytes} bytes"
+                f"{p.name} lies at bytes [{p.offset}, {p.offset + p.nbytes}) of {total_bytes}, "
+                f"which overlap another tensor, leave a gap or leave the buffer: byte {end} was next"
             )
-        end = p.offset + p.nbytes
+        end = p.offset + _aligned(p.nbytes)
+    # More would be allocated for nothing.
+    if end != total_bytes:
+        raise WeightsError(f"the tensors end at byte {end:,} of a buffer of {total_bytes:,} bytes")
 
 
 def first_difference(

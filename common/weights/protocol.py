@@ -18,6 +18,7 @@ ABORT by the learner. The worker then still serves its old version.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,12 @@ class Open:
     world_size: int
     """Ranks of the channel."""
 
+    def __post_init__(self) -> None:
+        if not (0 < self.port < 65536 and 0 <= self.rank < self.world_size <= 65536):
+            raise ValueError(
+                f"rank {self.rank} of {self.world_size} can't meet at port {self.port}"
+            )
+
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +142,10 @@ class Committed:
     """What it serves now."""
     seconds: float
     """The engine's time to load it."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.seconds < math.inf:
+            raise ValueError(f"a load can't take {self.seconds} s")
 
 
 @register

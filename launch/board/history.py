@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
+_AGE = re.compile("[0-9]{1,4}")
 WINDOW = 20
 """Steps that recent means and paces are taken over."""
 SHARE = "replay/staleness_share_"
@@ -41,7 +43,7 @@ class History:
     def add(self, record: Mapping[str, Any]) -> None:
         """Takes one record in."""
         step = record.get("step")
-        if not isinstance(step, int):
+        if type(step) is not int:
             return
         found = list(_evaluations(record, step))
         if found:
@@ -114,7 +116,7 @@ class History:
         seconds: dict[str, float] = {}
         for record in self._recent:
             for name, value in record.items():
-                if name.startswith("time/") and isinstance(value, int | float):
+                if name.startswith("time/") and _is_number(value):
                     activity = name.removeprefix("time/")
                     seconds[activity] = seconds.get(activity, 0.0) + value
         return seconds
@@ -141,7 +143,7 @@ def parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             yield record
@@ -151,16 +153,21 @@ def first_number(record: Mapping[str, Any], *keys: str) -> float | None:
     """The first of some keys that holds a number."""
     for key in keys:
         value = record.get(key)
-        if isinstance(value, int | float):
+        if _is_number(value):
             return float(value)
     return None
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    # None that float() or a sum could fail on: no NaN, no infinity, no whole number without end.
+    return isinstance(value, int | float) and -1e300 < value < 1e300
 
 
 def _ages(record: Mapping[str, Any]) -> dict[int, float]:
     return {
         int(name.removeprefix(SHARE)): float(value)
         for name, value in record.items()
-        if name.startswith(SHARE) and isinstance(value, int | float)
+        if name.startswith(SHARE) and _AGE.fullmatch(name.removeprefix(SHARE)) and _is_number(value)
     }
 
 
@@ -168,7 +175,7 @@ def _evaluations(record: Mapping[str, Any], step: int) -> Iterator[Evaluated]:
     for name, value in record.items():
         if name.startswith("eval/") and name.endswith("/accuracy"):
             base = name.removesuffix("/accuracy")
-            if isinstance(value, int | float):
+            if _is_number(value):
                 yield Evaluated(
                     set=base.removeprefix("eval/"),
                     step=step,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ...common.errors import StoreError
+from ...common.errors import DataError, StoreError
+from ...common.plain import read_object
 from ...common.run_folder import RunFolder, read_join
 from ...replay.connection import connect
 from ..folder_lock import supervisor_of
@@ -36,7 +36,7 @@ def look(folder: RunFolder | None, join_file: Path) -> Snapshot:
     facts: Facts | None = None
     problem = ""
     # The run's own redis-server ends with its supervisor.
-    if folder is None or known.supervisor is not None or _external(folder):
+    if folder is None or known.supervisor is not None or not uses_own_redis(folder):
         try:
             facts = _ask(join_file)
         except StoreError as error:
@@ -60,9 +60,9 @@ def known_of(folder: RunFolder) -> Known:
     record = folder.read_run()
     supervisor = supervisor_of(folder)
     state = record.get("state")
-    elapsed = float(record.get("wall_seconds") or 0.0)
+    elapsed = _seconds(record.get("wall_seconds"))
     if supervisor is not None:
-        elapsed += max(0.0, time.time() - float(record.get("began") or time.time()))
+        elapsed += max(0.0, time.time() - (_seconds(record.get("began")) or time.time()))
     elif state not in ("finished", "failed"):
         state = "stopped"
     settings = _settings(folder)
@@ -73,10 +73,11 @@ def known_of(folder: RunFolder) -> Known:
         state=state,
         supervisor=supervisor,
         elapsed_seconds=elapsed,
-        total_steps=settings.get("run", {}).get("steps"),
-        limit=settings.get("replay", {}).get("max_staleness"),
-        ledger=summary.get("ledger", {}),
-        idle=summary.get("idle_shares", {}),
+        total_steps=_part(settings, "run").get("steps"),
+        limit=_part(settings, "replay").get("max_staleness"),
+        ledger=_part(summary, "ledger"),
+        idle=_part(summary, "idle_shares"),
+        dead_letters=tuple(_letters(summary)),
     )
 
 
@@ -88,21 +89,35 @@ def _ask(join_file: Path) -> Facts:
         store.close()
 
 
-def _external(folder: RunFolder) -> bool:
-    return _settings(folder).get("replay", {}).get("redis_url") is not None
+def uses_own_redis(folder: RunFolder) -> bool:
+    """Whether a run's Redis ends with it."""
+    return _part(_settings(folder), "replay").get("redis_url") is None
 
 
 def _settings(folder: RunFolder) -> dict[str, Any]:
     try:
         content = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}  # The run was killed before it was written.
     return content if isinstance(content, dict) else {}
 
 
 def _summary(folder: RunFolder) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(folder.summary.read_bytes(), str(folder.summary), DataError)
+    except (OSError, DataError):
         return {}
-    return content
+
+
+def _part(content: dict[str, Any], name: str) -> dict[str, Any]:
+    part = content.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _letters(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    letters = summary.get("dead_letters")
+    return [one for one in letters if isinstance(one, dict)] if isinstance(letters, list) else []
+
+
+def _seconds(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TextIO
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
 from rich.color import ColorSystem
 
+from ..sizes import human
+from .inspection import Inspection
 from .painter import Painter, plain
 from .snapshot import Snapshot
 from .tty import has_blocks, has_colour, wants_live
@@ -15,10 +18,10 @@ from .view import ASCII, UNICODE, draw
 COLUMNS = 100
 """Where it isn't printed to a terminal."""
 MOST = 10
-"""Restarts, evaluations and groups given up that are listed, the newest."""
+"""Restarts and evaluations that are listed, the newest, and groups given up, the first."""
 
 
-def show(snapshot: Snapshot, stream: TextIO) -> None:
+def show(snapshot: Snapshot, stream: TextIO, inspection: Inspection | None = None) -> None:
     """Prints it; in colour on a terminal that has any."""
     live = wants_live(stream)
     columns = os.get_terminal_size(stream.fileno()).columns if live else COLUMNS
@@ -26,17 +29,20 @@ def show(snapshot: Snapshot, stream: TextIO) -> None:
     painter = Painter(ColorSystem.STANDARD if live and has_colour() else None)
     lines = draw(snapshot, columns - 1, glyphs=glyphs)
     stream.write(painter.paint(lines, [], columns).replace("\r\n", "\n"))
-    for line in more(snapshot):
+    for line in more(snapshot, inspection or Inspection()):
         stream.write(plain(line) + "\n")
 
 
-def more(snapshot: Snapshot) -> list[str]:
+def more(snapshot: Snapshot, inspection: Inspection) -> list[str]:
     """What the view leaves out."""
     told = []
     if snapshot.supervisor:
         told.append(f"supervisor: process {snapshot.supervisor}")
     if snapshot.waiting_for:
         told.append(snapshot.waiting_for)
+    if any(snapshot.ledger.values()):
+        told.append("ledger: " + _listed(snapshot.ledger, lambda n: f"{n:,}"))
+    told += _inspected(inspection)
     for member in snapshot.members:
         version = f"  version {member.version[0]}.{member.version[1]}" if member.version else ""
         idle = f"  idle {member.idle:.0%}" if member.idle is not None else ""
@@ -47,8 +53,76 @@ def more(snapshot: Snapshot) -> list[str]:
         )
     for one in snapshot.evaluations[-MOST:]:
         told.append(f"  {one.set} at step {one.step}: {100 * one.accuracy:.1f}% of {one.problems}")
-    for letter in snapshot.dead_letters[-MOST:]:
-        told.append(f"given up: {dict(letter)}")
+    told += _dead_letters(snapshot)
     for restart in snapshot.restarts[-MOST:]:
         told.append(f"restart: {restart['process']} at {restart['time']} ({restart['exit']})")
+    told += [f"note: {note}" for note in inspection.notes]
     return told
+
+
+def _inspected(inspection: Inspection) -> list[str]:
+    told = []
+    lease, ages = inspection.oldest_lease, inspection.waiting_ages
+    if lease is not None:
+        told.append(
+            f"oldest lease: group {lease.group_id}, attempt {lease.attempt}, with {lease.worker} "
+            f"for {lease.seconds:.1f} s"
+        )
+    if ages is not None and (any(ages.counts) or ages.without_own_tokens):
+        last = len(ages.counts) - 1
+        counts = {f"{age}{'+' * (age == last)}": n for age, n in enumerate(ages.counts)}
+        none = ages.without_own_tokens
+        told.append(
+            f"graded groups by age in steps: {_listed(counts, str)}"
+            + (f"  (and {none:,} of traces alone)" if none else "")
+        )
+    journal, disk, memory = inspection.journal, inspection.disk, inspection.memory
+    if journal is not None:
+        steps = ", ".join(map(str, journal.quarantined))
+        told.append(
+            f"journal: {journal.rows:,} rows, applied up to step {journal.applied:,}"
+            + (f", quarantined: {steps}" if steps else "")
+        )
+    if memory is not None:
+        limit = f" of {human(memory.limit)}" if memory.limit else ""
+        about = "about " if memory.estimated else ""
+        told.append(f"redis: {human(memory.used)}{limit}; {about}{_listed(memory.kinds, human)}")
+    if disk is not None:
+        told.append(
+            f"disk: {human(sum(disk.parts.values()))}, {human(disk.free)} free; "
+            f"{_listed(disk.parts, human)}"
+        )
+    return told
+
+
+def _dead_letters(snapshot: Snapshot) -> list[str]:
+    groups = [letter for letter in snapshot.dead_letters if "group_id" in letter]
+    rows = [letter for letter in snapshot.dead_letters if "group_id" not in letter]
+    told = []
+    if groups:
+        back = "" if snapshot.state == "finished" else "; `tandem retry` puts them back"
+        told.append(f"given up: {len(groups):,} group(s) after too many failed attempts{back}")
+    for letter in groups[:MOST]:
+        told.append(
+            f"  {letter['group_id']}: {failures(letter)}, the last in attempt "
+            f"{letter['attempt']} with {letter['worker']}: {letter['reason']}"
+        )
+    if len(groups) > MOST:
+        told.append(f"  and {len(groups) - MOST:,} more (--json lists all)")
+    for letter in rows[:MOST]:
+        told.append(f"quarantined: row {letter['step']}: {letter['reason']}")
+    if len(rows) > MOST:
+        told.append(f"  and {len(rows) - MOST:,} more quarantined rows (--json lists all)")
+    return told
+
+
+def failures(letter: Mapping[str, Any]) -> str:
+    """How often a group that was given up has failed."""
+    count = int(letter["failures"])
+    return f"{count} failure{'s' * (count != 1)}"
+
+
+def _listed(values: Mapping[str, int], form: Callable[[int], str]) -> str:
+    """``name value`` of those that aren't 0."""
+    shown = (f"{n.replace('_', ' ')} {form(v)}" for n, v in values.items() if v)
+    return ", ".join(shown) or "nothing"

@@ -22,6 +22,8 @@ from ...common.telemetry import read_json_lines
 
 SECONDS = 120.0
 """For the drawing; matplotlib's first start on a machine looks through all its fonts."""
+REAP_SECONDS = 10.0
+"""A killed process that is still there after so long is left behind, with a word about it."""
 POINTS = 2000
 """Steps that a curve is drawn of at most; of a longer run every so many-th."""
 SMOOTHED = 40
@@ -152,15 +154,22 @@ class Drawing:
         try:
             _, said = self._process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            return f"it took longer than {seconds:.0f} s"
+            return f"it took longer than {seconds:.0f} s{self._end()}"
         except KeyboardInterrupt:
-            return "interrupted"
-        finally:
-            self._process.kill()
-            self._process.wait()
+            return f"interrupted{self._end()}"
         if self._process.returncode:
             last = (said.strip() or f"exit code {self._process.returncode}").splitlines()[-1]
             return last[:300]
+        return ""
+
+    def _end(self) -> str:
+        """Kills it; says so where it doesn't go, as from a call of the kernel on a dead disk."""
+        assert self._process is not None
+        self._process.kill()
+        try:
+            self._process.wait(REAP_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"; process {self._process.pid} was killed and has not gone"
         return ""
 
 

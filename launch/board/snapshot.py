@@ -203,6 +203,8 @@ class Known:
     """Groups by state, as the summary of a finished run has them."""
     idle: Mapping[str, float] = field(default_factory=dict)
     """Likewise, idle shares by role."""
+    dead_letters: tuple[Mapping[str, Any], ...] = ()
+    """Likewise, groups given up."""
 
 
 def assemble(
@@ -270,7 +272,7 @@ def assemble(
         members=members,
         restarts=tuple(restarts),
         grader_restarts=facts.grader_restarts if facts else 0,
-        dead_letters=facts.dead_letters if facts else (),
+        dead_letters=facts.dead_letters if facts else known.dead_letters,
         journalled=facts.journalled if facts else None,
         term=facts.term if facts else None,
         waiting_for=facts.waiting_for if facts else "",

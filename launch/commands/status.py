@@ -21,18 +21,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints it."""
-    from ..board.look import look
+    from ..board.inspection import inspect
+    from ..board.look import ANSWER_SECONDS, look
 
+    folder: RunFolder | None = None
     if arguments.join:
-        snapshot = look(None, Path(arguments.join))
+        join = Path(arguments.join)
     else:
         path = arguments.dir or arguments.run
-        folder: RunFolder = existing(path) if path else newest_run()
-        snapshot = look(folder, folder.join)
+        folder = existing(path) if path else newest_run()
+        join = folder.join
+    snapshot = look(folder, join)
+    inspection = inspect(
+        folder, join, redis_answers=snapshot.term is not None, deadline=ANSWER_SECONDS
+    )
     if arguments.json:
-        print(json.dumps(snapshot.to_json(), indent=1))
+        print(json.dumps({**snapshot.to_json(), **inspection.to_json()}, indent=1))
     else:
         from ..board.page import show
 
-        show(snapshot, sys.stdout)
+        show(snapshot, sys.stdout, inspection)
     return 0

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import TYPE_CHECKING
 
 from ...common.errors import DeadlineError
 from ..options import existing, newest_run
+
+if TYPE_CHECKING:
+    import psutil
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,15 +32,29 @@ def run(arguments: argparse.Namespace) -> int:
     if pid is None:
         print(f"{folder.path}: no `tandem start` of this host runs it")
         return 0
-    process = psutil.Process(pid)
-    process.terminate()
     began = time.monotonic()
     try:
-        process.wait(arguments.wait)
-    except psutil.TimeoutExpired:
-        raise DeadlineError(
-            f"process {pid} of {folder.path} is still draining after {arguments.wait:.0f} s: "
-            f"`tandem stop` again ends it at once"
-        ) from None
+        process = psutil.Process(pid)
+        process.terminate()
+    except psutil.NoSuchProcess:
+        print(f"{folder.path}: it came to its end just now")
+        return 0
+    while _goes_on(process):
+        if time.monotonic() - began > arguments.wait:
+            raise DeadlineError(
+                f"process {pid} of {folder.path} is still draining after {arguments.wait:.0f} s: "
+                f"`tandem stop` again ends it at once"
+            )
+        time.sleep(0.05)
     print(f"{folder.path}: stopped in {time.monotonic() - began:.1f} s; the same `start` resumes")
     return 0
+
+
+def _goes_on(process: psutil.Process) -> bool:
+    """Whether it hasn't ended; one whose parent doesn't ask how it ended has, all the same."""
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

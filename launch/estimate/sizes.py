@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import struct
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from typing import Any
 
 from ...common.errors import DataError
 from ...common.models import read_model_config, resolve
+from ...common.plain import damaged, read_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +184,13 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape | None:
         return None
 
 
+WAY_OUT = "get the model's files again"
+
+
+def _is_extent(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**40
+
+
 def count_parameters(folder: Path) -> int | None:
     """Elements of all tensors in a folder's safetensors files, read from their headers alone.
 
@@ -194,7 +202,8 @@ def count_parameters(folder: Path) -> int | None:
     files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        wanted = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+        listed = read_object(index.read_bytes(), str(index), DataError, WAY_OUT).get("weight_map")
+        wanted = set(map(str, listed.values())) if isinstance(listed, dict) else set()
         if not wanted <= {file.name for file in files}:
             return None
     if not files:
@@ -204,13 +213,18 @@ def count_parameters(folder: Path) -> int | None:
         with open(file, "rb") as content:
             start = content.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-            if not 0 < length < 100 << 20:
+            if not 0 < length <= min(100 << 20, file.stat().st_size - 8):
                 raise DataError(f"{file} is no safetensors file: get the model's files again")
-            header = json.loads(content.read(length))
+            header = read_object(content.read(length), f"{file}, its header,", DataError, WAY_OUT)
         for name, entry in header.items():
             if name != "__metadata__":
-                size = 1
-                for extent in entry["shape"]:
-                    size *= extent
-                total += size
+                shape = entry.get("shape") if isinstance(entry, dict) else None
+                if not isinstance(shape, list) or not all(_is_extent(one) for one in shape):
+                    raise damaged(
+                        f"{file}, its header,",
+                        f"has no shape for {name[:80]!r}",
+                        DataError,
+                        WAY_OUT,
+                    )
+                total += math.prod(shape)
     return total

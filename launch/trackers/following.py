@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import DataError
+from ...common.plain import damaged, fits, read_object
 from ...common.run_folder import write_atomic
 from ..progress import MetricsTail
 from .tracker import Tracker, metrics_of
@@ -37,14 +38,20 @@ class Sent:
     def read(cls, path: Path) -> Sent:
         """As it was left; nothing where there is no file yet."""
         try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
+            data = path.read_bytes()
         except FileNotFoundError:
             return cls()
-        except ValueError as error:
-            raise DataError(
-                f"{path} is damaged ({error}): remove it, and all records are sent again"
-            ) from None
-        return cls(rows=kept["rows"], step=kept["step"], evaluations=set(kept["evaluations"]))
+        way_out = "remove it, and all records are sent again"
+        kept = read_object(data, str(path), DataError, way_out)
+        evaluations = kept.get("evaluations")
+        if not (
+            fits(kept.get("rows"), int)
+            and fits(kept.get("step"), int)
+            and isinstance(evaluations, list)
+            and all(isinstance(one, str) for one in evaluations)
+        ):
+            raise damaged(str(path), "lacks rows, step or evaluations", DataError, way_out)
+        return cls(rows=kept["rows"], step=kept["step"], evaluations=set(evaluations))
 
     def write(self, path: Path) -> None:
         """Replaces the file."""

@@ -1,8 +1,11 @@
 -- beat: a member lives. ARGV: 3 member, 4 JSON of its role and info.
 -- After: its entry is this one, heard of now; members unheard of for an hour are gone; if it breaks
 -- a silence of all members, deadlines of leases have moved on by it.
+local wrong = called('beat', 4) or label(3, 'member') or object(4, 'role and info')
+if wrong then return wrong end
 local now = now_ms()
 moved_on_after_silence(now)
+even_when_full() -- else all would look dead
 redis.call('set', key('heard'), now)
 redis.call('hset', key('members'), ARGV[3], ARGV[4])
 redis.call('zadd', key('beats'), now, ARGV[3])

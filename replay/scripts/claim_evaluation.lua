@@ -1,6 +1,9 @@
 -- claim_evaluation: gives a worker the earliest open one that its weights are new enough for.
 -- ARGV: 3 member, 4 step that it holds, 5 ms until the claim expires.
 -- Before: nobody else's claim on it is alive. Answer: JSON of the request, or nil.
+local wrong = called('claim_evaluation', 5) or label(3, 'member') or whole(4, 'step')
+  or whole(5, 'milliseconds')
+if wrong then return wrong end
 local now = now_ms()
 local due = redis.call('zrangebyscore', key('evaluations_open'), '-inf', ARGV[4])
 for _, id in ipairs(due) do

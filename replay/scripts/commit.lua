@@ -5,11 +5,31 @@
 -- After: the payload stays; the group is in graded and ages.
 -- Answer: "committed", "duplicate", "superseded" or "rejected <why>", all final; or "resend" where
 -- the payload isn't there (nothing changed).
+local function reward(i, name)
+  local value = ARGV[i]
+  if value == '' then return nil end
+  if value and #value < 33 and string.find(value, '^%-?%d+%.?%d*e?[+-]?%d*$')
+      and math.abs(tonumber(value) or math.huge) < math.huge then
+    return nil
+  end
+  return unfit(i, name, 'a finite number or nothing')
+end
+local wrong = called('commit', 13) or whole(3, 'serial', 0, MOST_SERIAL) or whole(4, 'attempt')
+  or label(5, 'group id') or hexadecimal(6, 'digest') or whole(7, 'bytes')
+  or (ARGV[8] ~= '' and whole(8, 'oldest step')) or whole(9, 'samples') or whole(10, 'own verdicts')
+  or reward(11, 'least reward') or reward(12, 'greatest reward') or labels(13, 'trace ids')
+if wrong then return wrong end
 local given = first_answer()
 if given then return given end
 local m, missing = meta('pass_length')
 if not m then return missing end
 local serial, attempt = tonumber(ARGV[3]), tonumber(ARGV[4])
+if ARGV[5] ~= id_of(serial, m.pass_length) then
+  return unfit(5, 'group id', 'that of serial ' .. serial .. ': ' .. id_of(serial, m.pass_length))
+end
+if tonumber(ARGV[10]) > tonumber(ARGV[9]) then
+  return unfit(10, 'own verdicts', 'at most the ' .. ARGV[9] .. ' samples')
+end
 local name = group_key(serial)
 local known = redis.call('hmget', name, 'state', 'attempt')
 if not known[1] then
@@ -28,11 +48,13 @@ if tonumber(ARGV[10]) < 2 then
 end
 local payload = key('payload:' .. ARGV[5] .. ':' .. attempt .. ':' .. ARGV[6])
 if redis.call('exists', payload) == 0 then return 'resend' end
+local place = redis.call('zscore', key('leased'), serial)
+  or redis.call('zscore', key('returned'), serial) or serial
 redis.call('zrem', key('leased'), serial)
 redis.call('zrem', key('deadlines'), serial)
 redis.call('zrem', key('returned'), serial)
 redis.call('persist', payload)
-redis.call('zadd', key('graded'), serial, serial)
+redis.call('zadd', key('graded'), place, serial)
 if ARGV[8] ~= '' then redis.call('zadd', key('ages'), ARGV[8], serial) end
 redis.call('hset', name, 'state', 'graded', 'digest', ARGV[6], 'bytes', ARGV[7], 'samples', ARGV[9],
   'least', ARGV[11], 'greatest', ARGV[12], 'traces', ARGV[13])

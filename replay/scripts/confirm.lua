@@ -2,8 +2,10 @@
 -- ARGV: 3 step n, 4 term.
 -- Before: row n is written and the caller has the newest term. After: its groups are trained.
 -- Answer: how many changed; 0 where it was confirmed or quarantined before.
+local wrong = called('confirm', 4) or whole(3, 'step') or whole(4, 'term')
+if wrong then return wrong end
 local given = first_answer()
-if given then return tonumber(given) end
+if given then return tonumber(given) or given end
 local m, missing = meta('term', 'journalled')
 if not m then return missing end
 local step = tonumber(ARGV[3])

@@ -3,6 +3,9 @@
 -- Before: steps up to it are trained or quarantined; the caller has the newest term.
 -- After: trimmed has moved on; quarantined rows keep their payloads.
 -- Answer: the last row that was let go; the caller calls again until it is the step.
+local wrong = called('durable', 5) or whole(3, 'step') or whole(4, 'term')
+  or whole(5, 'most groups', 1)
+if wrong then return wrong end
 local m, missing = meta('term', 'journalled', 'trimmed')
 if not m then return missing end
 local step, budget = tonumber(ARGV[3]), tonumber(ARGV[5])
@@ -18,6 +21,7 @@ if #open > 0 then
   return redis.error_reply('REFUSED a checkpoint of step ' .. step .. ' is not durable while step '
     .. at .. ' is not confirmed')
 end
+even_when_full() -- it moves on over rows without payloads too
 local trimmed = m.trimmed
 while trimmed < step and budget > 0 do
   local number = trimmed + 1

@@ -4,6 +4,10 @@
 -- Before: the run is running and not offline; J + floor(r/B) - w <= eta for each group; leases < max_inflight.
 -- After: each is in leased and deadlines with a new attempt; returned ones went before new ones.
 -- Answer: JSON {leases: [[serial, attempt, deadline ms], ...], wait, state, journalled, now}.
+local wrong = called('lease', 9) or label(3, 'worker') or label(4, 'holder') or whole(5, 'term')
+  or whole(6, 'step') or whole(7, 'count', 0, 65536) or whole(8, 'used memory')
+  or whole(9, 'maxmemory')
+if wrong then return wrong end
 local given = first_answer()
 if given then return given end
 local m, missing = meta('state', 'ended', 'journalled', 'cursor', 'groups_per_step',
@@ -40,15 +44,16 @@ else
       wait = 'admission: memory'
       break
     end
-    local back, serial, rank
-    if returned > 0 then
-      back = redis.call('zrange', key('returned'), 0, 0)[1]
-      serial = tonumber(back)
-      local below = '(' .. back
+    local serial, place, rank
+    local back = returned > 0
+    if back then
+      local first = redis.call('zrange', key('returned'), 0, 0, 'withscores')
+      serial, place = tonumber(first[1]), first[2]
+      local below = '(' .. place
       rank = redis.call('zcount', key('leased'), '-inf', below)
         + redis.call('zcount', key('graded'), '-inf', below)
     else
-      serial = cursor
+      serial, place = cursor, cursor
       rank = leased + graded
       if m.total_groups > 0 and serial >= m.total_groups then
         wait = 'admission: every group of the run is leased'
@@ -70,7 +75,7 @@ else
     else
       cursor = cursor + 1
     end
-    redis.call('zadd', key('leased'), serial, serial)
+    redis.call('zadd', key('leased'), place, serial)
     redis.call('zadd', key('deadlines'), deadline, serial)
     local name = group_key(serial)
     local attempt = redis.call('hincrby', name, 'attempt', 1)

@@ -1,13 +1,15 @@
 -- What every script begins with: names of keys, time, answers given before, and the moves of a
 -- group between sets that more than one transition makes.
 --
--- Keys of a run (prefix "tandem:<run id>:"), where a serial is a position counted over passes:
+-- Keys of a run (prefix "tandem:<run id>:"), where a serial is a position counted over passes, and a
+-- place is what groups are ordered by: the serial, or, of one that was put back (retry), a number
+-- between two serials:
 --   meta              hash    settings; term, journalled (number of the last row), cursor (the
 --                             first serial never leased), trimmed (last row whose payloads went)
---   leased            zset    serial -> serial
+--   leased            zset    serial -> place
 --   deadlines         zset    serial -> ms, of the same members as leased
---   returned          zset    serial -> serial: admitted again after a lease
---   graded            zset    serial -> serial
+--   returned          zset    serial -> place: admitted again after a lease
+--   graded            zset    serial -> place
 --   ages              zset    serial -> step of its oldest own token, of graded groups that have one
 --   taken             zset    serial -> step, until trained
 --   group:<serial>    hash    of a live group (leased, returned, graded) only
@@ -19,7 +21,7 @@
 --   server            string  INFO's run_id of the server's life that last judged deadlines
 --   heard             string  ms at which some member was last heard of
 --   dead              hash    serial -> what is to be told of a group given up for its failures
---   answers:<caller>  hash    request number -> answer
+--   answers:<caller>  hash    request number -> name of the script and its answer
 -- Sizes are read from these sets; nothing is counted beside them.
 --
 -- ARGV[1] is the caller, ARGV[2] its request number.
@@ -32,6 +34,7 @@ local prefix, caller, request = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local ANSWERS_KEPT = 64 -- a batch on one connection holds no more calls than this
 local ANSWERS_SECONDS = 3600
 local SILENCE_MS = 6000 -- several heartbeats of any member
+local PLACE = 2 ^ -20 -- between two groups that were put back
 local BUCKET = 256 -- fields of a final: bucket, few enough to stay in the compact encoding
 
 local function key(name) return prefix .. name end
@@ -41,20 +44,158 @@ local function now_ms()
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 
+-- A full Redis lets a script write only after it has deleted, were it nothing. For what overwrites
+-- little, and for what has to happen before anybody can free memory.
+local function even_when_full() redis.call('del', key('nothing')) end
+
 local function hint(channel) redis.call('publish', key('hint:' .. channel), '') end
 
--- The answer that this very request got before, or false.
-local function first_answer()
-  return redis.call('hget', key('answers:' .. caller), request)
+-- What a call may hold. Redis keeps what a script wrote before it failed, so each script first looks
+-- at all of its arguments: a check is nil, or the refusal that the script returns at once.
+local script = ''
+local MOST_WHOLE = 99999999999999 -- Lua writes numbers of 14 digits in full
+local MOST_SERIAL = 4294967295 -- the last bit of a Redis string
+local LABEL_BYTES, TEXT_BYTES = 256, 65536
+
+local function shown(value)
+  if value == nil then return 'missing' end
+  return "'" .. string.gsub(string.sub(value, 1, 60), '[^ -~]', '?') .. "'"
 end
 
--- Keeps the answer for a repeat of this request, and returns it. The delete comes first: see reject.
-local function answer(text)
+local function refuse(text) return redis.error_reply('REFUSED ' .. script .. ': ' .. text) end
+
+local function unfit(i, name, wanted)
+  return refuse('argument ' .. i .. ' (' .. name .. ') is ' .. shown(ARGV[i]) .. ', not ' .. wanted ..
+    ': nothing was changed; call it through tandem.replay, of one version in all processes')
+end
+
+local function whole(i, name, least, most)
+  local text = ARGV[i]
+  if text and #text < 15 and (string.find(text, '^[1-9]%d*$') or text == '0') then
+    local value = tonumber(text)
+    if value >= (least or 0) and value <= (most or MOST_WHOLE) then return nil end
+  end
+  return unfit(i, name, string.format('a whole number from %.0f to %.0f', least or 0,
+    most or MOST_WHOLE))
+end
+
+-- Names and reasons come back in JSON, which half a character would spoil.
+local function is_utf8(text)
+  if not string.find(text, '[\128-\255]') then return true end
+  local tail = '[\128-\191]'
+  for _, whole_character in ipairs({
+    '[\194-\223]' .. tail,
+    '\224[\160-\191]' .. tail, '[\225-\236\238\239]' .. tail .. tail, '\237[\128-\159]' .. tail,
+    '\240[\144-\191]' .. tail .. tail, '[\241-\243]' .. tail .. tail .. tail,
+    '\244[\128-\143]' .. tail .. tail,
+  }) do
+    text = string.gsub(text, whole_character, ' ')
+  end
+  return not string.find(text, '[\128-\255]')
+end
+
+local function text(i, name, least)
+  local value = ARGV[i]
+  if value and #value >= (least or 0) and #value <= TEXT_BYTES and is_utf8(value) then return nil end
+  return unfit(i, name, 'UTF-8 text of ' .. (least or 0) .. ' to ' .. TEXT_BYTES .. ' bytes')
+end
+
+local function label(i, name, least)
+  local value = ARGV[i]
+  if value and #value >= (least or 1) and #value <= LABEL_BYTES and not string.find(value, '%c')
+      and is_utf8(value) then
+    return nil
+  end
+  return unfit(i, name, 'a name of ' .. (least or 1) .. ' to ' .. LABEL_BYTES .. ' bytes')
+end
+
+local function one_of(i, name, ...)
+  for _, choice in ipairs({...}) do
+    if ARGV[i] == choice then return nil end
+  end
+  return unfit(i, name, 'one of ' .. table.concat({...}, ', '))
+end
+
+local function hexadecimal(i, name)
+  local value = ARGV[i]
+  if value and #value <= 64 and string.find(value, '^%x+$') then return nil end
+  return unfit(i, name, 'a hexadecimal digest')
+end
+
+-- JSON as its writers write it, in ASCII alone; nil where it isn't that, or begins otherwise.
+local function decoded(value, first)
+  if type(value) ~= 'string' or string.find(value, '[^ -~]') or string.sub(value, 1, 1) ~= first then
+    return nil
+  end
+  local fine, found = pcall(cjson.decode, value)
+  if fine and type(found) == 'table' then return found end
+end
+
+local function object(i, name)
+  if decoded(ARGV[i], '{') then return nil end
+  return unfit(i, name, 'a JSON object in ASCII')
+end
+
+local function is_count(value, least, most)
+  return type(value) == 'number' and value >= (least or 0) and value <= (most or MOST_WHOLE)
+    and value == math.floor(value)
+end
+
+-- How many items a decoded list has; nil where it isn't one.
+local function length_of(list)
+  if type(list) ~= 'table' then return nil end
+  local n = 0
+  for _ in pairs(list) do n = n + 1 end
+  for i = 1, n do
+    if list[i] == nil then return nil end
+  end
+  return n
+end
+
+local function are_labels(list)
+  local n = length_of(list)
+  for i = 1, n or 0 do
+    if type(list[i]) ~= 'string' or #list[i] > LABEL_BYTES then return false end
+  end
+  return n ~= nil
+end
+
+local function labels(i, name)
+  if ARGV[i] == '[]' or are_labels(decoded(ARGV[i], '[')) then return nil end
+  return unfit(i, name, 'a JSON list of names in ASCII')
+end
+
+-- The first check of every script: who calls, and with how many arguments.
+local function called(name, least, most)
+  script = name
+  if #KEYS ~= 1 or #prefix > LABEL_BYTES or not string.find(prefix, '^tandem:[^:%c]+:$') then
+    return refuse(#KEYS .. ' keys, the first is ' .. shown(prefix) ..
+      ', not one key tandem:<run id>: alone; nothing was changed')
+  end
+  if #ARGV < least or #ARGV > (most or least) then
+    return refuse(#ARGV .. ' arguments, not ' .. least .. (most and ' or more' or '') ..
+      ': nothing was changed; do all processes run one version of Tandem?')
+  end
+  return label(1, 'caller') or whole(2, 'request number')
+end
+
+-- The answer that this very request got before, or nil; or a refusal, if another script gave one.
+local function first_answer()
+  local kept = redis.call('hget', key('answers:' .. caller), request)
+  if not kept then return nil end
+  local name, given = string.match(kept, '^(%S+) (.*)$')
+  if name == script then return given end
+  return refuse('request ' .. request .. ' of caller ' .. shown(caller) .. ' was a ' .. name ..
+    ': nothing was changed; each call has a number of its own')
+end
+
+-- Keeps the answer for a repeat of this request, and returns it.
+local function answer(given)
   local name = key('answers:' .. caller)
+  redis.call('hset', name, request, script .. ' ' .. given)
   redis.call('hdel', name, request - ANSWERS_KEPT)
-  redis.call('hset', name, request, text)
   redis.call('expire', name, ANSWERS_SECONDS)
-  return text
+  return given
 end
 
 -- Fields of meta as a table; whole numbers as numbers. Refuses a server without the ledger.
@@ -112,6 +253,17 @@ local function get_final(serial)
   return letter, tonumber(step), tonumber(attempt), reason
 end
 
+-- Forgets that a group was rejected: it is put back, or stands in a row of the journal.
+local function forget_rejection(serial)
+  local letter, _, attempt, reason = get_final(serial)
+  if letter ~= 'R' then return nil end
+  redis.call('hdel', key('dead'), serial)
+  redis.call('setbit', key('rejected:' .. reason), serial, 0)
+  local name, field = final_place(serial)
+  redis.call('hdel', name, field)
+  return attempt
+end
+
 -- leased | returned | graded -> rejected(reason). Deletes come first: they are allowed when full.
 local function reject(serial, reason, step, pass_length)
   redis.call('zrem', key('leased'), serial)
@@ -133,6 +285,7 @@ end
 
 -- leased -> admitted; or, where the attempt counts as failed and was the last, -> rejected.
 local function release(serial, failed, reason, m)
+  local place = redis.call('zscore', key('leased'), serial) or serial
   redis.call('zrem', key('leased'), serial)
   redis.call('zrem', key('deadlines'), serial)
   local name = group_key(serial)
@@ -149,7 +302,7 @@ local function release(serial, failed, reason, m)
     end
   end
   redis.call('hset', name, 'state', 'admitted', 'released', reason)
-  redis.call('zadd', key('returned'), serial, serial)
+  redis.call('zadd', key('returned'), place, serial)
 end
 
 local function move_deadlines(ms)
@@ -204,13 +357,13 @@ local function expire_due(now, m)
   return #due
 end
 
--- The group that a cut waits for, as a table: the lowest unfinished one, or the one given.
+-- The group that a cut waits for, as a table: the first unfinished one, or the one given.
 local function waited_for(m, serial)
   if not serial then
-    local leased = redis.call('zrange', key('leased'), 0, 0)[1]
-    local back = redis.call('zrange', key('returned'), 0, 0)[1]
-    serial = leased
-    if back and (not leased or tonumber(back) < tonumber(leased)) then serial = back end
+    local leased = redis.call('zrange', key('leased'), 0, 0, 'withscores')
+    local back = redis.call('zrange', key('returned'), 0, 0, 'withscores')
+    serial = leased[1]
+    if back[1] and (not serial or tonumber(back[2]) < tonumber(leased[2])) then serial = back[1] end
   end
   if not serial then
     return {group_id = id_of(m.cursor, m.pass_length), state = 'admitted', worker = '',

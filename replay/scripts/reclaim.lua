@@ -2,8 +2,10 @@
 -- ARGV: 3 worker, 4 holder of the life that goes on ('' = none does).
 -- Before: the earlier life is dead (its member id is used anew, or its supervisor saw it die).
 -- After: its leases are admitted again, each with a failed attempt. Answer: their serials.
+local wrong = called('reclaim', 4) or label(3, 'worker') or label(4, 'holder', 0)
+if wrong then return wrong end
 local given = first_answer()
-if given then return cjson.decode(given) end
+if given then return type(given) == 'string' and cjson.decode(given) or given end
 local m, missing = meta('max_attempts', 'pass_length')
 if not m then return missing end
 local found = {}

@@ -3,10 +3,14 @@
 -- Before: each is leased by this holder, and within the group's deadline plus one lease time.
 -- After: those are renewed; one past its cap is released. Answer: serials that are the holder's
 -- no more (expired and passed on, revoked, or past the cap): the worker aborts them.
+local wrong = called('renew', 3, 65536) or label(3, 'holder')
+for i = 4, #ARGV do wrong = wrong or whole(i, 'serial', 0, MOST_SERIAL) end
+if wrong then return wrong end
 local m, missing = meta('lease_ms', 'max_attempts', 'pass_length')
 if not m then return missing end
 local holder, now, lost = ARGV[3], now_ms(), {}
 local released = false
+even_when_full() -- else leases would expire
 for i = 4, #ARGV do
   local serial = ARGV[i]
   local known = redis.call('hmget', group_key(serial), 'state', 'holder', 'cap')

@@ -2,9 +2,11 @@
 -- ARGV: 3 step n, 4 term.
 -- Before: the caller has the newest term; n <= J + 1.
 -- n <= J: the row, without a sweep. n = J + 1: sweeps (graded groups that are too old become
--- rejected(stale, n)) and cuts B groups, ascending; J becomes n. Nothing else is written where
+-- rejected(stale, n)) and cuts the B first groups; J becomes n. Nothing else is written where
 -- too few are left, or where the cut would pass over more than the window allows.
 -- Answer: '{"row": ..., "quarantined": ...}', '{"waiting": ...}' or '{"ended": true}'.
+local wrong = called('take', 4) or whole(3, 'step') or whole(4, 'term')
+if wrong then return wrong end
 local m, missing = meta('term', 'journalled', 'cursor', 'trimmed', 'groups_per_step',
   'max_staleness', 'window', 'late', 'max_attempts', 'steps', 'total_groups', 'pass_length',
   'ended', 'state')
@@ -52,22 +54,28 @@ if #cut < size then
       or redis.call('zcard', key('returned')) > 0 then
     return waiting()
   end
-  if #cut == 0 then return '{"ended":true}' end
+  if #cut == 0 then
+    -- From now on no group may come back (retry). A delete comes first: see reject.
+    redis.call('hdel', key('meta'), 'ended')
+    redis.call('hset', key('meta'), 'ended', 'all its groups are in rows or rejected')
+    return '{"ended":true}'
+  end
   short = true
 end
 
 -- Unfinished ids before the cut's last one: those that it would pass over.
-local below = '(' .. cut[#cut]
+local below = '(' .. redis.call('zscore', key('graded'), cut[#cut])
 local back = redis.call('zcount', key('returned'), '-inf', below)
 local passed = redis.call('zcount', key('leased'), '-inf', below) + back
 if passed > (m.window - 1) * size then return waiting('strict order or the window holds') end
 if passed > 0 then
-  local unfinished = redis.call('zrangebyscore', key('leased'), '-inf', below)
+  local unfinished = redis.call('zrangebyscore', key('leased'), '-inf', below, 'withscores')
   local late = {}
-  for i, serial in ipairs(unfinished) do
-    local rank = i - 1
+  for i = 1, #unfinished, 2 do
+    local serial, place = unfinished[i], unfinished[i + 1]
+    local rank = (i - 1) / 2
     if back > 0 then
-      rank = rank + redis.call('zcount', key('returned'), '-inf', '(' .. serial)
+      rank = rank + redis.call('zcount', key('returned'), '-inf', '(' .. place)
     end
     local held = tonumber(redis.call('hget', group_key(serial), 'step'))
     if step + math.floor(rank / size) - held > m.max_staleness then late[#late + 1] = serial end
@@ -82,6 +90,8 @@ if passed > 0 then
   end
 end
 
+-- A row is told by position, also where a group that was put back came later.
+table.sort(cut, function(one, other) return tonumber(one) < tonumber(other) end)
 local places, entries = {}, {}
 for i, serial in ipairs(cut) do
   local known = redis.call('hmget', group_key(serial), 'attempt', 'digest', 'bytes', 'traces')

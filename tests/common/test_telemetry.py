@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tandem.common.errors import DataError
 from tandem.common.telemetry import Clock, JsonLines, read_json_lines
 
 
@@ -90,7 +91,7 @@ def test_a_long_cut_line_is_taken_away_whole(tmp_path: Path):
 
 def test_a_damaged_line_in_the_middle_is_an_error(tmp_path: Path):
     (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(ValueError):
+    with pytest.raises(DataError, match="line 2"):
         list(read_json_lines(tmp_path / "m.jsonl"))
 
 

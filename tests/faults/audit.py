@@ -116,9 +116,17 @@ def _servers() -> Any:
 def _optimizer_steps(checkpoint: Path) -> int:
     """How often the parameters have been moved: Adam counts it for its bias correction."""
     (path,) = (checkpoint / "engine").rglob("*model_states.pt")
-    state = torch.load(path, map_location="cpu", weights_only=False)["optimizer"]["state"]
-    counts = {int(parameter["step"]) for parameter in state.values()}
-    assert len(counts) <= 1, f"{path}: parameters were moved unlike often: {sorted(counts)}"
+    optimizers = [torch.load(path, map_location="cpu", weights_only=False)["optimizer"]]
+    if optimizers == [None]:  # Sharded: each rank has a part of the moments.
+        shards = sorted((checkpoint / "engine").rglob("*optim_states.pt"))
+        loaded = [torch.load(shard, map_location="cpu", weights_only=False) for shard in shards]
+        optimizers = [shard["optimizer_state_dict"]["base_optimizer_state"] for shard in loaded]
+    counts = {
+        int(parameter["step"])
+        for optimizer in optimizers
+        for parameter in optimizer["state"].values()
+    }
+    assert len(counts) <= 1, f"{checkpoint}: parameters were moved unlike often: {sorted(counts)}"
     return max(counts, default=0)
 
 

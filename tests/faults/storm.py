@@ -22,6 +22,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 import psutil
+import redis
+
+from tandem.common.run_folder import read_join
 
 HERE = Path(__file__).resolve().parent
 for place in (HERE, HERE.parent / "e2e", HERE.parent / "launch" / "board"):
@@ -80,6 +83,10 @@ class Plan:
     """Steps between checkpoints."""
     problems: int
     """Of one pass, those with a trace not counted."""
+    ranks: int
+    """Of the learner; a kill hits any one of them."""
+    rewrites: int
+    """How often the append-only file is rewritten, spread over the run's rows."""
     kills: tuple[Kill, ...]
     last: Kill
     """Beyond the others: into the run's end, if that still lasts then."""
@@ -102,10 +109,18 @@ class Plan:
             f"replay.late={self.late}",
             f"weights.every={self.every}",
             f"learner.checkpoint_every={self.checkpoints}",
+            f"learner.ranks={self.ranks}",
         ]
 
 
-def plan(seed: int, kills: int, *, staleness: int | None = None, groups: int | None = None) -> Plan:
+def plan(
+    seed: int,
+    kills: int,
+    *,
+    staleness: int | None = None,
+    groups: int | None = None,
+    ranks: int | None = None,
+) -> Plan:
     """The plan of a seed."""
     draw = random.Random(f"storm {seed}")
     eta = draw.choice((0, 0, 1, 2, 3))
@@ -134,6 +149,8 @@ def plan(seed: int, kills: int, *, staleness: int | None = None, groups: int | N
                 pick=draw.random(),
             )
         )
+    more = random.Random(f"storm {seed}, ranks and rewrites")
+    drawn = more.choice((1, 1, 1, 2))
     return Plan(
         seed=seed,
         staleness=eta,
@@ -146,6 +163,8 @@ def plan(seed: int, kills: int, *, staleness: int | None = None, groups: int | N
         every=every,
         checkpoints=checkpoints,
         problems=problems,
+        ranks=drawn if ranks is None else ranks,
+        rewrites=more.randint(0, 6),
         kills=tuple(planned),
         last=Kill(
             step=rows,
@@ -168,6 +187,7 @@ class Storm:
         self._began = time.monotonic()
         self._moved = self._began
         self._rows = 0
+        self._rewritten = 0
         words = [f"run.dir={self.folder}", *plan.settings()]
         self.run = Run(here, "start", str(HERE / "storm.yaml"), *words)
 
@@ -217,7 +237,21 @@ class Storm:
         rows = journalled(self.folder)
         if rows != self._rows:
             self._rows, self._moved = rows, time.monotonic()
+            if rows * (self.plan.rewrites + 1) > (self._rewritten + 1) * self.plan.last.step:
+                self._rewritten += 1
+                self._rewrite()
         return rows
+
+    def _rewrite(self) -> None:
+        """Has the append-only file rewritten; the server may be killed in the middle of it."""
+        join = read_join(self.folder / "join.json")
+        client = redis.Redis(port=join.port, password=join.password, socket_timeout=5)
+        try:
+            client.bgrewriteaof()
+        except redis.RedisError:
+            pass  # It is dead just now, or at it already.
+        finally:
+            client.close()
 
     def _kill(self, kill: Kill) -> str | None:
         """Kills one process of the target, as soon as there is one."""
@@ -322,11 +356,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--groups", type=int, help="groups of the run, about (default: by the kills)"
     )
+    parser.add_argument("--ranks", type=int, help="learner.ranks (default: by the seed)")
     parser.add_argument("--keep", metavar="DIR", help="keep the run's folder there")
     options = parser.parse_args(arguments)
     here = Path(options.keep or tempfile.mkdtemp(prefix="tandem-storm-")).absolute()
     here.mkdir(parents=True, exist_ok=True)
-    wanted = plan(options.seed, options.kills, staleness=options.staleness, groups=options.groups)
+    wanted = plan(
+        options.seed,
+        options.kills,
+        staleness=options.staleness,
+        groups=options.groups,
+        ranks=options.ranks,
+    )
     storm = Storm(wanted, here)
     trouble = storm.through()
     found = None

@@ -38,11 +38,11 @@ class Job:
             *("run.passes=", "run.steps=100000", "rollout.workers=2", "replay.max_staleness=3"),
         )
 
-    def join(self, name: str) -> None:
-        """Starts a worker by hand."""
+    def join(self, name: str, role: str = "rollout") -> None:
+        """Starts a worker, or a pool, by hand."""
         with open(self.here / f"{name}.log", "wb") as log:
             self.joined[name] = subprocess.Popen(
-                [*TANDEM, "rollout", "--run", str(self.folder), "--name", name],
+                [*TANDEM, role, "--run", str(self.folder), "--name", name],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -55,9 +55,16 @@ class Job:
         told: dict[str, Any] = json.loads(out)
         return told
 
-    def workers(self) -> set[str]:
+    def workers(self, role: str = "rollout") -> set[str]:
         """Rollout workers that the status names, each of which must be there or just have died."""
-        return {m["member"] for m in self.status()["members"] if m["role"] == "rollout"}
+        return {m["member"] for m in self.status()["members"] if m["role"] == role}
+
+    def committed(self, pool: str) -> int:
+        """Groups that a pool says it has committed."""
+        client, prefix = self.redis()
+        told = client.hget(f"{prefix}reports", pool)
+        client.close()
+        return int(json.loads(told).get("pool/committed", 0)) if told else 0
 
     def rows(self) -> list[float]:
         """When each row was journalled."""
@@ -139,6 +146,27 @@ def test_pace_follows_the_workers_that_come_and_go(job: Job) -> None:
         lambda: job.makers(len(job.rows()) - 4) == {"rollout-0", "rollout-1"}, "rows of the two"
     )
     print(f"rows a second: two workers {alone:.2f}, four {together:.2f}, two {job.pace():.2f}")
+
+
+def test_pools_come_and_go_likewise(job: Job) -> None:
+    assert job.workers("reward") == {"reward-0"}
+    job.join("guest-pool", "reward")
+    job.wait_for(lambda: job.committed("guest-pool") > 8, "groups that the guest has graded")
+    # With the run's own pool stopped, the guest grades alone; nobody starts another in its place.
+    own = job.run.role("reward-0")
+    own.send_signal(signal.SIGSTOP)
+    try:
+        here, alone = len(job.rows()), job.committed("guest-pool")
+        job.wait_for(lambda: job.committed("guest-pool") > alone + 8, "groups of the guest alone")
+        job.wait_for(lambda: len(job.rows()) > here + 2, "rows of what it graded")
+    finally:
+        own.send_signal(signal.SIGCONT)
+    job.joined["guest-pool"].send_signal(signal.SIGTERM)
+    assert job.joined["guest-pool"].wait(DEADLINE) == 0
+    job.wait_for(lambda: job.workers("reward") == {"reward-0"}, "one pool in the status")
+    here = len(job.rows())
+    job.wait_for(lambda: len(job.rows()) > here + 4, "further rows")
+    assert job.status()["dead_letters"] == []
 
 
 def test_a_redis_that_stands_still_costs_no_attempt(job: Job) -> None:

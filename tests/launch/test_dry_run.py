@@ -15,8 +15,9 @@ from tandem.launch.estimate import memory
 from tandem.launch.estimate.sizes import TABLE
 from tandem.launch.job import Job
 from tandem.launch.opening import open_folder
-from tandem.launch.preflight import human, place
+from tandem.launch.preflight import place
 from tandem.launch.presets import load
+from tandem.launch.sizes import human
 
 EIGHT = "qwen2.5-math-7b-luffy-8gpu"
 SEVEN = "Elliott/Qwen2.5-Math-7B-16k-think"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,3 +89,15 @@ def test_a_released_lock_can_be_taken_again(folder: RunFolder) -> None:
     second = FolderLock(folder)
     second.take(deadline=0.1)
     second.release()
+
+
+def test_the_copy_of_a_live_runs_folder_has_no_owner(folder: RunFolder, owner) -> None:
+    process, _ = owner
+    copy = RunFolder(folder.path.with_name("copy"))
+    shutil.copytree(folder.path, copy.path)
+    assert supervisor_of(copy) is None
+    assert supervisor_of(folder) == process.pid
+    lock = FolderLock(copy)
+    lock.take(deadline=0.1)
+    assert supervisor_of(copy) == os.getpid()
+    lock.release()

@@ -60,6 +60,26 @@ def test_an_unfinished_run_is_resumed_with_what_it_was_started_with() -> None:
     assert opening.changed == {}
 
 
+def test_a_moved_run_is_resumed_where_it_is_and_nowhere_else(here: Path) -> None:
+    start("run.dir=elsewhere", "run.steps=20")
+    (here / "runs").mkdir()
+    (here / "elsewhere").rename(here / "runs" / "miniature")
+    opening = again()
+    assert opening.kind is Kind.RESUMED
+    assert (opening.config.run.dir, opening.config.run.steps) == ("runs/miniature", 20)
+    assert opening.overrides == ("run.steps=20",)
+
+
+def test_a_run_that_comes_from_another_machine_keeps_its_settings(here: Path) -> None:
+    folder = start("run.steps=20")
+    folder.write_run({**folder.read_run(), "preset_path": "/another/machine/miniature.yaml"})
+    assert again().config.run.steps == 20
+    # A preset of that name that is still there is another one.
+    (here / "miniature.yaml").write_text("base: miniature\n")
+    folder.write_run({**folder.read_run(), "preset_path": str(here / "miniature.yaml")})
+    assert again().config.run.steps == 250
+
+
 def test_what_may_change_is_listed() -> None:
     start("run.steps=20")
     opening = again("run.steps=40", "log.every=5")

@@ -21,7 +21,9 @@ import psutil
 import pytest
 import torch
 
+from tandem.common.records import Group, Version
 from tandem.learner.journal import read
+from tandem.replay.ledger import Lease
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow
@@ -265,6 +267,38 @@ def test_steps_that_are_not_finite_are_quarantined_and_undone(
     finish(clean, launch(clean))
     for name, tensor in weights(clean).items():
         assert torch.equal(weights(run)[name], tensor), name
+
+
+def test_samples_kept_for_a_resume_never_fill_redis_for_good(
+    own_server: Any,
+    made_up: ModuleType,
+    launch: Launch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A row is 2 MB; no checkpoint is due before the end, and Redis has room for about five rows.
+    config = made_up.config_of(
+        run={"steps": 24},
+        learner={"checkpoint_every": 1000},
+        rollout={"max_new_tokens": 8000},
+        evaluate={"at_start": False, "at_end": False},
+    )
+    run = made_up.Run(own_server.join(), config, tmp_path / "run")
+    answer = run.answer
+
+    def long(lease: Lease, held: Version) -> Group:
+        return dataclasses.replace(answer(lease, held), prompt_text="x" * (1 << 20))
+
+    monkeypatch.setattr(run, "answer", long)
+    used = int(run.store.redis.info("memory")["used_memory"])
+    run.store.redis.config_set("maxmemory", used + (14 << 20))
+    run.work()
+    try:
+        finish(run, launch(run))
+        assert run.ledger.counts()["trained"] == 48
+        assert [r["step"] for r in metrics(run)] == list(range(1, 25))
+    finally:
+        run.close()
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run(start_run: StartRun, launch: Launch) -> None:

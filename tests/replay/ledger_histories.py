@@ -267,6 +267,13 @@ class Histories(LedgerMachine):
             self.journal.pop()
         self.new_learner()
 
+    @precondition(lambda self: self.model.dead)
+    @rule(most=st.integers(1, 3), other=st.booleans())
+    def dead_letters_are_put_back(self, most: int, other: bool) -> None:
+        """``other``: together with a group that is none."""
+        serials = sorted(self.model.dead)[:most]
+        self.retry(serials + [s for s in self.model.live if other][:1])
+
     @precondition(lambda self: self.journal)
     @rule(gap=st.booleans(), old=rarely)
     def a_learner_comes_with_another_journal(self, gap: bool, old: bool) -> None:

@@ -26,6 +26,7 @@ from tandem.common.records import Verdict, Version
 from tandem.common.run_folder import JoinInfo
 from tandem.replay import connection
 from tandem.replay.connection import Command
+from tandem.replay.dead_letters import retry
 from tandem.replay.ledger import Ledger, LedgerSettings, Row, Waiting
 from tandem.replay.members import Members
 from tandem.replay.rules import Limits
@@ -60,6 +61,7 @@ KEPT: dict[str, tuple[Any, ...]] = {
     "quarantine": (0,),
     "reassert": (0,),
     "reclaim": ([],),
+    "retry": (),
     "set_state": (),
 }
 """Scripts that keep the answer for a repeat, and answers of theirs that say that nothing changed."""
@@ -463,7 +465,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def take(self, step: int, old: bool = False) -> bool:
         """Whether there is a row."""
-        term = self.term(old)
+        step, term = max(0, step), self.term(old)
         if self.lost and self.model.journalled < step <= len(self.journal):
             return False  # it is in the journal: a learner that starts writes it again first
 
@@ -496,7 +498,8 @@ class LedgerMachine(RuleBasedStateMachine):
         return serial, why.get(found.reason.partition(";")[0], "groups")
 
     def _after(self, name: str, *args: Any, old: bool) -> None:
-        args = (*args[:1], self.term(old), *args[1:])
+        step_or_reason = max(0, args[0]) if isinstance(args[0], int) else args[0]
+        args = (step_or_reason, self.term(old), *args[1:])
         self.both(
             lambda: getattr(self.learner, name)(*args),
             lambda: getattr(self.model, name)(*args),
@@ -514,6 +517,13 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def end(self, old: bool = False) -> None:
         self._after("end", "done", old=old)
+
+    def retry(self, serials: list[int]) -> None:
+        names = list(map(self.model.id_of, serials))
+        self.both(
+            lambda: [self.model.serial_of(name) for name in retry(self.learner, names).returned],
+            lambda: self.model.retry(serials),
+        )
 
     def create(self, **changes: Any) -> None:
         """The run is resumed with other settings."""

@@ -6,10 +6,10 @@ the state as that script should, and returns what it should answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.replay import rules
+from tandem.replay import cutting, rules
 from tandem.replay.rules import Limits, Release
 
 Row = dict[str, Any]
@@ -28,6 +28,8 @@ class Fenced(Refused):
 class Live:
     """One group that is leased, admitted (again) or graded."""
 
+    place: float
+    """Where it stands among live groups: at its own number, unless it was put back."""
     state: str = "leased"
     attempt: int | None = None
     """None where Redis has lost what it knew of it."""
@@ -85,6 +87,10 @@ class LedgerModel:
     def of(self, state: str) -> dict[int, Live]:
         """Live groups in a state, ascending."""
         return {s: g for s, g in sorted(self.live.items()) if g.state == state}
+
+    def places(self) -> list[float]:
+        """Of all live groups."""
+        return [group.place for group in self.live.values()]
 
     def id_of(self, serial: int) -> str:
         return f"{serial // self.pass_length}-{serial % self.pass_length}"
@@ -190,13 +196,14 @@ class LedgerModel:
         self._expire()
         leases: list[tuple[int, int, int]] = []
         while len(leases) < count:
-            returned = self.of("admitted").keys()
+            returned = {serial: group.place for serial, group in self.of("admitted").items()}
             serial = rules.next_to_lease(returned, self.cursor)
+            place = returned.get(serial, serial)
             wait = rules.why_not_leased(
                 self.limits,
                 serial=serial,
                 is_new=serial == self.cursor,
-                rank=rules.rank(serial, self.live),
+                rank=rules.rank(place, self.places()),
                 leased=len(self.of("leased")),
                 journalled=self.journalled,
                 held_step=held,
@@ -206,7 +213,7 @@ class LedgerModel:
             if wait:
                 return leases, wait
             self.cursor = max(self.cursor, serial + 1)
-            group = self.live.setdefault(serial, Live())
+            group = self.live.setdefault(serial, Live(place=place))
             group.state, group.attempt = "leased", (group.attempt or 0) + 1
             group.worker, group.holder, group.held = worker, holder, held
             group.leased_ms = self.now
@@ -295,27 +302,30 @@ class LedgerModel:
     def take(self, step: int, term: int) -> tuple[str, Any]:
         """``("row", (row, quarantined))``, ``("waiting", (serial, why))`` or ``("ended", None)``."""
         self._fence(term)
-        asked = rules.asked_for(step, self.journalled)
+        asked = cutting.asked_for(step, self.journalled)
         if asked == "refused":
             raise Refused("can not be taken")
         if asked == "again":
             if step not in self.rows:
                 raise Refused("before the oldest checkpoint kept")
             return "row", (self.rows[step], self.quarantined.get(step, ""))
-        if not rules.has_no_more_rows(step, self.limits.steps, self.ended is not None):
+        over = cutting.has_no_more_rows(step, self.limits.steps, self.ended is not None)
+        if not over:
             self._expire()
-        done = rules.cut(
+        done = cutting.cut(
             self.limits,
             step=step,
             graded={s: g.oldest for s, g in self.of("graded").items()},
             leased={s: g.held for s, g in self.of("leased").items()},
-            returned=set(self.of("admitted")),
+            returned=self.of("admitted").keys(),
             cursor=self.cursor,
+            places={s: g.place for s, g in self.live.items()},
             ended=self.ended is not None,
         )
         for serial in done.stale:
             self._reject(serial, "stale", step)
         if done.ended:
+            self.ended = self.ended if over else "all its groups are in rows or rejected"
             return "ended", None
         if not done.row:
             return "waiting", (done.waits_for, done.held_by)
@@ -382,37 +392,68 @@ class LedgerModel:
 
     def reassert(self, rows: list[Row], term: int) -> int:
         self._fence(term)
-        written = 0
+        last, seen, lost = self.journalled, set[int](), []
         for row in rows:
+            serials = {self.serial_of(entry["id"]) for entry in row["groups"]}
             held = self.rows.get(row["step"])
             known = rules.reasserted(
-                row["step"], self.journalled, held is None or _ids(held) == _ids(row)
+                row["step"],
+                last,
+                same=held is None or _ids(held) == _ids(row),
+                elsewhere=any(serial in seen or self._in_a_row(serial) for serial in serials),
             )
             if known in ("gap", "another history"):
                 raise Refused(known.replace("another history", "different histories"))
             if known == "lost":
-                self._write_again(row)
-                written += 1
-        return written
+                last, seen = row["step"], seen | serials
+                lost.append(row)
+        for row in lost:
+            self._write_again(row)
+        return len(lost)
+
+    def _in_a_row(self, serial: int) -> bool:
+        letter, _, _, reason = self.final.get(serial, ("", 0, 0, ""))
+        return letter in ("T", "D") or reason == "quarantined"
 
     def _write_again(self, row: Row) -> None:
-        for entry in row["groups"]:
+        for entry, name in zip(row["groups"], _ids(row), strict=True):
             serial = self.serial_of(entry["id"])
             held = self.live.pop(serial, None)
-            if (
-                held
-                and held.digest
-                and (held.attempt, held.digest) != _ids({"groups": [entry]})[0][1:]
-            ):
+            if held and held.digest and (held.attempt, held.digest) != name[1:]:
                 del self.payloads[self.id_of(serial), held.attempt or 0, held.digest]
+            if name in self.payloads:
+                self.payloads[name] = True
             self.dead.pop(serial, None)
             for new in rules.skipped(self.cursor, serial):
-                self.live[new] = Live(state="admitted", released="lost by Redis")
+                self.live[new] = Live(place=new, state="admitted", released="lost by Redis")
             self.cursor = max(self.cursor, serial + 1)
             self.final[serial] = ("T", row["step"], entry["attempt"], "")
             self.taken[serial] = row["step"]
         self.rows[row["step"]] = row
         self.journalled = row["step"]
+
+    # -- people ----------------------------------------------------------------------------
+
+    def retry(self, serials: list[int]) -> list[int]:
+        last = self.rows.get(self.journalled)
+        why = rules.why_not_retried(
+            ended=self.ended,
+            steps=self.limits.steps,
+            journalled=self.journalled,
+            last_is_short=last is not None and last["short"],
+        )
+        if why:
+            raise Refused("takes no more groups")
+        back = [serial for serial in serials if self.dead.pop(serial, None)]
+        for serial in back:
+            _, _, attempt, _ = self.final.pop(serial)
+            self.live[serial] = Live(
+                place=rules.place_behind(self.cursor, self.places()),
+                state="admitted",
+                attempt=attempt + 1,
+                released="put back by `tandem retry`",
+            )
+        return back
 
     # -- looking ---------------------------------------------------------------------------
 
@@ -429,7 +470,3 @@ class LedgerModel:
 
 def _ids(row: Row) -> list[tuple[str, int, str]]:
     return [(entry["id"], entry["attempt"], entry["digest"]) for entry in row["groups"]]
-
-
-def with_changes(limits: Limits, **changes: Any) -> Limits:
-    return replace(limits, **changes)

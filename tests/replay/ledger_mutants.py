@@ -20,11 +20,20 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "rank = redis.call('zcount', key('leased'), '-inf', below)\n        + ",
         "rank = ",
     ),
-    "new positions go before what came back": ("lease", "if returned > 0 then", "if false then"),
+    "new positions go before what came back": (
+        "lease",
+        "local back = returned > 0",
+        "local back = false",
+    ),
     "the highest that came back goes first": (
         "lease",
-        "back = redis.call('zrange', key('returned'), 0, 0)[1]\n      serial",
-        "back = redis.call('zrange', key('returned'), -1, -1)[1]\n      serial",
+        "redis.call('zrange', key('returned'), 0, 0, 'withscores')\n      serial",
+        "redis.call('zrevrange', key('returned'), 0, 0, 'withscores')\n      serial",
+    ),
+    "a group that was put back is leased in its old place": (
+        "lease",
+        "redis.call('zadd', key('leased'), place, serial)",
+        "redis.call('zadd', key('leased'), serial, serial)",
     ),
     "one lease over max_inflight": (
         "lease",
@@ -98,7 +107,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "  redis.call('set', key('heard'), now)\n  move_deadlines(silence)",
         "  redis.call('set', key('heard'), now - silence)\n  move_deadlines(silence)",
     ),
-    "a beat doesn't see a silence": ("beat", "moved_on_after_silence(now)\nredis", "redis"),
+    "a beat doesn't see a silence": ("beat", "moved_on_after_silence(now)\neven", "even"),
     "a new life moves nothing": ("prelude", "  move_deadlines(lease_ms)\n", ""),
     "a new life moves deadlines and not caps": (
         "prelude",
@@ -263,7 +272,44 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "(steps > 0 and steps > tonumber(now[2]))",
         "(steps > 0)",
     ),
-    "another history is taken": ("reassert", "if held and ids_of(", "if false and ids_of("),
+    "another history is taken": (
+        "reassert",
+        "(held and ids_of(cjson.decode(held)) ~= ids_of(row))",
+        "false",
+    ),
+    "a payload of a commit that Redis lost expires": (
+        "reassert",
+        "redis.call('persist', key('payload:'",
+        "tostring(('payload:'",
+    ),
+    "dead letters go before what is on its way": ("retry", "last = last + PLACE", "last = serial"),
+    "two dead letters stand in one place": ("retry", "last = last + PLACE", ""),
+    "an attempt before it was put back commits": ("retry", "attempt + 1", "attempt"),
+    "dead letters are put back into a run that has its last row": (
+        "retry",
+        "m.journalled >= m.steps",
+        "m.journalled > m.steps",
+    ),
+    "dead letters are put back after the short row": (
+        "retry",
+        "if last and cjson.decode(last).short then",
+        "if false then",
+    ),
+    "a group that is put back stays rejected": (
+        "prelude",
+        "redis.call('setbit', key('rejected:' .. reason), serial, 0)",
+        "",
+    ),
+    "a group that is put back stays a dead letter": (
+        "prelude",
+        "redis.call('hdel', key('dead'), serial)",
+        "",
+    ),
+    "an old final state outlives what was put back": (
+        "prelude",
+        "redis.call('hdel', name, field)\n  return attempt",
+        "return attempt",
+    ),
     "a gap is taken": ("reassert", "row.step > journalled + 1", "false"),
     "new ids before a row's are lost": (
         "reassert",
@@ -276,16 +322,6 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "",
     ),
     "a payload that a row displaces is kept": ("reassert", "if known[2] and (", "if false and ("),
-    "a rejected group that a row holds is counted twice": (
-        "reassert",
-        "redis.call('setbit', key('rejected:' .. reason), serial, 0)",
-        "",
-    ),
-    "a group given up that a row holds is listed": (
-        "reassert",
-        "redis.call('hdel', key('dead'), serial)",
-        "",
-    ),
     "the cursor stays before a reasserted row": (
         "reassert",
         "if cursor == serial then cursor = serial + 1 end",

@@ -96,23 +96,18 @@ def observe(store: Store) -> dict[str, Any]:
         """Names of keys of one kind, and what follows the kind."""
         return {name: name[len(kind) :] for name in found if name.startswith(kind)}
 
-    def scored(name: str) -> dict[int, int]:
-        return {int(member): int(float(score)) for member, score in pairs(name).items()}
-
-    def members(name: str) -> set[int]:
-        scores = scored(name)
-        assert all(member == score for member, score in scores.items()), name
-        return set(scores)
+    def scored(name: str) -> dict[int, float]:
+        return {int(member): float(score) for member, score in pairs(name).items()}
 
     meta = pairs("meta")
     bitmaps = ("trained", *(f"rejected:{reason}" for reason in REJECTIONS))
     return {
         "meta": {name: meta.get(name, "") for name in ("state", "ended")}
         | {name: int(meta[name]) for name in ("term", "journalled", "cursor", "trimmed")},
-        "leased": members("leased"),
+        "leased": scored("leased"),
         "deadlines": scored("deadlines"),
-        "returned": members("returned"),
-        "graded": members("graded"),
+        "returned": scored("returned"),
+        "graded": scored("graded"),
         "ages": scored("ages"),
         "taken": scored("taken"),
         "groups": {int(serial): _group(pairs(name)) for name, serial in of("group:").items()},
@@ -167,6 +162,9 @@ def expected(model: LedgerModel) -> dict[str, Any]:
         texts = (live.state, live.worker, live.holder, live.released, live.digest)
         return (*numbers, *texts, live.nbytes, list(live.traces))
 
+    def places(groups: dict[int, Live]) -> dict[int, float]:
+        return {serial: group.place for serial, group in groups.items()}
+
     graded = model.of("graded")
     ended = {reason: set[int]() for reason in REJECTIONS}
     for serial, (letter, _, _, reason) in model.final.items():
@@ -181,10 +179,10 @@ def expected(model: LedgerModel) -> dict[str, Any]:
             "cursor": model.cursor,
             "trimmed": model.trimmed,
         },
-        "leased": set(model.of("leased")),
+        "leased": places(model.of("leased")),
         "deadlines": {s: g.deadline for s, g in model.of("leased").items()},
-        "returned": set(model.of("admitted")),
-        "graded": set(graded),
+        "returned": places(model.of("admitted")),
+        "graded": places(graded),
         "ages": {s: g.oldest for s, g in graded.items() if g.oldest is not None},
         "taken": dict(model.taken),
         "groups": {s: group(g) for s, g in model.live.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def test_why_there_is_no_report_is_one_line(folder: RunFolder) -> None:
     assert report.Drawing(folder).wait() == f"{folder.metrics} has no steps to draw"
     folder.metrics.write_text("no json\n" * 3)
     said = report.Drawing(folder).wait()
-    assert said.startswith("JSONDecodeError: ")
+    assert said.startswith("line 1 of ")
     assert "\n" not in said
     assert not folder.report.exists()
 
@@ -70,3 +71,31 @@ def test_a_long_run_is_thinned_out(folder: RunFolder) -> None:
     steps, values = report.series([record(n) for n in range(1, 10_001)], "reward/mean")
     assert len(steps) == len(values) == report.POINTS
     assert steps[:3] == [1, 6, 11]
+
+
+def test_a_drawing_that_takes_too_long_is_ended(folder: RunFolder) -> None:
+    write(folder, record(1, **{"train/lr": 1e-3}))
+    drawing = report.Drawing(folder)
+    process = drawing._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    assert drawing.wait(0.05) == "it took longer than 0 s"
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_one_that_can_not_be_ended_is_left_behind_with_a_word(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder, record(1, **{"train/lr": 1e-3}))
+    monkeypatch.setattr(report, "REAP_SECONDS", 0.05)
+    drawing = report.Drawing(folder)
+    process = drawing._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    # As in the kernel: SIGKILL does nothing to it for now.
+    monkeypatch.setattr(process, "kill", lambda: None)
+    said = drawing.wait(0.05)
+    monkeypatch.undo()
+    process.kill()
+    process.wait(10)
+    assert said.endswith(f"process {process.pid} was killed and has not gone")

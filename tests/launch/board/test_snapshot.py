@@ -14,6 +14,7 @@ from tandem.common.errors import StoreError
 from tandem.common.run_folder import RunFolder
 from tandem.launch.board.facts import Activity, ask
 from tandem.launch.board.history import History
+from tandem.launch.board.inspection import Inspection
 from tandem.launch.board.look import look
 from tandem.launch.board.page import more
 from tandem.launch.board.snapshot import Known, Queues, assemble
@@ -164,5 +165,5 @@ def test_a_finished_run_is_told_from_its_folder(finished_run: Path) -> None:
     assert made.evaluations[-1].step == 250
     assert sum(made.staleness.shares) == pytest.approx(1.0)
     assert made.entropy is not None
-    assert any("heldout at step 250" in line for line in more(made))
+    assert any("heldout at step 250" in line for line in more(made, Inspection()))
     assert folder.report.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,93 @@
+"""What ``tandem status`` tells beside the live view's snapshot: asked once, too dear for each frame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...common.errors import TandemError
+from ...common.run_folder import RunFolder, read_join
+from ...replay.connection import connect
+from ...replay.inspection import (
+    MemoryUse,
+    OldestLease,
+    WaitingAges,
+    memory_use,
+    oldest_lease,
+    waiting_ages,
+)
+from ...replay.ledger import Ledger
+from .on_disk import DiskUse, JournalEnd, disk_use, journal_end
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What was found; None for what couldn't be asked."""
+
+    oldest_lease: OldestLease | None = None
+    """Of those that are out; None also where nothing is leased."""
+    waiting_ages: WaitingAges | None = None
+    """Of the graded groups."""
+    memory: MemoryUse | None = None
+    """Of the run's Redis."""
+    disk: DiskUse | None = None
+    """Of the run's folder."""
+    journal: JournalEnd | None = None
+    """Of the learner, as it stands in the folder."""
+    notes: tuple[str, ...] = ()
+    """Why something is missing, a sentence each."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+
+def inspect(
+    folder: RunFolder | None, join_file: Path, *, redis_answers: bool, deadline: float
+) -> Inspection:
+    """Looks closer at a run: into its folder where there is one, into Redis where it answers.
+
+    Args:
+        folder: None where the run is on another host.
+        join_file: How to join it.
+        redis_answers: Whether it just did.
+        deadline: Seconds for it to answer again.
+    """
+    notes: list[str] = []
+
+    def tried(what: str, ask: Callable[[], T]) -> T | None:
+        try:
+            return ask()
+        except (TandemError, OSError, ValueError) as error:
+            notes.append(f"{what}: {' '.join(str(error).split())}")
+            return None
+
+    disk = journal = None
+    if folder is None:
+        notes.append("the run's folder is on its own host: ask there for what is on disk")
+    else:
+        disk = tried("disk", lambda: disk_use(folder))
+        journal = tried("journal.jsonl", lambda: journal_end(folder))
+    lease = ages = memory = None
+    if redis_answers:
+        store = tried("redis", lambda: connect(read_join(join_file), deadline=deadline))
+        if store is not None:
+            try:
+                ledger = Ledger(store, "status")
+                lease = tried("oldest lease", lambda: oldest_lease(ledger))
+                ages = tried("ages", lambda: waiting_ages(ledger))
+                memory = tried("bytes by kind", lambda: memory_use(ledger))
+            finally:
+                store.close()
+    return Inspection(
+        oldest_lease=lease,
+        waiting_ages=ages,
+        memory=memory,
+        disk=disk,
+        journal=journal,
+        notes=tuple(notes),
+    )

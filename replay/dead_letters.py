@@ -1,0 +1,110 @@
+"""Puts dead letters back: groups that were given up after ``max_attempts`` failed attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..common.errors import StoreError
+from ..common.plain import damaged, read_object
+from .answers import WAY_OUT, checked
+from .ledger import Ledger
+from .order import Order
+
+PER_CALL = 500
+"""Groups of one call of the script: under a millisecond of the server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retried:
+    """What became of a request."""
+
+    returned: tuple[str, ...]
+    """Groups that are admitted again."""
+    refused: Mapping[str, str]
+    """Why each of the others is not: a clause that follows its name."""
+
+
+def retry(ledger: Ledger, group_ids: Iterable[str]) -> Retried:
+    """``rejected(attempts)`` → ``admitted``, with no failures and a new attempt's number.
+
+    Each goes behind all groups that are on their way, so that none of those becomes older than it
+    was leased for. It may be asked again for all of them whenever the answer didn't come.
+
+    Args:
+        ledger: Of the run.
+        group_ids: ``<pass>-<position>`` each; whatever isn't a dead letter is refused by itself.
+
+    Raises:
+        StoreError: the run has cut its last row, or Redis doesn't answer.
+    """
+    asked = list(dict.fromkeys(group_ids))
+    refused = {name: why for name in asked if (why := _no_group(ledger, name))}
+    serials = {ledger.order.serial(name): name for name in asked if name not in refused}
+    returned: list[str] = []
+    waiting = list(serials)
+    while waiting:
+        some, waiting = waiting[:PER_CALL], waiting[PER_CALL:]
+        answer = read_answer(ledger.store.script("retry", *some), serials)
+        if "over" in answer:
+            raise StoreError(
+                f"run {ledger.store.run_id} takes no more groups ({answer['over']}): let it go on "
+                f"with more steps or passes (`tandem start … run.steps=N`), then put them back"
+            )
+        returned += [serials[serial] for serial in answer["back"]]
+    back = set(returned)
+    cursor = int(ledger.store.call("hget", ledger.store.key("meta"), "cursor") or 0)
+    for name in asked:
+        if name not in refused and name not in back:
+            later = ledger.order.serial(name) >= cursor
+            refused[name] = "was never leased yet" if later else _why_not(ledger.state_of(name))
+    return Retried(returned=tuple(returned), refused={n: refused[n] for n in asked if n in refused})
+
+
+def read_answer(raw: bytes, asked: Container[int]) -> dict[str, Any]:
+    """Of ``retry``: ``over``, or ``back`` as serials that were asked for.
+
+    Raises:
+        StoreError: it isn't one.
+    """
+    what = "the answer to a retry"
+    content = read_object(raw, what, StoreError, WAY_OUT)
+    if "over" in content:
+        return checked(what, content, over=str)
+    # An empty list of Lua is an empty object of JSON.
+    back = content.get("back") or []
+    if (
+        "back" not in content
+        or not isinstance(back, list)
+        or not all(type(serial) is int and serial in asked for serial in back)
+    ):
+        raise damaged(what, f"has back={str(back)[:80]!r}", StoreError, WAY_OUT)
+    return {"back": back}
+
+
+def _no_group(ledger: Ledger, name: str) -> str:
+    try:
+        _, position = Order.parse(name)
+    except ValueError:
+        return "is no group id: <pass>-<position>, such as 0-12"
+    most = ledger.order.pass_length
+    if position >= most:
+        return f"is no group of this run: the positions of a pass go from 0 to {most - 1}"
+    try:
+        ledger.order.serial(name)
+    except ValueError as error:
+        return f"can't be: {error}"
+    return ""
+
+
+def _why_not(state: str) -> str:
+    if state.startswith("rejected(quarantined"):
+        step = state.removesuffix(")").rpartition(" ")[2]
+        return (
+            f"stands in row {step}, which was quarantined and used the step's number: an id is in "
+            f"one row only, and its problem comes again in the next pass"
+        )
+    if state == "admitted":
+        return "is admitted already: it waits for a worker"
+    return f"is {state}: no dead letter"
