@@ -136,6 +136,14 @@ class LedgerSource(BatchSource):
             log.warning(
                 f"Redis had lost {written} row(s) that stand in the journal; they are written again"
             )
+        # Of steps that the checkpoint has, Redis may have lost what became of them: nobody trains
+        # these again, and no later checkpoint would be durable over them.
+        for step in self._ledger.open_steps():
+            outcome = journal.outcomes.get(step)
+            if outcome == "applied":
+                self._ledger.confirm(step, term)
+            elif outcome == "quarantined":
+                self._ledger.quarantine(step, term, "quarantined before")
         return self._ledger.journalled()
 
     def take(self, step: int, term: int) -> Fetch | Waiting:

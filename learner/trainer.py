@@ -293,7 +293,7 @@ class Trainer:
             log.warning("the trained model was not evaluated")
         if self._stop.asked:
             return
-        rejected = self._ledger.end("the learner has trained its last step")
+        rejected = self._ledger.end("the learner has trained its last step", self._term)
         self._runs.set_state("finished")
         self._report(force=True)
         log.info(f"finished after step {self._step}; {rejected} group(s) in flight were let go")

@@ -428,9 +428,9 @@ class Ledger:
             self._problem_ids[source] = ids
         return ids[index]
 
-    def end(self, reason: str) -> int:
+    def end(self, reason: str, term: int) -> int:
         """Ends the run: what is leased, admitted or graded becomes ``rejected(run_ended)``."""
-        return int(self.store.script("end", reason))
+        return int(self.store.script("end", reason, term))
 
     # -- the worker's side -----------------------------------------------------------------
 
@@ -603,6 +603,11 @@ class Ledger:
     def journalled(self) -> int:
         """J: rows written."""
         return int(self.store.call("hget", self.store.key("meta"), "journalled") or 0)
+
+    def open_steps(self) -> list[int]:
+        """Steps whose groups are taken and neither trained nor quarantined, ascending."""
+        taken = self.store.call("zrange", self.store.key("taken"), 0, -1, withscores=True)
+        return sorted({int(step) for _, step in taken})
 
     def take(self, step: int, term: int) -> Row | Waiting:
         """Row ``step``: as it was written if it was, else cut now if enough groups are graded.

@@ -1,9 +1,11 @@
 -- confirm: taken(n) -> trained.
 -- ARGV: 3 step n, 4 term.
 -- Before: row n is written and the caller has the newest term. After: its groups are trained.
--- Answer: how many changed; 0 on a repeat, and for a quarantined row.
+-- Answer: how many changed; 0 where it was confirmed or quarantined before.
 local wrong = called('confirm', 4) or whole(3, 'step') or whole(4, 'term')
 if wrong then return wrong end
+local given = first_answer()
+if given then return tonumber(given) or given end
 local m, missing = meta('term', 'journalled')
 if not m then return missing end
 local step = tonumber(ARGV[3])
@@ -21,4 +23,5 @@ for _, serial in ipairs(serials) do
   set_final(serial, 'D:' .. step .. ':' .. attempt)
   redis.call('setbit', key('trained'), serial, 1)
 end
+answer(#serials)
 return #serials

@@ -73,6 +73,7 @@ if created then
   redis.call('hset', name, 'created', now_ms(), 'term', 0, 'journalled', 0, 'cursor', 0,
     'trimmed', 0)
   redis.call('hsetnx', name, 'state', 'running')
+  redis.call('set', key('server'), server_life()) -- else the first lease to expire had two lives
   for field, value in pairs(frozen) do redis.call('hset', name, field, value) end
 else
   local differ, any = {}, false

@@ -203,7 +203,7 @@ local NUMBERS = {
   term = true, journalled = true, cursor = true, trimmed = true, groups_per_step = true,
   max_staleness = true, window = true, lease_ms = true, group_deadline_ms = true,
   max_attempts = true, max_inflight = true, steps = true, total_groups = true,
-  pass_length = true, group_bytes = true,
+  pass_length = true, group_bytes = true, offline = true,
 }
 local function meta(...)
   local names = {...}
@@ -312,10 +312,14 @@ local function move_deadlines(ms)
   end
 end
 
+local function server_life()
+  return string.match(redis.call('info', 'server'), 'run_id:(%w+)')
+end
+
 -- In a new life of the server, moves all deadlines on by one lease time, once: nobody could renew
 -- while it was down. Returns whether it did.
 local function moved_on_in_new_life()
-  local life = string.match(redis.call('info', 'server'), 'run_id:(%w+)')
+  local life = server_life()
   if redis.call('get', key('server')) == life then return false end
   redis.call('del', key('server')) -- a delete comes first: see reject
   redis.call('set', key('server'), life)
@@ -353,12 +357,14 @@ local function expire_due(now, m)
   return #due
 end
 
--- The group that a cut waits for, as a table.
-local function waited_for(m)
-  local leased = redis.call('zrange', key('leased'), 0, 0, 'withscores')
-  local back = redis.call('zrange', key('returned'), 0, 0, 'withscores')
-  local serial = leased[1]
-  if back[1] and (not serial or tonumber(back[2]) < tonumber(leased[2])) then serial = back[1] end
+-- The group that a cut waits for, as a table: the first unfinished one, or the one given.
+local function waited_for(m, serial)
+  if not serial then
+    local leased = redis.call('zrange', key('leased'), 0, 0, 'withscores')
+    local back = redis.call('zrange', key('returned'), 0, 0, 'withscores')
+    serial = leased[1]
+    if back[1] and (not serial or tonumber(back[2]) < tonumber(leased[2])) then serial = back[1] end
+  end
   if not serial then
     return {group_id = id_of(m.cursor, m.pass_length), state = 'admitted', worker = '',
             reason = 'no worker has leased it yet'}

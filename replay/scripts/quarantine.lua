@@ -2,9 +2,11 @@
 -- ARGV: 3 step n, 4 term, 5 reason.
 -- Before: row n is taken and not trained; the caller has the newest term.
 -- After: the row stays as it was written, marked; its payloads stay for a person to look at.
--- Answer: how many changed; 0 on a repeat.
+-- Answer: how many changed; 0 where it was quarantined before.
 local wrong = called('quarantine', 5) or whole(3, 'step') or whole(4, 'term') or text(5, 'reason')
 if wrong then return wrong end
+local given = first_answer()
+if given then return tonumber(given) or given end
 local m, missing = meta('term', 'journalled')
 if not m then return missing end
 local step = tonumber(ARGV[3])
@@ -26,4 +28,5 @@ for _, serial in ipairs(serials) do
   redis.call('setbit', key('rejected:quarantined'), serial, 1)
 end
 redis.call('hset', key('quarantined'), step, ARGV[5])
+answer(#serials)
 return #serials

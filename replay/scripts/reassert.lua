@@ -8,6 +8,8 @@
 -- nothing is written.
 local wrong = called('reassert', 3, 1024) or whole(3, 'term')
 if wrong then return wrong end
+local given = first_answer()
+if given then return tonumber(given) or given end
 local m, missing = meta('term', 'journalled', 'cursor', 'trimmed', 'pass_length', 'groups_per_step')
 if not m then return missing end
 local refused = fenced(m.term, ARGV[3])
@@ -126,5 +128,8 @@ for step = m.journalled + 1, journalled do
   redis.call('hset', key('meta'), 'journalled', step, 'cursor', cursor)
 end
 local written = journalled - m.journalled
-if written > 0 then hint('taken') end
+if written > 0 then
+  hint('taken')
+  answer(written)
+end
 return written

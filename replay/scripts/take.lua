@@ -38,8 +38,8 @@ local swept = redis.call('zrangebyscore', key('ages'), '-inf',
 for _, serial in ipairs(swept) do reject(tonumber(serial), 'stale', step, m.pass_length) end
 if #swept > 0 then hint('taken') end
 
-local function waiting(why)
-  local waited = waited_for(m)
+local function waiting(why, serial)
+  local waited = waited_for(m, serial)
   waited.run_state = m.state
   if why then waited.reason = why .. '; ' .. waited.reason end
   return '{"waiting":' .. cjson.encode(waited) .. '}'
@@ -81,7 +81,7 @@ if passed > 0 then
     if step + math.floor(rank / size) - held > m.max_staleness then late[#late + 1] = serial end
   end
   if #late > 0 and m.late == 'wait' then
-    return waiting('the cut would make it too stale')
+    return waiting('the cut would make it too stale', late[1])
   end
   for _, serial in ipairs(late) do
     release(serial, false, 'revoked: it would become too stale', m)

@@ -188,7 +188,7 @@ LIKELY: dict[str, Callable[[World, random.Random], Args]] = {
     "confirm": lambda w, c: [_step(w, c), _term(w, c)],
     "create": _create,
     "durable": lambda w, c: [_step(w, c), _term(w, c), c.choice((1, 2, 2000))],
-    "end": lambda w, c: [c.choice(("done", "", "é"))],
+    "end": lambda w, c: [c.choice(("done", "", "é")), _term(w, c)],
     "finish_evaluation": lambda w, c: [c.choice(EVALUATIONS), _object(w, c)],
     "give_back": lambda w, c: [
         *(lambda found: (found[2], found[0], found[1]))(_lease(w, c)),

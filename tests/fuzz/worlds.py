@@ -152,7 +152,7 @@ class Builder:
             self._keep(name, self._full(name))
         self.put("strict")
         ledger = Ledger(self.store, "rollout-0")
-        ledger.end("a test")
+        ledger.end("a test", ledger.term())
         self._keep("ended", self._know("ended", ledger))
         self.put("strict")
         RunStore(self.store).set_state("draining")

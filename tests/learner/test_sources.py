@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tandem.common.errors import DataError
+from tandem.learner.journal import Journal
 from tandem.learner.reports import describe, texts
 from tandem.learner.sources import LedgerSource, OfflineSource
 from tandem.replay.ledger import Waiting
@@ -88,3 +89,47 @@ def test_a_row_of_the_ledger_comes_with_its_traces(run: Any) -> None:
     (first,) = texts(1, batch.groups, batch.traces, 1)
     assert first["group_id"] == "0-0"
     assert {"prompt", "gold", "rows", "problem_id", "worker"} <= first.keys()
+
+
+def test_steps_of_the_checkpoint_that_redis_lost_are_settled_from_the_journal(
+    run: Any, tmp_path: Path
+) -> None:
+    """After a crash of the host nobody trains them again, and a checkpoint must become durable."""
+    source = LedgerSource(run.ledger, run.runs)
+    term = run.ledger.new_term()
+    journal = Journal(tmp_path / "journal.jsonl")
+    run.work()
+    for step in (1, 2):
+        fetch = source.take(step, term)
+        while isinstance(fetch, Waiting):
+            fetch = source.take(step, term)
+        journal.row(term, step, fetch().row)()
+    # Their outcomes are on disk, and Redis doesn't know of them.
+    journal.applied(term, 1)()
+    journal.quarantined(term, 2, "loss is nan")()
+
+    term = run.ledger.new_term(journal.last_term)
+    journal.resumed(term, 2)
+    assert source.begin(term, journal) == 2
+    source.durable(2, term)
+    counts = run.ledger.counts()
+    assert (counts["trained"], counts["rejected:quarantined"], counts["taken"]) == (2, 2, 0)
+    journal.close()
+
+
+def test_a_step_above_the_checkpoint_is_not_settled_before_it_is_trained_again(
+    run: Any, tmp_path: Path
+) -> None:
+    source = LedgerSource(run.ledger, run.runs)
+    term = run.ledger.new_term()
+    journal = Journal(tmp_path / "journal.jsonl")
+    run.work()
+    fetch = source.take(1, term)
+    while isinstance(fetch, Waiting):
+        fetch = source.take(1, term)
+    journal.row(term, 1, fetch().row)()
+    journal.applied(term, 1)()
+    journal.resumed(term, 0)
+    source.begin(term, journal)
+    assert run.ledger.counts()["taken"] == 2
+    journal.close()

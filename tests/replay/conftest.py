@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,9 @@ from tandem.common.records import (
 from tandem.replay.connection import Store, connect
 from tandem.replay.ledger import Lease, Ledger, LedgerSettings, Row
 from tandem.replay.store import RunStore
+
+# Makes the files beside the tests importable, whichever way pytest imports these.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture

@@ -170,7 +170,7 @@ def test_a_run_that_cuts_no_more_rows_takes_none_back(world: Worlds):
     w.step(1)
     with pytest.raises(StoreError, match=r"its last row, 1, is written.*run\.steps=N"):
         retry(w.ledger, ["0-0"])
-    w.ledger.end("it has trained its last step")
+    w.ledger.end("it has trained its last step", w.term)
     with pytest.raises(StoreError, match="it has trained its last step"):
         retry(w.ledger, ["0-0"])
     assert w.ledger.state_of("0-0") == "rejected(attempts, 0)"

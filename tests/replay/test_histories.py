@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tandem.common.records import Version
-from tandem.replay import rules
+from tandem.replay import cutting, rules
 from tandem.replay.ledger import Lease, Ledger, Row
 
 Worlds = Callable[..., Any]
@@ -86,7 +86,7 @@ class History:
             self.rows.append(answer)
             for group in self.w.ledger.fetch(answer):
                 assert group.oldest_step is not None
-                assert rules.age(answer.step, group.oldest_step) <= self.w.settings.max_staleness
+                assert cutting.age(answer.step, group.oldest_step) <= self.w.settings.max_staleness
 
     def run(self) -> None:
         actions = [self.lease] * 4 + [self.commit] * 8 + [self.take] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from typing import Any
@@ -122,6 +123,12 @@ def test_nothing_is_leased_while_the_run_drains(world: Worlds):
     w.store.script("set_state", "draining")
     reply = w.ledger.lease(Version(term=1, step=0), 1)
     assert (reply.leases, reply.wait, reply.state) == ((), "run is draining", "draining")
+
+
+def test_an_offline_run_leases_nothing(world: Worlds):
+    w = world(offline=True)
+    assert w.lease() == []
+    assert w.wait() == "ledger: training is offline"
 
 
 def test_leases_stop_at_three_quarters_of_maxmemory(world: Worlds):
@@ -523,6 +530,22 @@ def test_wait_holds_the_cut_that_would_make_a_lease_too_stale(world: Worlds):
     assert w.ledger.counts()["rejected:stale"] == 0
 
 
+def test_a_wait_names_the_lease_that_is_late_and_not_a_fresh_one_before_it(world: Worlds):
+    w = world(groups_per_step=1, max_staleness=3, window=3, late="wait")
+    first, second, *others = w.lease(count=4)
+    w.commit(others)
+    w.ledger.take(1, w.term)
+    w.ledger.take(2, w.term)
+    # The lowest goes to a worker with newer weights; the next one is still of step 0.
+    w.ledger.give_back(first.group_id, first.attempt)
+    (again,) = w.lease(held=2, ledger=w.member("rollout-1"))
+    assert again.group_id == first.group_id
+    w.commit(w.lease(held=2), step=2)
+    waiting = w.ledger.take(3, w.term)
+    assert isinstance(waiting, Waiting)
+    assert (waiting.group_id, waiting.worker) == (second.group_id, "rollout-0")
+
+
 def test_drop_revokes_the_lease_that_would_become_too_stale(world: Worlds):
     w = world(window=2, max_staleness=1, late="drop", max_attempts=1)
     leases = w.lease(count=4)
@@ -659,6 +682,7 @@ def test_a_newer_learner_fences_every_write_of_an_older_one(world: Worlds):
         lambda: w.ledger.quarantine(1, old, "x"),
         lambda: w.ledger.durable(1, old),
         lambda: w.ledger.reassert([row], old),
+        lambda: w.ledger.end("its steps are done", old),
     ):
         with pytest.raises(FencedError, match=f"term {old}, the ledger has term {new}"):
             call()
@@ -733,6 +757,70 @@ def test_a_journal_with_a_gap_is_refused(world: Worlds):
         w.ledger.reassert([Row.from_dict(row)], w.term)
 
 
+def test_a_reasserted_row_displaces_what_redis_thought_of_its_groups_since(
+    world: Worlds, make: Any
+):
+    w = world(max_staleness=3, groups_per_step=3, max_attempts=1)
+    graded, ungraded, given_up = w.lease(count=3)
+    w.commit([graded])
+    w.commit([ungraded], samples=(make.sample(0),))
+    w.ledger.give_back(given_up.group_id, given_up.attempt, failed=True)
+    row = Row.from_dict(
+        {
+            "step": 1,
+            "short": False,
+            "groups": [
+                {"id": f"0-{i}", "attempt": 1, "digest": "0" * 16, "bytes": 1, "traces": []}
+                for i in range(3)
+            ],
+        }
+    )
+    assert w.ledger.reassert([row], w.term) == 1
+    assert {kind: n for kind, n in w.ledger.counts().items() if n} == {"taken": 3}
+    assert w.ledger.dead_letters() == []
+    payloads = w.store.redis.keys(w.store.key("payload:0-0:*"))
+    assert payloads == []
+
+
+# -- repeats -----------------------------------------------------------------------------------
+
+
+def test_a_repeat_of_any_call_gets_its_first_answer(world: Worlds):
+    """Its answer was lost on the way, and others have gone on from what it did."""
+    w = world(max_staleness=9, steps=5)
+    rows = [w.step(1), w.step(2), w.step(3)]
+    lease, _ = w.lease(count=2)
+    lost = type(w)(connect_again(w.store))
+    calls = [
+        (w, "give_back", w.ledger._holder, 6, lease.attempt, "drain", 0),
+        (w, "reclaim", "rollout-0", ""),
+        (w, "confirm", 1, w.term),
+        (w, "quarantine", 2, w.term, "loss is nan"),
+        (w, "set_state", "draining"),
+        (w, "end", "done", w.term),
+        (lost, "reassert", lost.term, json.dumps(rows[0].to_dict())),
+    ]
+    sent = [(one, one.store.command(*call)) for one, *call in calls]
+    answers = [one.store.redis.execute_command(*command) for one, command in sent]
+    assert 0 not in answers
+    w.ledger.create({**_fields(w.settings), "steps": 9})
+    w.store.script("set_state", "running")
+    w.lease(held=3, ledger=w.member("rollout-1"))
+    before = w.ledger.counts()
+    assert [one.store.redis.execute_command(*command) for one, command in sent] == answers
+    assert w.ledger.counts() == before
+    assert w.ledger.lease(Version(term=1, step=3), 1).wait != "run ended"
+    lost.store.close()
+
+
+def connect_again(store: Store) -> Store:
+    """A run of its own on the same server."""
+    other = copy.copy(store)
+    other.run_id = f"{store.run_id}-lost"
+    other._prefix = f"tandem:{other.run_id}:"
+    return other
+
+
 # -- end ---------------------------------------------------------------------------------------
 
 
@@ -742,7 +830,7 @@ def test_the_end_rejects_all_that_is_not_taken(world: Worlds):
     leases = w.lease(held=1, count=3)
     w.commit(leases[:1], step=1)
     w.ledger.give_back(leases[1].group_id, 1)
-    assert w.ledger.end("its steps are done") == 3
+    assert w.ledger.end("its steps are done", w.term) == 3
     counts = w.ledger.counts()
     assert counts["rejected:run_ended"] == 3
     assert counts["taken"] == 2
@@ -755,6 +843,6 @@ def test_the_end_rejects_all_that_is_not_taken(world: Worlds):
 def test_a_run_that_ended_goes_on_with_more_steps(world: Worlds):
     w = world(steps=1)
     w.step(1)
-    w.ledger.end("its steps are done")
+    w.ledger.end("its steps are done", w.term)
     w.ledger.create({**_fields(w.settings), "steps": 2})
     w.step(2)

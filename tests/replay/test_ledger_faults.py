@@ -113,6 +113,15 @@ def test_deadlines_move_on_once_a_life(own_server: Any, make: Any):
     store.close()
 
 
+def test_the_first_life_of_a_server_is_no_restart(world: Worlds):
+    """On a server that has the scripts of another run, nobody comes by to say so."""
+    w = world(lease_seconds=60)
+    (lease,) = w.lease()
+    now = int(w.store.redis.time()[0]) * 1000
+    w.store.redis.zadd(w.store.key("deadlines"), {"0": now - 5000})
+    assert w.lease(ledger=w.member("rollout-1"))[0].group_id == lease.group_id
+
+
 def silence(store: Store, seconds: int, *leases: Any) -> None:
     """Time goes by while the server is stopped: nobody is heard of, and nobody can renew."""
     store.redis.decrby(store.key("heard"), seconds * 1000)

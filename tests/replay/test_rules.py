@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import doctest
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from tandem.replay import rules
+from tandem.replay import cutting, rules
 
 
 @pytest.mark.parametrize(
@@ -31,7 +35,7 @@ def test_a_group_admitted_is_never_stale_at_the_step_that_its_rank_promises():
             for held in range(journalled + 1):
                 for staleness in range(4):
                     step = rules.expected_step(journalled, rank, 4)
-                    stale = rules.is_stale(step, held, staleness)
+                    stale = cutting.is_stale(step, held, staleness)
                     assert rules.may_lease(journalled, rank, 4, held, staleness) is not stale
 
 
@@ -42,24 +46,146 @@ def test_the_step_needed_is_the_least_that_is_admitted():
 
 
 def test_age_counts_steps_between_the_oldest_token_and_the_weights_that_train_on_it():
-    assert rules.age(step=8, oldest_token_step=7) == 0
-    assert rules.age(step=8, oldest_token_step=5) == 2
+    assert cutting.age(step=8, oldest_token_step=7) == 0
+    assert cutting.age(step=8, oldest_token_step=5) == 2
 
 
 def test_a_group_without_own_tokens_has_no_age():
-    assert not rules.is_stale(100, None, 0)
+    assert not cutting.is_stale(100, None, 0)
 
 
 def test_a_window_of_one_step_passes_over_nothing():
-    assert rules.window_allows(0, 8, 1)
-    assert not rules.window_allows(1, 8, 1)
+    assert cutting.window_allows(0, 8, 1)
+    assert not cutting.window_allows(1, 8, 1)
 
 
 def test_a_window_of_two_steps_passes_over_one_step_of_groups():
-    assert rules.window_allows(8, 8, 2)
-    assert not rules.window_allows(9, 8, 2)
+    assert cutting.window_allows(8, 8, 2)
+    assert not cutting.window_allows(9, 8, 2)
 
 
 def test_a_cut_may_pass_over_a_lease_only_while_it_stays_fresh():
-    assert not rules.must_not_pass_over(0, 0, 8, held_step=0, max_staleness=1)
-    assert rules.must_not_pass_over(1, 0, 8, held_step=0, max_staleness=1)
+    assert not cutting.must_not_pass_over(0, 0, 8, held_step=0, max_staleness=1)
+    assert cutting.must_not_pass_over(1, 0, 8, held_step=0, max_staleness=1)
+
+
+def test_the_examples_of_the_rules_are_true():
+    for module in (rules, cutting):
+        found = doctest.testmod(module)
+        assert found.attempted
+        assert not found.failed
+
+
+def test_what_came_back_is_leased_first_lowest_first():
+    assert rules.next_to_lease({7: 7, 5: 5}, cursor=9) == 5
+    assert rules.next_to_lease({}, cursor=9) == 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"leased": 3}, "admission: inflight"),
+        ({"used": 551, "maxmemory": 1000}, "admission: memory"),
+        ({"serial": 8}, "admission: every group of the run is leased"),
+        ({"serial": 8, "is_new": False}, ""),
+        ({"rank": 4}, "admission: staleness"),
+    ],
+)
+def test_why_a_group_is_not_leased(changes: dict[str, Any], why: str):
+    limits = rules.Limits(
+        groups_per_step=2, max_staleness=1, max_inflight=3, total_groups=8, group_bytes=100
+    )
+    asked = {"serial": 3, "is_new": True, "rank": 3, "leased": 1, "journalled": 0, "held_step": 0}
+    assert rules.why_not_leased(limits, **{**asked, **changes}) == why
+
+
+def test_no_group_is_leased_that_would_come_after_the_last_step():
+    limits = rules.Limits(groups_per_step=2, max_staleness=9, steps=2)
+    asked = {"serial": 9, "is_new": True, "leased": 0, "journalled": 1, "held_step": 1}
+    assert rules.why_not_leased(limits, rank=1, **asked) == ""
+    assert "last step" in rules.why_not_leased(limits, rank=2, **asked)
+
+
+@pytest.mark.parametrize(
+    ("why", "failed"),
+    [
+        (rules.Release.EXPIRED, True),
+        (rules.Release.PAST_DEADLINE, True),
+        (rules.Release.WORKER_DIED, True),
+        (rules.Release.FAILED, True),
+        (rules.Release.RETURNED, False),
+        (rules.Release.REVOKED, False),
+    ],
+)
+def test_a_drain_and_a_revocation_are_no_failed_attempts(why: rules.Release, failed: bool):
+    assert rules.counts_as_failed(why) is failed
+
+
+LIMITS = rules.Limits(groups_per_step=2, max_staleness=1, window=2)
+
+
+def cut(limits: rules.Limits = LIMITS, **changes: Any) -> cutting.Cut:
+    asked: dict[str, Any] = {"step": 1, "graded": {}, "leased": {}, "returned": set(), "cursor": 9}
+    return cutting.cut(limits, **{**asked, **changes})
+
+
+def test_the_sweep_takes_what_is_too_old_though_no_row_comes_of_it():
+    done = cut(step=3, graded={0: 0, 1: 1})
+    assert (done.stale, done.row, done.held_by) == ((0,), (), "groups")
+
+
+def test_a_cut_waits_for_the_lowest_that_is_out_or_for_the_next_new_one():
+    assert cut(graded={2: 0}, leased={3: 0}, returned={1}).waits_for == 1
+    assert cut(graded={2: 0}).waits_for == 9
+
+
+def test_the_last_row_is_short_once_nothing_is_out():
+    limits = replace(LIMITS, total_groups=9)
+    assert cut(limits, graded={8: 0}) == cutting.Cut(row=(8,), short=True)
+    assert not cut(limits, graded={8: 0}, returned={7}).row
+    assert not cut(limits, graded={8: 0}, cursor=8).row
+    assert cut(limits).ended
+
+
+def test_a_lease_that_a_row_would_make_too_old_holds_it_or_is_revoked():
+    late = {"step": 2, "graded": {4: 1, 5: 1}, "leased": {2: 1, 3: 0}}
+    held = cut(replace(LIMITS, late="wait"), **late)
+    assert (held.held_by, held.waits_for, held.row) == ("staleness", 3, ())
+    dropped = cut(replace(LIMITS, late="drop"), **late)
+    assert (dropped.row, dropped.revoked) == ((4, 5), (3,))
+
+
+def test_a_run_that_ended_goes_on_with_more_steps_or_groups_only():
+    assert rules.goes_on(replace(LIMITS, steps=3), journalled=2, cursor=99)
+    assert not rules.goes_on(replace(LIMITS, steps=2), journalled=2, cursor=0)
+    assert rules.goes_on(replace(LIMITS, total_groups=9), journalled=2, cursor=8)
+
+
+def test_a_term_greater_than_the_ledgers_is_fenced_as_well():
+    assert rules.is_fenced(held=4, term=3)
+    assert rules.is_fenced(held=4, term=5)
+    assert not rules.is_fenced(held=4, term=4)
+
+
+def test_what_was_put_back_is_cut_behind_the_others_and_told_by_its_number():
+    asked = {"graded": {2: 0, 5: 0, 6: 0}, "places": {2: 6.5}}
+    assert cut(**asked).row == (5, 6)
+    assert cut(LIMITS, graded={2: 0, 6: 0}, places={2: 6.5}).row == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"ended": "done"}, "done"),
+        ({"steps": 3}, "its last row, 3, is written"),
+        ({"steps": 4}, ""),
+        ({"last_is_short": True}, "its last row, 3, is written"),
+    ],
+)
+def test_dead_letters_are_put_back_only_where_a_row_will_take_them(
+    changes: dict[str, Any], why: str
+):
+    asked = {"ended": None, "steps": 0, "journalled": 3, "last_is_short": False}
+    assert rules.why_not_retried(**{**asked, **changes}) == why

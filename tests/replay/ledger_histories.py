@@ -1,0 +1,319 @@
+"""What may happen to a ledger, for hypothesis to make histories of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+from ledger_machine import WORKERS, Handed, LedgerMachine, run_settings
+
+from tandem.replay.rules import SILENCE_MS
+
+workers = st.integers(0, len(WORKERS) - 1)
+places = st.sampled_from([0, 1, 0, 2, 0, 1, 3, 5])
+"""Of a lease handed out, see ``pick``."""
+lags = st.sampled_from([0, 1, 0, 2, 3, 4])
+"""Steps by which a worker's version is behind J."""
+rarely = st.sampled_from([False] * 7 + [True])
+thens = st.sampled_from(["", "beat", "renew", "take", "lease"])
+"""What is the first to happen at a chosen time."""
+
+
+class Histories(LedgerMachine):
+    """One history."""
+
+    # -- a run as it should be -------------------------------------------------------------
+
+    @initialize(
+        settings=run_settings(),
+        twice=st.booleans(),
+        steps=st.integers(0, 4),
+        leases=st.integers(0, 4),
+    )
+    def a_run(self, settings: dict[str, Any], twice: bool, steps: int, leases: int) -> None:
+        """That has come so far."""
+        self.begin(settings)
+        self.twice = twice
+        self.steps(["confirm"] * steps, 0)
+        if leases:
+            self.lease(0, 0, leases)
+            self.lease(1, 1, leases)
+        self.save()
+
+    @rule(
+        outcomes=st.lists(
+            st.sampled_from(["confirm", "confirm", "quarantine", "durable", ""]),
+            min_size=1,
+            max_size=3,
+        ),
+        lag=st.sampled_from([0, 0, 0, 1]),
+    )
+    def all_goes_well(self, outcomes: list[str], lag: int) -> None:
+        """Whole steps, so that histories come far."""
+        self.steps(outcomes, lag)
+
+    def steps(self, outcomes: list[str], lag: int) -> None:
+        for outcome in outcomes:
+            if self.lost:
+                return
+            self.lease(0, lag)
+            self.commit(self.held())
+            step = self.next_step()
+            if not self.take(step):
+                return
+            if outcome == "quarantine":
+                self.quarantine(step)
+            elif outcome:
+                self.confirm(step)
+            if outcome == "durable":
+                self.durable(step)
+
+    @rule(worker=workers, lag=lags, count=st.integers(1, 7))
+    def a_worker_leases(self, worker: int, lag: int, count: int) -> None:
+        self.lease(worker, lag, count)
+
+    @rule(but=st.integers(0, 3), most=st.integers(1, 6))
+    def what_is_leased_commits(self, but: int, most: int) -> None:
+        """But for the lowest, which are late."""
+        self.commit(self.held()[but:][:most])
+
+    @rule(
+        worker=workers,
+        lag=st.sampled_from([0, 0, 0, 1]),
+        but=st.sampled_from([[0], [1], [0, 1], [0, 2], [0, 1, 2], [0, 1, 2, 3]]),
+        rows=st.sampled_from([2, 3, 1]),
+        moved=st.booleans(),
+    )
+    def rows_pass_over_the_late(
+        self, worker: int, lag: int, but: list[int], rows: int, moved: bool
+    ) -> None:
+        """``moved``: between rows, the lowest of them goes to another worker."""
+        for _ in range(rows):
+            self.lease(worker, lag)
+            held = self.held()
+            self.commit([one for place, one in enumerate(held) if place not in but])
+            self.take(self.next_step())
+            if moved and self.held():
+                one = self.held()[0]
+                self.give_back(one.worker, one.serial, one.attempt, failed=False)
+                self.lease(1, 0, 1)
+
+    @rule(ahead=st.sampled_from([1] * 6 + [0, -1, -2, 2]), old=rarely)
+    def a_row_is_taken(self, ahead: int, old: bool) -> None:
+        self.take(self.next_step() - 1 + ahead, old)
+
+    @rule(
+        how=st.sampled_from(["confirm", "quarantine", "durable"]),
+        ahead=st.sampled_from([0, 0, 0, -1, -2, 1]),
+        old=rarely,
+    )
+    def a_row_is_settled(self, how: str, ahead: int, old: bool) -> None:
+        step = self.model.journalled + ahead
+        if how == "confirm":
+            self.confirm(step, old)
+        elif how == "quarantine":
+            self.quarantine(step, old)
+        else:
+            self.durable(step, old)
+
+    # -- workers and their mishaps ---------------------------------------------------------
+
+    @rule(worker=workers, used=st.sampled_from([450, 0, 451, 550, 650, 751]))
+    def a_worker_leases_when_redis_is_nearly_full(self, worker: int, used: int) -> None:
+        self.lease(worker, 0, 3, (used, 1000))
+
+    @precondition(lambda self: self.handed)
+    @rule(
+        places=st.lists(places, min_size=1, max_size=3),
+        oldest=st.sampled_from(["held", "held", "newer", "older", "none"]),
+        verdicts=st.sampled_from([2, 2, 2, 1, 0]),
+        shift=st.sampled_from([0, 0, 0, 1, -1]),
+        flavour=st.integers(1, 2),
+    )
+    def groups_are_committed(
+        self, places: list[int], oldest: str, verdicts: int, shift: int, flavour: int
+    ) -> None:
+        """Late, twice, by attempts that were never given, or with tokens older than they may be."""
+        chosen = list(dict.fromkeys(self.pick(place) for place in places))
+        self.commit(chosen, oldest, verdicts, shift, flavour)
+
+    @rule(place=places, flavour=st.integers(0, 2))
+    def an_odd_commit(self, place: int, flavour: int) -> None:
+        """Of a group that was never leased, or without its payload."""
+        if flavour == 0 or not self.handed:
+            self.commit([Handed(self.model.cursor + place, 1, 0, "", 0)])
+        else:
+            self.commit_without_payload(self.pick(place), flavour)
+
+    @precondition(lambda self: self.handed)
+    @rule(worker=workers, places=st.lists(places, min_size=1, max_size=4))
+    def a_worker_renews(self, worker: int, places: list[int]) -> None:
+        self.renew(worker, list(dict.fromkeys(self.pick(place).serial for place in places)))
+
+    @precondition(lambda self: self.handed)
+    @rule(
+        place=places,
+        failed=st.booleans(),
+        shift=st.sampled_from([0, 0, 0, 1, -1]),
+        by=st.sampled_from([None, None, 0, 1, 2]),
+    )
+    def a_lease_is_given_back(self, place: int, failed: bool, shift: int, by: int | None) -> None:
+        one = self.pick(place)
+        worker = one.worker if by is None else by
+        self.give_back(worker, one.serial, one.attempt + shift, failed=failed)
+
+    @precondition(lambda self: self.held())
+    @rule(place=st.integers(0, 2), worker=workers, lag=lags)
+    def a_lease_goes_to_another_worker(self, place: int, worker: int, lag: int) -> None:
+        held = self.held()
+        one = held[place % len(held)]
+        self.give_back(one.worker, one.serial, one.attempt, failed=False)
+        self.lease(worker, lag, 1)
+
+    @rule(worker=workers, how=st.sampled_from(["starts", "starts, leases", "dead", "reclaims"]))
+    def a_worker_dies(self, worker: int, how: str) -> None:
+        if how == "dead":
+            self.reclaim(self.learner, worker)
+        elif how == "reclaims":
+            self.reclaim(self.ledgers[worker], worker, self.holder(worker))
+        else:
+            self.restart_worker(worker)
+            if how == "starts, leases":
+                self.lease(worker, 0, 2)
+
+    @rule()
+    def a_member_is_heard_of(self) -> None:
+        self.beat()
+
+    @precondition(lambda self: self.acted)
+    @rule(place=places)
+    def an_earlier_call_comes_again(self, place: int) -> None:
+        """Others have gone on from what it did."""
+        if not self.scripts_gone:
+            self.repeat(*self.acted[-1 - place % len(self.acted)])
+
+    # -- time ------------------------------------------------------------------------------
+
+    def first_then(self, then: str) -> None:
+        if then == "beat":
+            self.beat()
+        elif then == "renew":
+            self.renew_all()
+        elif then == "take":
+            self.take(self.next_step())
+        elif then == "lease":
+            self.lease(1, 0, 2)
+
+    def go_on(self, ms: int, *, heard: bool) -> None:
+        while heard and ms >= SILENCE_MS:
+            self.pass_time(SILENCE_MS - 1)
+            ms -= SILENCE_MS - 1
+            self.beat()
+        self.pass_time(ms)
+
+    @rule(ms=st.sampled_from([1, 1000, 4000, 10_000, 40_000]), heard=st.booleans())
+    def time_goes_by(self, ms: int, heard: bool) -> None:
+        self.go_on(ms, heard=heard)
+
+    @precondition(lambda self: self.model.of("leased"))
+    @rule(heard=st.booleans(), off=st.sampled_from([0, -1]), then=thens)
+    def time_goes_by_to_a_deadline(self, heard: bool, off: int, then: str) -> None:
+        leases = self.model.of("leased").values()
+        self.go_on_to([(one.deadline or 0) + off for one in leases], heard=heard)
+        self.first_then(then)
+
+    @precondition(lambda self: self.model.of("leased"))
+    @rule(heard=st.booleans(), off=st.sampled_from([0, -1]))
+    def time_goes_by_to_a_cap(self, heard: bool, off: int) -> None:
+        """To where the first lease can be renewed no more."""
+        grace = self.model.limits.lease_ms
+        leases = self.model.of("leased").values()
+        self.go_on_to([one.cap + grace + off for one in leases], heard=heard)
+        self.renew_all()
+
+    def go_on_to(self, ends: list[int], *, heard: bool) -> None:
+        ahead = [end for end in ends if end > self.model.now]
+        if ahead:
+            self.go_on(min(ahead) - self.model.now, heard=heard)
+
+    @rule(off=st.sampled_from([0, -1]), then=thens)
+    def nobody_is_heard_of(self, off: int, then: str) -> None:
+        self.beat()
+        self.pass_time(SILENCE_MS + off)
+        self.first_then(then)
+
+    # -- the server, the learner and the run -----------------------------------------------
+
+    @rule(
+        what=st.sampled_from(
+            ["restart", "restart, scripts kept", "saved", "crash", "crash, mended"]
+        )
+    )
+    def the_server(self, what: str) -> None:
+        if what == "saved":
+            self.save()
+        elif what.startswith("crash"):
+            self.crash()
+            if what == "crash, mended":
+                self.new_learner()
+        else:
+            self.new_life(forgets=what == "restart")
+
+    @rule(lose=rarely)
+    def a_learner_starts(self, lose: bool) -> None:
+        """``lose``: its last life was killed between a row in Redis and the row in the journal."""
+        if lose and len(self.journal) in self.model.taken.values():
+            self.journal.pop()
+        self.new_learner()
+
+    @precondition(lambda self: self.model.dead)
+    @rule(most=st.integers(1, 3), other=st.booleans())
+    def dead_letters_are_put_back(self, most: int, other: bool) -> None:
+        """``other``: together with a group that is none."""
+        serials = sorted(self.model.dead)[:most]
+        self.retry(serials + [s for s in self.model.live if other][:1])
+
+    @precondition(lambda self: self.journal)
+    @rule(gap=st.booleans(), old=rarely)
+    def a_learner_comes_with_another_journal(self, gap: bool, old: bool) -> None:
+        row = copy_of(self.journal[-1])
+        if gap:
+            row["step"] = self.model.journalled + 2
+        elif row["step"] > self.model.journalled:
+            return
+        else:
+            row["groups"][-1]["digest"] = "f" * 16
+        self.reassert([row], old)
+
+    @rule(
+        what=st.sampled_from(["", "", "draining", "ended", "ended for good"]),
+        old=rarely,
+        more=st.integers(0, 2),
+        lease_seconds=st.sampled_from([10.0, 5.0]),
+        max_inflight=st.sampled_from([100, 3]),
+    )
+    def the_run_is_resumed(
+        self, what: str, old: bool, more: int, lease_seconds: float, max_inflight: int
+    ) -> None:
+        """After it was drained or ended, or just so."""
+        if what == "draining":
+            self.set_state(what)
+        elif what:
+            self.end(old)
+        if what:
+            self.lease(0, 0, 2)
+            self.take(self.next_step())
+        if what == "ended for good":
+            return
+        ends = "steps" if self.settings.steps else "passes"
+        self.create(
+            lease_seconds=lease_seconds,
+            max_inflight=max_inflight,
+            **{ends: (getattr(self.settings, ends) or 0) + more},
+        )
+        self.set_state("running")
+
+
+def copy_of(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "groups": [dict(entry) for entry in row["groups"]]}
