@@ -113,6 +113,13 @@ def test_each_clip_is_that_of_the_formula(
     check("grpo", hand, formula, 8, clip_low=low, clip_high=high, dual_clip=dual)
 
 
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_exgrpo_weighs_replayed_groups_by_their_share(
+    share: float, hand: ModuleType, formula: ModuleType
+) -> None:
+    check("exgrpo", hand, formula, 10, replay_share=share)
+
+
 def test_preferences_read_their_own_numbers(hand: ModuleType, formula: ModuleType) -> None:
     check("dpo", hand, formula, 9, beta=0.7, label_smoothing=0.1)
     check("kto", hand, formula, 9, beta=0.7, desirable_weight=1.5, undesirable_weight=0.5)
