@@ -1,6 +1,6 @@
 """Reads plain numbers exactly, without sympy: the fast path of the dispatcher.
 
-Integers (with thousands separators), decimals, simple fractions, powers of ten, percentages,
+Integers (with thousands separators), decimals, simple fractions, mixed numbers, powers of ten, percentages,
 repeating decimals, amounts of money, and all of these with a unit. Anything else is None: not a
 plain number, which says nothing about whether it is a right answer.
 """
@@ -55,6 +55,11 @@ _REPEATING = re.compile(
     r"(?:\\(?:overline|bar|dot) ?\{ ?(?P<block>\d+) ?\}|\\(?:overline|bar|dot) (?P<digit>\d))"
 )
 _DOTS = re.compile(r"(?P<number>[+-]?\d*\.\d+) ?(?:\.\.\.|…|\\l?dots|\\cdots)")
+_MIXED = re.compile(
+    r"(?P<sign>[+-]?) ?(?P<whole>\d{1,9})(?: ?\\frac ?(?:\{ ?(?P<a>\d+) ?\} ?\{ ?(?P<b>\d+) ?\}"
+    r"|(?P<a1>\d) ?(?P<b1>\d)(?!\d)|(?P<a2>\d) ?\{ ?(?P<b2>\d+) ?\}|\{ ?(?P<a3>\d+) ?\} ?(?P<b3>\d)(?!\d))"
+    r"| (?P<a4>\d{1,4}) ?/ ?(?P<b4>\d{1,4}))"
+)
 _PERCENT = re.compile(
     r"\s*(?:\\?%|(?:\\(?:text|mathrm|textbf)\s*\{\s*)?(?:percentage points|percentage|percent|pct)\s*\}?)$",
     re.IGNORECASE,
@@ -86,6 +91,13 @@ _SCALE = re.compile(
     r"(?P<rest>[^{}]*?)\s*\}?$",
     re.IGNORECASE,
 )
+# fmt: off
+_WORDS = {word: value for value, word in enumerate((
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
+    "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen",
+    "nineteen", "twenty",
+))}
+# fmt: on
 _CURRENCY = "$€£¥₹"
 
 
@@ -97,7 +109,8 @@ def read_number(text: str) -> PlainNumber | None:
     if bare is not None:
         return bare
     if not any(character.isdigit() for character in text):
-        return None
+        word = _WORDS.get(text.lower())
+        return PlainNumber(Fraction(word)) if word is not None else None
     return _dressed(text)
 
 
@@ -150,6 +163,9 @@ def _bare(text: str) -> PlainNumber | None:
     match = _FRACTION.fullmatch(text)
     if match is not None:
         return _fraction(match)
+    match = _MIXED.fullmatch(text)
+    if match is not None:
+        return _mixed(match)
     match = _POWER.fullmatch(text)
     if match is not None:
         exponent = int(match.group("exponent") or match.group("digit"))
@@ -210,6 +226,17 @@ def _fraction(match: re.Match[str]) -> PlainNumber | None:
         decimal=a.decimal or b.decimal,
         doubtful=a.doubtful or b.doubtful,
     )
+
+
+def _mixed(match: re.Match[str]) -> PlainNumber | None:
+    groups = match.groupdict()
+    top = next(groups[k] for k in ("a", "a1", "a2", "a3", "a4") if groups[k] is not None)
+    bottom = next(groups[k] for k in ("b", "b1", "b2", "b3", "b4") if groups[k] is not None)
+    if int(top) >= int(bottom):
+        # No proper fraction: "2\\frac{3}{2}" may as well be a product.
+        return None
+    value = int(match.group("whole")) + Fraction(int(top), int(bottom))
+    return PlainNumber(_signed(match.group("sign"), value))
 
 
 def _dotted(text: str) -> PlainNumber | None:
