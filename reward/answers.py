@@ -19,7 +19,7 @@ from .choices import compare_options, option_letter
 from .extraction import MAX_ANSWER, last_box
 from .guard import dangerous, unevaluated
 from .modes import GRADER_VERSION, MODES, Mode, Read, mode, register_mode
-from .numbers import PlainNumber, read_number, same_number
+from .numbers import PlainNumber, read_number, same_number, with_letter_unit
 from .spelling import WRAPPER, canonical, normalise
 
 __all__ = [
@@ -148,7 +148,9 @@ def _words(text: str, normalised: str) -> str | None:
     if any(word in _MATH_WORDS for word in words):
         return None
     wrapped = WRAPPER.search(text) is not None
-    if not wrapped and not any(len(word) >= 5 for word in words):
+    letters = len(normalised) >= 4 and normalised.isupper()
+    if not wrapped and not letters and not any(len(word) >= 5 for word in words):
+        # "HTTH" is a row of letters; "ab" may be a product.
         return None
     return " ".join(words)
 
@@ -257,6 +259,8 @@ def _decide_number(normalised: str, gold: Gold) -> tuple[PlainNumber | None, Dec
             name, gold_name = _name_of(normalised), _name_of(gold.normalised)
             if gold_name is None or gold_name == name:
                 number = read_number(value)
+    if number is None and gold.number is not None:
+        number = with_letter_unit(normalised)
     if number is not None and gold.number is not None:
         same_value = same_number(number, gold.number)
         if same_value is not None:
@@ -277,10 +281,8 @@ def _decide_shape(normalised: str, number: PlainNumber | None, gold: Gold) -> De
     if based is not None:
         return based
     if structure.has_dots(normalised) != structure.has_dots(gold.normalised):
-        if number is None and gold.number is None:
-            # A list that goes on isn't the list of what it names.
-            return Decision(Verdict.WRONG, "parts")
-        return None
+        # A list that goes on isn't the list of what it names.
+        return Decision(Verdict.WRONG, "parts")
     ours = structure.collection(normalised)
     if ours is None:
         return None

@@ -33,6 +33,11 @@ _JOINED = re.compile(
     r"(?:\s|[,;$]|\b[A-Za-z](?:_\{?\w{1,3}\}?)?\s{0,2}=|\\[()\[\],;!: ]|\\q?quad\b|\\text\s*\{[^{}]{0,60}\}|\b[a-z]{1,12}\b){0,40}",
     re.IGNORECASE,
 )
+_CORRECTING = re.compile(
+    r"\b(?:no|not|but|wait|actually|instead|rather|wrong|sorry|mistake|correct(?:ed|ion)?|so|then|is"
+    r"|therefore|hence|thus|should|final|answer|which|since|because|now|check(?:ing)?)\b",
+    re.I,
+)
 _JOINING_WORD = re.compile(r"[,;]|\b(?:and|or)\b", re.IGNORECASE)
 _ANCHOR = re.compile(
     r"answer(?:\s{1,5}(?:is|equals)\b|\s{0,3}(?:\*\*)?\s{0,3}[:=])\s{0,5}(?:\*\*)?:?", re.I
@@ -144,7 +149,10 @@ def final_box(text: str) -> tuple[str | None, bool]:
         between = text[before[1] : after[0]]
         if len(between) > 80 or not _JOINED.fullmatch(between):
             break
-        if not _JOINING_WORD.search(between) and between.strip():
+        if not _JOINING_WORD.search(between) and (between.strip() or "\n" in between):
+            break
+        if _CORRECTING.search(between):
+            # "\boxed{3}, no, it is \boxed{4}" takes the first one back.
             break
         contents.append(before[2].strip())
     distinct = list(dict.fromkeys(reversed(contents)))
@@ -193,7 +201,10 @@ def anchored(text: str) -> str | None:
     if first is not None and first.start() <= 3:
         return next(g for g in first.groups() if g is not None).strip()
     line = rest.split("\n", 1)[0]
-    sentence = re.split(r"\.(?:\s|$)", line, maxsplit=1)[0].strip()
+    sentence = re.split(r"\.(?:\s|$)", line, maxsplit=1)[0].strip(" *\t")
+    if sentence.startswith("}"):
+        # The words stood in \text{...}.
+        sentence = sentence[1:].strip()
     if _words(_MATH.sub(" ", sentence)) > 1:
         return last_value(sentence) or sentence
     return sentence or None

@@ -187,11 +187,16 @@ def plain(text: str) -> str:
     if not text.isascii():
         text = _unicode(text)
     if "\\" in text:
+        if "{\\,}" in text:
+            text = text.replace("{\\,}", "\\,")
         if "\\," in text or "\\!" in text or "\\thinspace" in text:
             text = _THIN_SPACE.sub("", text).replace("\\,", " ")
         if "\\\\" in text:
             text = _LINE_SKIP.sub(r"\\\\ ", text)
             text = text.removesuffix("\\\\")
+        elif text.endswith("\\"):
+            # A trailing "\\ " that has lost its blank.
+            text = text[:-1]
         if "\\text" in text or "\\math" in text or "\\mbox" in text:
             text = _TEXT_MINUS.sub("-", text)
             text = _UPRIGHT.sub(r" \1\2 ", text)
@@ -199,7 +204,7 @@ def plain(text: str) -> str:
         if "\\log" in text:
             text = _LOG_E.sub(r"\\ln ", text)
     if "{" in text:
-        text = text.replace(",{ }", ",").replace("{,}", ",").replace("{:}", ":")
+        text = text.replace(",{ }", ",").replace("{,}", ",").replace("{:}", ":").replace("{-}", "-")
     if "nfinity" in text or "NFINITY" in text:
         text = _INFINITY.sub(r"\\infty ", text)
     if "**" in text:

@@ -26,7 +26,7 @@ _SEPARATOR = re.compile(
 _THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 _ZERO_GROUP = re.compile(r",0\d\d(?!\d)")
 _NAMED = re.compile(r"(?P<name>\(?[A-Za-z][\w,{}' ]{0,12}\)?)\s*=\s*(?P<value>[^=]+)")
-_DOTS = re.compile(r"\\(?:l|c|v|d)?dots(?![A-Za-z])|\.\.\.")
+_DOTS = re.compile(r"(?<![\d ])\s*(?:\\(?:l|c|v|d)?dots(?![A-Za-z])|\.\.\.)")
 _INFINITIES = {"\\infty": 1, "+\\infty": 1, "-\\infty": -1}
 
 
@@ -185,8 +185,11 @@ def compare_collections(answer: Collection, gold: Collection) -> bool | None:
     our_names, ours = _unnamed(answer.parts)
     their_names, theirs = _unnamed(gold.parts)
     if any(our_names) and any(their_names):
-        if our_names != their_names:
+        if sorted(our_names) != sorted(their_names):
             return None
+        if len(set(our_names)) == len(our_names):
+            places = [our_names.index(name) for name in their_names]
+            return _ordered([ours[place] for place in places], theirs)
     elif any(their_names) and len({n for n in their_names if n}) > 1:
         # "x=1, y=2" against "1, 2": in its order.
         return _ordered(ours, theirs) or None

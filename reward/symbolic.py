@@ -25,6 +25,7 @@ from functools import lru_cache
 from typing import Any
 
 import sympy
+from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import (
     And,
@@ -52,6 +53,7 @@ from sympy import (
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
+from .numbers import UNIT_WORDS
 from .spelling import plain
 from .structure import collection, join_thousands, split
 
@@ -64,7 +66,15 @@ WRONG = "wrong"
 UNPARSABLE = "unparsable"
 GOLD_UNPARSABLE = "gold_unparsable"
 
-_LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
+# Its list of units holds single letters, which it would strip from algebra: x^{2}t isn't x^{2}.
+_LATEX = (
+    LatexExtractionConfig(
+        boxed_match_priority=0,
+        normalization_config=NormalizationConfig(
+            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
+        ),
+    ),
+)
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:\^\s*\{\s*\\circ\s*\}|\^\s*\\circ|\\degree)")
 _FACTORIAL = re.compile(r"!|\\Gamma|\\binom")
@@ -77,6 +87,14 @@ _BUILDER = re.compile(
     r"\\\{\s*(?P<name>[a-z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?"
     r"(?:\\mid|\\vert|\\,?\||\||:)\s*(?P<condition>.+?)\s*\\\}"
 )
+_TEXT_UNIT = re.compile(
+    r"(?<=[\d})\]A-Za-z\s])\s*\\(?:text|mbox|mathrm|textrm|textbf|textit|textnormal|operatorname)\s*\{\s*"
+    r"[A-Za-z][^{}]*\}(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?\.?\s*$"
+)
+_WORD_UNIT = re.compile(rf"(?:(?<=[\d}})\]])|\s){UNIT_WORDS}", re.IGNORECASE)
+_JOINING = re.compile(r"\b(?:and|or|if|where|for|not|mod)\b|\\(?:frac|sqrt)")
+_LONE_D = re.compile(r"(?<![A-Za-z\\{])d(?![A-Za-z}])")
+_MEMBER = re.compile(r"^\s*[A-Za-z]\s*\\in(?![A-Za-z])\s*(?=[(\[\\])")
 _SUFFIXES = (
     (re.compile(r"(\d)\s*\\text\s*\{\s*to\s*\}\s*(?=\d)"), r"\1:"),
     (re.compile(r"\\begin\{smallmatrix\}"), r"\\begin{pmatrix}"),
@@ -95,17 +113,34 @@ def prepare(text: str) -> str:
     if "\\" in text:
         for pattern, by in _SUFFIXES:
             text = pattern.sub(by, text)
+    if "matrix}" in text:
+        # The parser takes a lone "d" for the beginning of a differential.
+        text = _LONE_D.sub(r"\\delta_{d}", text)
     if "," in text and re.fullmatch(r"[1-9]\d{0,2}(?:,\d{3})+", text):
         text = text.replace(",", "")
     text = _E_NOTATION.sub(r"\1 \\cdot 10^{\2}", text)
     if _TRIGONOMETRIC.search(text):
         text = in_radians(text)
+    text = _MEMBER.sub("", without_units(text))
     builder = _BUILDER.fullmatch(text)
     if builder is not None:
         text = builder["condition"]
     if _PLUS_MINUS.search(text):
         text = _both_signs(text)
     return text.rstrip(".")
+
+
+def without_units(text: str) -> str:
+    """Without the unit after a value: ``\\text{...}`` with its power, or a word of a known unit."""
+    for _ in range(3):
+        for unit in (_TEXT_UNIT, _WORD_UNIT):
+            match = unit.search(text)
+            if match is not None and match.start() > 0 and not _JOINING.search(match.group()):
+                text = text[: match.start()].rstrip()
+                break
+        else:
+            return text
+    return text
 
 
 def in_radians(text: str) -> str:
@@ -170,7 +205,10 @@ def compare(answer: str, gold: str) -> str:
         return UNPARSABLE
     if _same_structure(golds, answers):
         return CORRECT
-    curves = _same_curve(golds, answers)
+    try:
+        curves = _same_curve(golds, answers)
+    except _MEND_FAILS:
+        curves = None
     if curves is not None:
         return CORRECT if curves else WRONG
     if _verify(golds, answers):
@@ -180,6 +218,17 @@ def compare(answer: str, gold: str) -> str:
     return WRONG
 
 
+_MEND_FAILS = (
+    NotImplementedError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    LookupError,
+    sympy.SympifyError,
+    sympy.PolynomialError,
+)
+"""What sympy raises about expressions that it can't treat: the correction then doesn't apply."""
 _BEST_FIRST = (CORRECT, WRONG, UNPARSABLE, GOLD_UNPARSABLE)
 
 
@@ -192,7 +241,8 @@ def _same_structure(golds: list[Any], answers: list[Any]) -> bool:
 
 
 def _same_curve(golds: list[Any], answers: list[Any]) -> bool | None:
-    """Whether two polynomial equations in the same two or more unknowns are proportional.
+    """Whether two polynomial equations in the same unknowns say the same: they are proportional,
+    powers of a factor aside.
 
     Only where neither is solved for a name, as ``y = 2x + 3`` is: there the other rules hold.
     """
@@ -203,17 +253,15 @@ def _same_curve(golds: list[Any], answers: list[Any]) -> bool | None:
     if not (isinstance(a, Eq) and isinstance(b, Eq)):
         return None
     names = a.free_symbols
-    if len(names) < 2 or names != b.free_symbols or a.lhs.is_Symbol or b.lhs.is_Symbol:
+    if not names or names != b.free_symbols or a.lhs.is_Symbol or b.lhs.is_Symbol:
         return None
     p, q = a.lhs - a.rhs, b.lhs - b.rhs
     if not (p.is_polynomial(*names) and q.is_polynomial(*names)) or a.has(Float) or b.has(Float):
         return None
-    try:
-        p, q = sympy.Poly(p, *names), sympy.Poly(q, *names)
-    except sympy.PolynomialError:
-        return None
+    p, q = sympy.Poly(p, *names), sympy.Poly(q, *names)
     if p.is_zero or q.is_zero or p.total_degree() > 8 or q.total_degree() > 8:
         return None
+    p, q = p.sqf_part(), q.sqf_part()
     return bool((p * q.LC() - q * p.LC()).is_zero)
 
 
@@ -255,20 +303,23 @@ def _different_equations(a: Any, b: Any) -> bool:
     if a == b:
         return False
     try:
+        if not (a.lhs - a.rhs).simplify().free_symbols:
+            # Both say something about numbers alone, like x = x + 1.
+            return bool(simplify(a) != sympy.true)
         ratio = simplify((a.lhs - a.rhs) / (b.lhs - b.rhs))
         if ratio.is_number and ratio != 0:
             return False
         solutions = solve(b, *sorted(b.free_symbols, key=str), dict=True)
         # Two equations without a solution have nothing in common but that.
         return not solutions
-    except (NotImplementedError, ValueError, TypeError, AttributeError, ZeroDivisionError):
+    except _MEND_FAILS:
         return False
 
 
 def _different_numbers(a: Any, b: Any) -> bool:
     try:
         pairs = list(zip(a.args, b.args, strict=True)) if _is_collection(a, b) else [(a, b)]
-    except ValueError:
+    except _MEND_FAILS:
         return False
     return any(_apart(x, y) for x, y in pairs)
 
@@ -293,7 +344,7 @@ def _apart(a: Any, b: Any) -> bool:
             abs(x * s - y) <= tolerance * max(abs(x * s), abs(y))
             for s in (1, 100, sympy.Rational(1, 100))
         )
-    except (ValueError, TypeError, AttributeError):
+    except _MEND_FAILS:
         return False
 
 
@@ -316,15 +367,17 @@ def _equal_after_all(answer: str, gold: str, golds: list[Any], answers: list[Any
             return False
         if _FACTORIAL.search(answer) or _FACTORIAL.search(gold):
             return bool(simplify(combsimp(a.doit() - b.doit())) == 0)
+        roots = any(p.exp.is_Rational and not p.exp.is_Integer for p in (a + b).atoms(sympy.Pow))
+        if roots and simplify(_rebuilt(a) - _rebuilt(b)) == 0:
+            return True
         if _LOGARITHM.search(answer) or _LOGARITHM.search(gold):
             return bool(simplify(expand_log(a - b, force=True)) == 0)
         if a.has(Float) != b.has(Float) and a.is_number and b.is_number:
             return _close(a, b)
-        if ("circ" in plain(answer)) != ("circ" in plain(gold)) and a.has(sympy.pi) | b.has(
-            sympy.pi
-        ):
-            return bool(_angle(answer, a) == _angle(gold, b))
-    except (NotImplementedError, ValueError, TypeError, AttributeError, ZeroDivisionError):
+        if ("circ" in plain(answer)) != ("circ" in plain(gold)):
+            one, other = _angle(answer, a), _angle(gold, b)
+            return bool((simplify(a).has(sympy.pi) or simplify(b).has(sympy.pi)) and one == other)
+    except _MEND_FAILS:
         return False
     return False
 
