@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,10 +111,16 @@ class _Watch:
         self._thread.join(10)
 
 
+@pytest.fixture
+def canary() -> Iterator[Path]:
+    """A file that any user could make, the graders' too: pytest's own folders are closed to them."""
+    with tempfile.TemporaryDirectory(prefix="tandem-canary-") as folder:
+        Path(folder).chmod(0o777)
+        yield Path(folder) / "canary"
+
+
 @pytest.mark.parametrize("name", sorted(modes.MODES))
-def test_no_payload_is_executed_in_any_mode(hardened: Grader, name: str, tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    canary = tmp_path / "canary"
+def test_no_payload_is_executed_in_any_mode(hardened: Grader, name: str, canary: Path) -> None:
     items = [
         GradeItem(text=text, gold=gold)
         for payload in _payloads(canary)
@@ -130,10 +137,8 @@ def test_no_payload_is_executed_in_any_mode(hardened: Grader, name: str, tmp_pat
 
 
 def test_a_payload_as_the_gold_answer_is_not_executed_either(
-    hardened: Grader, tmp_path: Path
+    hardened: Grader, canary: Path
 ) -> None:
-    tmp_path.chmod(0o777)
-    canary = tmp_path / "canary"
     hardened.mode = modes.mode("boxed")
     hardened.grade_texts(
         [
@@ -146,9 +151,8 @@ def test_a_payload_as_the_gold_answer_is_not_executed_either(
     assert not canary.exists()
 
 
-def test_the_canary_file_would_be_seen(tmp_path: Path) -> None:
+def test_the_canary_file_would_be_seen(canary: Path) -> None:
     """The check itself: the same payloads do run where a text is evaluated."""
-    canary = tmp_path / "canary"
     eval(_payloads(canary)[3])
     assert canary.exists()
 
