@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -226,7 +227,9 @@ def test_an_echo_of_the_question_is_paid_only_where_that_is_asked_for() -> None:
     assert verdict("boxed", "\\boxed{\\sum_{k=1}^{4} k = 10}", "10") == "correct"
 
 
-def test_every_mode_says_what_it_is() -> None:
+def test_every_mode_says_what_it_is_and_stands_on_the_page_about_grading() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "grading.md").read_text("utf-8")
     for mode in modes.MODES.values():
         assert mode.about
+        assert f"`{mode.name}`" in page
         assert mode.grader == f"{mode.name}@{modes.GRADER_VERSION}"
