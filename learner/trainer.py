@@ -511,6 +511,7 @@ class Trainer:
                 "eval/id": result.id,
                 f"{name}/accuracy": result.accuracy,
                 f"{name}/format": result.format_share,
+                **{f"{name}/class_{k}": share for k, share in result.classes().items()},
                 f"{name}/length": result.mean_length,
                 f"{name}/problems": result.problems,
                 f"{name}/seconds": result.seconds,

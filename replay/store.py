@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -69,6 +70,33 @@ class EvaluationResult:
     """Wall time."""
     member: str
     """Worker that made it."""
+    right_and_formed: float | None = None
+    """Share of responses that are correct and in the right form, where that is known."""
+
+    def classes(self) -> dict[str, float]:
+        """Shares of form x answer: see :func:`four_classes`."""
+        return four_classes(self.accuracy, self.format_share, self.right_and_formed)
+
+
+def four_classes(accuracy: float, form: float, both: float | None) -> dict[str, float]:
+    """Shares of responses by form, then answer: ``11``, ``10``, ``01`` and ``00``.
+
+    ``10`` is in the right form with another answer, ``01`` is right in another form. Empty where
+    one of the three shares isn't known.
+
+    Args:
+        accuracy: share that is correct.
+        form: share in the right form.
+        both: share that is both.
+    """
+    if both is None or math.isnan(accuracy + form):
+        return {}
+    return {
+        "11": both,
+        "10": max(0.0, form - both),
+        "01": max(0.0, accuracy - both),
+        "00": max(0.0, 1.0 - form - accuracy + both),
+    }
 
 
 class RunStore:

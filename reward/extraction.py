@@ -30,8 +30,13 @@ MAX_FALLBACK = 2_000
 
 _TOKENS = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])(?:\s{0,3}\{)?|\\.|[{}]", re.DOTALL)
 _JOINED = re.compile(
-    r"(?:\s|[,;$]|\\[()\[\],;!: ]|\\q?quad\b|\\text\s*\{[^{}]{0,60}\}|\b[a-z]{1,12}\b){0,40}",
+    r"(?:\s|[,;$]|\b[A-Za-z](?:_\{?\w{1,3}\}?)?\s{0,2}=|\\[()\[\],;!: ]|\\q?quad\b|\\text\s*\{[^{}]{0,60}\}|\b[a-z]{1,12}\b){0,40}",
     re.IGNORECASE,
+)
+_CORRECTING = re.compile(
+    r"\b(?:no|not|but|wait|actually|instead|rather|wrong|sorry|mistake|correct(?:ed|ion)?|so|then|is"
+    r"|therefore|hence|thus|should|final|answer|which|since|because|now|check(?:ing)?)\b",
+    re.I,
 )
 _JOINING_WORD = re.compile(r"[,;]|\b(?:and|or)\b", re.IGNORECASE)
 _ANCHOR = re.compile(
@@ -45,6 +50,7 @@ _NUMBER = re.compile(
     r"(?<![\w.,])[-+−]?[$€£¥]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:[.,]\d+)?(?:/\d+)?"
     r"(?:\s*\\?%|\s*(?:percent|pct)\b)?"
 )
+_LABELLED = re.compile(r"[^\W\d]{2,20}\s?:\s?[^:]{1,40}")
 _TWO_LETTERS = re.compile(r"[A-Za-z]{2}")
 _UNITS_ONLY = re.compile(r"\s*(?:\\?%|percent|percentage|pct|and|or|,)?\s*\.?\s*", re.I)
 _CLOSING = re.compile(
@@ -143,7 +149,10 @@ def final_box(text: str) -> tuple[str | None, bool]:
         between = text[before[1] : after[0]]
         if len(between) > 80 or not _JOINED.fullmatch(between):
             break
-        if not _JOINING_WORD.search(between) and between.strip():
+        if not _JOINING_WORD.search(between) and (between.strip() or "\n" in between):
+            break
+        if _CORRECTING.search(between):
+            # "\boxed{3}, no, it is \boxed{4}" takes the first one back.
             break
         contents.append(before[2].strip())
     distinct = list(dict.fromkeys(reversed(contents)))
@@ -192,18 +201,34 @@ def anchored(text: str) -> str | None:
     if first is not None and first.start() <= 3:
         return next(g for g in first.groups() if g is not None).strip()
     line = rest.split("\n", 1)[0]
-    sentence = re.split(r"\.(?:\s|$)", line, maxsplit=1)[0].strip()
+    sentence = re.split(r"\.(?:\s|$)", line, maxsplit=1)[0].strip(" *\t")
+    if sentence.startswith("}"):
+        # The words stood in \text{...}.
+        sentence = sentence[1:].strip()
     if _words(_MATH.sub(" ", sentence)) > 1:
-        return _last_value(sentence) or sentence
+        return last_value(sentence) or sentence
     return sentence or None
 
 
-def _last_value(text: str) -> str | None:
+def last_value(text: str) -> str | None:
     """The last formula or plain number of a prose text, whichever ends it."""
     formula = _last(_MATH, text)
     number = _last(_NUMBER, text)
     if formula is not None and (number is None or number.end() <= formula.end()):
         return next(g for g in formula.groups() if g is not None).strip()
+    return number.group() if number is not None else None
+
+
+def first_value(text: str) -> str | None:
+    """The formula, box or plain number that a text begins with."""
+    if text.startswith(("\\boxed", "\\fbox")):
+        found, _ = boxes(text)
+        return found[0][2].strip() if found and found[0][0] == 0 else None
+    formula = _MATH.match(text)
+    if formula is not None:
+        inside = next(g for g in formula.groups() if g is not None).strip()
+        return last_box(inside) or inside
+    number = _NUMBER.match(text)
     return number.group() if number is not None else None
 
 
@@ -261,10 +286,12 @@ def fallback(part: str) -> Extraction:
     if hashed:
         return Extraction(answer=hashed, how="hashes")
     stripped = part.strip()
-    if 0 < len(stripped) <= 200 and "\n" not in stripped and _words(stripped) <= 1:
-        return Extraction(answer=refine(stripped), how="whole")
     inside = formulas(part)
     plain = numbers(part)
+    if 0 < len(stripped) <= 200 and "\n" not in stripped and _words(stripped) <= 1:
+        if _LABELLED.fullmatch(stripped) and len(plain) == 1:
+            return Extraction(answer=plain[0], how="number")
+        return Extraction(answer=refine(stripped), how="whole")
     if inside and not (plain and part.rfind(plain[-1]) > part.rfind(inside[-1]) + len(inside[-1])):
         return Extraction(answer=inside[-1], how="formula")
     if plain:

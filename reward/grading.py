@@ -374,10 +374,11 @@ class Grader:
         """Polls until ``ready``; the deadline covers every wait that can be legitimate."""
         start = time.monotonic()
         told = False
+        # Of what there was at the start: those that are done have taken their time too.
+        turns = 2 + 2 * self._processes.in_flight / self._processes.count
         while not ready():
             self._processes.poll(1.0)
             spent = time.monotonic() - start
-            turns = 2 + 2 * self._processes.in_flight / self._processes.count
             limit = START_SECONDS + turns * self.config.deadline_seconds
             if spent > limit:
                 raise DeadlineError(

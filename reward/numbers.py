@@ -1,6 +1,6 @@
 """Reads plain numbers exactly, without sympy: the fast path of the dispatcher.
 
-Integers (with thousands separators), decimals, simple fractions, powers of ten, percentages,
+Integers (with thousands separators), decimals, simple fractions, mixed numbers, powers of ten, percentages,
 repeating decimals, amounts of money, and all of these with a unit. Anything else is None: not a
 plain number, which says nothing about whether it is a right answer.
 """
@@ -55,6 +55,11 @@ _REPEATING = re.compile(
     r"(?:\\(?:overline|bar|dot) ?\{ ?(?P<block>\d+) ?\}|\\(?:overline|bar|dot) (?P<digit>\d))"
 )
 _DOTS = re.compile(r"(?P<number>[+-]?\d*\.\d+) ?(?:\.\.\.|…|\\l?dots|\\cdots)")
+_MIXED = re.compile(
+    r"(?P<sign>[+-]?) ?(?P<whole>\d{1,9})(?: ?\\frac ?(?:\{ ?(?P<a>\d+) ?\} ?\{ ?(?P<b>\d+) ?\}"
+    r"|(?P<a1>\d) ?(?P<b1>\d)(?!\d)|(?P<a2>\d) ?\{ ?(?P<b2>\d+) ?\}|\{ ?(?P<a3>\d+) ?\} ?(?P<b3>\d)(?!\d))"
+    r"| (?P<a4>\d{1,4}) ?/ ?(?P<b4>\d{1,4}))"
+)
 _PERCENT = re.compile(
     r"\s*(?:\\?%|(?:\\(?:text|mathrm|textbf)\s*\{\s*)?(?:percentage points|percentage|percent|pct)\s*\}?)$",
     re.IGNORECASE,
@@ -63,14 +68,27 @@ _TEXT_UNIT = re.compile(
     r"\s*\\(?:text|mathrm|mbox|textbf|textnormal|textit|textrm|operatorname)\s*\{(?P<words>[^{}]*)\}"
     r"(?:\s*\^\s*(?:\{\s*\d\s*\}|\d))?$"
 )
+_MORE_THAN_UNITS = re.compile(
+    r"\b[ap]\.?m\b|\b(?:or|and|not|than|maybe|perhaps|possibly|but|if|least|most|otherwise)\b", re.I
+)
 _DEGREES = re.compile(r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?|°)\s*[CF]?$")
-_WORD_UNITS = re.compile(
-    r"\s*(?:(?:square|cubic|sq\.?|cu\.?)\s+)?(?:degrees?|units?|dollars?|cents?|euros?|pounds?|yuan"
+UNIT_WORDS = (
+    r"(?:(?:square|cubic|sq\.?|cu\.?)\s+)?(?:degrees?|units?|dollars?|cents?|euros?|pounds?|yuan"
     r"|rupees?|meters?|metres?|centimeters?|centimetres?|kilometers?|kilometres?|millimeters?|miles?"
-    r"|inch(?:es)?|feet|foot|yards?|mm|cm|dm|km|m²|m³|cm²|cm³|km²|kg|grams?|kilograms?|lbs?|ounces?"
+    r"|inch(?:es)?|feet|foot|ft|yards?|mm|cm|dm|km|kg|mg|ml|grams?|kilograms?|lbs?|ounces?|oz"
     r"|lit(?:er|re)s?|gallons?|seconds?|sec|minutes?|mins?|hours?|hrs?|days?|weeks?|months?|years?"
     r"|people|persons?|students?|men|women|children|ways?|times|points?|pieces?|mph|km/h|m/s)"
-    r"(?:\s*\^\s*(?:\{\s*\d\s*\}|\d)|[²³])?\.?$",
+    r"(?:\s*\^\s*(?:\{\s*\d\s*\}|\d)|[²³])?\.?$"
+)
+"""Ends a text in a unit of two letters or more, in words or short. One letter may be algebra."""
+_WORD_UNITS = re.compile(rf"\s*{UNIT_WORDS}", re.IGNORECASE)
+_LETTER_UNIT = re.compile(r" ?(?:m|g|s|h)(?: ?\^ ?(?:\{ ?[23] ?\}|[23]))?$")
+_NOUNS = re.compile(r" (?P<words>[A-Za-z]{3,}(?: (?:[a-z]{3,}|of|per|in)){0,3})\.?$")
+_NO_NOUNS = re.compile(
+    r"\b(?:or|and|nor|not|than|maybe|perhaps|possibly|but|if|when|where|plus|minus|mod|modulo|squared"
+    r"|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|fourths?|fifths?|tenths?|hundredths?|base|least"
+    r"|most|more|less|fewer|pi|sqrt|sin|cos|tan|log|exp|alpha|beta|theta|over|divided|hundred"
+    r"|thousand|million|billion|trillion|dozen|percent|otherwise|except|unless|either|instead)\b",
     re.IGNORECASE,
 )
 _SCALES = {
@@ -86,7 +104,17 @@ _SCALE = re.compile(
     r"(?P<rest>[^{}]*?)\s*\}?$",
     re.IGNORECASE,
 )
+# fmt: off
+_WORDS = {word: value for value, word in enumerate((
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
+    "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen",
+    "nineteen", "twenty",
+))}
+# fmt: on
 _CURRENCY = "$€£¥₹"
+_CURRENCY_WORDS = re.compile(
+    r"^\\(?:text|mathrm)\s*\{\s*(?:Rs\.?|USD|US\$|EUR|GBP|INR|CNY|\\?\$|[€£¥₹])\s*\}\s*(?=[-\d.])"
+)
 
 
 def read_number(text: str) -> PlainNumber | None:
@@ -97,13 +125,14 @@ def read_number(text: str) -> PlainNumber | None:
     if bare is not None:
         return bare
     if not any(character.isdigit() for character in text):
-        return None
+        word = _WORDS.get(text.lower())
+        return PlainNumber(Fraction(word)) if word is not None else None
     return _dressed(text)
 
 
 def _dressed(text: str) -> PlainNumber | None:
     """A number with a currency, a percent sign or a unit."""
-    body = text
+    body = _CURRENCY_WORDS.sub("", text)
     for mark in ("\\$", *_CURRENCY):
         if body.startswith(mark):
             body = body[len(mark) :].lstrip()
@@ -128,14 +157,28 @@ def _dressed(text: str) -> PlainNumber | None:
             match = unit.search(body)
             if match is not None and match.start() > 0:
                 words = match.groupdict().get("words") or ""
-                if any(c.isdigit() for c in words) or re.search(r"\b[ap]\.?m\b", words, re.I):
+                if any(c.isdigit() for c in words) or _MORE_THAN_UNITS.search(words):
                     # "5 \text{ or } 6" and times of day are more than a number and its unit.
                     return None
                 body = body[: match.start()].rstrip()
                 break
         else:
             break
-    return _bare(body) if body != text else None
+    if body == text:
+        nouns = _NOUNS.search(body)
+        if nouns is None or _NO_NOUNS.search(nouns["words"]):
+            return None
+        body = body[: nouns.start()]
+    return _bare(body)
+
+
+def with_letter_unit(text: str) -> PlainNumber | None:
+    """The number of an answer like ``5m`` or ``5 m^2``.
+
+    Only of an answer, whose gold answer is a number: a gold answer ``5m`` may be algebra.
+    """
+    match = _LETTER_UNIT.search(text)
+    return read_number(text[: match.start()]) if match is not None else None
 
 
 def _bare(text: str) -> PlainNumber | None:
@@ -150,6 +193,9 @@ def _bare(text: str) -> PlainNumber | None:
     match = _FRACTION.fullmatch(text)
     if match is not None:
         return _fraction(match)
+    match = _MIXED.fullmatch(text)
+    if match is not None:
+        return _mixed(match)
     match = _POWER.fullmatch(text)
     if match is not None:
         exponent = int(match.group("exponent") or match.group("digit"))
@@ -210,6 +256,17 @@ def _fraction(match: re.Match[str]) -> PlainNumber | None:
         decimal=a.decimal or b.decimal,
         doubtful=a.doubtful or b.doubtful,
     )
+
+
+def _mixed(match: re.Match[str]) -> PlainNumber | None:
+    groups = match.groupdict()
+    top = next(groups[k] for k in ("a", "a1", "a2", "a3", "a4") if groups[k] is not None)
+    bottom = next(groups[k] for k in ("b", "b1", "b2", "b3", "b4") if groups[k] is not None)
+    if int(top) >= int(bottom):
+        # No proper fraction: "2\\frac{3}{2}" may as well be a product.
+        return None
+    value = int(match.group("whole")) + Fraction(int(top), int(bottom))
+    return PlainNumber(_signed(match.group("sign"), value))
 
 
 def _dotted(text: str) -> PlainNumber | None:

@@ -6,24 +6,55 @@ process owns the time, and a killed process is the only bound that also holds in
 
 Corrections on top of math-verify 0.9 (each has a test):
 
-- equations without real solutions are all equal to it: they must be proportional here;
+- equations without real solutions are all equal to it: they must be proportional here; so are
+  undefined values;
 - numbers under 1e-15 are all equal to it: a relative tolerance must hold too;
 - ``i`` is an ordinary symbol to it: tried again as the imaginary unit;
 - degrees are dropped in trigonometric functions: rewritten to radians first;
-- an inequality may answer an interval;
-- ratios of factorials are simplified.
+- an inequality, or several, may answer an interval;
+- a sign of plus or minus is written out as the two values wherever it stands;
+- ratios of factorials, sums of logarithms and decimal exponents are simplified.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from functools import lru_cache
 from typing import Any
 
 import sympy
+from latex2sympy2_extended.math_normalization import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Basic, Eq, Float, I, MatrixBase, combsimp, simplify, solve
+from sympy import (
+    And,
+    Basic,
+    Dummy,
+    Eq,
+    FiniteSet,
+    Float,
+    I,
+    Integral,
+    Intersection,
+    Limit,
+    MatrixBase,
+    Ne,
+    Product,
+    Set,
+    Sum,
+    Union,
+    combsimp,
+    expand_log,
+    nsimplify,
+    simplify,
+    solve,
+)
+from sympy.core.relational import Relational
+from sympy.logic.boolalg import Boolean
+
+from .latex import prepare
+from .spelling import plain
 
 # It warns that its own timeouts are off and of each formula that it can't read.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -34,31 +65,19 @@ WRONG = "wrong"
 UNPARSABLE = "unparsable"
 GOLD_UNPARSABLE = "gold_unparsable"
 
-_LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
-_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
-_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:\^\s*\{\s*\\circ\s*\}|\^\s*\\circ|\\degree|°)")
+# Its list of units holds single letters, which it would strip from algebra: x^{2}t isn't x^{2}.
+_LATEX = (
+    LatexExtractionConfig(
+        boxed_match_priority=0,
+        normalization_config=NormalizationConfig(
+            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
+        ),
+    ),
+)
 _FACTORIAL = re.compile(r"!|\\Gamma|\\binom")
-_IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])|\\(?:mathrm|text)\s*\{\s*i\s*\}")
-_THOUSANDS = re.compile(r"(?<=\d)(?:\\,|\{,\}|,\\!)(?=\d{3}(?!\d))")
-_PLAIN_THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
-_E_NOTATION = re.compile(r"(?<![A-Za-z\\{])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?![\d.])")
-
-
-def prepare(text: str) -> str:
-    """LaTeX that math-verify's delimiters hold: no dollars, no line breaks, known traps rewritten."""
-    text = text.replace("\\$", "").replace("$", " ")
-    for delimiter in ("\\(", "\\)", "\\[", "\\]"):
-        # "\\\\[2pt]" is a line break of a matrix, not a delimiter.
-        text = re.sub(rf"(?<!\\){re.escape(delimiter)}", " ", text)
-    text = re.sub(r"\s*\n\s*", " ", text).strip()
-    if "\\" in text or "," in text:
-        text = _THOUSANDS.sub("", text)
-        if _PLAIN_THOUSANDS.fullmatch(text):
-            text = text.replace(",", "")
-    text = _E_NOTATION.sub(r"\1 \\cdot 10^{\2}", text)
-    if _TRIGONOMETRIC.search(text):
-        text = _DEGREES.sub(r"{(\\frac{\1 \\pi}{180})}", text)
-    return text.replace("\\mathbf i", "i").rstrip(".")
+_LOGARITHM = re.compile(r"\\(?:ln|log)(?![a-z])")
+_IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
+_OR = re.compile(r"\bor\b|\\cup")
 
 
 def _parse(text: str) -> list[Any]:
@@ -78,7 +97,13 @@ def _parse_gold(text: str) -> list[Any]:
 
 
 def compare(answer: str, gold: str) -> str:
-    """The verdict's name. An empty ``answer`` asks only whether the gold answer can be read."""
+    """The verdict's name. An empty ``answer`` asks only whether the gold answer can be read.
+
+    A gold answer that is a JSON list of texts is met by an answer that is right for one of them.
+    """
+    if gold.startswith('["') and gold.endswith('"]'):
+        found = [compare(answer, one) for one in json.loads(gold)]
+        return min(found, key=_BEST_FIRST.index)
     golds = _parse_gold(gold)
     if not golds:
         return GOLD_UNPARSABLE
@@ -87,11 +112,73 @@ def compare(answer: str, gold: str) -> str:
     answers = _parse(answer)
     if not answers:
         return UNPARSABLE
+    if _same_structure(golds, answers):
+        return CORRECT
+    try:
+        curves = _same_curve(golds, answers)
+    except _MEND_FAILS:
+        curves = None
+    if curves is not None:
+        return CORRECT if curves else WRONG
     if _verify(golds, answers):
         return CORRECT if not _falsely_equal(golds, answers) else WRONG
     if _equal_after_all(answer, gold, golds, answers):
         return CORRECT
     return WRONG
+
+
+_MEND_FAILS = (
+    NotImplementedError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    LookupError,
+    sympy.SympifyError,
+    sympy.PolynomialError,
+)
+"""What sympy raises about expressions that it can't treat: the correction then doesn't apply."""
+_BEST_FIRST = (CORRECT, WRONG, UNPARSABLE, GOLD_UNPARSABLE)
+
+
+def _same_structure(golds: list[Any], answers: list[Any]) -> bool:
+    """Equal as they stand, bound variables renamed: no need to work out a sum to see it."""
+    ours, theirs = _expressions(answers), _expressions(golds)
+    if not ours or not theirs or not ours[0].has(Sum, Product, Integral, Limit):
+        return False
+    return bool(_rebuilt(ours[0]).as_dummy() == _rebuilt(theirs[0]).as_dummy())
+
+
+def _same_curve(golds: list[Any], answers: list[Any]) -> bool | None:
+    """Whether two polynomial equations in the same unknowns say the same: they are proportional,
+    powers of a factor aside.
+
+    Only where neither is solved for a name, as ``y = 2x + 3`` is: there the other rules hold.
+    """
+    ours, theirs = _expressions(answers), _expressions(golds)
+    if not ours or not theirs:
+        return None
+    a, b = ours[0], theirs[0]
+    if not (isinstance(a, Eq) and isinstance(b, Eq)):
+        return None
+    names = a.free_symbols
+    if not names or names != b.free_symbols or a.lhs.is_Symbol or b.lhs.is_Symbol:
+        return None
+    p, q = a.lhs - a.rhs, b.lhs - b.rhs
+    if not (p.is_polynomial(*names) and q.is_polynomial(*names)) or a.has(Float) or b.has(Float):
+        return None
+    p, q = sympy.Poly(p, *names), sympy.Poly(q, *names)
+    if p.is_zero or q.is_zero or p.total_degree() > 8 or q.total_degree() > 8:
+        return None
+    p, q = p.sqf_part(), q.sqf_part()
+    return bool((p * q.LC() - q * p.LC()).is_zero)
+
+
+def _rebuilt(expression: Any) -> Any:
+    """The parser leaves factors in the order in which they were written; sympy sorts them."""
+    if not expression.args:
+        return expression
+    return expression.func(*(_rebuilt(part) for part in expression.args))
 
 
 def _verify(golds: list[Any], answers: list[Any]) -> bool:
@@ -112,27 +199,36 @@ def _falsely_equal(golds: list[Any], answers: list[Any]) -> bool:
     a, b = ours[0], theirs[0]
     if isinstance(a, Eq) and isinstance(b, Eq):
         return _different_equations(a, b)
+    if a.has(*_UNDEFINED) or b.has(*_UNDEFINED):
+        # 12/0 and 1/0 aren't the same answer.
+        return answers[-1] != golds[-1]
     return _different_numbers(a, b)
+
+
+_UNDEFINED = (sympy.zoo, sympy.nan)
 
 
 def _different_equations(a: Any, b: Any) -> bool:
     if a == b:
         return False
     try:
+        if not (a.lhs - a.rhs).simplify().free_symbols:
+            # Both say something about numbers alone, like x = x + 1.
+            return bool(simplify(a) != sympy.true)
         ratio = simplify((a.lhs - a.rhs) / (b.lhs - b.rhs))
         if ratio.is_number and ratio != 0:
             return False
         solutions = solve(b, *sorted(b.free_symbols, key=str), dict=True)
         # Two equations without a solution have nothing in common but that.
         return not solutions
-    except (NotImplementedError, ValueError, TypeError, AttributeError, ZeroDivisionError):
+    except _MEND_FAILS:
         return False
 
 
 def _different_numbers(a: Any, b: Any) -> bool:
     try:
         pairs = list(zip(a.args, b.args, strict=True)) if _is_collection(a, b) else [(a, b)]
-    except ValueError:
+    except _MEND_FAILS:
         return False
     return any(_apart(x, y) for x, y in pairs)
 
@@ -157,7 +253,7 @@ def _apart(a: Any, b: Any) -> bool:
             abs(x * s - y) <= tolerance * max(abs(x * s), abs(y))
             for s in (1, 100, sympy.Rational(1, 100))
         )
-    except (ValueError, TypeError, AttributeError):
+    except _MEND_FAILS:
         return False
 
 
@@ -168,15 +264,85 @@ def _equal_after_all(answer: str, gold: str, golds: list[Any], answers: list[Any
         return False
     a, b = ours[0], theirs[0]
     try:
-        if _IMAGINARY.search(answer) or _IMAGINARY.search(gold):
+        if _IMAGINARY.search(plain(answer)) or _IMAGINARY.search(plain(gold)):
             a2, b2 = _with_unit(a), _with_unit(b)
             if (a2, b2) != (a, b) and _verify([b2], [a2]):
                 return not _falsely_equal([b2], [a2])
-        if (_FACTORIAL.search(answer) or _FACTORIAL.search(gold)) and _plain(a) and _plain(b):
+        if (_is_condition(a) or _is_condition(b)) and _same_region(answer, gold, a, b):
+            return True
+        if isinstance(a, Set) and isinstance(b, Set) and not isinstance(a, FiniteSet):
+            return bool(_exact(a.doit()) == _exact(b.doit()))
+        if not (_plain(a) and _plain(b)):
+            return False
+        if _FACTORIAL.search(answer) or _FACTORIAL.search(gold):
             return bool(simplify(combsimp(a.doit() - b.doit())) == 0)
-    except (NotImplementedError, ValueError, TypeError, AttributeError, ZeroDivisionError):
+        roots = any(p.exp.is_Rational and not p.exp.is_Integer for p in (a + b).atoms(sympy.Pow))
+        if roots and simplify(_rebuilt(a) - _rebuilt(b)) == 0:
+            return True
+        if _LOGARITHM.search(answer) or _LOGARITHM.search(gold):
+            return bool(simplify(expand_log(a - b, force=True)) == 0)
+        if a.has(Float) != b.has(Float) and a.is_number and b.is_number:
+            return _close(a, b)
+        if ("circ" in plain(answer)) != ("circ" in plain(gold)):
+            one, other = _angle(answer, a), _angle(gold, b)
+            return bool((simplify(a).has(sympy.pi) or simplify(b).has(sympy.pi)) and one == other)
+    except _MEND_FAILS:
         return False
     return False
+
+
+def _close(a: Any, b: Any) -> bool:
+    """Numbers within 1e-6 of each other, absolutely and relatively."""
+    x, y = a.evalf(30), b.evalf(30)
+    if not (x.is_finite and y.is_finite):
+        return False
+    return bool(abs(x - y) <= 1e-6 * min(1, max(abs(x), abs(y))))
+
+
+def _angle(text: str, value: Any) -> Any:
+    return simplify(value * sympy.pi / 180) if "circ" in plain(text) else simplify(value)
+
+
+def _is_condition(expression: Any) -> bool:
+    if isinstance(expression, FiniteSet):
+        return all(_is_condition(part) for part in expression)
+    return isinstance(expression, Relational | And | sympy.Or) and not isinstance(expression, Eq)
+
+
+def _same_region(answer: str, gold: str, a: Any, b: Any) -> bool:
+    """Whether two conditions on one variable, or a condition and a set, hold for the same reals."""
+    names = {str(s) for e in (a, b) for s in e.free_symbols if _is_condition(e)}
+    if len(names) != 1:
+        return False
+    one, other = _region(answer, a), _region(gold, b)
+    return one is not None and other is not None and bool(_exact(one) == _exact(other))
+
+
+def _region(text: str, expression: Any) -> Any:
+    if isinstance(expression, FiniteSet) and _is_condition(expression):
+        parts = [_region(text, part) for part in expression]
+        if None in parts:
+            return None
+        either = _OR.search(text) and not any(isinstance(p, Ne) for p in expression)
+        return Union(*parts) if either else Intersection(*parts)
+    if isinstance(expression, Boolean):
+        (symbol,) = expression.free_symbols
+        real = Dummy("x", real=True)
+        if any(not _low_degree(r.lhs - r.rhs, symbol) for r in expression.atoms(Relational)):
+            return None
+        return expression.subs(symbol, real).as_set()
+    return expression if isinstance(expression, Set) else None
+
+
+def _low_degree(expression: Any, symbol: Any) -> bool:
+    """What sympy solves at once: polynomials up to the second degree, also inside ``|...|``."""
+    bare = expression.replace(lambda e: isinstance(e, sympy.Abs), lambda e: e.args[0])
+    return bool(bare.is_polynomial(symbol) and sympy.degree(bare, symbol) <= 2)
+
+
+def _exact(expression: Any) -> Any:
+    """Decimals as fractions."""
+    return nsimplify(expression, rational=True) if expression.has(Float) else expression
 
 
 def _plain(expression: Any) -> bool:

@@ -520,6 +520,7 @@ class Worker:
                 accuracy=found.accuracy,
                 problems=found.problems,
                 format_share=found.format_share,
+                right_and_formed=found.right_and_formed,
                 mean_length=found.mean_length,
                 seconds=found.seconds,
                 member=self.name,

@@ -82,6 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
             f"right form {100 * result.format_share:.1f}%, {result.mean_length:.0f} tokens a "
             f"response, {result.seconds:.1f} s"
         )
+        if result.classes:
+            shares = ", ".join(f"{k} {100 * v:.1f}%" for k, v in result.classes.items())
+            print(f"form and answer: {shares}")
     return 0
 
 

@@ -22,6 +22,7 @@ from ...common.config import EvaluateConfig, ModelConfig, RewardConfig, RolloutC
 from ...common.errors import DataError, TandemError
 from ...common.records import FinishReason, Problem, Sample, SamplingParams, Verdict
 from ...replay.readers import iterate_rows
+from ...replay.store import four_classes
 from ...reward.grading import Grade, GradeItem, Grader
 from ..engine import Engine, GroupRequest
 from ..engines import make_engine
@@ -44,6 +45,10 @@ class Evaluation:
     """pass@k: share of problems with at least one correct response."""
     format_share: float
     """Share of responses in the right form; NaN where the reward has no component for it."""
+    right_and_formed: float | None
+    """Share of responses that are correct and in the right form; None without a form."""
+    classes: dict[str, float]
+    """Shares by form, then answer: ``11``, ``10``, ``01``, ``00`` (empty without a form)."""
     reward: float
     """Mean composed reward of the responses that have one; NaN without any."""
     mean_length: float
@@ -188,6 +193,7 @@ def summarise(
     correct = np.array([grade.verdict is Verdict.CORRECT for grade in grades])
     per_problem = correct.reshape(len(problems), count)
     forms = [g.components.get(FORMAT) for g in grades]
+    formed = np.array([value is not None and value > 0 for value in forms])
     known_forms = [value for value in forms if value is not None]
     rewards = [g.reward for g in grades if g.reward is not None]
     flat = [sample for group in responses for sample in group]
@@ -197,12 +203,18 @@ def summarise(
         source: np.array([problem.data_source == source for problem in problems])
         for source in sources
     }
+    both = float(np.mean(formed & correct)) if known_forms else None
+    accuracy = float(per_problem.mean())
     return Evaluation(
         problems=len(problems),
         samples=count,
-        accuracy=float(per_problem.mean()),
+        accuracy=accuracy,
         pass_rate=float(per_problem.any(axis=1).mean()),
         format_share=float(np.mean(known_forms)) if known_forms else float("nan"),
+        right_and_formed=both,
+        classes=four_classes(
+            accuracy, float(np.mean(formed)) if known_forms else float("nan"), both
+        ),
         reward=float(np.mean(rewards)) if rewards else float("nan"),
         mean_length=float(np.mean([len(sample.tokens) for sample in flat])),
         cut_share=float(np.mean([s.finish_reason is FinishReason.LENGTH for s in flat])),

@@ -70,6 +70,8 @@ def test_figures_are_those_of_the_grades() -> None:
     assert found.by_source == {"a": pytest.approx(0.25), "b": pytest.approx(0.5)}
     assert found.problems_by_source == {"a": 2, "b": 1}
     assert found.format_share == pytest.approx(5 / 6)
+    assert found.right_and_formed == pytest.approx(2 / 6)
+    assert found.classes == pytest.approx({"11": 2 / 6, "10": 3 / 6, "01": 0.0, "00": 1 / 6})
     assert found.reward == pytest.approx(2 / 5)
     assert found.mean_length == pytest.approx(4.0)
     assert found.cut_share == pytest.approx(1 / 6)
@@ -82,6 +84,7 @@ def test_without_a_format_component_its_share_is_unknown() -> None:
     found = summarise([problem(0, tokens)], [[sample(1)]], [grade(Verdict.WRONG, None)], seconds=1)
     assert np.isnan(found.format_share)
     assert found.to_dict()["format_share"] is None
+    assert found.classes == {}
 
 
 def in_engine(tiny: Any, problems: list[Problem], **settings: Any) -> Evaluation:

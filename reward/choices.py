@@ -1,0 +1,154 @@
+"""Option letters: how multiple-choice benchmarks read an answer, and how two are compared.
+
+An extract and a compare function for each kind of answer. Two different letters are no answer:
+nobody picks the right one out of a hedge. Neither the article "A" nor the pronoun "I" is an
+option. Rules: MMLU and CS336 ("The correct answer is B"), MMLU-Pro ("answer is (J)", then
+"Answer: J"; without its third stage, which reads the pronoun), GPQA as OpenAI's simple-evals has
+it ("Answer: C", the last one), ARC (letters, or the numbers that some of its rows have).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from . import extraction
+from .extraction import Extraction, last_box
+
+_OPTION = re.compile(
+    r"[\s$*]*(?:\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\s*\{\s*)?\(?\s*([A-Z])\s*\)?\s*\}?[\s$*]*"
+    r"(?:[.):]?|[.):]\s*\}?(?:\\[ ,;]\s*|\s+)\S.*|(?<=\})(?:\\[ ,;]|\s)\s*\S.*)[\s$*}]*",
+    re.DOTALL,
+)
+_JOINED_LETTER = re.compile(
+    r"(?:^|[\s({,/&])(?:or|and|,|/|&|\\text\s*\{\s*(?:or|and)\s*\}|\bto\b|-)[\s($*{]*([A-J])(?![A-Za-z])"
+)
+_PARENTHESISED = re.compile(r"\(\s*([A-J])\s*\)")
+
+
+def option_letter(text: str) -> str | None:
+    """``C`` of ``C``, ``(C)``, ``\\text{(C)}``, ``**C**`` and ``C) 12 apples``; else None."""
+    if len(text) > 300:
+        return None
+    match = _OPTION.fullmatch(text)
+    if match is None:
+        return None
+    letter = match.group(1)
+    rest = text[match.end(1) :]
+    others = {*_JOINED_LETTER.findall(rest), *_PARENTHESISED.findall(rest)}
+    return letter if others <= {letter} else None
+
+
+def option_text(text: str) -> str:
+    """``12 apples`` of ``C) 12 apples``; the whole text where it has no label."""
+    return re.sub(r"^[\s$*(]*[A-J]\s*[).:]\s*(?=\S)", "", text.strip())
+
+
+# "I think" and "a number" hold a pronoun and an article, not options.
+_PROSE_AFTER = r"(?! (?!because|since|as |and |or )[a-z])"
+_DRESS = r"[\s$*(\"'\u201c]{0,8}(?:\\(?:text|textbf|mathrm|mathbf|boxed)\s?\{\s?\(?)?"
+_HEDGE = re.compile(
+    r"[\s)}*$.]{0,6}(?:,|/|&|-|–|\\text\s?\{\s?(?:or|and)\s?\}|\bor\b|\band\b|\bto\b|\bor maybe\b)"
+    r"\s{0,3}(?:maybe|perhaps|possibly|else|also|option)?[\s$*({]{0,6}(?:\\text\s?\{)?\(?([A-J1-9])(?![A-Za-z\d'])"
+    r"(?! (?:is|are|was|can|does|would|has|cannot)\b)"
+)
+
+
+def _pattern(words: str, letters: str) -> re.Pattern[str]:
+    plain = "".join(c for c in letters if c not in "AI")
+    careful = "".join(c for c in letters if c in "AI")
+    option = f"[{plain}](?![A-Za-z0-9_']|\\.\\d)"
+    if careful:
+        option += f"|[{careful}](?![A-Za-z0-9_']|\\.\\d){_PROSE_AFTER}"
+    return re.compile(rf"(?i:{words}){_DRESS}({option})")
+
+
+_IS = r"answer(?:\s{1,3}(?:choice|option))?\s{1,3}is\s?:?(?:\s{1,3}(?:option|choice|letter)\b)?"
+_COLON = r"answer(?:\s{1,3}(?:choice|option))?\*{0,2}\s?:(?:\s{0,3}(?:option|choice|letter)\b)?"
+
+
+def reader(letters: str, *words: str) -> Callable[[str, str, bool], Extraction]:
+    """Reads one option: the last box, then the last anchor, then a last line that is one."""
+    patterns = [_pattern(w, letters) for w in words]
+
+    def read(text: str, prompt: str, truncated: bool) -> Extraction:
+        part = extraction.solution(text, prompt)
+        if part is None:
+            return Extraction(answer=None, how="thinking")
+        part = part[-extraction.MAX_SOLUTION :]
+        box = last_box(part)
+        if box is not None:
+            return _checked(box, "box", letters)
+        tag = extraction.answer_tag(part)
+        if tag:
+            return _checked(tag, "tag", letters)
+        last: re.Match[str] | None = None
+        for pattern in patterns:
+            for match in pattern.finditer(part):
+                if last is None or match.start(1) > last.start(1):
+                    last = match
+        if last is not None:
+            hedge = _HEDGE.match(part, last.end(1))
+            if hedge is not None and hedge.group(1) != last.group(1):
+                return Extraction(answer=None, how="hedge")
+            return Extraction(answer=last.group(1), how="anchor")
+        if truncated:
+            return Extraction(answer=None, how="truncated")
+        line = part.strip().rpartition("\n")[2]
+        letter = option_letter(line) if len(line) <= 40 else None
+        if letter is None and line.strip(" ().*$") in tuple(c for c in letters if c.isdigit()):
+            letter = line.strip(" ().*$")
+        if letter is None or letter not in letters:
+            return Extraction(answer=None, how="none")
+        return Extraction(answer=letter, how="whole")
+
+    return read
+
+
+def _checked(content: str, how: str, letters: str) -> Extraction:
+    letter = option_letter(content)
+    if letter is not None:
+        return Extraction(answer=letter if letter in letters else None, how=how)
+    if len(content.strip()) == 1 and content.strip().upper() in letters:
+        return Extraction(answer=content.strip().upper(), how=how)
+    # An option's text, perhaps; compared as text where the gold answer is one too.
+    return Extraction(answer=content or None, how=how)
+
+
+read_option = reader("ABCDEFGHIJ", _IS, _COLON)
+read_mmlu = reader("ABCD", _IS, _COLON)
+read_mmlu_pro = reader("ABCDEFGHIJ", _IS, _COLON)
+read_gpqa = reader("ABCD", _COLON, _IS)
+read_arc = reader("ABCDE12345", _IS, _COLON)
+
+
+def compare_options(answer: str | None, gold: str) -> bool | None:
+    """Whether an answer is the gold option; None where there is no answer to compare.
+
+    Args:
+        answer: a label, or an option's text.
+        gold: a label (``B``, ``(B)``, ``2``), a labelled option (``B) 12 apples``) or the option's
+            text alone, which only an equal text answers.
+
+    Raises:
+        ValueError: an answer that is a label, and a gold answer that has none.
+    """
+    if answer is None or not answer.strip():
+        return None
+    ours, theirs = _label(answer), _label(gold)
+    if ours is not None and theirs is not None:
+        return ours == theirs
+    if ours is not None:
+        raise ValueError(f"the gold answer {gold!r} is no option label")
+    if theirs is not None and option_text(gold) == gold.strip():
+        return None
+    same = option_text(answer).casefold().split() == option_text(gold).casefold().split()
+    return True if same else None
+
+
+def _label(text: str) -> str | None:
+    stripped = text.strip()
+    if len(stripped) == 1 and stripped.isalnum() and stripped.isascii():
+        # Some rows of ARC number their options.
+        return "ABCDEFGHI"[int(stripped) - 1] if stripped in "123456789" else stripped.upper()
+    return option_letter(text)

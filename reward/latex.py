@@ -1,0 +1,100 @@
+"""What an answer's LaTeX needs before math-verify's parser may see it: its known traps rewritten."""
+
+from __future__ import annotations
+
+import re
+
+from .numbers import UNIT_WORDS
+from .spelling import plain
+from .structure import collection, join_thousands, split
+
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:\^\s*\{\s*\\circ\s*\}|\^\s*\\circ|\\degree)")
+_E_NOTATION = re.compile(r"(?<![A-Za-z\\{])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?![\d.])")
+_PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])|\\mp(?![A-Za-z])")
+_BUILDER = re.compile(
+    r"\\\{\s*(?P<name>[a-z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?"
+    r"(?:\\mid|\\vert|\\,?\||\||:)\s*(?P<condition>.+?)\s*\\\}"
+)
+_TEXT_UNIT = re.compile(
+    r"(?<=[\d})\]A-Za-z\s])\s*\\(?:text|mbox|mathrm|textrm|textbf|textit|textnormal|operatorname)\s*\{\s*"
+    r"[A-Za-z][^{}]*\}(?:\s*\^\s*(?:\{\s*-?\d\s*\}|\d))?\.?\s*$"
+)
+_WORD_UNIT = re.compile(rf"(?:(?<=[\d}})\]])|\s){UNIT_WORDS}", re.IGNORECASE)
+_JOINING = re.compile(r"\b(?:and|or|if|where|for|not|mod)\b|\\(?:frac|sqrt)")
+_LONE_D = re.compile(r"(?<![A-Za-z\\{])d(?![A-Za-z}])")
+_MEMBER = re.compile(r"^\s*[A-Za-z]\s*\\in(?![A-Za-z])\s*(?=[(\[\\])")
+_SUFFIXES = (
+    (re.compile(r"(\d)\s*\\text\s*\{\s*to\s*\}\s*(?=\d)"), r"\1:"),
+    (re.compile(r"\\begin\{smallmatrix\}"), r"\\begin{pmatrix}"),
+    (re.compile(r"\\end\{smallmatrix\}"), r"\\end{pmatrix}"),
+)
+
+
+def prepare(text: str) -> str:
+    """LaTeX that math-verify's delimiters hold: no dollars, no line breaks, known traps rewritten."""
+    text = text.replace("\\$", "").replace("$", " ")
+    for delimiter in ("\\(", "\\)", "\\[", "\\]"):
+        # "\\\\[2pt]" is a line break of a matrix, not a delimiter.
+        text = re.sub(rf"(?<!\\){re.escape(delimiter)}", " ", text)
+    text = re.sub(r"\s*\n\s*", " ", text).strip()
+    text = join_thousands(plain(text))
+    if "\\" in text:
+        for pattern, by in _SUFFIXES:
+            text = pattern.sub(by, text)
+    if "matrix}" in text:
+        # The parser takes a lone "d" for the beginning of a differential.
+        text = _LONE_D.sub(r"\\delta_{d}", text)
+    if "," in text and re.fullmatch(r"[1-9]\d{0,2}(?:,\d{3})+", text):
+        text = text.replace(",", "")
+    text = _E_NOTATION.sub(r"\1 \\cdot 10^{\2}", text)
+    if _TRIGONOMETRIC.search(text):
+        text = in_radians(text)
+    text = _MEMBER.sub("", without_units(text))
+    builder = _BUILDER.fullmatch(text)
+    if builder is not None:
+        text = builder["condition"]
+    if _PLUS_MINUS.search(text):
+        text = _both_signs(text)
+    return text.rstrip(".")
+
+
+def without_units(text: str) -> str:
+    """Without the unit after a value: ``\\text{...}`` with its power, or a word of a known unit."""
+    for _ in range(3):
+        for unit in (_TEXT_UNIT, _WORD_UNIT):
+            match = unit.search(text)
+            if match is not None and match.start() > 0 and not _JOINING.search(match.group()):
+                text = text[: match.start()].rstrip()
+                break
+        else:
+            return text
+    return text
+
+
+def in_radians(text: str) -> str:
+    """Degrees as fractions of pi."""
+    return _DEGREES.sub(r"{(\\frac{\1 \\pi}{180})}", text)
+
+
+def _both_signs(text: str) -> str:
+    """``a \\pm b`` as ``a + b, a - b``, part by part of a list or set; tuples keep their parts."""
+    listed = collection(text)
+    if listed is not None and listed.kind not in ("", "{"):
+        parts: list[str] | None = [text]
+    else:
+        parts = list(listed.parts) if listed is not None else split(text)
+    if parts is None or len(parts) > 20:
+        return text
+    values = []
+    for part in parts:
+        if not _PLUS_MINUS.search(part):
+            values.append(part)
+            continue
+        upper = part.replace("\\pm", "+").replace("\\mp", "-")
+        lower = part.replace("\\pm", "-").replace("\\mp", "+")
+        values += [_LEADING_PLUS.sub(r"\1", upper), lower]
+    return f"\\{{{', '.join(values)}\\}}" if len(values) > 1 else values[0]
+
+
+_LEADING_PLUS = re.compile(r"((?:^|[=,({\[])\s*)\+\s*")

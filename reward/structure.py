@@ -1,0 +1,280 @@
+"""Lists, sets, tuples, intervals, ratios and times of day, compared part by part without sympy.
+
+What is settled here is settled exactly; None leaves it to a grader process. The conventions are
+math-verify's: a bare list is a set (its order doesn't count), a tuple may be given without its
+brackets or in braces but in order, an interval has exactly its own ends.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from .numbers import PlainNumber, read_number, same_number
+from .spelling import canonical, normalise
+
+MAX_PARTS = 200
+"""Of a collection that is compared here."""
+
+_OPENING = "([{"
+_CLOSING = ")]}"
+_SEPARATOR = re.compile(
+    r"[,;]?\s*\\(?:text|mathrm|mbox|textrm)\s*\{\s*,?\s*(?:and|or)\s*\}\s*,?"
+    r"|[,;]?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[,;]"
+)
+_THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
+_ZERO_GROUP = re.compile(r",0\d\d(?!\d)")
+_NAMED = re.compile(r"(?P<name>\(?[A-Za-z][\w,{}' ]{0,12}\)?)\s*=\s*(?P<value>[^=]+)")
+_DOTS = re.compile(r"(?<![\d ])\s*(?:\\(?:l|c|v|d)?dots(?![A-Za-z])|\.\.\.)")
+_INFINITIES = {"\\infty": 1, "+\\infty": 1, "-\\infty": -1}
+
+
+def join_thousands(text: str) -> str:
+    """Without the commas of numbers like ``1,000``, which nobody means as "1 and 000"."""
+    if "," not in text:
+        return text
+
+    def joined(match: re.Match[str]) -> str:
+        number = match.group()
+        return number.replace(",", "") if _ZERO_GROUP.search(number) else number
+
+    return _THOUSANDS.sub(joined, text)
+
+
+def has_dots(text: str) -> bool:
+    """Whether a text goes on without an end, or leaves something out."""
+    return _DOTS.search(text) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """Parts between brackets; ``kind`` is ``{``, the two brackets, or empty for a bare list."""
+
+    kind: str
+    parts: tuple[str, ...]
+
+
+def split(text: str) -> list[str] | None:
+    """Parts between the commas (semicolons, "and", "or") outside all brackets; None if they don't
+    pair up. One part: no list."""
+    depth = 0
+    parts: list[str] = []
+    begin = position = 0
+    length = len(text)
+    while position < length:
+        character = text[position]
+        if character in _OPENING:
+            depth += 1
+        elif character in _CLOSING:
+            depth -= 1
+            if depth < 0:
+                return None
+        elif depth == 0:
+            found = _SEPARATOR.match(text, position)
+            if found is not None and found.end() > position:
+                parts.append(text[begin:position].strip())
+                begin = position = found.end()
+                continue
+        if character == "\\" and text[position + 1 : position + 2] not in ("{", "}"):
+            position += 1
+        position += 1
+    if depth:
+        return None
+    parts.append(text[begin:].strip())
+    return [p for p in parts if p] if len(parts) > 1 else parts
+
+
+def _encloses(text: str) -> bool:
+    """Whether the first bracket is closed by the last character (of any bracket)."""
+    depth = 0
+    for position, character in enumerate(text):
+        if character in _OPENING:
+            depth += 1
+        elif character in _CLOSING:
+            depth -= 1
+            if depth == 0:
+                return position == len(text) - 1
+    return False
+
+
+def collection(text: str) -> Collection | None:
+    """What a normalised text lists; None where it isn't a collection of two parts or more."""
+    text = join_thousands(text.strip())
+    if "\\begin" in text or len(text) < 3:
+        return None
+    kind, inside = "", text
+    if text.startswith("\\{") and text.endswith("\\}"):
+        if not _encloses(text[1:-2] + "}"):
+            parts = split(text)
+            return Collection("", tuple(parts)) if parts and len(parts) > 1 else None
+        kind, inside = "{", text[2:-2]
+    elif text[0] in "([" and text[-1] in ")]" and _encloses(text):
+        kind, inside = text[0] + text[-1], text[1:-1]
+    parts = split(inside)
+    if parts is None or len(parts) > MAX_PARTS or not all(parts):
+        return None
+    if len(parts) < 2 and kind != "{":
+        return None
+    if not parts or parts == [""]:
+        return None
+    return Collection(kind, tuple(parts))
+
+
+def _unnamed(parts: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    names, values = [], []
+    for part in parts:
+        match = _NAMED.fullmatch(part)
+        names.append(match.group("name").strip() if match else "")
+        values.append(match.group("value").strip() if match else part)
+    return names, values
+
+
+def _same_part(a: str, b: str) -> bool | None:
+    a, b = normalise(a), normalise(b)
+    if canonical(a) == canonical(b):
+        return True
+    ours, theirs = read_number(a), read_number(b)
+    if ours is not None and theirs is not None:
+        # Between separators a comma has been used up: it isn't part of a number any more.
+        return bool(same_number(_certain(ours), _certain(theirs)))
+    left, right = _INFINITIES.get(a.strip()), _INFINITIES.get(b.strip())
+    if left is not None and right is not None:
+        return left == right
+    if (left is not None and theirs is not None) or (right is not None and ours is not None):
+        return False
+    one, other = collection(a), collection(b)
+    if one is not None and other is not None:
+        return compare_collections(one, other)
+    if (one is None) != (other is None) and (ours is not None or theirs is not None):
+        return False
+    return None
+
+
+def _certain(number: PlainNumber) -> PlainNumber:
+    return PlainNumber(number.value, number.decimal, number.percent)
+
+
+def _ordered(a: list[str], b: list[str]) -> bool | None:
+    if len(a) != len(b):
+        return False
+    found = [_same_part(x, y) for x, y in zip(a, b, strict=True)]
+    if False in found:
+        return False
+    return None if None in found else True
+
+
+def _unordered(a: list[str], b: list[str]) -> bool | None:
+    known = [[_same_part(x, y) for y in b] for x in a]
+    ours = [True in row for row in known]
+    theirs = [any(row[j] is True for row in known) for j in range(len(b))]
+    if all(ours) and all(theirs):
+        return True
+    # A part that differs from every part of the other side settles it.
+    for row, met in zip(known, ours, strict=True):
+        if not met and None not in row:
+            return False
+    for j, met in enumerate(theirs):
+        if not met and all(row[j] is not None for row in known):
+            return False
+    return None
+
+
+def compare_collections(answer: Collection, gold: Collection) -> bool | None:
+    """Whether two collections are the same answer; None where a part needs more than reading."""
+    our_names, ours = _unnamed(answer.parts)
+    their_names, theirs = _unnamed(gold.parts)
+    if any(our_names) and any(their_names):
+        if sorted(our_names) != sorted(their_names):
+            return None
+        if len(set(our_names)) == len(our_names):
+            places = [our_names.index(name) for name in their_names]
+            return _ordered([ours[place] for place in places], theirs)
+    elif any(their_names) and len({n for n in their_names if n}) > 1:
+        # "x=1, y=2" against "1, 2": in its order.
+        return _ordered(ours, theirs) or None
+    elif any(our_names) and len({n for n in our_names if n}) > 1:
+        return _ordered(ours, theirs) or None
+    if answer.kind == gold.kind and len(answer.kind) == 2:
+        return _ordered(ours, theirs)
+    if len(answer.kind) == 2 and len(gold.kind) == 2:
+        # An interval with other ends, or a tuple in other brackets.
+        pair = len(ours) == 2 and len(theirs) == 2
+        return False if pair else None
+    if len(answer.kind) == 2 or len(gold.kind) == 2:
+        if "()" not in (answer.kind, gold.kind):
+            return None
+        same = _ordered(ours, theirs)
+        return same if same is not False or _all_plain(ours + theirs) else None
+    return _unordered(ours, theirs)
+
+
+def _all_plain(parts: list[str]) -> bool:
+    return all(read_number(normalise(p)) is not None for p in parts)
+
+
+def is_plain_list(found: Collection) -> bool:
+    """Two or more different plain numbers: never the same answer as one number."""
+    values = {n.value for n in map(read_number, map(normalise, found.parts)) if n is not None}
+    return len(values) > 1
+
+
+# --- ratios and times of day -------------------------------------------------------------------
+
+_TO = re.compile(r"(?<=\d)\s*(?:\\(?:text|mathrm)\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)")
+_CLOCK = re.compile(
+    r"(?P<hours>\d{1,2})(?:\s?:\s?(?P<minutes>\d\d))?\s*"
+    r"(?:\\(?:text|mathrm|textrm|mbox)\s*\{\s*)?(?P<half>[ap]\.?\s?m\.?)?\s*\}?",
+    re.IGNORECASE,
+)
+
+
+def clock(text: str) -> tuple[int, int, str] | None:
+    """(hours, minutes, "a", "p" or "") of a time of day, else None."""
+    match = _CLOCK.fullmatch(text)
+    if match is None or (match["minutes"] is None and match["half"] is None):
+        return None
+    hours, minutes = int(match["hours"]), int(match["minutes"] or 0)
+    if hours > 24 or minutes > 59:
+        return None
+    return hours, minutes, (match["half"] or "")[:1].lower()
+
+
+def same_clock(answer: str, gold: str) -> bool | None:
+    """Whether two times of day are one; None where the texts aren't surely times."""
+    ours, theirs = clock(answer), clock(gold)
+    if theirs is None or ours is None:
+        return None
+    certain = theirs[2] or re.search(r":\s?0\d", gold) or re.search(r":\s?0\d", answer)
+    if not certain and not ours[2]:
+        return None
+    if ours[2] and theirs[2] and ours[2] != theirs[2]:
+        return False
+    return ours[:2] == theirs[:2]
+
+
+def ratio(text: str) -> tuple[Fraction, ...] | None:
+    """``(3, 2)`` of ``3:2`` and ``3 to 2``; None for what isn't a ratio of plain numbers."""
+    text = _TO.sub(":", text)
+    if ":" not in text:
+        return None
+    numbers = [read_number(part.strip()) for part in text.split(":")]
+    values = tuple(n.value for n in numbers if n is not None)
+    if len(values) != len(numbers) or any(v <= 0 for v in values):
+        return None
+    return values
+
+
+def same_ratio(answer: str, gold: str, number: PlainNumber | None) -> bool | None:
+    """Whether an answer is the gold answer's ratio, or its value where it has two parts."""
+    theirs = ratio(gold)
+    if theirs is None:
+        return None
+    ours = ratio(answer)
+    if ours is None:
+        if number is None or len(theirs) != 2:
+            return None
+        ours = (number.value, Fraction(1))
+    if len(ours) != len(theirs):
+        return False
+    return all(a * theirs[0] == b * ours[0] for a, b in zip(ours, theirs, strict=True))
