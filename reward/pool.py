@@ -31,8 +31,8 @@ from ..replay.connection import Store, connect
 from ..replay.ledger import Ledger
 from ..replay.members import Members
 from ..replay.store import RunStore
-from .graders import Restart
 from .grading import Grader
+from .requests import Restart
 
 logger = logging.getLogger("tandem.reward")
 
