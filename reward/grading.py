@@ -270,6 +270,7 @@ class Grader:
                 **self._verdicts.stats(),
                 "queued": sum(processes.queued for processes in self._sets),
                 "in_flight": self.in_flight,
+                "requests": self._recent.total,
                 "recent": len(self._recent),
                 "hang_share": self._recent.share(*OWN_FAILURES),
                 "crash_share": self._recent.share(Verdict.CRASHED),
