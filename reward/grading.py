@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..common.config import RewardConfig
 from ..common.errors import DeadlineError, TandemError
@@ -99,6 +100,20 @@ class Grader:
         self._selector = selectors.DefaultSelector()
         for processes_ in self._sets:
             self._selector.register(processes_.fileno(), selectors.EVENT_READ)
+
+    @property
+    def components(self) -> list[str]:
+        """Names of the reward's components, in the config's order."""
+        return [part.name for part in self._scorer.parts]
+
+    @property
+    def works_outside(self) -> bool:
+        """Whether the reward may need a grader process at all."""
+        return self.needs_verdict or bool(self._scorer.outside)
+
+    def has_tests(self, extra: Mapping[str, Any]) -> bool:
+        """Whether a row with this ``extra`` is judged by running its tests."""
+        return self._outside.has_tests(extra)
 
     @property
     def needs_verdict(self) -> bool:
@@ -212,6 +227,15 @@ class Grader:
             self.begin_group(group, graded.append)
             self._wait(lambda: bool(graded), f"group {group.group_id}")
             return graded[0]
+
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Pumps until ``ready``, which is called at least once a second.
+
+        Raises:
+            DeadlineError: no request ended in many times its deadline.
+        """
+        with self._lock:
+            self._wait(ready, what)
 
     def warm(self) -> None:
         """Starts the grader processes without waiting for them."""
