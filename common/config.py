@@ -215,6 +215,12 @@ class ComponentConfig(Section):
     """See ``gate``."""
     params: Mapping[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the component."""
+    scope: Literal["sample", "group"] = "sample"
+    """Of a function of your own, which is called with a whole group: ``sample`` says that each
+    completion's value is its own affair, so that after a call that hung or raised each is tried
+    alone; ``group`` that it compares them, so that such a call is the whole group's failure."""
+    deadline_seconds: Seconds | None = None
+    """Of one call of a function of your own; null = ``reward.deadline_seconds``."""
 
 
 class RewardConfig(Section):

@@ -42,9 +42,22 @@ class JsonLines:
         _drop_cut_line(path)
         self._file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
+    @classmethod
+    def on(cls, stream: TextIO) -> JsonLines:
+        """The same on a stream that is open already, such as standard output."""
+        made = cls.__new__(cls)
+        made._file = stream
+        return made
+
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends one record."""
-        self._file.write(json.dumps(_finite(record), ensure_ascii=False) + "\n")
+        line = json.dumps(_finite(record), ensure_ascii=False)
+        try:
+            line.encode()
+        except UnicodeEncodeError:
+            # Half a surrogate pair, which UTF-8 has no bytes for: as JSON escapes it.
+            line = json.dumps(_finite(record))
+        self._file.write(line + "\n")
         self._file.flush()
 
     def close(self) -> None:

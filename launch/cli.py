@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "what this machine lacks for a preset, and the command that mends it",
     "offline": "train on stored expert traces, without rollout workers",
     "evaluate": "accuracy of a model on a held-out set",
+    "grade": "grade completions in a file, by any mode and reward",
     "status": "where a run stands: ledger, members, versions, restarts, memory, disk",
     "retry": "put groups that were given up back into the ledger",
     "track": "send a run's metrics to W&B or TensorBoard",

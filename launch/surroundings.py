@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..common.errors import TandemError
+from ..common.errors import ConfigError, TandemError
 from . import redis_server
 from .hardware import Machine
 from .preflight import gpus_needed, shown_python
@@ -201,8 +201,7 @@ def host_name() -> list[Finding]:
 def tools(config: Config) -> list[Finding]:
     """Programs that some settings want."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    box = shutil.which("bwrap")
-    code = any(component.name == "code" for component in config.reward.components)
+    boxes = [c.params for c in config.reward.components if c.name == "code"]
     return [
         Finding(
             name="compiler",
@@ -211,14 +210,26 @@ def tools(config: Config) -> list[Finding]:
             why="no part of Tandem compiles; vLLM and flash-attn may on a GPU",
             mend="" if compiler else "apt install g++",
         ),
-        Finding(
-            name="bubblewrap",
-            found=box or "none",
-            state="ok" if box else "missing" if code else "note",
-            why="the sandbox of a reward that runs code; no other needs it",
-            mend="" if box else "apt install bubblewrap",
-        ),
+        *(_sandbox(str(params.get("sandbox", "auto"))) for params in boxes),
+        *([] if boxes else [Finding(name="sandbox", found="no reward runs code", state="ok")]),
     ]
+
+
+def _sandbox(wanted: str) -> Finding:
+    """Whether the programs of a code reward can be run here."""
+    from ..reward import sandbox
+
+    try:
+        found = sandbox.find(wanted).how
+    except ConfigError as error:
+        return Finding(
+            name="sandbox",
+            found="none that works",
+            state="missing",
+            why=str(error),
+            mend="apt install bubblewrap",
+        )
+    return Finding(name="sandbox", found=found, state="ok")
 
 
 ASK_TORCH = """

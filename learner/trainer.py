@@ -34,6 +34,7 @@ from ..replay.store import EvaluationResult, RunStore
 from .checkpoints import Checkpoint, Checkpoints
 from .engine import DeepSpeedEngine
 from .evaluations import Evaluations
+from .grading_rates import GradingRates
 from .journal import Journal, cut_back
 from .policy import device_of
 from .publish import WeightPublisher
@@ -168,6 +169,8 @@ class Trainer:
         self._released = 0
         self._bad_in_a_row = 0
         self._reported = 0.0
+        self._asked = 0.0
+        self._rates = GradingRates()
         self._shares: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._progress = (time.monotonic(), 0)
@@ -401,7 +404,7 @@ class Trainer:
             noted()
         with clock.doing("confirm"):
             self._source.confirm(step, self._term)
-        self._record(metrics)
+        self._record({**metrics, **self._grading()})
         for result in self._evaluations.arrived():
             self._log_evaluation(result)
         self._report()
@@ -531,6 +534,14 @@ class Trainer:
         self._last = metrics
         times = {f"time/{name}": seconds for name, seconds in spent.items()}
         self._metrics.write(self._stamped({**metrics, **times}))
+
+    def _grading(self) -> dict[str, float]:
+        """What the pools have told since it was last asked, at most once a second."""
+        now = time.monotonic()
+        if now - self._asked < REPORT_SECONDS:
+            return {}
+        self._asked = now
+        return self._rates.take(self._runs.reports())
 
     def _report(self, waiting: str = "", *, force: bool = False) -> None:
         now = time.monotonic()

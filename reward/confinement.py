@@ -73,8 +73,23 @@ def confine_grader(memory_bytes: int, parent: int, *, drop_user: bool) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     if hasattr(resource, "RLIMIT_NPROC"):
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    # Last: a change of user clears it.
+    die_with(parent)
+
+
+def confine_runner(parent: int) -> None:
+    """Limits of a process that starts sandboxes: it ends with its parent, and dumps no core.
+
+    It runs no code itself; the sandboxes' own limits are tighter (:mod:`tandem.reward.sandbox`).
+    """
+    os.chdir("/")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    die_with(parent)
+
+
+def die_with(parent: int) -> None:
+    """The kernel kills this process when its parent ends, and it ends if that has happened."""
     try:
-        # Last: a change of user clears it.
         _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     except (OSError, AttributeError):
         return

@@ -13,6 +13,7 @@ the others go on. A request whose grader died is tried once more, then it is ``c
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import selectors
@@ -22,14 +23,15 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgpack
 
 from ..common.errors import TandemError, WireError
 from ..common.records import Verdict
-from .pipes import read_control, read_reply
+from .pipes import checked_result, read_control, read_reply
+from .requests import Outcome, Request, Restart, Slot
 from .zygote import EXIT_CRASH, EXIT_MEMORY, MAX_MESSAGE
 
 logger = logging.getLogger("tandem.reward")
@@ -46,63 +48,16 @@ KEPT_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT",
 """All of the environment that graders get: nothing that could be a secret."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restart:
-    """A grader (or zygote) that died and was replaced."""
-
-    kind: str
-    """``grader`` or ``zygote``."""
-    pid: int
-    """Of the process that is gone."""
-    time: float
-    """Seconds since the epoch."""
-    reason: str
-    """``deadline``, ``killed by signal 9``, ``memory``, ``recycled``, …"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What became of one request."""
-
-    verdict: Verdict
-    """The verdict."""
-    seconds: float
-    """From dispatch to reply."""
-    waited: float
-    """From arrival to dispatch."""
-
-
-@dataclass(slots=True)
-class _Request:
-    answer: str
-    gold: str
-    done: Callable[[Outcome], None]
-    arrived: float
-    attempts: int = 0
-    dispatched: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    number: int
-    channel: socket.socket
-    pid: int = 0
-    state: str = "starting"
-    request: _Request | None = None
-    served: int = 0
-    since: float = field(default_factory=time.monotonic)
-    was_ready: bool = False
-    last_words: str = ""
-
-
 class GraderProcesses:
     """``count`` graders behind one warm zygote. Not thread-safe: one owner.
 
     Args:
         count: graders.
-        deadline: seconds of one request.
+        deadline: seconds of one request, where it brings none of its own.
         memory_mb: address-space limit of a grader, MiB.
         on_restart: called with every :class:`Restart`.
+        functions: import paths of the user's own functions, which the zygote imports.
+        sandbox: these are runners of code in a sandbox of that kind (``auto``, …) instead.
 
     Raises:
         TandemError: from :meth:`poll`, when graders can't be started at all.
@@ -115,6 +70,8 @@ class GraderProcesses:
         deadline: float,
         memory_mb: int,
         on_restart: Callable[[Restart], None] | None = None,
+        functions: Sequence[str] = (),
+        sandbox: str | None = None,
     ) -> None:
         self.count = count
         self.deadline = deadline
@@ -122,9 +79,12 @@ class GraderProcesses:
         self.limits: list[str] = []
         """What the kernel grants besides rlimits: no network, no new privileges."""
         self._on_restart = on_restart
+        self._functions = list(functions)
+        self._sandbox = sandbox
+        self._role = "grader" if sandbox is None else "runner"
         self._selector = selectors.EpollSelector()
-        self._queue: deque[_Request] = deque()
-        self._slots: dict[int, _Slot] = {}
+        self._queue: deque[Request] = deque()
+        self._slots: dict[int, Slot] = {}
         self._dying: set[int] = set()
         self._next_slot = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -166,6 +126,10 @@ class GraderProcesses:
         return [s.pid for s in self._slots.values() if s.pid and s.state in ("idle", "busy")]
 
     @property
+    def _zygote_role(self) -> str:
+        return "zygote" if self._sandbox is None else "runner zygote"
+
+    @property
     def zygote_pid(self) -> int | None:
         """Of the zygote."""
         return self._process.pid if self._process is not None else None
@@ -175,16 +139,32 @@ class GraderProcesses:
         if self._process is None:
             self._start_zygote()
 
-    def submit(self, answer: str, gold: str, done: Callable[[Outcome], None]) -> None:
-        """Queues one comparison; ``done`` is called from a later :meth:`poll`."""
+    def submit(
+        self,
+        kind: str,
+        payload: list[Any],
+        done: Callable[[Outcome], None],
+        *,
+        deadline: float | None = None,
+    ) -> None:
+        """Queues one request; ``done`` is called from a later :meth:`poll`.
+
+        Args:
+            kind: ``compare``, ``function`` or ``code``.
+            payload: what the zygote's handler of that kind takes; plain data.
+            done: gets the outcome.
+            deadline: seconds from dispatch; None = the graders' own.
+        """
         self.start()
-        self._queue.append(_Request(answer, gold, done, time.monotonic()))
+        if deadline is None:
+            deadline = self.deadline
+        self._queue.append(Request(kind, payload, deadline, done, time.monotonic()))
         self._dispatch()
 
     def next_deadline(self) -> float | None:
         """``time.monotonic`` at which :meth:`poll` must be called even without an event."""
         times = [
-            s.request.dispatched + self.deadline
+            s.request.dispatched + s.request.deadline
             for s in self._slots.values()
             if s.request is not None and s.state == "busy"
         ]
@@ -224,9 +204,21 @@ class GraderProcesses:
             "MPMATH_NOGMPY": "1",
             "LANG": "C.UTF-8",
             "PYTHONHASHSEED": "0",
+            # A grader may not start threads, and the zygote must have none when it forks.
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-P", "-m", f"{__package__}.zygote"]
-        command += [str(theirs.fileno()), str(self.memory_mb), str(os.getpid())]
+        command = [sys.executable, "-P", "-m", f"{__package__}.zygote", str(theirs.fileno())]
+        command.append(
+            json.dumps(
+                {
+                    "memory_mb": self.memory_mb,
+                    "parent": os.getpid(),
+                    "functions": self._functions,
+                    "sandbox": self._sandbox,
+                }
+            )
+        )
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -276,6 +268,10 @@ class GraderProcesses:
                     self._process.kill()
                 self._zygote_died()
                 return
+            if kind == "refused":
+                # Nothing that another attempt could mend: a function that isn't there, no sandbox.
+                self._stop_zygote()
+                raise TandemError(str(rest[0]))
             if kind == "ready":
                 self._ready = True
                 self.limits = list(rest[1])
@@ -305,7 +301,7 @@ class GraderProcesses:
                 f"graders can't start: the zygote ended {self._failed_starts} times in a row "
                 f"(last exit status {code}) {self._failure}"
             )
-        self._count("zygote", process.pid, _how_it_ended(code))
+        self._count(self._zygote_role, process.pid, _how_it_ended(code))
         self._dying.clear()
         for slot in list(self._slots.values()):
             request = slot.request
@@ -321,7 +317,7 @@ class GraderProcesses:
         while self._ready and self._control is not None and len(self._slots) < self.count:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.setblocking(False)
-            slot = _Slot(self._next_slot, ours)
+            slot = Slot(self._next_slot, ours)
             self._next_slot += 1
             self._slots[slot.number] = slot
             self._selector.register(ours, selectors.EVENT_READ, slot)
@@ -348,19 +344,12 @@ class GraderProcesses:
             request.dispatched = time.monotonic()
             slot.state, slot.request = "busy", request
             try:
-                message = msgpack.packb([request.answer, request.gold, self.deadline])
-            except UnicodeEncodeError:
-                # Half a surrogate pair: no answer that could be right holds one.
-                clean = request.answer.encode("utf-8", "replace").decode()
-                gold = request.gold.encode("utf-8", "replace").decode()
-                message = msgpack.packb([clean, gold, self.deadline])
-            try:
-                slot.channel.send(message)
+                request.send(slot.channel)
             except (BrokenPipeError, ConnectionResetError, BlockingIOError):
                 # It died since we last looked; its closed socket tells, and the request is kept.
                 logger.debug("grader %d was gone at dispatch", slot.pid)
 
-    def _hear_grader(self, slot: _Slot) -> None:
+    def _hear_grader(self, slot: Slot) -> None:
         if self._slots.get(slot.number) is not slot:
             return
         try:
@@ -376,7 +365,9 @@ class GraderProcesses:
             slot.since = time.monotonic()
             return
         try:
-            message = read_reply(data)
+            kind, said, resident_kib = read_reply(data)
+            if kind == "done" and slot.request is not None:
+                said = checked_result(slot.request.kind, slot.request.payload, said)
         except WireError as error:
             logger.warning("grader %d is replaced: %s", slot.pid, error)
             request = slot.request
@@ -384,23 +375,29 @@ class GraderProcesses:
             if request is not None:
                 self._again(request)
             return
-        if message[0] == "ready":
-            slot.state, slot.was_ready = "idle", True
+        if kind == "ready":
+            slot.state, slot.was_ready, slot.resident_kib = "idle", True, resident_kib
             return
-        if message[0] == "crash":
-            slot.last_words = str(message[1])
+        if kind == "crash":
+            slot.last_words = str(said)
             return
         request, slot.request = slot.request, None
         slot.served += 1
         self._failed_starts = self._failed_graders = 0
-        verdict, _, resident_kib = message
+        resident_kib -= slot.resident_kib
         slot.state = "idle"
         if slot.served >= RECYCLE_AFTER or resident_kib * 1024 > RECYCLE_SHARE * (
             self.memory_mb << 20
         ):
             self._replace(slot, "recycled")
-        if request is not None:
-            self._finish(request, Verdict(verdict))
+        if request is None:
+            return
+        if kind == "raised":
+            request.told = _last_line(str(said))
+            logger.warning("%s %d: a request raised:\n%s", self._role, slot.pid, said)
+            self._again(request)
+        else:
+            request.finish(None, said)
 
     def _grader_exited(self, number: int, pid: int, status: int) -> None:
         if number in self._dying:
@@ -416,9 +413,9 @@ class GraderProcesses:
         self._forget(slot)
         reason = "memory" if status == EXIT_MEMORY else _how_it_ended(status)
         if status == EXIT_CRASH:
-            reason = f"crashed: {slot.last_words.strip().rpartition(chr(10))[2][:200]}"
-            logger.warning("grader %d crashed:\n%s", pid, slot.last_words)
-        self._count("grader", pid, reason)
+            reason = f"crashed: {_last_line(slot.last_words)}"
+            logger.warning("%s %d crashed:\n%s", self._role, pid, slot.last_words)
+        self._count(self._role, pid, reason)
         if not slot.was_ready:
             self._failed_graders += 1
             if self._failed_graders >= MAX_FAILED_STARTS * self.count:
@@ -427,10 +424,11 @@ class GraderProcesses:
                     f"request (last: {reason}); raise reward.memory_mb={self.memory_mb}?"
                 )
         if request is not None:
+            request.told = reason
             if status == EXIT_MEMORY:
-                self._finish(request, Verdict.MEMORY)
+                request.finish(Verdict.MEMORY)
             elif status == -signal.SIGXCPU:
-                self._finish(request, Verdict.TIMEOUT)
+                request.finish(Verdict.TIMEOUT)
             else:
                 self._again(request)
         self._fill()
@@ -442,20 +440,20 @@ class GraderProcesses:
             if (
                 slot.state == "busy"
                 and request is not None
-                and now - request.dispatched >= self.deadline
+                and now - request.dispatched >= request.deadline
             ):
                 self._replace(slot, "deadline")
-                self._finish(request, Verdict.TIMEOUT)
+                request.finish(Verdict.TIMEOUT)
             elif slot.state == "starting" and now - slot.since > START_SECONDS:
                 self._replace(slot, "never ready")
         if self._process is not None and not self._ready and now - self._started > START_SECONDS:
             self._process.kill()
 
-    def _replace(self, slot: _Slot, reason: str) -> None:
+    def _replace(self, slot: Slot, reason: str) -> None:
         """Kills a grader; the zygote reaps it while the new one already starts."""
         self._forget(slot)
         self._dying.add(slot.number)
-        self._count("grader", slot.pid, reason)
+        self._count(self._role, slot.pid, reason)
         if self._control is not None:
             try:
                 self._control.send(msgpack.packb(["kill", slot.number]))
@@ -463,26 +461,19 @@ class GraderProcesses:
                 logger.debug("zygote was gone when grader %d was to be killed", slot.pid)
         self._fill()
 
-    def _forget(self, slot: _Slot) -> None:
+    def _forget(self, slot: Slot) -> None:
         self._slots.pop(slot.number, None)
         if slot.channel.fileno() >= 0:
             if slot.state != "gone":
                 self._selector.unregister(slot.channel)
             slot.channel.close()
 
-    def _again(self, request: _Request) -> None:
+    def _again(self, request: Request) -> None:
         request.attempts += 1
         if request.attempts > 1:
-            self._finish(request, Verdict.CRASHED)
+            request.finish(Verdict.CRASHED)
         else:
             self._queue.appendleft(request)
-
-    def _finish(self, request: _Request, verdict: Verdict) -> None:
-        now = time.monotonic()
-        started = request.dispatched or now
-        request.done(
-            Outcome(verdict=verdict, seconds=now - started, waited=started - request.arrived)
-        )
 
     def _count(self, kind: str, pid: int, reason: str) -> None:
         restart = Restart(kind=kind, pid=pid, time=time.time(), reason=reason)
@@ -490,6 +481,10 @@ class GraderProcesses:
             logger.info("%s %d is gone (%s) and is replaced", kind, pid, reason)
         if self._on_restart is not None:
             self._on_restart(restart)
+
+
+def _last_line(traceback: str) -> str:
+    return traceback.strip().rpartition("\n")[2][:200]
 
 
 def _how_it_ended(status: int) -> str:

@@ -1,8 +1,9 @@
 """The grader: from a response and a gold answer to a verdict, its components and a reward.
 
-One path for the reward pool, for expert traces at ingest and for evaluation::
+One path for the reward pool, for expert traces at ingest, for evaluation and for ``tandem grade``::
 
-    read the answer -> decide (text, numbers, words, guard) -> cache -> grader process -> score
+    read the answer -> decide (text, numbers, words, guard) -> cache -> grader process
+    all verdicts of a group -> functions of the user's own, code -> components -> reward
 
 Most of what a model writes is decided without a grader process. The processes are started when
 the first answer needs one (or by :meth:`Grader.warm`). Equal questions that are in flight are
@@ -12,70 +13,48 @@ asked once; verdicts of grader processes, timeouts among them, are cached.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
+import selectors
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..common.config import RewardConfig
 from ..common.errors import DeadlineError, TandemError
-from ..common.records import FinishReason, Group, Int32Array, Sample, Verdict
+from ..common.records import FinishReason, Group, Verdict
 from . import answers
 from .canary import CANARY, Known
-from .components import Graded
-from .graders import START_SECONDS, GraderProcesses, Outcome, Restart
-from .scoring import Scorer
+from .graders import START_SECONDS, GraderProcesses
+from .grades import Grade, GradeItem, with_grade
+from .outside import Outside
+from .registry import Graded
+from .requests import Outcome, Restart
+from .scoring import OWN_FAILURES, Scorer
+from .verdicts import Recent, Verdicts
 
 logger = logging.getLogger("tandem.reward")
 
-CACHED_VERDICTS = 1 << 18
-"""Entries of the verdict cache; one takes about 150 bytes."""
+
+CANARY_TRIES = 3
+"""Times that a known answer whose grader was too slow is asked, before the pool refuses."""
+
+Done = Callable[[list[Grade]], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradeItem:
-    """One text to grade."""
+@dataclass(slots=True)
+class _Batch:
+    """A group on its way through the grader."""
 
-    text: str
-    """The response."""
-    gold: str
-    """The gold answer as the data set states it."""
-    data_source: str = ""
-    """The data set's name."""
-    finish_reason: FinishReason = FinishReason.STOP
-    """A truncated text is graded only on a closed box or answer tag."""
-    prompt_text: str = ""
-    """The prompt, where it is known: it tells whether the text begins inside ``<think>``."""
-    tokens: Int32Array | None = None
-    """``[L]`` token ids, for the components that count tokens."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """The problem's ``extra``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grade:
-    """What was found and what it pays."""
-
-    verdict: Verdict
-    """What the grader found."""
-    reward: float | None
-    """The composed reward; None where the row has no verdict to pay."""
-    components: dict[str, float | None]
-    """Every component by name, unweighted."""
-    extracted: str | None
-    """The answer that was read."""
-    seconds: float
-    """In the grader process; 0 where none was needed."""
-    cached: bool
-    """Another text's verdict was used."""
-
-
-Done = Callable[[Grade], None]
-_Ask = Callable[[Verdict, float, bool], None]
+    items: Sequence[GradeItem]
+    done: Done
+    left: int
+    read: list[str | None]
+    verdicts: list[Verdict | None]
+    seconds: list[float]
+    cached: list[bool]
 
 
 class Grader:
@@ -102,30 +81,58 @@ class Grader:
         """Called with every restart, besides."""
         self._scorer = Scorer(config)
         self._lock = threading.RLock()
+        self._counts: Counter[str] = Counter()
+        self._recent = Recent()
         self._processes = GraderProcesses(
             processes or config.graders,
             deadline=config.deadline_seconds,
             memory_mb=config.memory_mb,
             on_restart=self._restarted,
+            functions=self._scorer.functions,
         )
-        self._cache: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._asked: dict[bytes, list[_Ask]] = {}
-        self._counts: Counter[str] = Counter()
-        self._seconds = 0.0
-        self._waited = 0.0
-        self._longest_wait = 0.0
-        self._recent: deque[tuple[float, bool]] = deque()
+        self._verdicts = Verdicts(self._processes, self._counts, self._recent)
+        self._outside = Outside(
+            self._scorer,
+            self._processes,
+            config,
+            counts=self._counts,
+            cost=self._verdicts.cost,
+            on_restart=self._restarted,
+        )
+        self._sets = [self._processes, *self._outside.sandboxes]
+        self._selector = selectors.DefaultSelector()
+        for processes_ in self._sets:
+            self._selector.register(processes_.fileno(), selectors.EVENT_READ)
+
+    @property
+    def components(self) -> list[str]:
+        """Names of the reward's components, in the config's order."""
+        return [part.name for part in self._scorer.parts]
+
+    @property
+    def works_outside(self) -> bool:
+        """Whether the reward may need a grader process at all."""
+        return self.needs_verdict or bool(self._scorer.outside)
+
+    def has_tests(self, extra: Mapping[str, Any]) -> bool:
+        """Whether a row with this ``extra`` is judged by running its tests."""
+        return self._outside.has_tests(extra)
+
+    @property
+    def needs_verdict(self) -> bool:
+        """Whether a row whose gold answer can't be read has no reward."""
+        return self._scorer.needs_verdict
 
     # --- for the owner of an event loop --------------------------------------------------------
 
     @property
     def limits(self) -> list[str]:
         """What confines the graders besides rlimits; known once they have started."""
-        return self._processes.limits
+        return [limit for processes in self._sets for limit in processes.limits]
 
     def grader_pids(self) -> list[int]:
-        """Of the live grader processes."""
-        return self._processes.pids()
+        """Of the live grader processes, those that run code among them."""
+        return [pid for processes in self._sets for pid in processes.pids()]
 
     def zygote_pid(self) -> int | None:
         """Of the graders' parent."""
@@ -133,56 +140,62 @@ class Grader:
 
     def fileno(self) -> int:
         """Readable when :meth:`pump` has something to do."""
-        return self._processes.fileno()
+        if len(self._sets) == 1:
+            return self._processes.fileno()
+        number: int = self._selector.fileno()
+        return number
 
     def next_deadline(self) -> float | None:
         """``time.monotonic`` at which :meth:`pump` must be called even without an event."""
-        return self._processes.next_deadline()
+        due = [d for processes in self._sets if (d := processes.next_deadline()) is not None]
+        return min(due, default=None)
 
     @property
     def in_flight(self) -> int:
-        """Questions that a grader process works on or that wait for one."""
-        return self._processes.in_flight
+        """Requests that a grader process works on or that wait for one."""
+        return sum(processes.in_flight for processes in self._sets)
 
     def pump(self, timeout: float = 0.0) -> None:
         """Takes in what the grader processes found; calls what was begun and is now done."""
         with self._lock:
-            self._processes.poll(timeout)
+            if len(self._sets) > 1:
+                due = self.next_deadline()
+                if due is not None:
+                    timeout = min(timeout, max(0.0, due - time.monotonic()))
+                self._selector.select(timeout)
+                timeout = 0.0
+            for processes in self._sets:
+                processes.poll(timeout)
 
     def begin_group(self, group: Group, done: Callable[[Group], None]) -> None:
         """Starts grading a group; ``done`` gets it graded, now or from a later :meth:`pump`."""
         with self._lock:
-            samples = group.samples
-            graded: list[Sample | None] = [None] * len(samples)
-            left = len(samples)
-            if not left:
-                done(group)
-                return
-
-            def one(index: int, sample: Sample) -> Done:
-                def finish(grade: Grade) -> None:
-                    nonlocal left
-                    graded[index] = _with_grade(sample, grade, self.name)
-                    left -= 1
-                    if not left:
-                        whole = tuple(s for s in graded if s is not None)
-                        done(dataclasses.replace(group, samples=whole))
-
-                return finish
-
-            for index, sample in enumerate(samples):
-                self._begin(
-                    GradeItem(
-                        text=sample.text,
-                        gold=group.gold,
-                        data_source=group.data_source,
-                        finish_reason=sample.finish_reason,
-                        prompt_text=group.prompt_text,
-                        tokens=sample.tokens,
-                        extra=group.extra,
-                    ),
-                    one(index, sample),
+            items = [
+                GradeItem(
+                    text=sample.text,
+                    gold=group.gold,
+                    data_source=group.data_source,
+                    finish_reason=sample.finish_reason,
+                    prompt_text=group.prompt_text,
+                    tokens=sample.tokens,
+                    extra=group.extra,
                 )
+                for sample in group.samples
+            ]
+
+            def finish(grades: list[Grade]) -> None:
+                whole = tuple(
+                    with_grade(sample, grade, self.name)
+                    for sample, grade in zip(group.samples, grades, strict=True)
+                )
+                done(dataclasses.replace(group, samples=whole))
+
+            self._begin(items, finish)
+
+    def begin_items(self, items: Sequence[GradeItem], done: Done) -> None:
+        """Starts grading items that are one group; ``done`` gets their grades, in order."""
+        with self._lock:
+            self._begin(items, done)
 
     # --- for callers that wait -----------------------------------------------------------------
 
@@ -194,15 +207,19 @@ class Grader:
         """
         with self._lock:
             grades: list[Grade | None] = [None] * len(items)
+            groups: dict[str | int, list[int]] = {}
+            for index, item in enumerate(items):
+                groups.setdefault(item.group or index, []).append(index)
 
-            def into(index: int) -> Done:
-                def finish(grade: Grade) -> None:
-                    grades[index] = grade
+            def into(indices: list[int]) -> Done:
+                def finish(found: list[Grade]) -> None:
+                    for index, grade in zip(indices, found, strict=True):
+                        grades[index] = grade
 
                 return finish
 
-            for index, item in enumerate(items):
-                self._begin(item, into(index))
+            for indices in groups.values():
+                self._begin([items[index] for index in indices], into(indices))
             self._wait(lambda: all(g is not None for g in grades), f"{len(items)} texts")
             return [g for g in grades if g is not None]
 
@@ -214,10 +231,20 @@ class Grader:
             self._wait(lambda: bool(graded), f"group {group.group_id}")
             return graded[0]
 
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Pumps until ``ready``, which is called at least once a second.
+
+        Raises:
+            DeadlineError: no request ended in many times its deadline.
+        """
+        with self._lock:
+            self._wait(ready, what)
+
     def warm(self) -> None:
         """Starts the grader processes without waiting for them."""
         with self._lock:
-            self._processes.start()
+            for processes in self._sets:
+                processes.start()
 
     def canary(self, known: Sequence[Known] = CANARY) -> None:
         """Grades known answers through the real path.
@@ -235,6 +262,7 @@ class Grader:
                 return finish
 
             boxed = answers.mode("boxed")
+            asked: dict[int, list[str]] = {}
             for index, item in enumerate(known):
                 # As a response would have it: what is tested is the whole way of an answer.
                 answer = boxed.read(f"</think> \\boxed{{{item.answer}}}", "", False).answer
@@ -242,11 +270,18 @@ class Grader:
                 if decided is not None:
                     found[index] = decided.verdict
                 else:
-                    gold = answers.read_gold(item.gold).text
-                    self._processes.submit(answer or "", gold, into(index))
-            # One always goes to a process, so that these are known to work too.
-            self._processes.submit(known[0].answer, known[0].gold, into(-1))
-            self._wait(lambda: len(found) == len(known) + 1, "the canary")
+                    asked[index] = [answer or "", answers.read_gold(item.gold).text]
+            # One always goes to a process, so that these are known to work too; and a sandbox
+            # that can't be made is told of now.
+            asked[-1] = [known[0].answer, known[0].gold]
+            working = self._outside.check()
+            for _ in range(CANARY_TRIES):
+                # A machine that is busy with starting other processes makes the first ones late.
+                late = [i for i in asked if found.get(i, Verdict.TIMEOUT) is Verdict.TIMEOUT]
+                for index in late:
+                    found.pop(index, None)
+                    self._processes.submit("compare", asked[index], into(index))
+                self._wait(lambda: len(found) == len(known) + 1 and working(), "the canary")
             found.pop(-1)
             for index, item in enumerate(known):
                 if (found[index] is Verdict.CORRECT) != item.correct:
@@ -262,27 +297,30 @@ class Grader:
     def stats(self) -> dict[str, float]:
         """Counters since the start: verdicts, where they came from, waits and seconds."""
         with self._lock:
-            now = time.monotonic()
-            self._forget_recent(now)
-            hung = sum(bad for _, bad in self._recent) / max(1, len(self._recent))
-            stats: dict[str, float] = dict(self._counts)
-            stats |= {
-                "grade_seconds": self._seconds,
-                "queue_wait_seconds": self._waited,
-                "longest_queue_wait": self._longest_wait,
-                "queued": self._processes.queued,
-                "in_flight": self._processes.in_flight,
-                "hang_share": hung,
-                "cache_size": len(self._cache),
+            self._recent.forget()
+            return {
+                **self._counts,
+                **self._verdicts.stats(),
+                "queued": sum(processes.queued for processes in self._sets),
+                "in_flight": self.in_flight,
+                "requests": self._recent.total,
+                "recent": len(self._recent),
+                "hang_share": self._recent.share(*OWN_FAILURES),
+                "crash_share": self._recent.share(Verdict.CRASHED),
                 "restarts": self._counts["restarts"],
             }
-            self._longest_wait = 0.0
-            return stats
+
+    @property
+    def last_error(self) -> str:
+        """The last line of what a function of the user's own, or code, raised last."""
+        return self._outside.last_error
 
     def close(self) -> None:
         """Ends the grader processes."""
         with self._lock:
-            self._processes.close()
+            self._selector.close()
+            for processes in self._sets:
+                processes.close()
 
     def __enter__(self) -> Grader:
         return self
@@ -290,106 +328,125 @@ class Grader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- one text ------------------------------------------------------------------------------
+    # --- one group -----------------------------------------------------------------------------
 
-    def _begin(self, item: GradeItem, done: Done) -> None:
+    def _begin(self, items: Sequence[GradeItem], done: Done) -> None:
+        count = len(items)
+        batch = _Batch(
+            items, done, count, [None] * count, [None] * count, [0.0] * count, [False] * count
+        )
+        if not count:
+            done([])
+            return
+        for index, item in enumerate(items):
+            self._judge(batch, index, item)
+
+    def _judge(self, batch: _Batch, index: int, item: GradeItem) -> None:
+        """Finds the verdict of one text's answer."""
+
+        def found(verdict: Verdict | None, seconds: float, cached: bool) -> None:
+            batch.verdicts[index] = verdict
+            batch.seconds[index] = seconds
+            batch.cached[index] = cached
+            batch.left -= 1
+            if not batch.left:
+                self._value(batch)
+
+        if self._outside.has_tests(item.extra):
+            # Its tests are its gold answer; the verdict is theirs.
+            found(None, 0.0, False)
+            return
         truncated = item.finish_reason is not FinishReason.STOP
         answer = self.mode.read(item.text, item.prompt_text, truncated).answer
+        batch.read[index] = answer
         decided = answers.decide(answer, item.gold, self.mode)
         if decided is not None:
             self._counts[f"by_{decided.how}"] += 1
-            done(self._score(item, answer, decided.verdict, 0.0, False))
+            found(decided.verdict, 0.0, False)
             return
+        self._verdicts.ask(answer or "", answers.read_gold(item.gold).text, found)
 
-        def found(verdict: Verdict, seconds: float, cached: bool) -> None:
-            done(self._score(item, answer, verdict, seconds, cached))
-
-        self._ask(answer or "", answers.read_gold(item.gold).text, found)
-
-    def _score(
-        self, item: GradeItem, answer: str | None, verdict: Verdict, seconds: float, cached: bool
-    ) -> Grade:
-        reward, components = self._scorer.score(
+    def _value(self, batch: _Batch) -> None:
+        """All verdicts are there: functions, code and components, then the rewards."""
+        samples = [
             Graded(
                 text=item.text,
-                verdict=verdict,
-                extracted=answer,
+                verdict=batch.verdicts[index] or Verdict.UNPARSABLE,
+                extracted=batch.read[index],
                 prompt_text=item.prompt_text,
                 tokens=item.tokens,
                 finish_reason=item.finish_reason,
+                gold=item.gold,
+                data_source=item.data_source,
                 extra=item.extra,
             )
-        )
-        self._counts[verdict.value] += 1
-        return Grade(
-            verdict=verdict,
-            reward=reward,
-            components=components,
-            extracted=answer[: answers.MAX_ANSWER] if answer is not None else None,
-            seconds=seconds,
-            cached=cached,
-        )
-
-    def _ask(self, answer: str, gold: str, found: _Ask) -> None:
-        """Cache, then what is in flight, then a grader process."""
-        key = hashlib.blake2b(
-            f"{len(answer)}:{answer}{gold}".encode("utf-8", "surrogatepass"), digest_size=16
-        ).digest()
-        cached = self._cache.get(key)
-        if cached is not None:
-            self._cache.move_to_end(key)
-            self._counts["cache_hits"] += 1
-            found(cached, 0.0, True)
+            for index, item in enumerate(batch.items)
+        ]
+        if not self._scorer.outside:
+            self._settle(batch, samples, [{}] * len(samples), [None] * len(samples))
             return
-        waiting = self._asked.get(key)
-        if waiting is not None:
-            self._counts["coalesced"] += 1
-            waiting.append(found)
-            return
-        self._counts["to_process"] += 1
-        self._asked[key] = [found]
+        self._outside.begin(
+            samples,
+            lambda result: self._settle(
+                batch, result.samples, result.values, result.failures, result.seconds
+            ),
+        )
 
-        def finish(outcome: Outcome) -> None:
-            self._seconds += outcome.seconds
-            self._waited += outcome.waited
-            self._longest_wait = max(self._longest_wait, outcome.waited)
-            now = time.monotonic()
-            self._recent.append((now, outcome.verdict in (Verdict.TIMEOUT, Verdict.MEMORY)))
-            self._forget_recent(now)
-            if outcome.verdict is not Verdict.CRASHED:
-                # A crash isn't the text's own doing: the next one to ask may have an answer.
-                self._cache[key] = outcome.verdict
-                while len(self._cache) > CACHED_VERDICTS:
-                    self._cache.popitem(last=False)
-            for index, ask in enumerate(self._asked.pop(key)):
-                ask(outcome.verdict, outcome.seconds, index > 0)
+    def _settle(
+        self,
+        batch: _Batch,
+        samples: Sequence[Graded],
+        values: Sequence[Mapping[str, float | None]],
+        failures: Sequence[Verdict | None],
+        seconds: Sequence[float] | None = None,
+    ) -> None:
+        scored = self._scorer.score_group(samples, values, failures)
+        grades = []
+        for index, (sample, (reward, components)) in enumerate(zip(samples, scored, strict=True)):
+            verdict = self._verdict(sample.verdict, failures[index])
+            self._counts[verdict.value] += 1
+            answer = sample.extracted
+            grades.append(
+                Grade(
+                    verdict=verdict,
+                    reward=reward,
+                    components=components,
+                    extracted=answer[: answers.MAX_ANSWER] if answer is not None else None,
+                    seconds=batch.seconds[index] + (seconds[index] if seconds else 0.0),
+                    cached=batch.cached[index],
+                )
+            )
+        batch.done(grades)
 
-        self._processes.submit(answer, gold, finish)
-
-    def _forget_recent(self, now: float) -> None:
-        while self._recent and now - self._recent[0][0] > 60.0:
-            self._recent.popleft()
+    def _verdict(self, verdict: Verdict, failure: Verdict | None) -> Verdict:
+        if verdict.leaves_baseline and self._scorer.needs_verdict:
+            return verdict
+        if failure is not None:
+            return failure
+        # Nothing that pays asks for the answer: that none could be compared is no reason to
+        # leave the sample out.
+        return Verdict.UNPARSABLE if verdict.leaves_baseline else verdict
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Polls until ``ready``; the deadline covers every wait that can be legitimate."""
-        start = time.monotonic()
-        told = False
-        # Of what there was at the start: those that are done have taken their time too.
-        turns = 2 + 2 * self._processes.in_flight / self._processes.count
+        """Polls until ``ready``; the deadline counts from the last request that ended."""
+        limit = START_SECONDS + 4 * self._outside.longest_deadline
+        ended, since, told = self._recent.total, time.monotonic(), False
         while not ready():
-            self._processes.poll(1.0)
-            spent = time.monotonic() - start
-            limit = START_SECONDS + turns * self.config.deadline_seconds
+            self.pump(1.0)
+            now = time.monotonic()
+            if self._recent.total != ended:
+                ended, since = self._recent.total, now
+            spent = now - since
             if spent > limit:
                 raise DeadlineError(
-                    f"grading {what} took over {limit:.0f} s with "
-                    f"{self._processes.in_flight} answers left: graders {self._processes.pids()}"
+                    f"grading {what}: no request ended in {limit:.0f} s, and "
+                    f"{self.in_flight} are left: graders {self.grader_pids()}"
                 )
             if spent > limit / 2 and not told:
                 told = True
                 logger.warning(
                     f"still grading {what} after {spent:.0f} s: waiting for graders "
-                    f"{self._processes.pids()} with {self._processes.in_flight} answers left"
+                    f"{self.grader_pids()} with {self.in_flight} requests left"
                 )
 
     def _restarted(self, restart: Restart) -> None:
@@ -401,21 +458,3 @@ class Grader:
         del self.restarts[:-1000]
         if self.on_restart is not None:
             self.on_restart(restart)
-
-
-def _with_grade(sample: Sample, grade: Grade, grader: str) -> Sample:
-    # Spelled out: dataclasses.replace takes three times as long, and this runs per sample.
-    return Sample(
-        tokens=sample.tokens,
-        source=sample.source,
-        logprobs=sample.logprobs,
-        spans=sample.spans,
-        finish_reason=sample.finish_reason,
-        sampling=sample.sampling,
-        text=sample.text,
-        reward=grade.reward,
-        verdict=grade.verdict,
-        components=grade.components,
-        extracted=grade.extracted,
-        grader=grader,
-    )

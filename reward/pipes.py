@@ -5,6 +5,7 @@ A grader reads what a policy wrote, so what it says is taken as what anybody may
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgpack
@@ -13,6 +14,11 @@ from ..common.errors import WireError
 
 VERDICTS = ("correct", "wrong", "unparsable", "gold_unparsable", "timeout", "crashed", "memory")
 """Those of :class:`~tandem.common.records.Verdict`, named here since graders import no NumPy."""
+_PAYLOADS: dict[str, tuple[type, ...]] = {
+    "compare": (str, str),
+    "function": (int, dict),
+    "code": (str, list, float, float, int, bool),
+}
 _SHAPES: dict[str, tuple[type, ...]] = {
     "spawn": (int,),
     "kill": (int,),
@@ -20,41 +26,79 @@ _SHAPES: dict[str, tuple[type, ...]] = {
     "spawned": (int, int),
     "exited": (int, int, int),
     "failed": (str,),
+    "refused": (str,),
 }
 
 
-def read_request(data: bytes) -> tuple[str, str, float]:
-    """Pool to grader: answer, gold and CPU seconds.
+def read_request(data: bytes) -> tuple[str, float, bytes | None]:
+    """Pool to grader: the kind, seconds, and the payload's bytes (None: in a memory file).
 
     Raises:
         WireError: it isn't that.
     """
     message = _unpacked(data, "request to a grader")
-    if not _has(message, str, str, float) or not 0.0 < message[2] < 1e6:
+    known = _has(message, str, float, bytes) or (
+        _has(message, str, float, type(None)) and message[2] is None
+    )
+    if not known or message[0] not in _PAYLOADS or not 0.0 < message[1] < 1e6:
         raise _refused("request to a grader", message)
-    return message[0], message[1], float(message[2])
+    return message[0], float(message[1]), message[2]
 
 
-def read_reply(data: bytes) -> list[Any]:
-    """Grader to pool: ``["ready"]``, ``["crash", traceback]``, or verdict, seconds and resident KiB.
+def read_payload(kind: str, data: bytes) -> list[Any]:
+    """The payload of a request of that kind.
+
+    Raises:
+        WireError: it isn't one.
+    """
+    what = f"payload of a request to {kind}"
+    payload = _unpacked(data, what)
+    if not _has(payload, *_PAYLOADS[kind]):
+        raise _refused(what, payload)
+    return payload
+
+
+def read_reply(data: bytes) -> tuple[str, Any, int]:
+    """Grader to pool: ``ready``, ``done``, ``raised`` or ``crash``, what it says, resident KiB.
 
     Raises:
         WireError: it is none of them.
     """
     message = _unpacked(data, "reply of a grader")
     known = (
-        message == ["ready"]
-        or (_has(message, str, str) and message[0] == "crash")
-        or (
-            _has(message, str, float, int)
-            and message[0] in VERDICTS
-            and message[1] >= 0.0
-            and message[2] >= 0
-        )
+        len(message) == 3
+        and message[0] in ("ready", "done", "raised", "crash")
+        and type(message[2]) is int
+        and message[2] >= 0
+        and (message[0] == "done" or type(message[1]) is (type(None), str)[message[0] != "ready"])
     )
     if not known:
         raise _refused("reply of a grader", message)
-    return message
+    return message[0], message[1], message[2]
+
+
+def checked_result(kind: str, payload: list[Any], result: Any) -> Any:
+    """What a grader found, for a request of that kind with that payload.
+
+    Raises:
+        WireError: it can't be.
+    """
+    if kind == "compare":
+        known = result in VERDICTS
+    elif kind == "function":
+        wanted = len(payload[1]["completions"])
+        known = isinstance(result, list) and len(result) == wanted
+        known = known and all(v is None or _is_finite(v) for v in result)
+    else:
+        known = isinstance(result, list) and _has(result, int, int, int)
+        known = known and 0 <= result[0] <= result[1] == len(payload[1]) and result[2] >= 0
+    if not known:
+        raise _refused(f"result of a request to {kind}", result)
+    return result
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def read_control(data: bytes) -> list[Any]:

@@ -31,8 +31,9 @@ from ..replay.connection import Store, connect
 from ..replay.ledger import Ledger
 from ..replay.members import Members
 from ..replay.store import RunStore
-from .graders import Restart
+from .alarm import alarm
 from .grading import Grader
+from .requests import Restart
 
 logger = logging.getLogger("tandem.reward")
 
@@ -44,8 +45,8 @@ GROUPS_IN_FLIGHT = 1_024
 """Groups being graded, beyond which no more are read: they wait at their senders."""
 LINGER_MS = 2_000
 """Time for the last receipts to leave when the pool does."""
-ALARM_SHARE = 0.05
-"""Share of a minute's answers that hung, beyond which a warning is logged."""
+ALARM_SECONDS = 60.0
+"""Between two warnings of an alarm that goes on."""
 
 Sender = tuple[list[bytes], int]
 """(routing frames, request id) of whom to answer."""
@@ -82,7 +83,7 @@ class Pool:
         self._clock = Clock()
         self._seconds = 0.0
         self._stopping = 0.0
-        self._alarmed = 0.0
+        self._alarmed = -ALARM_SECONDS
 
     def stop(self) -> None:
         """Accept nothing more, finish what is in flight, end."""
@@ -195,17 +196,15 @@ class Pool:
 
     def _stats(self) -> dict[str, object]:
         graded = self._grader.stats()
-        share = graded["hang_share"]
+        told = alarm(graded, self._grader.last_error)
         now = time.monotonic()
-        if share > ALARM_SHARE and graded["to_process"] >= 20 and now - self._alarmed > 60.0:
+        if told and now - self._alarmed > ALARM_SECONDS:
             self._alarmed = now
-            logger.warning(
-                f"{share:.0%} of the last minute's answers that needed a grader hung or used up "
-                f"its memory: the policy may be learning to"
-            )
+            logger.warning(told)
         return {
             **{f"pool/{name}": count for name, count in self._counts.items()},
             **{f"grader/{name}": value for name, value in graded.items()},
+            "alarm": told,
             "pool/in_hand": len(self._work),
             "pool/group_seconds": self._seconds,
             "clock": self._clock.take(),

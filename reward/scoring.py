@@ -4,24 +4,58 @@ In this order:
 
 1. ``own_reward`` set: that constant, whatever was found (the components are still recorded).
 2. Verdict ``crashed`` or ``gold_unparsable``: no reward (None) where a component that pays or
-   gates needs the verdict. The failure isn't the text's own, so it is never a zero.
-3. Verdict ``timeout`` or ``memory``: ``timeout_pays``.
+   gates needs the verdict; likewise where such a component itself crashed. The failure isn't the
+   text's own, so it is never a zero.
+3. Verdict ``timeout`` or ``memory``, or such an end of a component that pays or gates:
+   ``timeout_pays``.
 4. A gate that isn't above ``gate_above``: 0.
-5. The weighted sum of the components that have a value.
+5. The weighted sum of the components that have a value; None where no component that pays has one.
 """
 
 from __future__ import annotations
 
-from ..common.config import RewardConfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..common.config import ComponentConfig, RewardConfig
 from ..common.errors import ConfigError
 from ..common.records import Verdict
-from .components import Component, Graded, component
+from . import functions
+from .components import Graded, Kind, component
+from .functions import FunctionCall
+from .registry import is_import_path
 
-_OWN_FAILURES = (Verdict.TIMEOUT, Verdict.MEMORY)
+OWN_FAILURES = frozenset({Verdict.TIMEOUT, Verdict.MEMORY})
+"""Verdicts that are the text's own doing."""
+Found = Mapping[str, float | None]
+"""Values of components that run outside the dispatcher, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One component of a config."""
+
+    config: ComponentConfig
+    """As the config has it."""
+    kind: Kind
+    """Its entry of the registry."""
+    function: Any
+    """A component, a group component, or the request of one that runs elsewhere."""
+
+    @property
+    def name(self) -> str:
+        """As the config and the stored samples name it."""
+        return self.config.name
+
+    @property
+    def matters(self) -> bool:
+        """It pays or gates; else it is only recorded."""
+        return bool(self.config.weight) or self.config.gate
 
 
 class Scorer:
-    """The reward of a config: built once, then called per sample.
+    """The reward of a config: built once, then called per sample or per group.
 
     Raises:
         ConfigError: a component that isn't there, or two under one name.
@@ -30,32 +64,88 @@ class Scorer:
     def __init__(self, config: RewardConfig) -> None:
         self._own = config.own_reward
         self._timeout_pays = config.timeout_pays
-        self._parts: list[tuple[str, Component, float, bool, float]] = []
-        self._needs_verdict = False
+        self.parts: list[Part] = []
+        """The components, in the config's order."""
+        self.functions: list[str] = []
+        """Import paths of the user's own functions, as the graders number them."""
         for part in config.components:
-            kind, function = component(part.name, part.params)
-            if any(name == part.name for name, *_ in self._parts):
+            if any(part.name == other.name for other in self.parts):
                 raise ConfigError(f"reward.components names {part.name} twice")
-            self._parts.append((part.name, function, part.weight, part.gate, part.gate_above))
-            if kind.needs_verdict and (part.gate or part.weight):
-                self._needs_verdict = True
+            self.parts.append(self._part(part))
+        self.needs_verdict = any(part.kind.needs_verdict and part.matters for part in self.parts)
+        """A row without a verdict has no reward."""
+        self.outside = [part for part in self.parts if part.kind.place != "dispatcher"]
+        """Those whose values are found in another process."""
+        self.sandboxed = [part for part in self.outside if part.kind.place == "sandbox"]
+        """Those that run code."""
 
-    def score(self, sample: Graded) -> tuple[float | None, dict[str, float | None]]:
-        """(reward, every component by name, unweighted)."""
-        values: dict[str, float | None] = {}
-        total = 0.0
-        closed = False
-        for name, function, weight, gate, above in self._parts:
-            value = function(sample)
-            values[name] = value
-            if gate and (value is None or value <= above):
+    def _part(self, config: ComponentConfig) -> Part:
+        if is_import_path(config.name):
+            functions.check_params(config.name, config.params)
+            call = FunctionCall(
+                path=config.name, index=len(self.functions), params=dict(config.params)
+            )
+            self.functions.append(config.name)
+            kind = Kind(name=config.name, make=FunctionCall, scope="group", place="grader")
+            return Part(config=config, kind=kind, function=call)
+        kind, function = component(config.name, config.params)
+        return Part(config=config, kind=kind, function=function)
+
+    def score(
+        self, sample: Graded, found: Found | None = None, failure: Verdict | None = None
+    ) -> tuple[float | None, dict[str, float | None]]:
+        """(reward, every component by name, unweighted) of a sample that is a group of its own."""
+        return self.score_group([sample], [found or {}], [failure])[0]
+
+    def score_group(
+        self,
+        samples: Sequence[Graded],
+        found: Sequence[Found],
+        failures: Sequence[Verdict | None],
+    ) -> list[tuple[float | None, dict[str, float | None]]]:
+        """Rewards and components of a whole group.
+
+        Args:
+            samples: ``[G]``.
+            found: ``[G]`` values of the components in :attr:`outside`.
+            failures: ``[G]`` how such a component that matters ended, where it has no value.
+        """
+        of_group = {
+            part.name: part.function(samples)
+            for part in self.parts
+            if part.kind.place == "dispatcher" and part.kind.scope == "group"
+        }
+        scored = []
+        for index, sample in enumerate(samples):
+            values: dict[str, float | None] = {}
+            for part in self.parts:
+                if part.kind.place != "dispatcher":
+                    values[part.name] = found[index].get(part.name)
+                elif part.kind.scope == "group":
+                    values[part.name] = of_group[part.name][index]
+                else:
+                    values[part.name] = part.function(sample)
+            scored.append((self._compose(sample.verdict, values, failures[index]), values))
+        return scored
+
+    def _compose(self, verdict: Verdict, values: Found, failure: Verdict | None) -> float | None:
+        if self._own is not None:
+            return self._own
+        if verdict.leaves_baseline and self.needs_verdict:
+            return None
+        if failure is not None and failure.leaves_baseline:
+            return None
+        if verdict in OWN_FAILURES or failure in OWN_FAILURES:
+            return self._timeout_pays
+        total, paying, paid, closed = 0.0, False, False, False
+        for part in self.parts:
+            value, weight = values[part.name], part.config.weight
+            if part.config.gate and (value is None or value <= part.config.gate_above):
                 closed = True
+            paying = paying or bool(weight)
             if value is not None:
                 total += weight * value
-        if self._own is not None:
-            return self._own, values
-        if sample.verdict.leaves_baseline and self._needs_verdict:
-            return None, values
-        if sample.verdict in _OWN_FAILURES:
-            return self._timeout_pays, values
-        return (0.0 if closed else total), values
+                paid = paid or bool(weight)
+        if closed:
+            return 0.0
+        return total if paid or not paying else None

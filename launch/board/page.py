@@ -54,6 +54,7 @@ def more(snapshot: Snapshot, inspection: Inspection) -> list[str]:
     for one in snapshot.evaluations[-MOST:]:
         told.append(f"  {one.set} at step {one.step}: {100 * one.accuracy:.1f}% of {one.problems}")
     told += _dead_letters(snapshot)
+    told += [f"alarm: {alarm}" for alarm in snapshot.alarms]
     for restart in snapshot.restarts[-MOST:]:
         told.append(f"restart: {restart['process']} at {restart['time']} ({restart['exit']})")
     told += [f"note: {note}" for note in inspection.notes]

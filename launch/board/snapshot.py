@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ...common.records import Verdict
 from .facts import Activity, Facts
 from .history import Evaluated, History, first_number
 
@@ -108,6 +109,30 @@ class MemberStanding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Grading:
+    """All reward pools together, since their starts where it doesn't say otherwise."""
+
+    samples: int
+    """Graded."""
+    verdicts: Mapping[str, int]
+    """Of them, by verdict."""
+    to_process: int
+    """Answers that a grader process compared."""
+    cached: int
+    """Answers that took the verdict of an equal one."""
+    queued: int
+    """Requests that wait for a process now."""
+    queue_wait: float
+    """Mean seconds that a request waited for a process."""
+    seconds: float
+    """Mean seconds of a request in its process."""
+    hang_share: float
+    """Of the last minute's requests, of the worst pool."""
+    crash_share: float
+    """Likewise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """A run at one moment. Figures that nobody has told yet are None or empty."""
 
@@ -165,6 +190,10 @@ class Snapshot:
     """Deaths of processes that the supervisor saw: process, time, exit."""
     grader_restarts: int = 0
     """As the pools counted them."""
+    grading: Grading | None = None
+    """Of the reward pools."""
+    alarms: tuple[str, ...] = ()
+    """What a pool wants a person to look at."""
     dead_letters: tuple[Mapping[str, Any], ...] = ()
     """Groups given up, where they were asked for."""
     journalled: int | None = None
@@ -272,6 +301,8 @@ def assemble(
         members=members,
         restarts=tuple(restarts),
         grader_restarts=facts.grader_restarts if facts else 0,
+        grading=_grading(fresh),
+        alarms=tuple(f"{m}: {r['alarm']}" for m, r in sorted(fresh.items()) if r.get("alarm")),
         dead_letters=facts.dead_letters if facts else known.dead_letters,
         journalled=facts.journalled if facts else None,
         term=facts.term if facts else None,
@@ -311,6 +342,29 @@ def _evaluations(facts: Facts | None, history: History) -> tuple[Evaluated, ...]
             problems=result.problems,
         )
     return tuple(found[key] for key in sorted(found))
+
+
+def _grading(fresh: Mapping[str, Mapping[str, Any]]) -> Grading | None:
+    pools = [r for r in fresh.values() if r.get("role") == "reward" and "grader/recent" in r]
+    if not pools:
+        return None
+
+    def total(name: str) -> float:
+        return sum(float(r.get(f"grader/{name}") or 0) for r in pools)
+
+    verdicts = {v.value: int(total(v.value)) for v in Verdict if total(v.value)}
+    requests = max(1.0, total("requests"))
+    return Grading(
+        samples=sum(verdicts.values()),
+        verdicts=verdicts,
+        to_process=int(total("to_process")),
+        cached=int(total("cache_hits") + total("coalesced")),
+        queued=int(total("queued")),
+        queue_wait=total("queue_wait_seconds") / requests,
+        seconds=total("grade_seconds") / requests,
+        hang_share=max(float(r.get("grader/hang_share") or 0) for r in pools),
+        crash_share=max(float(r.get("grader/crash_share") or 0) for r in pools),
+    )
 
 
 def _queues(facts: Facts | None, fresh: Mapping[str, Mapping[str, Any]]) -> Queues:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from ..progress import duration
-from .snapshot import MemberStanding, RoleStanding, Snapshot
+from .snapshot import Grading, MemberStanding, RoleStanding, Snapshot
 
 LABEL = 11
 """Columns of a line's name."""
@@ -92,7 +92,11 @@ class _Pen:
         for number, role in enumerate(s.roles):
             found.append(Line(text=self._role(role, number == 0), weight=3))
         found += [Line(text=text, weight=7) for text in self._members(s.members)]
+        if s.grading is not None and s.grading.to_process:
+            found.append(Line(text=self._grading(s.grading), weight=8))
         found.append(Line(text=self._restarts(s), weight=2))
+        for alarm in s.alarms:
+            found.append(Line(text=self._labelled("alarm").append(alarm, "bold red"), weight=1))
         if s.problem:
             text = self._labelled("redis").append(s.problem, "yellow")
             found.append(Line(text=text, weight=1))
@@ -199,6 +203,17 @@ class _Pen:
             text.append(self._glyphs.full * full, "magenta")
             text.append(f"{' ' if full else ''}{share:.0%} ")
         return text
+
+    def _grading(self, grading: Grading) -> Text:
+        asked = grading.to_process + grading.cached
+        facts = [
+            ("compared", f"{grading.to_process:,}"),
+            ("cached", f"{grading.cached / asked:.0%}"),
+            ("each", f"{1000 * grading.seconds:.1f} ms"),
+            ("waited", f"{1000 * grading.queue_wait:.1f} ms"),
+            ("hung", f"{grading.hang_share:.1%}"),
+        ]
+        return self._facts(self._labelled("grading"), facts)
 
     def _role(self, role: RoleStanding, first: bool) -> Text:
         text = self._labelled("idle" if first else "")

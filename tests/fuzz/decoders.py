@@ -4,6 +4,7 @@ to make of mutated ones."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
 import tempfile
@@ -789,8 +790,21 @@ def all_decoders(files: Files) -> list[Decoder]:
     group = [wire.encode(a_group()), ["a/1#0"]]
     order = {"do": "train", "step": 3, "groups": [group], "traces": traces, "lr": 1e-6}
     for name, corpus, decode in (
-        ("graders.request", packed(["4", "4", 2.5]), pipes.read_request),
-        ("graders.reply", packed(["ready"], ["wrong", 0.1, 9], ["crash", "x"]), pipes.read_reply),
+        (
+            "graders.request",
+            packed(["compare", 2.5, b"x"], ["function", 3, None]),
+            pipes.read_request,
+        ),
+        (
+            "graders.payload",
+            packed(["4", "4"], ["x+1", "\\frac{1}{2}"]),
+            functools.partial(pipes.read_payload, "compare"),
+        ),
+        (
+            "graders.reply",
+            packed(["ready", None, 9], ["done", "wrong", 9], ["crash", "x", 0]),
+            pipes.read_reply,
+        ),
         (
             "graders.control",
             packed(

@@ -38,7 +38,7 @@ def test_a_machine_that_can_run_the_miniature(capsys: pytest.CaptureFixture[str]
     names = {one["name"] for one in found["findings"]}
     assert names >= {
         *("Python", "GPUs", "torch", "deepspeed", "vllm", "flash-attn", "redis-server"),
-        *("/dev/shm", "open files", "host name", "disk", "memory", "compiler", "bubblewrap"),
+        *("/dev/shm", "open files", "host name", "disk", "memory", "compiler", "sandbox"),
     }
     assert finding(found, "redis-server")["state"] == "ok"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ import pytest
 from tandem.common.config import ComponentConfig, RewardConfig
 from tandem.common.errors import TandemError
 from tandem.common.records import FinishReason, Verdict
-from tandem.reward import grading
+from tandem.reward import verdicts
 from tandem.reward.canary import CANARY, Known
 from tandem.reward.grading import GradeItem, Grader
 
@@ -205,7 +206,10 @@ def test_a_zygote_whose_pool_died_while_it_started_ends_quietly() -> None:
     zygote = subprocess.Popen(
         [
             *(sys.executable, "-P", "-m", "tandem.reward.zygote"),
-            *(str(theirs.fileno()), "1024", str(os.getpid())),
+            str(theirs.fileno()),
+            json.dumps(
+                {"memory_mb": 1024, "parent": os.getpid(), "functions": [], "sandbox": None}
+            ),
         ],
         stderr=subprocess.PIPE,
         pass_fds=(theirs.fileno(),),
@@ -277,6 +281,7 @@ def test_graders_hold_no_secret_and_no_descriptor_of_ours(own: Grader, tmp_path:
         assert names <= {
             "PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG",
             "SYMPY_GROUND_TYPES", "MPMATH_NOGMPY", "PYTHONHASHSEED",
+            "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
         }  # fmt: skip
         limits = (Path("/proc") / str(pid) / "limits").read_text()
         assert f"Max address space         {600 << 20}" in limits
@@ -320,7 +325,7 @@ def test_an_unknown_component_is_refused_before_anything_starts() -> None:
 def test_a_verdict_does_not_outlive_the_cache(
     make: Any, monkeypatch: pytest.MonkeyPatch, grader: Grader
 ) -> None:
-    monkeypatch.setattr(grading, "CACHED_VERDICTS", 1)
+    monkeypatch.setattr(verdicts, "CACHED_VERDICTS", 1)
     first, second = make.item("7(x+1)", "7x+7"), make.item("8(x+1)", "8x+8")
     # One after the other: verdicts of one call are cached in the order in which graders finish.
     grader.grade_texts([first])

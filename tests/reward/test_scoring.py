@@ -136,16 +136,72 @@ def test_dapo_overlong_has_no_floor() -> None:
     assert value("dapo_overlong", "", tokens(120), max_length=100, buffer=20) == pytest.approx(-2.0)
 
 
+# --- variants by origin: the numbers are worked out by hand from the published formulas ---------
+
+SQUARE = math.sqrt(0.5)
+"""cos(pi / 4), a quarter of the way."""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "correct", "paid"),
+    [
+        # open-r1: characters, 1,000 of them, from 0.5 to 1 and from -1 to -0.5.
+        ("cosine_open_r1", 250, True, 0.75 + 0.25 * SQUARE),
+        ("cosine_open_r1", 500, False, -0.75),
+        ("cosine_open_r1", 1000, False, -0.5),
+        ("cosine_open_r1", 2000, True, 1.0),
+        # Its command line turns the wrong branch round: 0 for a short one, -0.5 for a long one.
+        ("cosine_open_r1_cli", 0, False, 0.0),
+        ("cosine_open_r1_cli", 500, False, -0.25),
+        ("cosine_open_r1_cli", 1000, False, -0.5),
+        ("cosine_open_r1_cli", 500, True, 0.75),
+        ("cosine_tutorial", 250, True, 0.9 + 0.1 * SQUARE),
+        ("cosine_tutorial", 250, False, -0.3 - 0.2 * SQUARE),
+        ("cosine_tutorial", 1000, True, 0.8),
+    ],
+)
+def test_cosines_by_origin(name: str, text: int, correct: bool, paid: float) -> None:
+    verdict = Verdict.CORRECT if correct else Verdict.WRONG
+    # Tokens are known, and not what these count.
+    sample = {**tokens(3), "verdict": verdict}
+    assert value(name, "a" * text, sample) == pytest.approx(paid, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "paid"),
+    [
+        ("repetition_open_r1", "a b C a B c", -0.25),  # 4 trigrams, 3 distinct
+        ("repetition_tutorial", "a b c a b c", -0.025),
+        ("repetition_open_r1", "a b", 0.0),
+        ("reasoning_steps_tutorial", "1. a\n2. b", 2 / 3),
+        ("format_open_r1", "<think>\na\n</think>\n<answer>\nb\n</answer>", 1.0),
+        ("format_tutorial", "<think>a</think>\n\n<answer>b</answer>", 1.0),
+        ("think_format", "<think>a</think>b<think>", 0.0),
+        ("format_r1_zero", "</think> <answer>b</answer>", 1.0),
+        ("soft_overlong", "a" * 12_288, 0.0),  # 16,384 less a cache of 4,096
+        ("soft_overlong", "a" * 13_312, -0.25),
+        ("soft_overlong", "a" * 16_385, -1.0),
+        ("dapo_overlong", "a" * 16_384, 0.0),  # 20,480 less a buffer of 4,096
+        ("dapo_overlong", "a" * 16_385, -1 / 4096),
+        ("dapo_overlong", "a" * 24_576, -2.0),
+    ],
+)
+def test_defaults_by_origin(name: str, text: str, paid: float) -> None:
+    assert value(name, text) == pytest.approx(paid, abs=1e-12)
+
+
 @pytest.mark.parametrize(
     ("name", "params", "told"),
     [
         ("acuracy", {}, "did you mean accuracy"),
-        ("mine.rewards:score", {}, "isn't supported yet"),
+        ("nobodys", {}, "package.module:function"),
         ("format", {"stile": "tags"}, "unknown parameter 'stile'"),
         ("format", {"style": "tag"}, "none of"),
         ("format", {"pattern": "("}, "format"),
         ("repetition", {"max_penalty": 1.0}, "should not be positive"),
         ("cosine_length", {}, "max_length"),
+        ("format", {"pattern": "(a+)+b"}, "hostile text"),
+        ("format", {"pattern": r"(a|b*)*\1"}, "hostile text"),
     ],
 )
 def test_a_component_that_cannot_be_made_is_a_config_error(
@@ -213,3 +269,57 @@ def test_a_reward_without_accuracy_needs_no_verdict() -> None:
 def test_two_components_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="twice"):
         scorer(ACCURACY, ACCURACY)
+
+
+# --- what other processes found ---------------------------------------------------------------
+
+OWN = ComponentConfig(name="my.rewards:one")
+HALF = ComponentConfig(name="my.rewards:two", weight=0.5)
+
+
+def test_a_component_without_a_value_is_left_out_of_the_sum() -> None:
+    found = {"my.rewards:one": None, "my.rewards:two": 3.0}
+    reward, components = scorer(OWN, HALF).score(graded(Verdict.WRONG), found)
+    assert reward == 1.5
+    assert components == found
+
+
+def test_a_sample_of_which_no_component_says_anything_has_no_reward() -> None:
+    found = {"my.rewards:one": None}
+    assert scorer(OWN, GATE).score(graded(Verdict.WRONG), found)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("failure", "paid"),
+    [(Verdict.CRASHED, None), (Verdict.TIMEOUT, -0.25), (Verdict.MEMORY, -0.25)],
+)
+def test_a_function_that_fails_pays_by_how_it_failed(failure: Verdict, paid: float | None) -> None:
+    made = scorer(ACCURACY, OWN, timeout_pays=-0.25)
+    reward, components = made.score(graded(Verdict.CORRECT), {}, failure)
+    assert reward == paid
+    assert components == {"accuracy": 1.0, "my.rewards:one": None}
+
+
+# --- groups -----------------------------------------------------------------------------------
+
+
+def test_a_group_component_sees_the_whole_group() -> None:
+    kimi = ComponentConfig(name="length_open_r1")
+    samples = [
+        Graded(text="a" * length, verdict=verdict)
+        for length, verdict in (
+            (10, Verdict.CORRECT),
+            (20, Verdict.CORRECT),
+            (10, Verdict.WRONG),
+            (20, Verdict.WRONG),
+            (12, Verdict.CRASHED),
+        )
+    ]
+    found = scorer(ACCURACY, kimi).score_group(samples, [{}] * 5, [None] * 5)
+    assert [components["length_open_r1"] for _, components in found] == [0.5, -0.5, 0.0, -0.5, None]
+    assert [reward for reward, _ in found] == [1.5, 0.5, 0.0, -0.5, None]
+
+
+def test_a_group_of_equal_lengths_has_nothing_to_compare() -> None:
+    samples = [Graded(text="ab", verdict=v) for v in (Verdict.CORRECT, Verdict.WRONG)]
+    assert component("length_kimi", {})[1](samples) == [0.0, 0.0]

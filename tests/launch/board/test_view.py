@@ -6,7 +6,7 @@ import io
 from dataclasses import replace
 
 import pytest
-from board_examples import KNOWN, NOW, facts, member, snapshot
+from board_examples import KNOWN, NOW, REPORTS, facts, member, snapshot
 
 from tandem.launch.board.history import History
 from tandem.launch.board.page import show
@@ -89,6 +89,33 @@ def test_what_is_printed_once_into_a_pipe_has_no_escape_sequences() -> None:
     assert "row 101 is waiting for group 0-801" in told
     assert "heldout at step 100: 50.0% of 100" in told
     assert "restart: rollout-0" in told
+
+
+GRADED: dict[str, object] = {
+    "grader/recent": 40,
+    "grader/correct": 30,
+    "grader/wrong": 10,
+    "grader/to_process": 20,
+    "grader/cache_hits": 15,
+    "grader/coalesced": 5,
+    "grader/requests": 20,
+    "grader/grade_seconds": 0.1,
+    "grader/queue_wait_seconds": 0.02,
+    "grader/hang_share": 0.125,
+}
+
+
+def test_what_the_pools_do_is_told_and_their_alarm_too() -> None:
+    pool = {**REPORTS["reward-0"], **GRADED, "alarm": "12% of the last minute's requests hung"}
+    made = snapshot(reports={**REPORTS, "reward-0": pool})
+    assert made.grading is not None
+    assert made.grading.verdicts == {"correct": 30, "wrong": 10}
+    lines = [line.plain for line in draw(made, 100)]
+    assert any("compared 20   cached 50%   each 5.0 ms   waited 1.0 ms" in line for line in lines)
+    assert any("alarm" in line and "reward-0: 12% of the last" in line for line in lines)
+    stream = io.StringIO()
+    show(made, stream)
+    assert "alarm: reward-0: 12% of the last minute's requests hung" in stream.getvalue()
 
 
 def test_why_the_figures_are_old_is_told() -> None:

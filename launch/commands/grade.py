@@ -1,0 +1,336 @@
+"""Grades completions in a file through the graders of the reward pool.
+
+Every row of IN (JSON lines: id, completion, gold) is written to OUT with verdict, reward,
+components, extracted and seconds. A run that was stopped goes on where OUT ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from ...common.errors import DataError
+from ..options import existing
+
+if TYPE_CHECKING:
+    from ...common.config import RewardConfig
+    from ...reward.grading import Grade, Grader
+    from ..grade_rows import Reader, Row
+
+IN_FLIGHT = 2_048
+"""Rows read ahead of the first that isn't graded."""
+BAR = 24
+"""Columns of the progress bar."""
+DRAW_SECONDS = 0.2
+"""Between two drawings of it."""
+TELL_SECONDS = 30.0
+"""Between two lines of progress, where there is no terminal."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is graded, and by which reward."""
+    parser.add_argument("input", metavar="IN.jsonl", help="rows to grade; - reads standard input")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="PRESET or KEY=VALUE",
+        help="settings, such as reward.graders=8 (default: those of --run, else the defaults)",
+    )
+    parser.add_argument(
+        "--out", default="-", metavar="OUT.jsonl", help="graded rows (default: standard output)"
+    )
+    parser.add_argument("--mode", help="how an answer is read and compared (reward.mode)")
+    parser.add_argument(
+        "--reward",
+        action="append",
+        metavar="NAME",
+        help="a component, in place of the configured ones: its name, the import path of a "
+        "function of your own, or YAML as in {name: format, weight: 0.5, params: {style: tags}}; "
+        "repeat it for several",
+    )
+    parser.add_argument("--run", metavar="DIR", help="the reward of this run")
+    parser.add_argument("--fresh", action="store_true", help="grade anew what OUT already has")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Grades; 130 when interrupted, with what was graded by then in OUT."""
+    from ...reward.grading import Grader
+
+    config = _reward(arguments)
+    with ExitStack() as stack:
+        grader = stack.enter_context(Grader(config))
+        source = _Source(arguments.input, grader)
+        out = _Out(arguments.out, grader, fresh=arguments.fresh)
+        stack.callback(out.close)
+        total = source.check()
+        lines = stack.enter_context(source.open())
+        tally = _Tally()
+        done = out.resume(source.reader(), lines, tally) if out.path is not None else 0
+        if grader.works_outside and done != total:
+            grader.canary()
+        progress = _Progress(sys.stderr, total, done)
+        try:
+            for row, grade in _graded(grader, source.reader().rows(lines), done, progress):
+                out.write(row, grade)
+                tally.add(row.has_gold, grade.verdict.value, grade.reward, grade.components)
+        except KeyboardInterrupt:
+            progress.end()
+            print(_stopped(arguments, tally.rows), file=sys.stderr)
+            return 130
+        progress.end()
+        table = sys.stderr if out.path is None else sys.stdout
+        if done:
+            print(f"{done:,} of the rows were graded before", file=table)
+        print(tally.table(), file=table)
+        print(_work(grader.stats(), tally.rows - done, progress.seconds), file=table)
+    return 0
+
+
+def _work(stats: dict[str, float], rows: int, seconds: float) -> str:
+    cached = stats.get("cache_hits", 0) + stats.get("coalesced", 0)
+    return (
+        f"{rows:,} rows in {seconds:.1f} s; {stats.get('to_process', 0):,.0f} answers compared in "
+        f"a grader process, {cached:,.0f} like one of these, "
+        f"{stats.get('restarts', 0):,.0f} graders replaced"
+    )
+
+
+def _stopped(arguments: argparse.Namespace, rows: int) -> str:
+    if arguments.out == "-":
+        return f"stopped after {rows:,} rows"
+    return f"stopped: {arguments.out} has {rows:,} rows; the same command goes on from there"
+
+
+def _reward(arguments: argparse.Namespace) -> RewardConfig:
+    """The reward that is asked for."""
+    import yaml
+
+    from ...common.config import build, read_yaml
+    from ..presets import load, split
+
+    name, overrides = split(arguments.words, "")
+    if arguments.mode:
+        overrides = [*overrides, f"reward.mode={arguments.mode}"]
+    if arguments.reward:
+        parts = []
+        for given in arguments.reward:
+            part = yaml.safe_load(given) if given.lstrip().startswith("{") else {"name": given}
+            parts.append(part)
+        overrides = [
+            *overrides,
+            f"reward.components={yaml.safe_dump(parts, default_flow_style=True, width=10**9)}",
+        ]
+    if name:
+        return load(name).resolve(overrides).reward
+    if arguments.run:
+        return build(read_yaml(existing(arguments.run).config), overrides).reward
+    plain = {"run": {"steps": 1}, "data": {"train": [{"path": ""}]}}
+    return build(plain, overrides).reward
+
+
+class _Source:
+    """The input: a file, which is checked first, or standard input."""
+
+    def __init__(self, name: str, grader: Grader) -> None:
+        self._name = name
+        self._grader = grader
+
+    def reader(self) -> Reader:
+        from ..grade_rows import Reader
+
+        name = "standard input" if self._name == "-" else self._name
+        return Reader(name, needs_gold=self._grader.needs_verdict, has_tests=self._grader.has_tests)
+
+    def check(self) -> int | None:
+        """Rows of a file; None of standard input, whose rows are checked as they come."""
+        if self._name == "-":
+            return None
+        with self.open() as lines:
+            return sum(1 for _ in self.reader().rows(lines))
+
+    def open(self) -> IO[bytes]:
+        if self._name == "-":
+            return sys.stdin.buffer
+        try:
+            return open(Path(self._name).expanduser(), "rb")
+        except OSError as error:
+            raise DataError(f"{self._name} can't be read: {error.strerror}") from None
+
+
+class _Out:
+    """The output: rows in the order of the input, each whole on its line."""
+
+    def __init__(self, name: str, grader: Grader, *, fresh: bool) -> None:
+        from ...common.telemetry import JsonLines
+
+        self._grader = grader
+        self.path = None if name == "-" else Path(name).expanduser()
+        if self.path is None:
+            self._lines = JsonLines.on(sys.stdout)
+            return
+        if fresh and self.path.exists():
+            self.path.replace(self.path.with_name(f"{self.path.name}.old"))
+        try:
+            self._lines = JsonLines(self.path)
+        except OSError as error:
+            raise DataError(f"{name} can't be written: {error.strerror}") from None
+
+    def resume(self, reader: Reader, lines: IO[bytes], tally: _Tally) -> int:
+        """Rows that are there already, which must be those that the input begins with."""
+        from ...common.telemetry import read_json_lines
+
+        assert self.path is not None
+        if not self.path.stat().st_size:
+            return 0
+        if not lines.seekable():
+            raise DataError(f"{self.path} is there already: --fresh moves it aside")
+        count = 0
+        rows = reader.rows(lines)
+        for count, old in enumerate(read_json_lines(self.path), 1):
+            row = next(rows, None)
+            same = row is not None and all(old.get(k) == v for k, v in row.raw.items())
+            by = old.get("grader") == self._grader.name
+            if not same or not by or list(old.get("components") or ()) != self._grader.components:
+                raise DataError(
+                    f"{self.path} line {count} is no row of this input graded in this way: name "
+                    f"another --out, or --fresh moves it aside"
+                )
+            tally.add(old["verdict"] is not None, old["verdict"], old["reward"], old["components"])
+        lines.seek(0)
+        return count
+
+    def write(self, row: Row, grade: Grade) -> None:
+        from ..grade_rows import graded
+
+        self._lines.write(graded(row, grade, self._grader.name))
+
+    def close(self) -> None:
+        if self.path is not None:
+            self._lines.close()
+
+
+def _graded(
+    grader: Grader, rows: Iterator[Row], skip: int, progress: _Progress
+) -> Iterator[tuple[Row, Grade]]:
+    """Every row with its grade, in order; reads ahead so that all graders have work."""
+    from ..grade_rows import batches
+
+    waiting: deque[tuple[list[Row], list[Grade]]] = deque()
+    count = 0
+
+    def finished() -> Iterator[tuple[Row, Grade]]:
+        nonlocal count
+        while waiting and waiting[0][1]:
+            found, grades = waiting.popleft()
+            count -= len(found)
+            for row, grade in zip(found, grades, strict=True):
+                progress.add()
+                yield row, grade
+
+    for _ in range(skip):
+        next(rows)
+    for batch in batches(rows):
+        grades: list[Grade] = []
+        waiting.append((batch, grades))
+        count += len(batch)
+        grader.begin_items([row.item for row in batch], grades.extend)
+        while count > IN_FLIGHT and not waiting[0][1]:
+            grader.wait(lambda: progress.turn() or bool(waiting[0][1]), "rows")
+        yield from finished()
+        grader.pump()
+    while waiting:
+        grader.wait(lambda: progress.turn() or bool(waiting[0][1]), "rows")
+        yield from finished()
+
+
+class _Progress:
+    """A bar on a terminal, else a line now and then."""
+
+    def __init__(self, stream: IO[str], total: int | None, done: int) -> None:
+        self._stream = stream
+        self._total = total
+        self._done = self._began_with = done
+        self._since = time.monotonic()
+        self._live = stream.isatty()
+        self._next = self._since + (DRAW_SECONDS if self._live else TELL_SECONDS)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._since
+
+    def add(self) -> None:
+        self._done += 1
+        self.turn()
+
+    def turn(self) -> bool:
+        """Draws where it is time; always False."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + (DRAW_SECONDS if self._live else TELL_SECONDS)
+            self._draw("\r" if self._live else "", "" if self._live else "\n")
+        return False
+
+    def end(self) -> None:
+        if self._live:
+            self._draw("\r", "\n")
+
+    def _draw(self, start: str, end: str) -> None:
+        pace = (self._done - self._began_with) / max(1e-9, self.seconds)
+        text = f"graded {self._done:,}"
+        if self._total:
+            share = min(1.0, self._done / self._total)
+            full = round(share * BAR)
+            bar = "#" * full + "." * (BAR - full)
+            text = f"graded {self._done:,}/{self._total:,} [{bar}] {share:4.0%}"
+        self._stream.write(f"{start}{text}  {pace:,.0f} rows/s {end}")
+        self._stream.flush()
+
+
+class _Tally:
+    """Counts by verdict."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._verdicts: Counter[str] = Counter()
+        self._rewards: dict[str, list[float]] = {}
+        self._components: dict[str, list[float]] = {}
+
+    def add(
+        self,
+        has_gold: bool,
+        verdict: str | None,
+        reward: float | None,
+        components: Mapping[str, float | None],
+    ) -> None:
+        self.rows += 1
+        told = verdict if has_gold and verdict else "no gold"
+        self._verdicts[told] += 1
+        if reward is not None:
+            self._rewards.setdefault(told, []).append(reward)
+        for name, value in components.items():
+            values = self._components.setdefault(name, [])
+            if value is not None:
+                values.append(value)
+
+    def table(self) -> str:
+        """Rows, share and mean reward by verdict, and the means of the components."""
+        lines = [f"{'verdict':<17}{'rows':>10}{'share':>8}{'mean reward':>14}"]
+        for verdict, count in self._verdicts.most_common():
+            mean = _mean(self._rewards.get(verdict, ()))
+            lines.append(f"{verdict:<17}{count:>10,}{count / self.rows:>8.1%}{mean:>14}")
+        everything = [value for values in self._rewards.values() for value in values]
+        lines.append(f"{'all':<17}{self.rows:>10,}{'':>8}{_mean(everything):>14}")
+        lines += [
+            f"mean of {name}: {_mean(values)}" for name, values in sorted(self._components.items())
+        ]
+        return "\n".join(lines)
+
+
+def _mean(values: Sequence[Any]) -> str:
+    return f"{sum(values) / len(values):.4f}" if values else "-"

@@ -1,0 +1,226 @@
+"""Components that run outside the dispatcher: functions of the user's own, and code in a sandbox.
+
+A function gets a whole group in one call. Where that call hung, ran out of memory or raised
+(twice), and the config says that completions are judged one by one (``scope: sample``), each is
+then tried alone, so that one text's doing costs its group nothing. Code runs sample by sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..common.config import RewardConfig
+from ..common.records import Verdict
+from .code import CodeReward
+from .graders import GraderProcesses
+from .registry import Graded
+from .requests import Outcome, Restart
+from .scoring import Part, Scorer
+
+logger = logging.getLogger("tandem.reward")
+
+_WORST = (Verdict.CRASHED, Verdict.MEMORY, Verdict.TIMEOUT)
+
+
+@dataclass(slots=True, kw_only=True)
+class OutsideResult:
+    """What was found of a group."""
+
+    samples: list[Graded]
+    """``[G]`` with the verdict of their tests, where they have some."""
+    values: list[dict[str, float | None]]
+    """``[G]`` by component."""
+    failures: list[Verdict | None]
+    """``[G]`` how a component that matters ended, where it has no value."""
+    seconds: list[float]
+    """``[G]`` in other processes; of a call for several samples its share."""
+
+
+class Outside:
+    """Runs these components of one config.
+
+    Args:
+        scorer: has them.
+        processes: the graders, which know the scorer's functions.
+        config: ``reward`` of the run.
+        counts: where calls and failures are counted.
+        cost: told of every outcome.
+        on_restart: told of every process that was replaced.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        processes: GraderProcesses,
+        config: RewardConfig,
+        *,
+        counts: Counter[str],
+        cost: Callable[[Outcome], None],
+        on_restart: Callable[[Restart], None],
+    ) -> None:
+        self._parts = scorer.outside
+        self._processes = processes
+        self._counts = counts
+        self._cost = cost
+        self._told: set[str] = set()
+        self.last_error = ""
+        """The last line of what was raised last."""
+        self.sandboxes: list[GraderProcesses] = []
+        """The runners of code; empty unless the config has such a component."""
+        deadlines = [config.deadline_seconds]
+        deadlines += [part.config.deadline_seconds or 0.0 for part in self._parts]
+        self._code: CodeReward | None = None
+        for part in scorer.sandboxed:
+            self._code = part.function
+            deadlines.append(part.function.total_seconds)
+            self.sandboxes.append(
+                GraderProcesses(
+                    config.graders,
+                    deadline=part.function.total_seconds,
+                    memory_mb=config.memory_mb,
+                    on_restart=on_restart,
+                    sandbox=part.function.sandbox,
+                )
+            )
+        self.longest_deadline = max(deadlines)
+        """Seconds of the slowest legitimate request."""
+
+    def has_tests(self, extra: Mapping[str, Any]) -> bool:
+        """Whether a row is judged by running its tests."""
+        return self._code is not None and self._code.has_tests(extra)
+
+    def check(self) -> Callable[[], bool]:
+        """Asks every sandbox to run something; the result says whether all have."""
+        waiting = len(self.sandboxes)
+
+        def found(outcome: Outcome) -> None:
+            nonlocal waiting
+            waiting -= 1
+
+        for sandbox in self.sandboxes:
+            sandbox.submit("code", CodeReward.trial(), found)
+        return lambda: waiting == 0
+
+    def begin(self, samples: Sequence[Graded], done: Callable[[OutsideResult], None]) -> None:
+        """Starts on a group; ``done`` gets what was found, now or from a later poll."""
+        count = len(samples)
+        result = OutsideResult(
+            samples=list(samples),
+            values=[{} for _ in samples],
+            failures=[None] * count,
+            seconds=[0.0] * count,
+        )
+        left = 1
+
+        def begun() -> None:
+            nonlocal left
+            left += 1
+
+        def ended() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                done(result)
+
+        for part in self._parts:
+            if part.kind.place == "sandbox":
+                for index in range(count):
+                    self._run_code(part, result, index, begun, ended)
+            else:
+                self._call(part, result, list(range(count)), begun, ended)
+        ended()
+
+    def _call(
+        self,
+        part: Part,
+        result: OutsideResult,
+        indices: list[int],
+        begun: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
+        begun()
+        self._counts["function_calls"] += 1
+
+        def finish(outcome: Outcome) -> None:
+            self._cost(outcome)
+            for index in indices:
+                result.seconds[index] += outcome.seconds / len(indices)
+            if outcome.failure is None:
+                for index, value in zip(indices, outcome.result, strict=True):
+                    result.values[index][part.name] = value
+            elif len(indices) > 1 and part.config.scope == "sample":
+                self._tell(part, outcome)
+                for index in indices:
+                    self._call(part, result, [index], begun, ended)
+            else:
+                self._tell(part, outcome)
+                self._counts["function_failures"] += len(indices)
+                for index in indices:
+                    _failed(part, result, index, outcome.failure)
+            ended()
+
+        payload = part.function.payload([result.samples[index] for index in indices])
+        deadline = part.config.deadline_seconds
+        self._processes.submit("function", payload, finish, deadline=deadline)
+
+    def _run_code(
+        self,
+        part: Part,
+        result: OutsideResult,
+        index: int,
+        begun: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
+        code: CodeReward = part.function
+        sample = result.samples[index]
+        if not code.has_tests(sample.extra):
+            result.values[index][part.name] = None
+            return
+        ready = code.prepare(sample)
+        if ready.payload is None:
+            result.values[index][part.name] = ready.value
+            result.samples[index] = dataclasses.replace(sample, verdict=ready.verdict)
+            if ready.verdict is Verdict.GOLD_UNPARSABLE:
+                _failed(part, result, index, ready.verdict)
+            return
+        begun()
+        self._counts["code_runs"] += 1
+
+        def finish(outcome: Outcome) -> None:
+            self._cost(outcome)
+            result.seconds[index] += outcome.seconds
+            if outcome.failure is not None:
+                self._tell(part, outcome)
+                _failed(part, result, index, outcome.failure)
+            else:
+                passed, total, timed_out = outcome.result
+                self._counts["code_timeouts"] += timed_out
+                value, verdict = code.judge(passed, total)
+                result.values[index][part.name] = value
+                result.samples[index] = dataclasses.replace(
+                    sample, verdict=verdict, extracted=ready.program
+                )
+            ended()
+
+        self.sandboxes[0].submit("code", ready.payload, finish, deadline=code.total_seconds + 5.0)
+
+    def _tell(self, part: Part, outcome: Outcome) -> None:
+        self.last_error = f"{part.name}: {outcome.told or outcome.failure}"
+        if self.last_error not in self._told and len(self._told) < 100:
+            self._told.add(self.last_error)
+            logger.warning(f"reward component {self.last_error}")
+
+
+def _failed(part: Part, result: OutsideResult, index: int, failure: Verdict | None) -> None:
+    result.values[index][part.name] = None
+    if part.matters and failure is not None:
+        known = result.failures[index]
+        if known is None or (
+            failure in _WORST and known in _WORST and _WORST.index(failure) < _WORST.index(known)
+        ):
+            result.failures[index] = failure
