@@ -73,6 +73,8 @@ class Decoder:
     """Makes invalid ones of valid ones."""
     check: Callable[[Any], str] = field(default=lambda record: "")
     """What is wrong with a record that came out; empty where nothing is."""
+    imports: str = ""
+    """A module that takes long to import, which no frame is to be blamed for."""
 
 
 def same(one: Any, other: Any) -> bool:
@@ -752,7 +754,11 @@ def from_files(files: Files) -> Iterable[Decoder]:
     )  # fmt: skip
     state = {"term": 1, "step": 5, "ranks": 1, "state": {"x": 1}, "files": {}}
     yield one(
-        "checkpoints.read", "p/state.json", text(state), lambda path: _checkpoint(path.parent)
+        "checkpoints.read",
+        "p/state.json",
+        text(state),
+        lambda path: _checkpoint(path.parent),
+        imports="tandem.learner.checkpoints",
     )
 
 

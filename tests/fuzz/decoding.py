@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import multiprocessing
 import random
@@ -61,6 +62,8 @@ def fuzz_decoder(decoder: Decoder, count: int, seed: int) -> Tally:
 def _work(decoder: Decoder, count: int, seed: int, results: Any) -> None:
     # What a decoder warns of would be a hundred thousand lines.
     logging.disable(logging.CRITICAL)
+    if decoder.imports:
+        importlib.import_module(decoder.imports)
     with open("/proc/self/statm", encoding="ascii") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + ROOM_BYTES, size + ROOM_BYTES))

@@ -89,3 +89,26 @@ def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     cut_back(path, 2)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 0, 2]
     cut_back(tmp_path / "absent.jsonl", 2)
+
+
+def test_a_row_that_is_not_the_one_of_its_digest_is_damage(path: Path) -> None:
+    filled(path, 2).close()
+    path.write_bytes(path.read_bytes().replace(b'"attempt":1', b'"attempt":2', 1))
+    with pytest.raises(StoreError, match=r"isn't the one of its digest.*never guessed at"):
+        Journal(path)
+
+
+def test_an_outcome_without_a_row_and_a_row_out_of_turn_are_damage(path: Path) -> None:
+    filled(path, 2).close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    for kept, said in ((lines[2:], "has row 2 after row 0"), (lines[1:2], "and no row of it")):
+        path.write_bytes(b"".join(kept))
+        with pytest.raises(StoreError, match=said):
+            Journal(path)
+
+
+def test_records_with_other_line_separators_in_their_texts_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"step": 1, "text": "a\u2028b\x85c"}\n[]\n{"step": "x"}\n', encoding="utf-8")
+    cut_back(path, 2)
+    assert path.read_text(encoding="utf-8") == '{"step": 1, "text": "a\u2028b\x85c"}\n'
