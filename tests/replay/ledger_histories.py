@@ -6,7 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from ledger_machine import WORKERS, Handed, LedgerMachine, run_settings
+from ledger_machine import WORKERS, Handed, run_settings
+from ledger_moves import Moves
 
 from tandem.replay.rules import SILENCE_MS
 
@@ -20,7 +21,7 @@ thens = st.sampled_from(["", "beat", "renew", "take", "lease"])
 """What is the first to happen at a chosen time."""
 
 
-class Histories(LedgerMachine):
+class Histories(Moves):
     """One history."""
 
     # -- a run as it should be -------------------------------------------------------------
@@ -34,6 +35,7 @@ class Histories(LedgerMachine):
     def a_run(self, settings: dict[str, Any], twice: bool, steps: int, leases: int) -> None:
         """That has come so far."""
         self.begin(settings)
+        self.new_learner()
         self.twice = twice
         self.steps(["confirm"] * steps, 0)
         if leases:
