@@ -11,7 +11,8 @@ if not m then return missing end
 local holder, now, lost = ARGV[3], now_ms(), {}
 local released = false
 even_when_full() -- else leases would expire
-for i = 4, #ARGV do
+local i = 4
+while i <= #ARGV do
   local serial = ARGV[i]
   local known = redis.call('hmget', group_key(serial), 'state', 'holder', 'cap')
   if known[1] ~= 'leased' or known[2] ~= holder then
@@ -20,9 +21,9 @@ for i = 4, #ARGV do
     -- The grace lets a worker that commits its stragglers at the deadline do so.
     local cap = tonumber(known[3]) + m.lease_ms
     if now >= cap and moved_on(now) then
-      cap = tonumber(redis.call('hget', group_key(serial), 'cap')) + m.lease_ms
-    end
-    if now >= cap then
+      -- All of them again: deadlines that were moved on after they were renewed would be too late.
+      i, lost = 3, {}
+    elseif now >= cap then
       release(serial, true, 'past the group deadline', m)
       released = true
       lost[#lost + 1] = serial
@@ -30,6 +31,7 @@ for i = 4, #ARGV do
       redis.call('zadd', key('deadlines'), math.min(now + m.lease_ms, cap), serial)
     end
   end
+  i = i + 1
 end
 if released then hint('taken') end
 return lost

@@ -6,21 +6,22 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from ledger_machine import WORKERS, Handed, LedgerMachine, run_settings
+from ledger_machine import WORKERS, Handed, run_settings
+from ledger_moves import Moves
 
 from tandem.replay.rules import SILENCE_MS
 
 workers = st.integers(0, len(WORKERS) - 1)
 places = st.sampled_from([0, 1, 0, 2, 0, 1, 3, 5])
 """Of a lease handed out, see ``pick``."""
-lags = st.sampled_from([0, 1, 0, 2, 3, 4])
-"""Steps by which a worker's version is behind J."""
+slacks = st.sampled_from([9, 0, 9, 1, -1])
+"""Steps by which a worker's version may be older still, if what it leases is taken next."""
 rarely = st.sampled_from([False] * 7 + [True])
 thens = st.sampled_from(["", "beat", "renew", "take", "lease"])
 """What is the first to happen at a chosen time."""
 
 
-class Histories(LedgerMachine):
+class Histories(Moves):
     """One history."""
 
     # -- a run as it should be -------------------------------------------------------------
@@ -34,6 +35,7 @@ class Histories(LedgerMachine):
     def a_run(self, settings: dict[str, Any], twice: bool, steps: int, leases: int) -> None:
         """That has come so far."""
         self.begin(settings)
+        self.new_learner()
         self.twice = twice
         self.steps(["confirm"] * steps, 0)
         if leases:
@@ -69,9 +71,12 @@ class Histories(LedgerMachine):
             if outcome == "durable":
                 self.durable(step)
 
-    @rule(worker=workers, lag=lags, count=st.integers(1, 7))
-    def a_worker_leases(self, worker: int, lag: int, count: int) -> None:
-        self.lease(worker, lag, count)
+    @rule(worker=workers, slack=slacks, count=st.integers(1, 7))
+    def a_worker_leases(self, worker: int, slack: int, count: int) -> None:
+        self.lease(worker, self.lag(slack), count)
+
+    def lag(self, slack: int) -> int:
+        return max(0, self.settings.max_staleness - slack)
 
     @rule(but=st.integers(0, 3), most=st.integers(1, 6))
     def what_is_leased_commits(self, but: int, most: int) -> None:
@@ -83,21 +88,22 @@ class Histories(LedgerMachine):
         lag=st.sampled_from([0, 0, 0, 1]),
         but=st.sampled_from([[0], [1], [0, 1], [0, 2], [0, 1, 2], [0, 1, 2, 3]]),
         rows=st.sampled_from([2, 3, 1]),
-        moved=st.booleans(),
+        first=st.sampled_from(["", "", "back", "moved"]),
     )
     def rows_pass_over_the_late(
-        self, worker: int, lag: int, but: list[int], rows: int, moved: bool
+        self, worker: int, lag: int, but: list[int], rows: int, first: str
     ) -> None:
-        """``moved``: between rows, the lowest of them goes to another worker."""
+        """The first of the late has come ``back``, or has ``moved`` to another worker."""
         for _ in range(rows):
             self.lease(worker, lag)
             held = self.held()
+            if first and len(held) > but[0]:
+                one = held[but[0]]
+                self.give_back(one.worker, one.serial, one.attempt, failed=False)
+                if first == "moved":
+                    self.lease(1, 0, 1)
             self.commit([one for place, one in enumerate(held) if place not in but])
             self.take(self.next_step())
-            if moved and self.held():
-                one = self.held()[0]
-                self.give_back(one.worker, one.serial, one.attempt, failed=False)
-                self.lease(1, 0, 1)
 
     @rule(ahead=st.sampled_from([1] * 6 + [0, -1, -2, 2]), old=rarely)
     def a_row_is_taken(self, ahead: int, old: bool) -> None:
@@ -164,12 +170,12 @@ class Histories(LedgerMachine):
         self.give_back(worker, one.serial, one.attempt + shift, failed=failed)
 
     @precondition(lambda self: self.held())
-    @rule(place=st.integers(0, 2), worker=workers, lag=lags)
-    def a_lease_goes_to_another_worker(self, place: int, worker: int, lag: int) -> None:
+    @rule(place=st.integers(0, 2), worker=workers, slack=slacks)
+    def a_lease_goes_to_another_worker(self, place: int, worker: int, slack: int) -> None:
         held = self.held()
         one = held[place % len(held)]
         self.give_back(one.worker, one.serial, one.attempt, failed=False)
-        self.lease(worker, lag, 1)
+        self.lease(worker, self.lag(slack), 1)
 
     @rule(worker=workers, how=st.sampled_from(["starts", "starts, leases", "dead", "reclaims"]))
     def a_worker_dies(self, worker: int, how: str) -> None:
@@ -287,7 +293,7 @@ class Histories(LedgerMachine):
         self.reassert([row], old)
 
     @rule(
-        what=st.sampled_from(["", "", "draining", "ended", "ended for good"]),
+        what=st.sampled_from(["", "", "draining", "ended", "ended", "ended for good"]),
         old=rarely,
         more=st.integers(0, 2),
         lease_seconds=st.sampled_from([10.0, 5.0]),

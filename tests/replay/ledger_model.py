@@ -85,8 +85,9 @@ class LedgerModel:
     # -- sets ------------------------------------------------------------------------------
 
     def of(self, state: str) -> dict[int, Live]:
-        """Live groups in a state, ascending."""
-        return {s: g for s, g in sorted(self.live.items()) if g.state == state}
+        """Live groups in a state, in their order."""
+        groups = sorted(self.live.items(), key=lambda item: item[1].place)
+        return {serial: group for serial, group in groups if group.state == state}
 
     def places(self) -> list[float]:
         """Of all live groups."""
@@ -226,15 +227,19 @@ class LedgerModel:
         return group if group and group.state == "leased" and group.holder == holder else None
 
     def renew(self, holder: str, serials: list[int]) -> list[int]:
+        def deadline_of(group: Live) -> int | None:
+            return rules.renewed(self.now, group.cap, self.limits.lease_ms)
+
         lost = []
+        held = [group for serial in serials if (group := self._held(serial, holder))]
+        if any(deadline_of(group) is None for group in held):
+            self._move_on()
         for serial in serials:
             group = self._held(serial, holder)
             if group is None:
                 lost.append(serial)
                 continue
-            deadline = rules.renewed(self.now, group.cap, self.limits.lease_ms)
-            if deadline is None and self._move_on():
-                deadline = rules.renewed(self.now, group.cap, self.limits.lease_ms)
+            deadline = deadline_of(group)
             if deadline is None:
                 self._release(serial, Release.PAST_DEADLINE)
                 lost.append(serial)

@@ -84,11 +84,16 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "a repeated reclaim takes from the next life": ("reclaim", "if given then", "if false then"),
     "renewal without a cap": ("renew", "math.min(now + m.lease_ms, cap)", "now + m.lease_ms"),
     "renewal without a grace": ("renew", "tonumber(known[3]) + m.lease_ms", "tonumber(known[3])"),
-    "renewal at the very cap": ("renew", "if now >= cap then", "if now > cap then"),
+    "renewal at the very cap": ("renew", "elseif now >= cap then", "elseif now > cap then"),
     "the cap judges time in which nobody could renew": (
         "renew",
         "if now >= cap and moved_on(now) then",
         "if false then",
+    ),
+    "what was renewed before a silence was seen is moved on too": (
+        "renew",
+        "i, lost = 3, {}",
+        "i = i - 1",
     ),
     "anybody renews": ("renew", " or known[2] ~= holder", ""),
     "past its cap is no failure": (

@@ -157,6 +157,16 @@ def test_the_cap_of_a_lease_does_not_run_out_in_a_silence(world: Worlds):
     assert w.ledger.renew([lease.group_id]) == []
 
 
+def test_what_is_renewed_together_is_renewed_by_one_lease_time(world: Worlds):
+    w = world(lease_seconds=10, group_deadline_seconds=15)
+    Members(w.store).register("rollout", "rollout-0", {})
+    fresh, old = w.lease(count=2)
+    silence(w.store, 60, old)  # seen only when it is the turn of the old one
+    assert w.ledger.renew([fresh.group_id, old.group_id]) == []
+    now = int(w.store.redis.time()[0]) * 1000
+    assert w.store.redis.zscore(w.store.key("deadlines"), "0") <= now + 11_000
+
+
 def test_the_leases_of_the_dead_expire_while_others_are_heard_of(world: Worlds):
     w = world(lease_seconds=10)
     members = Members(w.store)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from ledger_histories import Histories
+from ledger_machine import KINDS
 from ledger_mutants import MUTANTS, mutated
 from ledger_state import with_clock
 
@@ -26,6 +27,7 @@ from tandem.replay import connection
 
 # Finding the shortest history that fails takes a while; without a failure this is seconds.
 pytestmark = pytest.mark.timeout(600)
+Machines = Callable[[str], type[Histories]]
 
 
 def run(machine: type[Histories], examples: int, **changes: Any) -> None:
@@ -82,34 +84,44 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory, servers: Any) -> Iter
 
 
 @pytest.fixture
-def machine(make: Any, plain_server: Any) -> type[Histories]:
-    return type("Machine", (Histories,), {"make": make, "join": plain_server.join("run")})
+def machine(make: Any, plain_server: Any) -> Callable[[str], type[Histories]]:
+    """A machine of a kind, of a class of its own."""
+    values = {"make": make, "join": plain_server.join("run")}
+    return lambda kind: type("Machine", (Histories,), {**values, "kind": KINDS[kind]})
 
 
-def test_scripts_and_rules_agree(machine: type[Histories]):
+@pytest.mark.parametrize("kind", KINDS)
+def test_scripts_and_rules_agree(machine: Machines, kind: str):
     with with_clock():
-        run(machine, 100)
+        run(machine(kind), 15)
 
 
 def test_scripts_and_rules_agree_on_a_server_that_is_killed(make: Any, own_server: Any):
     values = {"make": make, "join": own_server.join("run"), "server": own_server}
     with with_clock():
-        run(type("Machine", (OnAServer,), values), 30, stateful_step_count=30)
+        made = type("Machine", (OnAServer,), {**values, "kind": KINDS["window"]})
+        run(made, 25, stateful_step_count=30)
 
 
 @pytest.mark.byhand
 @pytest.mark.timeout(7200)
-def test_scripts_and_rules_agree_in_many_histories(machine: type[Histories]):
-    examples = int(os.environ.get("TANDEM_MODEL_EXAMPLES", "2000"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_scripts_and_rules_agree_in_many_histories(machine: Machines, kind: str):
+    examples = int(os.environ.get("TANDEM_MODEL_EXAMPLES", "2000")) // len(KINDS)
     with with_clock():
-        run(machine, examples, derandomize=False, stateful_step_count=60, print_blob=True)
+        run(machine(kind), examples, derandomize=False, stateful_step_count=60, print_blob=True)
 
 
 @pytest.mark.byhand
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_script_that_breaks_a_rule_is_found_out(machine: type[Histories], mutant: str):
+def test_a_script_that_breaks_a_rule_is_found_out(machine: Machines, mutant: str):
     with with_clock(lambda name, text: mutated(mutant, name, text)):
         for name in connection.script_names():
             connection.script_source(name)  # says so where the mutant's text is no longer there
         with pytest.raises(Exception):  # noqa: B017 - whatever it is that goes wrong
-            run(machine, 600, phases=[Phase.generate], report_multiple_bugs=False)
+            run_all_kinds(machine)
+
+
+def run_all_kinds(machine: Machines) -> None:
+    for kind in KINDS:
+        run(machine(kind), 60, phases=[Phase.generate], report_multiple_bugs=False)
