@@ -10,9 +10,12 @@ from typing import Any
 
 import decoding
 import pytest
-from decoders import RECORDS, Files, all_decoders, of_wire
+from decoders import all_decoders
 from decoding import fuzz_decoder
+from examples import RECORDS
+from file_decoders import Files
 from scripts import ScriptFuzz
+from socket_decoders import of_wire
 
 from tandem.common.errors import WireError
 from tandem.common.records import Sample
