@@ -76,7 +76,7 @@ class Reader:
         where = f"{self._name} line {number}"
         try:
             raw = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is no JSON: {error}") from None
         if not isinstance(raw, dict):
             raise DataError(f"{where} is no JSON object but {type(raw).__name__}")

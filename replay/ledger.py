@@ -371,10 +371,12 @@ class Ledger:
             settings = LedgerSettings(**settings)
         settings.check()
         frozen = settings.frozen_fields()
-        answer = json.loads(
-            self.store.script(
-                "create", json.dumps(frozen), json.dumps(settings.changeable_fields())
-            )
+        raw = self.store.script(
+            "create", json.dumps(frozen), json.dumps(settings.changeable_fields())
+        )
+        what = "the answer to creating the ledger"
+        answer = checked(
+            what, read_object(raw, what, StoreError, WAY_OUT), created=bool, differ=dict
         )
         if answer["differ"]:
             told_of = "; ".join(

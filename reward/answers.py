@@ -109,7 +109,7 @@ def _alternatives(text: str) -> tuple[str, ...]:
         return ()
     try:
         texts = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ()
     return tuple(texts) if all(isinstance(t, str) for t in texts) else ()
 

@@ -53,6 +53,13 @@ def read_tests(given: Any) -> list[list[str]]:
 
     Arguments and results are JSON text. A :class:`ValueError` says what is wrong.
     """
+    try:
+        return _read_tests(given)
+    except RecursionError:
+        raise ValueError("the tests are nested too deeply") from None
+
+
+def _read_tests(given: Any) -> list[list[str]]:
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -60,9 +67,11 @@ def read_tests(given: Any) -> list[list[str]]:
             raise ValueError("the tests are no JSON") from None
     if isinstance(given, Mapping):
         if "test_cases" in given:
-            return read_tests(given["test_cases"])
+            return _read_tests(given["test_cases"])
         if "inputs" in given and "outputs" in given:
             inputs, outputs = given["inputs"], given["outputs"]
+            if not isinstance(inputs, list) or not isinstance(outputs, list):
+                raise ValueError("inputs and outputs are no lists")
             if len(inputs) != len(outputs):
                 raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
             name = given.get("fn_name")

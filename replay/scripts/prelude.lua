@@ -168,7 +168,8 @@ end
 -- The first check of every script: who calls, and with how many arguments.
 local function called(name, least, most)
   script = name
-  if #KEYS ~= 1 or #prefix > LABEL_BYTES or not string.find(prefix, '^tandem:[^:%c]+:$') then
+  if #KEYS ~= 1 or #prefix > LABEL_BYTES or #prefix < 9 or string.sub(prefix, 1, 7) ~= 'tandem:'
+      or string.find(prefix, ':', 8, true) ~= #prefix then
     return refuse(#KEYS .. ' keys, the first is ' .. shown(prefix) ..
       ', not one key tandem:<run id>: alone; nothing was changed')
   end
@@ -176,7 +177,10 @@ local function called(name, least, most)
     return refuse(#ARGV .. ' arguments, not ' .. least .. (most and ' or more' or '') ..
       ': nothing was changed; do all processes run one version of Tandem?')
   end
-  return label(1, 'caller') or whole(2, 'request number')
+  if #caller < 1 or #caller > LABEL_BYTES then
+    return unfit(1, 'caller', 'a name of 1 to ' .. LABEL_BYTES .. ' bytes')
+  end
+  return whole(2, 'request number')
 end
 
 -- The answer that this very request got before, or nil; or a refusal, if another script gave one.

@@ -12,7 +12,7 @@ import time
 import tracemalloc
 from typing import Any
 
-from decoders import Decoder
+from decoder import Decoder
 from tally import MOST_BREACHES, Tally
 
 from tandem.common.errors import TandemError

@@ -121,4 +121,17 @@ def mutated_lines(body: bytes, corpus: Sequence[bytes], c: random.Random) -> byt
     return b"\n".join(lines)
 
 
+def mutated_yaml(data: bytes, corpus: Sequence[bytes], c: random.Random) -> bytes:
+    """A config with lines changed, moved and cut."""
+    if c.random() < 0.3:
+        return flipped(data, c)
+    lines = data.split(b"\n")
+    at = c.randrange(len(lines))
+    odd = (b"[" * 400, b"&a [*a]", b"!!python/object:os.system {}", b"- 1", b"? x", b"{a: b", b"%",
+           b"2001-99-99", b"1e999", b"\xff", b"\x00", b".nan", b"-1", b"[]", b"{}", b"'", b"1:60:60")  # fmt: skip
+    key = lines[at].partition(b":")[0]
+    lines[at] = c.choice((key + b": " + c.choice(odd), c.choice(odd), b"  " + lines[at], b""))
+    return b"\n".join(lines)
+
+
 Mutator = Callable[[bytes, Sequence[bytes], random.Random], bytes]

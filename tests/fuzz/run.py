@@ -18,8 +18,9 @@ HERE = Path(__file__).resolve().parent
 # This checkout's own code, wherever the command was started.
 sys.path[:0] = [str(HERE), str(HERE.parent.parent / ".import"), str(HERE.parent)]
 
-from decoders import Files, all_decoders  # noqa: E402
+from decoders import all_decoders  # noqa: E402
 from decoding import fuzz_decoder  # noqa: E402
+from file_decoders import Files  # noqa: E402
 from redis_server import running  # noqa: E402
 from scripts import ScriptFuzz  # noqa: E402
 from tally import HEAD, Tally, line  # noqa: E402

@@ -10,9 +10,12 @@ from typing import Any
 
 import decoding
 import pytest
-from decoders import RECORDS, Files, all_decoders, of_wire
+from decoders import all_decoders
 from decoding import fuzz_decoder
+from examples import RECORDS
+from file_decoders import Files
 from scripts import ScriptFuzz
+from socket_decoders import of_wire
 
 from tandem.common.errors import WireError
 from tandem.common.records import Sample
@@ -56,6 +59,7 @@ def test_a_mutated_call_is_refused_by_name_or_is_a_legal_transition(fuzz: Script
     tally = fuzz.run(script, CALLS)
     assert tally.breaches == []
     assert tally.cases == CALLS
+    assert tally.fine > 0, "its likely calls are no longer what the script takes"
 
 
 def test_worlds_have_every_state(fuzz: ScriptFuzz):

@@ -20,7 +20,9 @@ Worlds = Callable[..., Any]
 
 
 def everything(store: Store) -> dict[bytes, bytes]:
-    return {name: store.redis.dump(name) for name in store.redis.scan_iter(store.key("*"))}
+    # Answers apart: a read may put a hash in another order.
+    names = [n for n in store.redis.scan_iter(store.key("*")) if b":answers:" not in n]
+    return {name: store.redis.dump(name) for name in names}
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ def test_the_verdicts_are_those_of_the_records():
 
 
 @pytest.mark.parametrize(
-    "message", [["ready"], ["crash", "why"], ["wrong", 0.5, 100], ["correct", 0, 1]]
+    "message",
+    [["ready", None, 9], ["crash", "why", 9], ["done", "wrong", 100], ["raised", "why", 9]],
 )
 def test_replies_of_a_grader_are_read(message: list[Any]):
-    assert pipes.read_reply(msgpack.packb(message)) == message
+    assert pipes.read_reply(msgpack.packb(message)) == tuple(message)
 
 
 @pytest.mark.parametrize(
@@ -29,16 +30,33 @@ def test_replies_of_a_grader_are_read(message: list[Any]):
         [],
         {},
         5,
-        ["ready", 1],
-        ["splendid", 0.5, 100],
-        ["wrong", -1.0, 100],
-        ["wrong", 0.5],
-        ["crash", b"x"],
+        ["ready"],
+        ["ready", "now", 9],
+        ["splendid", None, 100],
+        ["done", "wrong", -1],
+        ["done", "wrong", 1.0],
+        ["done", "wrong"],
+        ["crash", b"x", 9],
     ],
 )
 def test_whatever_else_a_grader_says_is_refused(message: Any):
     with pytest.raises(WireError, match="refused reply of a grader"):
         pipes.read_reply(msgpack.packb(message))
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "result"),
+    [
+        ("compare", ["4", "4"], "splendid"),
+        ("compare", ["4", "4"], ["correct"]),
+        ("function", [0, {"completions": ["a", "b"]}], [1.0]),
+        ("function", [0, {"completions": ["a"]}], [float("nan")]),
+        ("code", ["p", [["io", "", ""]], 1.0, 1.0, 1, True], [2, 1, 0]),
+    ],
+)
+def test_a_result_that_can_not_be_is_refused(kind: str, payload: list[Any], result: Any):
+    with pytest.raises(WireError, match=f"refused result of a request to {kind}"):
+        pipes.checked_result(kind, payload, result)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 2000])

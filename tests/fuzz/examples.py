@@ -1,0 +1,198 @@
+"""Valid records, messages and files, of which mutated ones are made."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from tandem.common import sockets
+from tandem.common.records import (
+    CommitResult,
+    ExpertTrace,
+    FinishReason,
+    Group,
+    GroupReceipt,
+    GroupSubmission,
+    Problem,
+    Sample,
+    SamplingParams,
+    Verdict,
+    Version,
+    VersionSpan,
+)
+from tandem.common.weights import manifest, protocol
+from tandem.learner import journal
+
+KEYS = sockets.new_keys()
+
+
+def a_sample(length: int = 5, **changes: Any) -> Sample:
+    """With spans, a verdict and components."""
+    values: dict[str, Any] = {
+        "tokens": np.arange(length, dtype=np.int32),
+        "source": np.array([1, 0, 2] * length, np.uint8)[:length],
+        "logprobs": np.full(length, -0.25, np.float32),
+        "spans": (
+            VersionSpan(term=1, step=2, start=0, end=length // 2),
+            VersionSpan(term=1, step=3, start=length // 2, end=length),
+        ),
+        "finish_reason": FinishReason.LENGTH,
+        "sampling": SamplingParams(temperature=0.6),
+        "text": "été ∑ 字",
+        "reward": 0.25,
+        "verdict": Verdict.WRONG,
+        "components": {"accuracy": 0.0, "format": None},
+        "extracted": "4",
+        "grader": "boxed@1",
+    }
+    return Sample(**{**values, **changes})
+
+
+def a_group(**changes: Any) -> Group:
+    """With samples, traces and the values of a problem with pictures."""
+    values: dict[str, Any] = {
+        "group_id": "0-1",
+        "attempt": 2,
+        "worker": "rollout-0",
+        "problem_id": "a/1",
+        "prompt_tokens": np.arange(3, dtype=np.int32),
+        "prompt_text": "p",
+        "gold": "4",
+        "data_source": "d",
+        "samples": (a_sample(), a_sample(0, spans=()), a_sample(70, reward=None, verdict=None)),
+        "trace_ids": ("a/1#0",),
+        "extra": {
+            "index": 3,
+            "images": [{"path": "x.png", "size": [64, 48]}, {"path": "y.png", "size": None}],
+            "nested": {"list": [1, "x", None, True, 0.5]},
+        },
+    }
+    return Group(**{**values, **changes})
+
+
+def a_manifest(step: int = 3) -> manifest.WeightManifest:
+    """Of four tensors in three buckets."""
+    layout = manifest.plan(
+        [
+            ("model.a", (3, 5), "float32"),
+            ("model.b", (2,), "bfloat16"),
+            ("c", (), "float32"),
+            ("d", (100, 2), "float16"),
+        ],
+        512,
+    )
+    sums = [2**63 + 5 * i for i in range(len(layout.ranges))]
+    return manifest.make_manifest("run", Version(term=1, step=step), layout, sums, "xxh3")
+
+
+RECORDS: list[Any] = [
+    Version(term=3, step=70),
+    VersionSpan(term=1, step=2, start=3, end=4),
+    SamplingParams(temperature=0.6, top_k=5, max_new_tokens=7),
+    a_sample(),
+    Problem(
+        problem_id="a/1",
+        prompt_text="p",
+        prompt_tokens=np.arange(3, dtype=np.int32),
+        gold="4",
+        data_source="d",
+        trace_ids=("a/1#0", "a/1#1"),
+        extra={"images": [{"path": "x.png"}]},
+    ),
+    ExpertTrace(
+        trace_id="a/1#0",
+        problem_id="a/1",
+        tokens=np.arange(3, dtype=np.int32),
+        logprobs=np.zeros(3, np.float32),
+        text="t",
+        tokenizer_digest="x",
+        reward=1.0,
+        verdict=Verdict.CORRECT,
+        components={"accuracy": 1.0},
+    ),
+    a_group(),
+    GroupSubmission(request_id=9, group=a_group()),
+    GroupReceipt(request_id=9, group_id="0-1", attempt=1, result=CommitResult.SUPERSEDED),
+    a_manifest(),
+]
+MESSAGES: list[Any] = [
+    protocol.Have(
+        run_id="run",
+        member="rollout-0",
+        incarnation="x",
+        version=Version(term=1, step=2),
+        content="c",
+        state="idle",
+        round="r",
+        transports=("nccl", "gloo"),
+        device="cpu",
+    ),
+    protocol.Prepare(round="r", manifest=a_manifest(), transport="gloo", bytes_follow=True),
+    protocol.Ack(round="r", channel="c"),
+    protocol.Open(
+        round="r", channel="c", transport="gloo", host="127.0.0.1", port=5, rank=1, world_size=2
+    ),
+    protocol.Staged(round="r", digest="d"),
+    protocol.Commit(round="r", run_id="run", version=Version(term=1, step=2)),
+    protocol.Committed(round="r", version=Version(term=1, step=2), seconds=0.5),
+    protocol.Refused(round="r", stage="open", reason="é"),
+    protocol.Abort(round="r", reason="x"),
+]
+
+ROW = {
+    "step": 1,
+    "short": False,
+    "groups": [
+        {"id": "0-0", "attempt": 1, "digest": "a" * 16, "bytes": 700, "traces": []},
+        {"id": "0-1", "attempt": 2, "digest": "b" * 16, "bytes": 701, "traces": ["a/0#0"]},
+    ],
+}
+
+
+def a_journal() -> bytes:
+    """Four rows: applied, quarantined, applied again after a resume, and one under way."""
+    lines: list[dict[str, Any]] = []
+    for step in range(1, 5):
+        row = {**ROW, "step": step}
+        digest = journal.digest_of(row)
+        head = {"term": 1, "step": step}
+        lines.append({"kind": "row", **head, "row": row, "digest": digest, "time": 1.5})
+        if step < 4:
+            kind = "quarantined" if step == 2 else "applied"
+            lines.append({"kind": kind, **head, "digest": digest, "time": 1.5})
+        if step == 3:
+            lines.append({"kind": "resumed", "term": 2, "step": 2, "time": 1.5})
+            lines.append({"kind": "applied", "term": 2, "step": 3, "digest": digest, "time": 1.5})
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+METRICS = b"".join(
+    json.dumps(
+        {
+            "step": step, "term": 1, "time": 1.5 * step, "loss": 0.5, "train/rows": 16,
+            "replay/staleness_share_0": 0.5, "replay/staleness_share_1": 0.5, "time/total": 2.0,
+            "text": "a\u2028b",
+        },
+        ensure_ascii=False,
+    ).encode()
+    + b"\n"
+    for step in range(1, 4)
+) + b'{"step":2,"eval/heldout/accuracy":0.5,"eval/heldout/problems":9,"eval/id":"heldout@2"}\n'  # fmt: skip
+SAFETENSORS = {
+    "__metadata__": {"format": "pt"},
+    "a": {"dtype": "F32", "shape": [3, 5], "data_offsets": [0, 60]},
+    "b": {"dtype": "F32", "shape": [], "data_offsets": [60, 64]},
+}
+CONFIG = b"""run:
+  steps: 5
+model: {path: m}
+data:
+  train:
+  - path: a.parquet
+    name: a
+    weight: 2
+rollout:
+  group_size: 8
+"""

@@ -1,0 +1,172 @@
+"""Decoders of what is kept in Redis, and of what its scripts answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from decoder import Decoder, round_trip, text
+from examples import (
+    CONFIG,
+    KEYS,
+    ROW,
+)
+from frames import (
+    flipped,
+    mutated_json,
+    mutated_yaml,
+)
+
+from tandem.common import sockets
+from tandem.common.config import read_config
+from tandem.common.errors import StoreError
+from tandem.common.plain import read_object
+from tandem.common.weights import directory
+from tandem.launch.board.facts import Activity
+from tandem.launch.idle import IdleShares
+from tandem.replay import answers, dead_letters, ledger, members, store
+
+
+def read_report(data: bytes) -> Any:
+    """A report as the supervisor and ``tandem status`` add it up."""
+    found = store.read_report(data, "a report")
+    shares, activity = IdleShares(), Activity()
+    shares.add({"rollout-0": found})
+    activity.add({"rollout-0": found})
+    return shares.shares(), activity.seconds("rollout-0")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    member: str
+    info: Any
+
+
+def read_learner(data: bytes) -> Any:
+    """The learner's address, as a worker finds it in the registry."""
+    member = members.read_member(b"learner", data, 5)
+    found = directory.newest_learner([_Entry(member.member, member.info)])
+    if found is not None:
+        sockets.check_address(found.member, found.endpoint, found.public_key)
+        # What was let through, libzmq must take.
+        context = zmq.Context.instance()
+        sockets.connect_dealer(
+            context,
+            found.endpoint,
+            identity="fuzz",
+            server_public=found.public_key or None,
+            client=KEYS,
+        ).close(0)
+    return found
+
+
+def check_row(found: Any) -> str:
+    """A row gives itself again."""
+    return "" if ledger.Row.from_dict(found.to_dict()) == found else "it isn't the same again"
+
+
+def from_redis() -> Iterable[Decoder]:
+    """What is kept in Redis, and what its scripts answer."""
+    request = dataclasses.asdict(store.EvaluationRequest(id="h@1", set_name="h", step=1))
+    result = {
+        "id": "h@1", "set_name": "h", "step": 1, "accuracy": 0.5, "problems": 3,
+        "format_share": 1.0, "mean_length": 4.0, "seconds": 1.0, "member": "rollout-0",
+    }  # fmt: skip
+    waiting = {
+        "group_id": "0-1",
+        "state": "leased",
+        "worker": "w",
+        "reason": "r",
+        "run_state": "running",
+    }
+    settings = ledger.LedgerSettings(
+        sources=(("a", 7, 1), ("b", 3, 1)), seed=7, data_digest="d", group_size=2,
+        groups_per_step=2, max_staleness=1, steps=9,
+    )  # fmt: skip
+    fields = {**settings.frozen_fields(), **settings.changeable_fields()}
+    report = {
+        "time": 1.5, "role": "rollout", "clock": {"wait/batch": 1.0, "total": 2.0},
+        "shares": {"wait/batch": 0.5}, "tokens_per_second": 9.0,
+    }  # fmt: skip
+    member = {
+        "role": "learner",
+        "info": {"term": 1, "endpoint": "tcp://127.0.0.1:1", "public_key": KEYS.public},
+    }
+    leases = {
+        "leases": [[4, 1, 1700000000000], [5, 2, 1700000000000]], "wait": "", "state": "running",
+        "journalled": 3, "now": 1700000000000, "lease_ms": 120000,
+    }  # fmt: skip
+
+    def json_of(
+        name: str, corpus: list[bytes], decode: Callable[[bytes], Any], **more: Any
+    ) -> Decoder:
+        return Decoder(name=name, corpus=corpus, decode=decode, mutate=mutated_json, **more)
+
+    def raw(data: bytes, corpus: Sequence[bytes], c: random.Random) -> bytes:
+        return flipped(data, c)
+
+    def settings_of(data: bytes) -> Any:
+        content = read_object(data, "the fields", StoreError)
+        return ledger.read_settings(
+            {
+                str(k).encode("utf-8", "replace"): str(v).encode("utf-8", "replace")
+                for k, v in content.items()
+            }
+        )
+
+    def row_of(data: bytes) -> Any:
+        return ledger.Row.from_dict(read_object(data, "row", StoreError))
+
+    taken = [{"row": ROW, "quarantined": ""}, {"waiting": waiting}, {"ended": True}]
+    told = {**waiting, "journalled": 3, "graded": 1, "leased": 2, "returned": 0}
+    letters = {"group_id": "0-1", "attempt": 2, "worker": "w", "reason": "r", "failures": 5}
+    yield json_of("replay.row", text(ROW), row_of, check=check_row)
+    yield json_of("replay.take", text(*taken), ledger.read_take)
+    yield json_of("replay.lease", text(leases), answers.lease_answer)
+    yield json_of(
+        "replay.retry",
+        text({"back": [1, 4]}, {"over": "why"}, {"back": {}}),
+        lambda data: dead_letters.read_answer(data, {1, 4}),
+    )
+    yield json_of("replay.waiting", text(told), ledger.read_waiting)
+    yield json_of(
+        "replay.dead_letters",
+        text(letters),
+        lambda data: ledger.read_dead_letters({b"7": data}, {b"3": data[:200]}),
+    )
+    yield json_of("replay.settings", text(fields), settings_of)
+    yield json_of("replay.member", text(member), lambda data: members.read_member(b"m", data, 1))
+    yield json_of(
+        "replay.evaluation_request",
+        text(request),
+        store.read_request,
+        check=round_trip(store.read_request),
+    )
+    yield json_of(
+        "replay.evaluation_result",
+        text(result),
+        store.read_result,
+        check=round_trip(store.read_result),
+    )
+    yield json_of("replay.report", text(report), read_report)
+    yield json_of("replay.client_keys", text(["k" * 40, "s" * 40]), store.read_keys)
+    yield Decoder(
+        name="replay.final_place",
+        corpus=[b"T:3:1", b"D:3:2", b"R:0:1:attempts"],
+        decode=ledger.read_final,
+        mutate=raw,
+    )
+    yield Decoder(
+        name="replay.run_state", corpus=[b"running", b"failed"], decode=store.read_state, mutate=raw
+    )
+    yield json_of("weights.learner_address", text(member), read_learner)
+    yield Decoder(
+        name="config.read_config",
+        corpus=[CONFIG],
+        decode=lambda data: read_config(answers.text(data, "config")),
+        mutate=mutated_yaml,
+    )

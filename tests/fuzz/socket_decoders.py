@@ -1,0 +1,232 @@
+"""Decoders of what comes over ZeroMQ, through pipes and from another rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgpack
+import xxhash
+from decoder import Decoder, packed, same
+from examples import (
+    MESSAGES,
+    RECORDS,
+    a_group,
+    a_manifest,
+)
+from frames import (
+    flipped,
+    mutated_msgpack,
+    spliced,
+)
+
+from tandem.common import wire
+from tandem.common.records import (
+    ExpertTrace,
+    Group,
+    GroupSubmission,
+    Sample,
+    Version,
+)
+from tandem.common.weights import manifest, protocol
+from tandem.learner import orders
+from tandem.reward import pipes
+
+
+def framed(body: bytes) -> bytes:
+    """A body in a frame whose checksum is right."""
+    head = wire.HEADER.pack(wire.MAGIC, wire.SCHEMA_VERSION, xxhash.xxh3_64_intdigest(body))
+    return head + body
+
+
+def mutated_frame(data: bytes, corpus: Sequence[bytes], c: random.Random) -> bytes:
+    """A frame of the wire: seldom its checksum is wrong, for that alone is soon found."""
+    if c.random() < 0.15:
+        return flipped(data, c) if c.random() < 0.7 else spliced(data, c.choice(corpus), c)
+    bodies = [one[wire.HEADER.size :] for one in corpus]
+    return framed(mutated_msgpack(data[wire.HEADER.size :], bodies, c))
+
+
+def of_wire(record: Any) -> Decoder:
+    """One kind of record."""
+    kind = type(record)
+    others = [wire.encode(one) for one in RECORDS + MESSAGES]
+
+    def check(found: Any) -> str:
+        again = wire.decode(wire.encode(found), kind)
+        if not same(found, again):
+            return f"it isn't the same when it is encoded and decoded again: {found!r:.300}"
+        return unsound(found)
+
+    return Decoder(
+        name=f"wire.{kind.__name__}",
+        corpus=[wire.encode(record)],
+        decode=lambda data: wire.decode(data, kind),
+        mutate=lambda data, _, c: mutated_frame(data, others, c),
+        check=check,
+    )
+
+
+def unsound(record: Any) -> str:
+    """Why a record can't be, by its own invariants; empty where it can."""
+    found = ""
+    if isinstance(record, GroupSubmission):
+        return unsound(record.group)
+    if isinstance(record, Group):
+        found = next(filter(None, map(unsound, record.samples)), "")
+    if isinstance(record, Sample):
+        n = len(record.tokens)
+        if not (len(record.source) == len(record.logprobs) == n):
+            found = "its arrays differ in length"
+        elif n and int(max(record.source)) > 2:
+            found = "it has a token of an unknown source"
+        elif any(not 0 <= s.start <= s.end <= n for s in record.spans):
+            found = "it has a span outside its tokens"
+    if isinstance(record, ExpertTrace) and record.logprobs is not None:
+        found = "" if len(record.logprobs) == len(record.tokens) else "its arrays differ in length"
+    if isinstance(record, Version) and min(record.term, record.step) < 0:
+        found = "it is a negative version"
+    return found
+
+
+def mutated_message(data: bytes, corpus: Sequence[bytes], c: random.Random) -> bytes:
+    """Both frames of a message, packed as a list so that they are one piece here."""
+    frames = msgpack.unpackb(data)
+    what = c.random()
+    if what < 0.1:
+        frames = frames[: c.randrange(2)]
+    elif what < 0.2:
+        frames[0] = flipped(frames[0], c)
+    elif what < 0.25:
+        frames.append(frames[0])
+    elif what < 0.3:
+        frames[0] = c.choice((b"", b"Have", b"Commit", b"\xff", frames[1][:50]))
+    else:
+        others = [msgpack.unpackb(one)[1] for one in corpus]
+        frames[1] = mutated_frame(frames[1], others, c)
+    return msgpack.packb(frames)
+
+
+def mutated_manifest(data: bytes, corpus: Sequence[bytes], c: random.Random) -> bytes:
+    """A manifest whose digests are right for what it says, so that the rest is looked at."""
+    found = wire.decode(data, manifest.WeightManifest)
+    layout, buckets, total = found.layout, list(found.buckets), found.total_bytes
+    numbers = (0, 1, 255, 256, 257, 512, 2**31, 2**40, 2**63, total, total + 256, total - 256)
+    for _ in range(c.choice((1, 1, 2))):
+        what = c.random()
+        if what < 0.55:
+            raw = layout.encode()
+            if c.random() < 0.5:
+                lines = layout.splitlines(keepends=True) or ["float32 1 0 4 a\n"]
+                words = c.choice(lines).split(" ")
+                words[c.randrange(len(words))] = c.choice(
+                    ("-", "-1", "1x2", "0", "٣", "1_0", " 5", "9" * 5000, "x".join(["9" * 14] * 8),
+                     "x".join(["9"] * 9), "float99", "256", "4", "", "name\n", "1e3", "0x1", "+1")
+                )  # fmt: skip
+                lines[c.randrange(len(lines))] = " ".join(words)
+                layout = "".join(lines)
+            else:
+                layout = flipped(raw, c).decode("utf-8", "replace")
+        elif what < 0.85 and buckets:
+            at = c.randrange(len(buckets))
+            changes = {c.choice(("offset", "nbytes", "checksum")): c.choice(numbers)}
+            buckets[at] = dataclasses.replace(buckets[at], **changes)
+            if c.random() < 0.2:
+                del buckets[at]
+        else:
+            total = c.choice(numbers)
+    content = manifest.content_digest(layout, buckets, found.checksum)
+    changed = dataclasses.replace(
+        found,
+        layout=layout,
+        buckets=tuple(buckets),
+        total_bytes=total,
+        content=content,
+        digest=manifest.manifest_digest(found.run_id, found.version, content),
+    )
+    return (
+        mutated_frame(wire.encode(changed), corpus, c) if c.random() < 0.1 else wire.encode(changed)
+    )
+
+
+def read_manifest(data: bytes) -> manifest.WeightManifest:
+    """As a receiver does: decoded, checked, compared with its engine."""
+    found = wire.decode(data, manifest.WeightManifest)
+    manifest.check_manifest(found)
+    manifest.first_difference([("model.a", (3, 5), "float32")], found.params)
+    return found
+
+
+def check_manifest(found: manifest.WeightManifest) -> str:
+    """Buckets and tensors lie side by side in the buffer, and need all of it."""
+    ends = [b.offset + b.nbytes for b in found.buckets]
+    if [b.offset for b in found.buckets] != [0, *ends[:-1]] or ends[-1:] != [found.total_bytes]:
+        return "its buckets don't cover the buffer"
+    need = sum(-(-p.nbytes // manifest.ALIGNMENT) * manifest.ALIGNMENT for p in found.params)
+    if need != found.total_bytes:
+        return f"its tensors need {need} bytes of {found.total_bytes}"
+    return (
+        "" if manifest.layout_text(found.params) == found.layout else "its layout isn't canonical"
+    )
+
+
+def from_sockets() -> Iterable[Decoder]:
+    """What comes over ZeroMQ, pipes and between ranks."""
+    yield from map(of_wire, RECORDS + MESSAGES)
+    frames = [msgpack.packb(protocol.pack(message)) for message in MESSAGES]
+    yield (
+        Decoder(
+            name="weights.unpack",
+            corpus=frames,
+            decode=lambda data: protocol.unpack(msgpack.unpackb(data)),
+            mutate=mutated_message,
+            check=lambda r: (
+                "" if same(r, protocol.unpack(protocol.pack(r))) else "not the same again"
+            ),
+        )
+    )
+    yield (
+        Decoder(
+            name="weights.manifest",
+            corpus=[wire.encode(a_manifest())],
+            decode=read_manifest,
+            mutate=mutated_manifest,
+            check=check_manifest,
+        )
+    )
+    traces = [wire.encode(RECORDS[5])]
+    group = [wire.encode(a_group()), ["a/1#0"]]
+    order = {"do": "train", "step": 3, "groups": [group], "traces": traces, "lr": 1e-6}
+    for name, corpus, decode in (
+        (
+            "graders.request",
+            packed(["compare", 2.5, b"x"], ["function", 3, None]),
+            pipes.read_request,
+        ),
+        (
+            "graders.payload",
+            packed(["4", "4"], ["x+1", "\\frac{1}{2}"]),
+            functools.partial(pipes.read_payload, "compare"),
+        ),
+        (
+            "graders.reply",
+            packed(["ready", None, 9], ["done", "wrong", 9], ["crash", "x", 0]),
+            pipes.read_reply,
+        ),
+        (
+            "graders.control",
+            packed(
+                ["spawn", 1], ["ready", 5, ["no network"]], ["exited", 1, 5, -9], ["failed", "x"]
+            ),
+            pipes.read_control,
+        ),
+        (
+            "ranks.order",
+            packed(order, {"do": "stop"}, {"do": "save", "folder": "x"}),
+            orders.read_order,
+        ),
+    ):
+        yield Decoder(name=name, corpus=corpus, decode=decode, mutate=mutated_msgpack)
