@@ -78,10 +78,14 @@ class Histories(Moves):
     def lag(self, slack: int) -> int:
         return max(0, self.settings.max_staleness - slack)
 
-    @rule(but=st.integers(0, 3), most=st.integers(1, 6))
-    def what_is_leased_commits(self, but: int, most: int) -> None:
-        """But for the lowest, which are late."""
-        self.commit(self.held()[but:][:most])
+    @rule(
+        but=st.integers(0, 3),
+        most=st.integers(1, 6),
+        oldest=st.sampled_from(["held", "held", "older"]),
+    )
+    def what_is_leased_commits(self, but: int, most: int, oldest: str) -> None:
+        """But for the lowest, which are late; maybe with tokens too old by a step."""
+        self.commit(self.held()[but:][:most], oldest)
 
     @rule(
         worker=workers,
@@ -163,11 +167,17 @@ class Histories(Moves):
         failed=st.booleans(),
         shift=st.sampled_from([0, 0, 0, 1, -1]),
         by=st.sampled_from([None, None, 0, 1, 2]),
+        commits=st.booleans(),
     )
-    def a_lease_is_given_back(self, place: int, failed: bool, shift: int, by: int | None) -> None:
+    def a_lease_is_given_back(
+        self, place: int, failed: bool, shift: int, by: int | None, commits: bool
+    ) -> None:
+        """And ``commits`` all the same, before anybody else has it."""
         one = self.pick(place)
         worker = one.worker if by is None else by
         self.give_back(worker, one.serial, one.attempt + shift, failed=failed)
+        if commits:
+            self.commit([one])
 
     @precondition(lambda self: self.held())
     @rule(place=st.integers(0, 2), worker=workers, slack=slacks)
@@ -274,11 +284,13 @@ class Histories(Moves):
         self.new_learner()
 
     @precondition(lambda self: self.model.dead)
-    @rule(most=st.integers(1, 3), other=st.booleans())
-    def dead_letters_are_put_back(self, most: int, other: bool) -> None:
+    @rule(most=st.integers(1, 3), other=st.booleans(), leased=st.booleans())
+    def dead_letters_are_put_back(self, most: int, other: bool, leased: bool) -> None:
         """``other``: together with a group that is none."""
         serials = sorted(self.model.dead)[:most]
         self.retry(serials + [s for s in self.model.live if other][:1])
+        if leased:
+            self.lease(0)
 
     @precondition(lambda self: self.journal)
     @rule(gap=st.booleans(), old=rarely)

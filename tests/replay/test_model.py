@@ -93,14 +93,14 @@ def machine(make: Any, plain_server: Any) -> Callable[[str], type[Histories]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_scripts_and_rules_agree(machine: Machines, kind: str):
     with with_clock():
-        run(machine(kind), 15)
+        run(machine(kind), 12)
 
 
 def test_scripts_and_rules_agree_on_a_server_that_is_killed(make: Any, own_server: Any):
     values = {"make": make, "join": own_server.join("run"), "server": own_server}
     with with_clock():
         made = type("Machine", (OnAServer,), {**values, "kind": KINDS["window"]})
-        run(made, 25, stateful_step_count=30)
+        run(made, 15, stateful_step_count=30)
 
 
 @pytest.mark.byhand
