@@ -318,6 +318,7 @@ class Grader:
         with self._lock:
             self._recent.forget()
             return {
+                **dict.fromkeys(("to_process", "cache_hits", "coalesced"), 0),
                 **self._counts,
                 **self._verdicts.stats(),
                 "queued": sum(processes.queued for processes in self._sets),
