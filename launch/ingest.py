@@ -410,13 +410,11 @@ class _Maker:
 
     def _bad_golds(self, rows: Sequence[ProblemRow]) -> set[int]:
         """Rows whose gold answer the grader can't read, or not within its limits."""
+        if not self._grader.needs_verdict:
+            return set()  # Nothing that pays asks for the answer.
+        rows = [row for row in rows if not self._grader.has_tests(row.extra)]
         unique = sorted({row.gold for row in rows})
-        # A text without an answer asks only whether the gold answer can be read.
-        grades = self._grader.grade_texts([GradeItem(text="", gold=gold) for gold in unique])
-        unreadable = (Verdict.GOLD_UNPARSABLE, Verdict.TIMEOUT, Verdict.MEMORY)
-        bad = {
-            gold for gold, grade in zip(unique, grades, strict=True) if grade.verdict in unreadable
-        }
+        bad = self._grader.unreadable_golds(unique)
         if self._grader.mode.compare != "exact":
             bad |= {gold for gold in unique if broken(gold)}
         return {row.row for row in rows if row.gold in bad}

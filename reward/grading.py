@@ -25,7 +25,7 @@ from typing import Any
 from ..common.config import RewardConfig
 from ..common.errors import DeadlineError, TandemError
 from ..common.records import FinishReason, Group, Verdict
-from . import answers
+from . import answers, values
 from .canary import CANARY, Known
 from .graders import START_SECONDS, GraderProcesses
 from .grades import Grade, GradeItem, with_grade
@@ -231,6 +231,25 @@ class Grader:
             self._wait(lambda: bool(graded), f"group {group.group_id}")
             return graded[0]
 
+    def unreadable_golds(self, golds: Sequence[str]) -> set[str]:
+        """Those of gold answers that can't be read, or not within the graders' limits."""
+        bad = (Verdict.GOLD_UNPARSABLE, Verdict.TIMEOUT, Verdict.MEMORY)
+        with self._lock:
+            verdicts: dict[str, Verdict] = {}
+
+            def into(gold: str) -> Callable[[Verdict, float, bool], None]:
+                return lambda verdict, seconds, cached: verdicts.update({gold: verdict})
+
+            for gold in golds:
+                # Without an answer it is only asked whether the gold answer can be read.
+                decided = answers.decide(None, gold, self.mode)
+                if decided is not None:
+                    verdicts[gold] = decided.verdict
+                else:
+                    self._verdicts.ask("", answers.read_gold(gold).text, into(gold))
+            self._wait(lambda: len(verdicts) == len(set(golds)), f"{len(golds)} gold answers")
+            return {gold for gold, verdict in verdicts.items() if verdict in bad}
+
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Pumps until ``ready``, which is called at least once a second.
 
@@ -299,6 +318,7 @@ class Grader:
         with self._lock:
             self._recent.forget()
             return {
+                **dict.fromkeys(("to_process", "cache_hits", "coalesced"), 0),
                 **self._counts,
                 **self._verdicts.stats(),
                 "queued": sum(processes.queued for processes in self._sets),
@@ -314,6 +334,11 @@ class Grader:
     def last_error(self) -> str:
         """The last line of what a function of the user's own, or code, raised last."""
         return self._outside.last_error
+
+    def forget(self) -> None:
+        """Empties the verdict cache; a measurement begins so."""
+        with self._lock:
+            self._verdicts.forget()
 
     def close(self) -> None:
         """Ends the grader processes."""
@@ -364,7 +389,14 @@ class Grader:
             self._counts[f"by_{decided.how}"] += 1
             found(decided.verdict, 0.0, False)
             return
-        self._verdicts.ask(answer or "", answers.read_gold(item.gold).text, found)
+        gold = answers.read_gold(item.gold)
+        by_value = self.mode.compare == "math" and answer
+        equal = values.same(by_value, gold.text) if by_value else None
+        if equal is not None:
+            self._counts["by_value"] += 1
+            found(Verdict.CORRECT if equal else Verdict.WRONG, 0.0, False)
+            return
+        self._verdicts.ask(answer or "", gold.text, found)
 
     def _value(self, batch: _Batch) -> None:
         """All verdicts are there: functions, code and components, then the rewards."""

@@ -111,6 +111,10 @@ class Verdicts:
         self._longest_wait = max(self._longest_wait, outcome.waited)
         self._recent.add(outcome.failure)
 
+    def forget(self) -> None:
+        """Empties the cache."""
+        self._cache.clear()
+
     def stats(self) -> dict[str, float]:
         """Seconds and sizes; the longest wait is that since the last call."""
         longest, self._longest_wait = self._longest_wait, 0.0

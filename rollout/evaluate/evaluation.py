@@ -150,8 +150,9 @@ async def evaluate(
             prompt_text=problem.prompt_text,
             tokens=sample.tokens,
             extra=problem.extra,
+            group=f"{place}",
         )
-        for problem, group in zip(problems, responses, strict=True)
+        for place, (problem, group) in enumerate(zip(problems, responses, strict=True))
         for sample in group
     ]
     grades = await asyncio.to_thread(grader.grade_texts, items)

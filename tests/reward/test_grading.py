@@ -66,6 +66,8 @@ def kill_graders(grader: Grader, make: Any) -> list[int]:
     return pids
 
 
+# Formulas in j are compared in a grader process: the letter may be an imaginary unit.
+
 # --- verdicts ---------------------------------------------------------------------------------
 
 
@@ -96,7 +98,7 @@ def test_a_truncated_text_is_not_searched_for_numbers(grader: Grader) -> None:
 
 def test_the_same_question_is_asked_once(grader: Grader, make: Any) -> None:
     before = grader.stats()["to_process"]
-    items = [make.item("3(x+7)", "3x+21")] * 5
+    items = [make.item("3(j+7)", "3j+21")] * 5
     grades = grader.grade_texts(items)
     assert all(g.verdict is Verdict.CORRECT for g in grades)
     assert [g.cached for g in grades] == [False, True, True, True, True]
@@ -108,7 +110,7 @@ def test_grading_works_from_any_thread(grader: Grader, make: Any) -> None:
     found: list[Verdict] = []
 
     def work() -> None:
-        found.extend(g.verdict for g in grader.grade_texts([make.item("5(y+1)", "5y+5")]))
+        found.extend(g.verdict for g in grader.grade_texts([make.item("5(j+1)", "5j+5")]))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -122,7 +124,7 @@ def test_grading_works_from_any_thread(grader: Grader, make: Any) -> None:
 def test_a_hang_is_a_timeout_and_the_others_are_graded(own: Grader, make: Any) -> None:
     pids = own.grader_pids()
     items = [make.item(make.hang, f"{n}x+1") for n in range(2, 4)]
-    items += [make.item(f"{n}(x+2)", f"{n}x+{2 * n}") for n in range(2, 22)]
+    items += [make.item(f"{n}(j+2)", f"{n}j+{2 * n}") for n in range(2, 22)]
     grades = own.grade_texts(items)
     assert [g.verdict for g in grades[:2]] == [Verdict.TIMEOUT] * 2
     assert [g.verdict for g in grades[2:]] == [Verdict.CORRECT] * 20
@@ -146,7 +148,7 @@ def test_a_memory_blow_up_is_its_texts_own_doing(make: Any) -> None:
         grade = grader.grade_texts([make.item(make.hang, "3x+1")])[0]
         assert grade.verdict in (Verdict.MEMORY, Verdict.TIMEOUT)
         assert grade.reward == -0.5
-        after = grader.grade_texts([make.item("2(x+3)", "2x+6")])[0]
+        after = grader.grade_texts([make.item("2(j+3)", "2j+6")])[0]
         assert after.verdict is Verdict.CORRECT
 
 
@@ -326,7 +328,7 @@ def test_a_verdict_does_not_outlive_the_cache(
     make: Any, monkeypatch: pytest.MonkeyPatch, grader: Grader
 ) -> None:
     monkeypatch.setattr(verdicts, "CACHED_VERDICTS", 1)
-    first, second = make.item("7(x+1)", "7x+7"), make.item("8(x+1)", "8x+8")
+    first, second = make.item("7(j+1)", "7j+7"), make.item("8(j+1)", "8j+8")
     # One after the other: verdicts of one call are cached in the order in which graders finish.
     grader.grade_texts([first])
     grader.grade_texts([second])

@@ -58,11 +58,11 @@ def boxed(answer: str, gold: str, thoughts: str = "") -> GradeItem:
     return GradeItem(text=f"{thoughts}</think> \\boxed{{{answer}}}", gold=gold)
 
 
-def good(name: str) -> list[GradeItem]:
-    """Half of them right and half wrong, all for a grader process to say."""
-    numbers = range(2, 2 + GOOD // 2)
-    right = [boxed(f"{n}({name}+2)", f"{n}{name}+{2 * n}") for n in numbers]
-    return right + [boxed(f"{n}({name}+2)", f"{n}{name}+{3 * n}") for n in numbers]
+def good(first: int) -> list[GradeItem]:
+    """Half of them right and half wrong, all for a grader process to say (j may be imaginary)."""
+    numbers = range(first, first + GOOD // 2)
+    right = [boxed(f"{n}(j+2)", f"{n}j+{2 * n}") for n in numbers]
+    return right + [boxed(f"{n}(j+2)", f"{n}j+{3 * n}") for n in numbers]
 
 
 def seconds_of(grader: Grader, items: list[GradeItem], found: list[Grade] | None = None) -> float:
@@ -84,8 +84,8 @@ def test_hangs_cost_their_own_deadlines_and_nobody_elses_verdict(grader: Grader,
     hangs = [boxed(make.hang, f"{n}x+1") for n in range(2, 5)]
     hangs += [boxed(f"{n}", f"{n}", "loop") for n in range(3)]
     hangs += [boxed(f"{n}", f"{n}", "backtrack") for n in range(2)]
-    alone = seconds_of(grader, good("y"))
-    right, wrong = good("x")[: GOOD // 2], good("x")[GOOD // 2 :]
+    alone = seconds_of(grader, good(1_000))
+    right, wrong = good(2)[: GOOD // 2], good(2)[GOOD // 2 :]
     # Spread among the others, as they come.
     items = [*right, *wrong]
     every = len(items) // len(hangs)

@@ -18,10 +18,10 @@ def test_the_verdicts_are_those_of_the_records():
 
 @pytest.mark.parametrize(
     "message",
-    [["ready", None, 9], ["crash", "why", 9], ["done", "wrong", 100], ["raised", "why", 9]],
+    [["ready", None, 9], ["crash", "why", 0], ["raised", "why", 9], ["done", "wrong", 9]],
 )
 def test_replies_of_a_grader_are_read(message: list[Any]):
-    assert pipes.read_reply(msgpack.packb(message)) == tuple(message)
+    assert list(pipes.read_reply(msgpack.packb(message))) == message
 
 
 @pytest.mark.parametrize(
@@ -30,13 +30,14 @@ def test_replies_of_a_grader_are_read(message: list[Any]):
         [],
         {},
         5,
+        ["ready", 1, 9],
         ["ready"],
-        ["ready", "now", 9],
-        ["splendid", None, 100],
-        ["done", "wrong", -1],
         ["done", "wrong", 1.0],
+        ["splendid", "wrong", 100],
+        ["done", "wrong", -1],
         ["done", "wrong"],
-        ["crash", b"x", 9],
+        ["crash", b"x", 0],
+        ["raised", None, 0],
     ],
 )
 def test_whatever_else_a_grader_says_is_refused(message: Any):
@@ -44,19 +45,48 @@ def test_whatever_else_a_grader_says_is_refused(message: Any):
         pipes.read_reply(msgpack.packb(message))
 
 
+FUNCTION = [0, {"completions": ["a", "b"]}]
+CODE = ["x = 1", [["assert", "x"]] * 3, 1.0, 5.0, 256, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "result"),
+    [
+        ("compare", ["4", "4"], "correct"),
+        ("function", FUNCTION, [1.5, None]),
+        ("code", CODE, [2, 3, 1]),
+    ],
+)
+def test_results_are_of_the_kind_that_was_asked_for(kind: str, payload: list[Any], result: Any):
+    assert pipes.read_payload(kind, msgpack.packb(payload)) == payload
+    assert pipes.checked_result(kind, payload, result) == result
+
+
 @pytest.mark.parametrize(
     ("kind", "payload", "result"),
     [
         ("compare", ["4", "4"], "splendid"),
-        ("compare", ["4", "4"], ["correct"]),
-        ("function", [0, {"completions": ["a", "b"]}], [1.0]),
-        ("function", [0, {"completions": ["a"]}], [float("nan")]),
-        ("code", ["p", [["io", "", ""]], 1.0, 1.0, 1, True], [2, 1, 0]),
+        ("compare", ["4", "4"], 1),
+        ("function", FUNCTION, [1.5]),
+        ("function", FUNCTION, [1.5, "2"]),
+        ("function", FUNCTION, [1.5, float("nan")]),
+        ("function", FUNCTION, [1.5, True]),
+        ("code", CODE, [4, 3, 0]),
+        ("code", CODE, [2, 2, 0]),
+        ("code", CODE, "all"),
     ],
 )
-def test_a_result_that_can_not_be_is_refused(kind: str, payload: list[Any], result: Any):
+def test_results_that_cannot_be_are_refused(kind: str, payload: list[Any], result: Any):
     with pytest.raises(WireError, match=f"refused result of a request to {kind}"):
         pipes.checked_result(kind, payload, result)
+
+
+@pytest.mark.parametrize(
+    "payload", [["4"], ["4", 4], ["4", "4", "4"], {"answer": "4"}, [0, {"completions": []}]]
+)
+def test_a_payload_of_another_shape_is_refused(payload: Any):
+    with pytest.raises(WireError, match="refused payload of a request to compare"):
+        pipes.read_payload("compare", msgpack.packb(payload))
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 2000])
