@@ -17,6 +17,7 @@ from tandem.common.run_folder import RunFolder
 from tandem.launch.board.inspection import Inspection, inspect
 from tandem.launch.board.on_disk import DiskUse, JournalEnd, disk_use, journal_end
 from tandem.launch.board.page import more
+from tandem.launch.board.snapshot import Grading
 from tandem.launch.cli import main
 from tandem.replay.inspection import KINDS, MemoryUse, OldestLease, WaitingAges
 
@@ -134,7 +135,19 @@ def keys(plain: Any, prefix: str = "") -> Iterator[str]:
 
 def test_every_key_of_the_json_is_on_the_page(documented: set[str], root: Path) -> None:
     letter = {"group_id": "0-1", "attempt": 1, "worker": "w", "reason": "r", "failures": 1}
+    graded = Grading(
+        samples=9,
+        verdicts={},
+        to_process=1,
+        cached=2,
+        queued=0,
+        queue_wait=0.1,
+        seconds=0.2,
+        hang_share=0.0,
+        crash_share=0.0,
+    )
     made = snapshot(dead_letters=(letter, {"step": 1, "reason": "r"}))
+    made = replace(made, grading=graded)
     plain = json.loads(json.dumps({**made.to_json(), **FOUND.to_json()}))
     # Their names are data.
     plain["ledger"] = {}
