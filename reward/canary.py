@@ -7,7 +7,17 @@ the real path at start, sees known-right ones score and known-wrong ones not, an
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from ..common.errors import TandemError
+from ..common.records import Verdict
+from . import answers, values
+from .graders import GraderProcesses
+from .requests import Outcome
+
+TRIES = 3
+"""Times that a known answer whose grader was too slow is asked, before the pool refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,3 +49,64 @@ CANARY: tuple[Known, ...] = (
     Known(answer="(-\\infty, 2)", gold="(-\\infty, 2]", correct=False),
 )
 """Some are settled by the fast path, the others reach math-verify in a grader process."""
+
+
+def check(
+    known: Sequence[Known],
+    processes: GraderProcesses,
+    *,
+    working: Callable[[], bool],
+    wait: Callable[[Callable[[], bool]], None],
+) -> None:
+    """Grades known answers through the real path.
+
+    Args:
+        known: the answers.
+        processes: the graders.
+        working: whether everything else that has to work does.
+        wait: pumps until what it is given is true.
+
+    Raises:
+        TandemError: a known-right answer doesn't score, or a known-wrong one does.
+    """
+    found: dict[int, Verdict] = {}
+    asked: dict[int, list[str]] = {}
+
+    def into(index: int) -> Callable[[Outcome], None]:
+        def finish(outcome: Outcome) -> None:
+            found[index] = outcome.verdict
+
+        return finish
+
+    boxed = answers.mode("boxed")
+    for index, item in enumerate(known):
+        # As a response would have it: what is tested is the whole way of an answer.
+        answer = boxed.read(f"</think> \\boxed{{{item.answer}}}", "", False).answer
+        decided = answers.decide(answer, item.gold, boxed)
+        if decided is not None:
+            found[index] = decided.verdict
+        else:
+            asked[index] = [answer or "", answers.read_gold(item.gold).text]
+            # Most are settled so; the process is asked all the same, as both ways must be right.
+            by_value = values.same(*asked[index])
+            if by_value is not None and by_value != item.correct:
+                found[index] = Verdict.CORRECT if by_value else Verdict.WRONG
+                del asked[index]
+    # One always goes to a process, so that these are known to work too.
+    asked[-1] = [known[0].answer, known[0].gold]
+    for _ in range(TRIES):
+        # A machine that is busy with starting other processes makes the first ones late.
+        late = [i for i in asked if found.get(i, Verdict.TIMEOUT) is Verdict.TIMEOUT]
+        for index in late:
+            found.pop(index, None)
+            processes.submit("compare", asked[index], into(index))
+        wait(lambda: len(found) == len(known) + 1 and working())
+    for index, item in enumerate(known):
+        if (found[index] is Verdict.CORRECT) != item.correct:
+            should = "score" if item.correct else "not score"
+            raise TandemError(
+                f"the grader is broken: the answer {item.answer!r} to gold {item.gold!r} "
+                f"should {should}, and its verdict is {found[index]}; nothing is graded. "
+                f"Check the installed math-verify (0.9) and reward.memory_mb="
+                f"{processes.memory_mb}, reward.deadline_seconds={processes.deadline}"
+            )

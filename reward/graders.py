@@ -13,14 +13,12 @@ the others go on. A request whose grader died is tried once more, then it is ``c
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -32,6 +30,7 @@ from ..common.errors import TandemError, WireError
 from ..common.records import Verdict
 from .pipes import checked_result, read_control, read_reply
 from .requests import Outcome, Request, Restart, Slot
+from .starting import start_zygote
 from .zygote import EXIT_CRASH, EXIT_MEMORY, MAX_MESSAGE
 
 logger = logging.getLogger("tandem.reward")
@@ -44,8 +43,6 @@ START_SECONDS = 60.0
 """Deadline for the zygote to have imported math-verify."""
 MAX_FAILED_STARTS = 3
 """Zygotes that die in a row before they grade anything, then the pool gives up."""
-KEPT_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT", "PATH")
-"""All of the environment that graders get: nothing that could be a secret."""
 
 
 class GraderProcesses:
@@ -197,37 +194,13 @@ class GraderProcesses:
 
     def _start_zygote(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {k: os.environ[k] for k in KEPT_ENVIRONMENT if k in os.environ}
-        environment |= {
-            # sympy and mpmath pick gmpy2 up by themselves, and no signal can stop its C code.
-            "SYMPY_GROUND_TYPES": "python",
-            "MPMATH_NOGMPY": "1",
-            "LANG": "C.UTF-8",
-            "PYTHONHASHSEED": "0",
-            # A grader may not start threads, and the zygote must have none when it forks.
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
+        settings = {
+            "memory_mb": self.memory_mb,
+            "parent": os.getpid(),
+            "functions": self._functions,
+            "sandbox": self._sandbox,
         }
-        command = [sys.executable, "-P", "-m", f"{__package__}.zygote", str(theirs.fileno())]
-        command.append(
-            json.dumps(
-                {
-                    "memory_mb": self.memory_mb,
-                    "parent": os.getpid(),
-                    "functions": self._functions,
-                    "sandbox": self._sandbox,
-                }
-            )
-        )
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env=environment,
-            pass_fds=(theirs.fileno(),),
-            # A Ctrl-C or a SIGTERM for the group is the pool's to answer: it drains first.
-            start_new_session=True,
-        )
+        self._process = start_zygote(theirs.fileno(), settings)
         theirs.close()
         ours.setblocking(False)
         self._control = ours

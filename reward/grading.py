@@ -23,23 +23,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..common.config import RewardConfig
-from ..common.errors import DeadlineError, TandemError
+from ..common.errors import DeadlineError
 from ..common.records import FinishReason, Group, Verdict
-from . import answers, values
+from . import answers, canary, values
 from .canary import CANARY, Known
 from .graders import START_SECONDS, GraderProcesses
 from .grades import Grade, GradeItem, with_grade
 from .outside import Outside
 from .registry import Graded
-from .requests import Outcome, Restart
+from .requests import Restart
 from .scoring import OWN_FAILURES, Scorer
 from .verdicts import Recent, Verdicts
 
 logger = logging.getLogger("tandem.reward")
 
-
-CANARY_TRIES = 3
-"""Times that a known answer whose grader was too slow is asked, before the pool refuses."""
 
 Done = Callable[[list[Grade]], None]
 
@@ -272,46 +269,12 @@ class Grader:
             TandemError: a known-right answer doesn't score, or a known-wrong one does.
         """
         with self._lock:
-            found: dict[int, Verdict] = {}
-
-            def into(index: int) -> Callable[[Outcome], None]:
-                def finish(outcome: Outcome) -> None:
-                    found[index] = outcome.verdict
-
-                return finish
-
-            boxed = answers.mode("boxed")
-            asked: dict[int, list[str]] = {}
-            for index, item in enumerate(known):
-                # As a response would have it: what is tested is the whole way of an answer.
-                answer = boxed.read(f"</think> \\boxed{{{item.answer}}}", "", False).answer
-                decided = answers.decide(answer, item.gold, boxed)
-                if decided is not None:
-                    found[index] = decided.verdict
-                else:
-                    asked[index] = [answer or "", answers.read_gold(item.gold).text]
-            # One always goes to a process, so that these are known to work too; and a sandbox
-            # that can't be made is told of now.
-            asked[-1] = [known[0].answer, known[0].gold]
-            working = self._outside.check()
-            for _ in range(CANARY_TRIES):
-                # A machine that is busy with starting other processes makes the first ones late.
-                late = [i for i in asked if found.get(i, Verdict.TIMEOUT) is Verdict.TIMEOUT]
-                for index in late:
-                    found.pop(index, None)
-                    self._processes.submit("compare", asked[index], into(index))
-                self._wait(lambda: len(found) == len(known) + 1 and working(), "the canary")
-            found.pop(-1)
-            for index, item in enumerate(known):
-                if (found[index] is Verdict.CORRECT) != item.correct:
-                    should = "score" if item.correct else "not score"
-                    raise TandemError(
-                        f"the grader is broken: the answer {item.answer!r} to gold {item.gold!r} "
-                        f"should {should}, and its verdict is {found[index]}; nothing is graded. "
-                        f"Check the installed math-verify (0.9) and reward.memory_mb="
-                        f"{self.config.memory_mb}, reward.deadline_seconds="
-                        f"{self.config.deadline_seconds}"
-                    )
+            canary.check(
+                known,
+                self._processes,
+                working=self._outside.check(),
+                wait=lambda ready: self._wait(ready, "the canary"),
+            )
 
     def stats(self) -> dict[str, float]:
         """Counters since the start: verdicts, where they came from, waits and seconds."""

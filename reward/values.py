@@ -1,49 +1,28 @@
-r"""Compares simple formulas by their values, without sympy: a second fast path, after the text.
+"""Compares simple answers by their values, without sympy: a second fast path, after the text.
 
-A small grammar of LaTeX (numbers, letters, ``+ - * / ^``, ``\frac``, ``\sqrt``, ``\pi``, brackets;
-sets, intervals with their unions, and matrices of these) is read into a tree and evaluated at
-a point: modulo a prime as long as no root or constant comes in, which is exact (two different
-rational functions of this size agree at a point with a chance below 2^-50: Schwartz and Zippel),
-else in complex numbers at two points. What is ambiguous, close but not equal, or outside the
-grammar is left to a grader process, and so is everything where math-verify's conventions are not
-those of plain algebra. Nothing here evaluates text as code.
+Formulas (:mod:`tandem.reward.formula`), matrices of them, unions of intervals, and prose that can
+be no value. What is close but not equal, or where math-verify's conventions are not those of plain
+algebra, is left to a grader process.
 """
 
 from __future__ import annotations
 
-import cmath
 import math
 import re
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from .answers import normalise
-
-Tree = tuple[Any, ...]
-"""``("+", left, right)`` and so on; leaves are ``("n", text)``, ``("v", name)``, ``("c", value)``."""
-
-MAX_CHARACTERS = 300
-"""Longer texts are left to a grader process."""
-MAX_DEPTH = 24
-MAX_EXPONENT = 64
-PRIME = (1 << 61) - 1
-EQUAL = 1e-11
-"""Relative difference up to which complex values are equal."""
-APART = 1e-5
-"""Relative difference from which on they are not; between the two nothing is said."""
-
-_TOKEN = re.compile(
-    r"\s*(?:(?P<number>\d+(?:\.\d+)?)|(?P<command>\\(?:[A-Za-z]+|[{}]))|(?P<letters>[A-Za-z]+)"
-    r"|(?P<sign>[-+*/^(){}\[\],&]))"
+from .formula import (
+    APART,
+    EQUAL,
+    MAX_CHARACTERS,
+    Formula,
+    Unknown,
+    floating,
+    read_formula,
+    same_value,
 )
-_NO_PRODUCTS = frozenset(
-    ("ln", "lg", "pi", "or", "if", "is", "in", "no", "of", "on", "as", "at", "be", "to", "so")
-)
-"""Two letters that are a word, not a product."""
-_VARIABLES = frozenset("abckmnpqrstuvwxyz")
-"""Letters that may stand before a bracket as a factor; f(x) is none."""
-_PRODUCT = frozenset(("*", "\\cdot", "\\times"))
+
 _PROSE = re.compile(r"(?:\\text\s?\{)?[A-Za-z][A-Za-z ,.;:'-]*\}?")
 _LONG_WORD = re.compile(r"[A-Za-z]{3,}")
 _NUMBER_WORDS = re.compile(
@@ -52,288 +31,9 @@ _NUMBER_WORDS = re.compile(
     re.IGNORECASE,
 )
 _SIZES = re.compile(r"\\(?:left|right|displaystyle)(?![A-Za-z])")
+_INTERVAL = re.compile(r"(?P<open>[(\[])(?P<low>[^,]+),(?P<high>[^,]+)(?P<close>[)\]])")
+_SET = re.compile(r"\\\{(?P<parts>[^{}\\]+)\\\}")
 _MATRIX = re.compile(r"\\begin ?\{(?P<kind>[pbB]?matrix)\}(?P<body>.*)\\end ?\{(?P=kind)\}")
-
-
-class Unknown(Exception):
-    """The text is outside the grammar, or its value can't be told here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Formula:
-    """A tree of one scalar."""
-
-    tree: Tree
-    names: frozenset[str]
-    decimal: bool
-    """It holds a number with a decimal point, which may be rounded."""
-    transcendental: bool
-    """An exponent isn't an integer: floating-point equality proves nothing then."""
-
-
-# --- reading ----------------------------------------------------------------------------------
-
-
-class _Reader:
-    def __init__(self, text: str) -> None:
-        self.tokens: list[str] = []
-        end = 0
-        text = text.rstrip()
-        while end < len(text):
-            match = _TOKEN.match(text, end)
-            if match is None:
-                raise Unknown
-            end = match.end()
-            letters = match.group("letters")
-            if letters is None:
-                self.tokens.append(match.group(match.lastgroup or 0))
-            elif len(letters) > 2 or letters.lower() in _NO_PRODUCTS:
-                raise Unknown
-            else:
-                self.tokens += letters
-        self.at = 0
-        self.names: set[str] = set()
-        self.decimal = False
-        self.transcendental = False
-        self.depth = 0
-
-    @property
-    def next(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
-
-    def take(self, wanted: str = "") -> str:
-        token = self.next
-        if not token or (wanted and token != wanted):
-            raise Unknown
-        self.at += 1
-        return token
-
-    def whole(self) -> Formula:
-        tree = self.sum()
-        if self.next:
-            raise Unknown
-        return Formula(tree, frozenset(self.names), self.decimal, self.transcendental)
-
-    def sum(self) -> Tree:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise Unknown
-        total = self.product()
-        while self.next in ("+", "-"):
-            total = (self.take(), total, self.product())
-        self.depth -= 1
-        return total
-
-    def product(self) -> Tree:
-        if self.next in ("+", "-"):
-            sign = self.take()
-            if self.next in ("+", "-"):
-                raise Unknown
-            value = self.product()
-            return value if sign == "+" else ("-", _ZERO, value)
-        value, last = self.power()
-        while True:
-            if self.next in _PRODUCT:
-                self.take()
-                factor, last = self.power()
-                value = ("*", value, factor)
-            elif self.next == "/":
-                self.take()
-                factor, last = self.power()
-                if self._begins_factor():
-                    raise Unknown  # 1/2x
-                value = ("/", value, factor)
-            elif self._begins_factor():
-                before = last
-                factor, last = self.power()
-                if last == "number" or (before == "number" and last == "frac"):
-                    raise Unknown  # x2, or a mixed number
-                value = ("*", value, factor)
-            else:
-                return value
-
-    def _begins_factor(self) -> bool:
-        token = self.next
-        return bool(token) and (token[0].isalnum() or token in _FACTORS)
-
-    def power(self) -> tuple[Tree, str]:
-        base, kind = self.atom()
-        if self.next != "^":
-            return base, kind
-        self.take()
-        before = self.at
-        if self.next == "{":
-            exponent = self.group()
-        else:
-            token = self.next
-            if not token.isalnum() or len(token) > 1:
-                raise Unknown
-            exponent, _ = self.atom()
-        if self.next == "^":
-            raise Unknown
-        digits = "".join(self.tokens[before : self.at]).strip("{}")
-        if digits.removeprefix("-").isdigit():
-            if len(digits) > 3 or abs(int(digits)) > MAX_EXPONENT:
-                raise Unknown
-            return ("^", base, int(digits)), "power"
-        self.transcendental = True
-        return ("**", base, exponent), "power"
-
-    def group(self) -> Tree:
-        self.take("{")
-        inside = self.sum()
-        self.take("}")
-        return inside
-
-    def atom(self) -> tuple[Tree, str]:
-        token = self.take()
-        if token[0].isdigit():
-            self.decimal = self.decimal or "." in token
-            return ("n", token), "number"
-        if token == "e":
-            return ("c", math.e), "letter"
-        if token.isalpha():
-            if token in "ijEI" or (self.next == "(" and token not in _VARIABLES):
-                raise Unknown
-            self.names.add(token)
-            return ("v", token), "letter"
-        if token == "\\pi":
-            return ("c", math.pi), "letter"
-        if token == "(":
-            inside = self.sum()
-            self.take(")")
-            return inside, "bracket"
-        if token == "{":
-            self.at -= 1
-            return self.group(), "bracket"
-        if token == "\\frac":
-            return ("/", self.group(), self.group()), "frac"
-        if token == "\\sqrt":
-            degree = 2
-            if self.next == "[":
-                self.take()
-                digit = self.take()
-                if not digit.isdigit() or not 2 <= int(digit[:2]) <= 9:
-                    raise Unknown
-                degree = int(digit)
-                self.take("]")
-            return ("root", self.group(), degree), "root"
-        raise Unknown
-
-
-_ZERO: Tree = ("n", "0")
-_FACTORS = frozenset(("(", "{", "\\frac", "\\sqrt", "\\pi"))
-
-
-# --- arithmetic -------------------------------------------------------------------------------
-
-
-class _NotExact(Exception):
-    """A root, a constant or an exponent that has no value modulo a prime."""
-
-
-def _modular(tree: Tree) -> int:
-    """The value modulo :data:`PRIME` at the fixed point."""
-    kind = tree[0]
-    if kind == "n":
-        whole, _, places = tree[1].partition(".")
-        value = int(whole + places) % PRIME
-        return value if not places else value * pow(10 ** len(places), -1, PRIME) % PRIME
-    if kind == "v":
-        return pow(ord(tree[1]), 0x1234567, PRIME)
-    if kind in ("c", "root", "**"):
-        raise _NotExact
-    left = _modular(tree[1])
-    if kind == "^":
-        if tree[2] <= 0 and not left:
-            raise Unknown
-        return pow(left, tree[2], PRIME)
-    right = _modular(tree[2])
-    if kind == "+":
-        return (left + right) % PRIME
-    if kind == "-":
-        return (left - right) % PRIME
-    if kind == "*":
-        return left * right % PRIME
-    if not right:
-        raise Unknown
-    return left * pow(right, -1, PRIME) % PRIME
-
-
-def _floating(tree: Tree, sign: int) -> complex:
-    """The value in complex numbers at a point of that sign."""
-    kind = tree[0]
-    if kind == "n":
-        return complex(float(tree[1]))
-    if kind == "c":
-        return complex(tree[1])
-    if kind == "v":
-        # Apart from each other, and of both signs: a root of a square is not its base there.
-        return complex(sign * (0.3 + math.fmod(ord(tree[1]) * 0.618033988749895, 1.0) * 2.0))
-    left = _floating(tree[1], sign)
-    if kind == "^":
-        if tree[2] <= 0 and not left:
-            raise Unknown
-        return left ** tree[2]
-    if kind == "root":
-        return left ** (1 / tree[2]) if left else left
-    right = _floating(tree[2], sign)
-    if kind == "+":
-        return left + right
-    if kind == "-":
-        return left - right
-    if kind == "*":
-        return left * right
-    if kind == "**":
-        if not left:
-            raise Unknown
-        return left**right
-    if not right:
-        raise Unknown
-    return left / right
-
-
-# --- comparing --------------------------------------------------------------------------------
-
-
-def same_value(a: Formula, b: Formula) -> bool | None:
-    """Whether two scalars are equal; None where that can't be told here."""
-    if a.names != b.names:
-        return None  # "5m" may be five metres.
-    decimal = a.decimal or b.decimal
-    try:
-        try:
-            equal = _modular(a.tree) == _modular(b.tree)
-            if equal or not decimal:
-                return equal
-        except _NotExact:
-            equal = False
-        certain = not (decimal or a.transcendental or b.transcendental)
-        for sign in (1, -1) if a.names else (1,):
-            p, q = _floating(a.tree, sign), _floating(b.tree, sign)
-            if not (cmath.isfinite(p) and cmath.isfinite(q)):
-                return None
-            most = max(abs(p), abs(q), 1e-300)
-            distance = abs(p - q) / most
-            if distance > APART:
-                # Both tiny, or rounded: math-verify has conventions of its own there.
-                vague = most < 1e-4 or (decimal and distance < 1e-2)
-                return None if vague else False
-            certain = certain and distance <= EQUAL
-    except (Unknown, OverflowError, ZeroDivisionError, ValueError):
-        return None
-    return True if certain else None
-
-
-@lru_cache(maxsize=8_192)
-def read_formula(text: str) -> Formula | None:
-    """The tree of one scalar; None where the text is none of this grammar."""
-    if len(text) > MAX_CHARACTERS:
-        return None
-    try:
-        return _Reader(text).whole()
-    except (Unknown, RecursionError):
-        return None
 
 
 @lru_cache(maxsize=8_192)
@@ -365,6 +65,79 @@ def _same_matrix(
     return False if False in found else None if None in found else True
 
 
+# --- sets of numbers --------------------------------------------------------------------------
+
+Span = tuple[float, bool, float, bool]
+"""Lower end and whether it is in, upper end and whether it is in."""
+
+
+def _end(text: str) -> float:
+    """A real number or an infinity; :class:`Unknown` for anything else."""
+    text = text.strip()
+    infinity = text.lstrip("+-") == "\\infty"
+    if infinity:
+        return -math.inf if text.startswith("-") else math.inf
+    formula = read_formula(text)
+    if formula is None or formula.names or formula.decimal or formula.transcendental:
+        raise Unknown
+    value = floating(formula.tree, 1)
+    if abs(value.imag) > EQUAL * abs(value):
+        raise Unknown
+    return value.real
+
+
+@lru_cache(maxsize=8_192)
+def read_spans(text: str) -> tuple[Span, ...] | None:
+    """Intervals of a union, in order and not touching each other; None for anything else."""
+    if len(text) > MAX_CHARACTERS:
+        return None
+    spans: list[Span] = []
+    try:
+        for piece in text.split("\\cup"):
+            match = _INTERVAL.fullmatch(piece.strip())
+            if match is None:
+                return None
+            low, high = _end(match.group("low")), _end(match.group("high"))
+            if not low < high:
+                return None
+            spans.append((low, match.group("open") == "[", high, match.group("close") == "]"))
+    except (Unknown, OverflowError, ZeroDivisionError, ValueError):
+        return None
+    spans.sort()
+    merged = [spans[0]]
+    for low, low_in, high, high_in in spans[1:]:
+        _, _, end, end_in = merged[-1]
+        if low < end or (low == end and (low_in or end_in)):
+            return None  # What overlaps is one interval, in a spelling that sympy should see.
+        merged.append((low, low_in, high, high_in))
+    return tuple(merged)
+
+
+def _same_spans(a: tuple[Span, ...], b: tuple[Span, ...]) -> bool | None:
+    if len(a) != len(b):
+        return False
+    for one, other in zip(a, b, strict=True):
+        if one[1] != other[1] or one[3] != other[3]:
+            return False
+        for x, y in ((one[0], other[0]), (one[2], other[2])):
+            if x != y and abs(x - y) > APART * max(1.0, min(abs(x), abs(y))):
+                return False
+            if x != y and not abs(x - y) <= EQUAL * max(abs(x), abs(y)):
+                return None
+    return True
+
+
+@lru_cache(maxsize=8_192)
+def is_many(text: str) -> bool:
+    """A set, in braces, of two numbers or more."""
+    match = _SET.fullmatch(text)
+    parts = match.group("parts").split(",") if match else []
+    try:
+        return len({_end(part) for part in parts}) > 1
+    except (Unknown, OverflowError, ZeroDivisionError, ValueError):
+        return False
+
+
 def _bare(text: str) -> str:
     """A matrix as it was written, without what surrounds it; spelling it anew would cost its rows."""
     text = text.strip().strip("$").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
@@ -393,6 +166,14 @@ def same(answer: str, gold: str) -> bool | None:
         if ours is not None:
             return same_value(ours, right)
         return False if is_prose(answer) else None
+    if is_many(gold):
+        # One number is no set of several.
+        single = read_formula(answer)
+        return False if single is not None and not single.names else None
+    if "\\cup" in gold:
+        spans, given_spans = read_spans(gold), read_spans(answer)
+        if spans is not None and given_spans is not None:
+            return _same_spans(given_spans, spans)
     return None
 
 

@@ -85,6 +85,16 @@ def _expression(r: random.Random) -> _Problem:
             (f"{a}\\sqrt{{{c}}} + {b}", f"{b}+{a}\\sqrt{{{c}}}"),
             (f"{b} - {a}\\sqrt{{{c}}}", f"{b + 1} + {a}\\sqrt{{{c}}}", f"{b}"),
         ),
+        _Problem(
+            f"{a}\\ln {c}",
+            (f"\\ln {c**a}", f"\\ln({c}) \\cdot {a}"),
+            (f"{a + 1}\\ln {c}", f"\\ln {a}", f"{a}"),
+        ),
+        _Problem(
+            f"{a}e^{{{b}x}}",
+            (f"{a}(e^{{x}})^{{{b}}}", f"{a} \\cdot e^{{{b}x}}"),
+            (f"{a}e^{{{b + 1}x}}", f"{a * b}e^{{{b}x}}", f"e^{{{b}}}"),
+        ),
     )
     return r.choice(kinds)
 

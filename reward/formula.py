@@ -1,0 +1,347 @@
+r"""A small grammar of LaTeX formulas, and their values: arithmetic without sympy.
+
+Numbers, letters, ``+ - * / ^``, ``\frac``, ``\sqrt``, ``\pi``, a few functions and brackets are read
+into a tree and evaluated at a point: modulo a prime as long as no root or constant comes in, which
+is exact (two different rational functions of this size agree at a point with a chance below 2^-50:
+Schwartz and Zippel), else in complex numbers at two points. What is ambiguous or outside the grammar
+has no tree. Nothing here evaluates text as code.
+"""
+
+from __future__ import annotations
+
+import cmath
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+Tree = tuple[Any, ...]
+"""``("+", left, right)`` and so on; leaves are ``("n", text)``, ``("v", name)``, ``("c", value)``."""
+
+MAX_CHARACTERS = 300
+"""Longer texts are left to a grader process."""
+MAX_DEPTH = 24
+MAX_EXPONENT = 64
+PRIME = (1 << 61) - 1
+EQUAL = 1e-11
+"""Relative difference up to which complex values are equal."""
+APART = 1e-5
+"""Relative difference from which on they are not; between the two nothing is said."""
+
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>\d+(?:\.\d+)?)|(?P<command>\\(?:[A-Za-z]+|[{}]))|(?P<letters>[A-Za-z]+)"
+    r"|(?P<sign>[-+*/^(){}\[\],&]))"
+)
+_NO_PRODUCTS = frozenset(
+    ("ln", "lg", "pi", "or", "if", "is", "in", "no", "of", "on", "as", "at", "be", "to", "so")
+)
+"""Two letters that are a word, not a product."""
+_VARIABLES = frozenset("abckmnpqrstuvwxyz")
+"""Letters that may stand before a bracket as a factor; f(x) is none."""
+_PRODUCT = frozenset(("*", "\\cdot", "\\times"))
+
+
+class Unknown(Exception):
+    """The text is outside the grammar, or its value can't be told here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """A tree of one scalar."""
+
+    tree: Tree
+    names: frozenset[str]
+    decimal: bool
+    """It holds a number with a decimal point, which may be rounded."""
+    transcendental: bool
+    """It has a function, or an exponent that is no integer: that floating point finds two of
+    these equal proves nothing, that it finds them apart does."""
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self.tokens: list[str] = []
+        end = 0
+        text = text.rstrip()
+        while end < len(text):
+            match = _TOKEN.match(text, end)
+            if match is None:
+                raise Unknown
+            end = match.end()
+            letters = match.group("letters")
+            if letters is None:
+                self.tokens.append(match.group(match.lastgroup or 0))
+            elif len(letters) > 2 or letters.lower() in _NO_PRODUCTS:
+                raise Unknown
+            else:
+                self.tokens += letters
+        self.at = 0
+        self.names: set[str] = set()
+        self.decimal = False
+        self.transcendental = False
+        self.depth = 0
+
+    @property
+    def next(self) -> str:
+        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+
+    def take(self, wanted: str = "") -> str:
+        token = self.next
+        if not token or (wanted and token != wanted):
+            raise Unknown
+        self.at += 1
+        return token
+
+    def whole(self) -> Formula:
+        tree = self.sum()
+        if self.next:
+            raise Unknown
+        return Formula(tree, frozenset(self.names), self.decimal, self.transcendental)
+
+    def sum(self) -> Tree:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise Unknown
+        total = self.product()
+        while self.next in ("+", "-"):
+            total = (self.take(), total, self.product())
+        self.depth -= 1
+        return total
+
+    def product(self) -> Tree:
+        if self.next in ("+", "-"):
+            sign = self.take()
+            if self.next in ("+", "-"):
+                raise Unknown
+            value = self.product()
+            return value if sign == "+" else ("-", _ZERO, value)
+        value, last = self.power()
+        while True:
+            if self.next in _PRODUCT:
+                self.take()
+                factor, last = self.power()
+                value = ("*", value, factor)
+            elif self.next == "/":
+                self.take()
+                factor, last = self.power()
+                if self._begins_factor():
+                    raise Unknown  # 1/2x
+                value = ("/", value, factor)
+            elif self._begins_factor():
+                before = last
+                factor, last = self.power()
+                if last == "number" or (before == "number" and last == "frac"):
+                    raise Unknown  # x2, or a mixed number
+                value = ("*", value, factor)
+            else:
+                return value
+
+    def _begins_factor(self) -> bool:
+        token = self.next
+        return bool(token) and (token[0].isalnum() or token in _FACTORS)
+
+    def power(self) -> tuple[Tree, str]:
+        base, kind = self.atom()
+        if self.next != "^":
+            return base, kind
+        self.take()
+        before = self.at
+        if self.next == "{":
+            exponent = self.group()
+        else:
+            token = self.next
+            if not token.isalnum() or len(token) > 1:
+                raise Unknown
+            exponent, _ = self.atom()
+        if self.next == "^":
+            raise Unknown
+        digits = "".join(self.tokens[before : self.at]).strip("{}")
+        if digits.removeprefix("-").isdigit():
+            if len(digits) > 3 or abs(int(digits)) > MAX_EXPONENT:
+                raise Unknown
+            return ("^", base, int(digits)), "power"
+        self.transcendental = True
+        return ("**", base, exponent), "power"
+
+    def group(self) -> Tree:
+        self.take("{")
+        inside = self.sum()
+        self.take("}")
+        return inside
+
+    def atom(self) -> tuple[Tree, str]:
+        token = self.take()
+        if token[0].isdigit():
+            self.decimal = self.decimal or "." in token
+            return ("n", token), "number"
+        if token == "e":
+            return ("c", math.e), "letter"
+        if token.isalpha():
+            if token in "ijEI" or (self.next == "(" and token not in _VARIABLES):
+                raise Unknown
+            self.names.add(token)
+            return ("v", token), "letter"
+        if token == "\\pi":
+            return ("c", math.pi), "letter"
+        if token == "(":
+            inside = self.sum()
+            self.take(")")
+            return inside, "bracket"
+        if token == "{":
+            self.at -= 1
+            return self.group(), "bracket"
+        if token == "\\frac":
+            return ("/", self.group(), self.group()), "frac"
+        if token == "\\sqrt":
+            degree = 2
+            if self.next == "[":
+                self.take()
+                digit = self.take()
+                if not digit.isdigit() or not 2 <= int(digit[:2]) <= 9:
+                    raise Unknown
+                degree = int(digit)
+                self.take("]")
+            return ("root", self.group(), degree), "root"
+        if token in _FUNCTIONS:
+            return ("f", token, self.argument()), "function"
+        raise Unknown
+
+    def argument(self) -> Tree:
+        """Of a function: in brackets, or one number or letter that nothing else belongs to."""
+        self.transcendental = True
+        token = self.next
+        if token in ("(", "{") or (token and token[0].isalnum()) or token == "\\pi":
+            inside, _ = self.atom()
+            bracketed = token in ("(", "{")
+            if self.next == "^" or (not bracketed and self._begins_factor()):
+                raise Unknown  # sin x^2, sin xy
+            return inside
+        raise Unknown
+
+
+_FUNCTIONS: dict[str, Callable[[complex], complex]] = {
+    "\\ln": cmath.log,
+    "\\sin": cmath.sin,
+    "\\cos": cmath.cos,
+    "\\tan": cmath.tan,
+}
+_ZERO: Tree = ("n", "0")
+_FACTORS = frozenset(("(", "{", "\\frac", "\\sqrt", "\\pi", *_FUNCTIONS))
+
+
+# --- arithmetic -------------------------------------------------------------------------------
+
+
+class _NotExact(Exception):
+    """A root, a constant or an exponent that has no value modulo a prime."""
+
+
+def _modular(tree: Tree) -> int:
+    """The value modulo :data:`PRIME` at the fixed point."""
+    kind = tree[0]
+    if kind == "n":
+        whole, _, places = tree[1].partition(".")
+        value = int(whole + places) % PRIME
+        return value if not places else value * pow(10 ** len(places), -1, PRIME) % PRIME
+    if kind == "v":
+        return pow(ord(tree[1]), 0x1234567, PRIME)
+    if kind in ("c", "root", "**", "f"):
+        raise _NotExact
+    left = _modular(tree[1])
+    if kind == "^":
+        if tree[2] <= 0 and not left:
+            raise Unknown
+        return pow(left, tree[2], PRIME)
+    right = _modular(tree[2])
+    if kind == "+":
+        return (left + right) % PRIME
+    if kind == "-":
+        return (left - right) % PRIME
+    if kind == "*":
+        return left * right % PRIME
+    if not right:
+        raise Unknown
+    return left * pow(right, -1, PRIME) % PRIME
+
+
+def floating(tree: Tree, sign: int) -> complex:
+    """The value in complex numbers at a point of that sign."""
+    kind = tree[0]
+    if kind == "n":
+        return complex(float(tree[1]))
+    if kind == "c":
+        return complex(tree[1])
+    if kind == "v":
+        # Apart from each other, and of both signs: a root of a square is not its base there.
+        return complex(sign * (0.3 + math.fmod(ord(tree[1]) * 0.618033988749895, 1.0) * 2.0))
+    if kind == "f":
+        return _FUNCTIONS[tree[1]](floating(tree[2], sign))
+    left = floating(tree[1], sign)
+    if kind == "^":
+        if tree[2] <= 0 and not left:
+            raise Unknown
+        return left ** tree[2]
+    if kind == "root":
+        return left ** (1 / tree[2]) if left else left
+    right = floating(tree[2], sign)
+    if kind == "+":
+        return left + right
+    if kind == "-":
+        return left - right
+    if kind == "*":
+        return left * right
+    if kind == "**":
+        if not left:
+            raise Unknown
+        return left**right
+    if not right:
+        raise Unknown
+    return left / right
+
+
+# --- equality ---------------------------------------------------------------------------------
+
+
+def same_value(a: Formula, b: Formula) -> bool | None:
+    """Whether two scalars are equal; None where that can't be told here."""
+    if a.names != b.names:
+        return None  # "5m" may be five metres.
+    decimal = a.decimal or b.decimal
+    try:
+        try:
+            equal = _modular(a.tree) == _modular(b.tree)
+            if equal or not decimal:
+                return equal
+        except _NotExact:
+            equal = False
+        certain = not (decimal or a.transcendental or b.transcendental)
+        for sign in (1, -1) if a.names else (1,):
+            p, q = floating(a.tree, sign), floating(b.tree, sign)
+            if not (cmath.isfinite(p) and cmath.isfinite(q)):
+                return None
+            most = max(abs(p), abs(q), 1e-300)
+            distance = abs(p - q) / most
+            if distance > APART:
+                # Both tiny, or rounded: math-verify has conventions of its own there.
+                vague = most < 1e-4 or (decimal and distance < 1e-2)
+                return None if vague else False
+            certain = certain and distance <= EQUAL
+    except (Unknown, OverflowError, ZeroDivisionError, ValueError):
+        return None
+    return True if certain else None
+
+
+@lru_cache(maxsize=8_192)
+def read_formula(text: str) -> Formula | None:
+    """The tree of one scalar; None where the text is none of this grammar."""
+    if len(text) > MAX_CHARACTERS:
+        return None
+    try:
+        return _Reader(text).whole()
+    except (Unknown, RecursionError):
+        return None
