@@ -173,9 +173,14 @@ def test_what_cannot_be_done_is_said_in_one_line(
 def test_ctrl_c_leaves_whole_rows_to_go_on_from(here: Path) -> None:
     write(here / "in.jsonl", boxed(0, "3(x+1)", "3x+3"), boxed(1, HANG, "x+2"))
     command = [sys.executable, "-m", "tandem.launch", "grade", "in.jsonl", "--out", "out.jsonl"]
-    process = subprocess.Popen(
-        [*command, "reward.deadline_seconds=60"], stderr=subprocess.PIPE, text=True
-    )
+    # Started in the background, as CI may be, this process ignores SIGINT, and so would the child.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            [*command, "reward.deadline_seconds=60"], stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     try:
         out = here / "out.jsonl"
         _until(lambda: out.exists() and out.read_text().endswith("\n"))
