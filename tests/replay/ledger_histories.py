@@ -90,9 +90,9 @@ class Histories(Moves):
     @rule(
         worker=workers,
         lag=st.sampled_from([0, 0, 0, 1]),
-        but=st.sampled_from([[0], [1], [0, 1], [0, 2], [0, 1, 2], [0, 1, 2, 3]]),
-        rows=st.sampled_from([2, 3, 1]),
-        first=st.sampled_from(["", "", "back", "moved"]),
+        but=st.sampled_from([[0, 1], [0], [0, 1, 2], [1], [0, 2], [0, 1, 2, 3]]),
+        rows=st.sampled_from([3, 2, 4]),
+        first=st.sampled_from(["", "back", "moved"]),
     )
     def rows_pass_over_the_late(
         self, worker: int, lag: int, but: list[int], rows: int, first: str
@@ -261,20 +261,30 @@ class Histories(Moves):
 
     # -- the server, the learner and the run -----------------------------------------------
 
-    @rule(
-        what=st.sampled_from(
-            ["restart", "restart, scripts kept", "saved", "crash", "crash, mended"]
-        )
-    )
+    @rule(what=st.sampled_from(["restart", "restart, scripts kept", "saved", "crash"]))
     def the_server(self, what: str) -> None:
         if what == "saved":
             self.save()
-        elif what.startswith("crash"):
+        elif what == "crash":
             self.crash()
-            if what == "crash, mended":
-                self.new_learner()
         else:
             self.new_life(forgets=what == "restart")
+
+    @rule(
+        most=st.integers(0, 6),
+        leases=st.booleans(),
+        verdicts=st.sampled_from([2, 1]),
+        flavour=st.integers(1, 2),
+    )
+    def the_host_crashes(self, most: int, leases: bool, verdicts: int, flavour: int) -> None:
+        """Workers commit what Redis no longer knows of, or do it again, ahead of the learner."""
+        self.crash()
+        if most:
+            self.commit(list({one.serial: one for one in self.handed}.values())[-most:])
+        if leases:
+            self.lease(0)
+            self.commit(self.held()[:most], "held", verdicts, 0, flavour)
+        self.new_learner()
 
     @rule(lose=rarely)
     def a_learner_starts(self, lose: bool) -> None:
@@ -282,6 +292,19 @@ class Histories(Moves):
         if lose and len(self.journal) in self.model.taken.values():
             self.journal.pop()
         self.new_learner()
+
+    @rule(finishes=st.booleans())
+    def a_group_is_given_up(self, finishes: bool) -> None:
+        """The first one that is leased; ``finishes``: rows are made of the others."""
+        self.lease(0, 0, 1)
+        first = self.held()[:1]
+        for _ in range(self.settings.max_attempts):
+            for one in self.held():
+                if first and one.serial == first[0].serial:
+                    self.give_back(one.worker, one.serial, one.attempt, failed=True)
+            self.lease(0, 0, 1)
+        if finishes:
+            self.steps(["confirm"] * 3, 0)
 
     @precondition(lambda self: self.model.dead)
     @rule(most=st.integers(1, 3), other=st.booleans(), leased=st.booleans())

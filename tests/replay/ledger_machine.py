@@ -66,7 +66,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "window": {"max_staleness": 1, "window": 2, "steps": 1000},
     "wide": {"max_staleness": 3, "window": 2, "steps": 1000},
     "widest": {"max_staleness": 3, "window": 4, "steps": 1000},
-    "steps": {"max_staleness": 1, "window": 1, "steps": 4},
+    "steps": {"max_staleness": 1, "window": 1, "steps": 2},
     "passes": {"max_staleness": 1, "window": 1, "passes": 2},
     "wide passes": {"max_staleness": 3, "window": 3, "passes": 3},
 }

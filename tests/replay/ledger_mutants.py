@@ -245,7 +245,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "'D:' .. step .. ':' .. attempt",
     ),
     "one row too many is let go": ("durable", "trimmed < step and", "trimmed <= step and"),
-    "one row too few is let go": ("durable", "trimmed < step and", "trimmed < step - 1 and"),
+    "a row stays when its payloads go": (
+        "durable",
+        "    redis.call('hdel', key('rows'), number)\n",
+        "",
+    ),
     "quarantined payloads are let go": (
         "durable",
         "redis.call('hexists', key('quarantined'), number) == 0",
