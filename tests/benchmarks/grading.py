@@ -121,8 +121,8 @@ def hangs(count: int, good: int, graders: int, deadline: float) -> None:
     texts = [f"</think>\\boxed{{{HANG}}}"] * count
     golds = [f"{n}x+1" for n in range(2, 2 + count)]
     # In j, which may be an imaginary unit: for a grader process to say.
-    texts += [f"</think>\\boxed{{{n}(j+2)}}" for n in range(2, 2 + good)]
-    golds += [f"{n}j+{2 * n}" for n in range(2, 2 + good)]
+    texts += [f"</think>\\boxed{{{n} + j}}" for n in range(2, 2 + good)]
+    golds += [f"j + {n}" for n in range(2, 2 + good)]
     items = [GradeItem(text=t, gold=g) for t, g in zip(texts, golds, strict=True)]
     with Grader(RewardConfig(graders=graders, deadline_seconds=deadline)) as grader:
         grader.canary()

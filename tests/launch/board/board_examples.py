@@ -101,6 +101,8 @@ REPORTS: Mapping[str, Mapping[str, Any]] = {
         "time": NOW - 1,
         "clock": {"grade": 0.1, "wait/groups": 0.9, "total": 1.0},
         "pool/in_hand": 2,
+        "grader/recent": 1,
+        "grader/correct": 3,
     },
 }
 
