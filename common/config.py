@@ -446,8 +446,18 @@ class LearnerConfig(Section):
 class WeightsConfig(Section):
     """How updated weights reach running workers."""
 
-    transport: Literal["auto", "gloo", "nccl"] = "auto"
-    """``auto``: nccl where learner and workers have GPUs of their own, else gloo."""
+    transport: Literal["auto", "nccl", "shared_memory", "gloo", "snapshot"] = "auto"
+    """``auto``: nccl where learner and worker have GPUs of their own, else shared memory on one
+    host, else gloo; a worker that one of them fails twice is served by the next, at last by a
+    snapshot."""
+    topology: Literal["star", "broadcast"] = "star"
+    """``star``: a channel for each worker, which fails by itself. ``broadcast``: one channel for
+    all workers that are ready, so that the learner sends a version once: for many nodes."""
+    snapshot_folder: str | None = None
+    """Where snapshots of the weights lie, on a file system that learner and workers share; None =
+    ``weights`` in the run's folder. The newest two are kept."""
+    snapshot_every: NonNegative = 0
+    """Steps between snapshots; 0 = only where a worker can be served in no other way."""
     every: Positive = 1
     """Steps between publications; needs ``max_staleness >= every - 1``."""
     bucket_mb: Positive = 64

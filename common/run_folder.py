@@ -101,6 +101,7 @@ class RunFolder:
         self.report = self.path / "report.png"
         self.model = self.path / "model"
         self.checkpoints = self.path / "checkpoints"
+        self.weights = self.path / "weights"
         self.logs = self.path / "logs"
         self.redis = self.path / "redis"
         self.data = self.path / "data"

@@ -1,8 +1,7 @@
-"""Publishes weights: copies them out in under a millisecond, then serves them behind the step.
+"""Publishes weights: copies them out between two steps, then serves them behind the next ones.
 
-Threads beside the training step's: *service* talks to the workers, one *link* per worker
-waits inside its channel, *announce* keeps the registry entry alive. A worker that is slow,
-stopped or dead costs its own link and nobody else's.
+Threads beside the training step's: *service* talks to the workers
+(:mod:`tandem.learner.weight_service`), *announce* keeps the registry entry alive.
 """
 
 from __future__ import annotations
@@ -10,50 +9,28 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import zmq
 
 from ..common.config import Config
-from ..common.errors import DeadlineError, StoreError, TandemError, WeightsError, WireError
+from ..common.errors import DeadlineError, StoreError, WeightsError
 from ..common.records import Version
 from ..common.run_folder import JoinInfo
 from ..common.sockets import Authenticator, CurveKeys, bind_router, new_keys
 from ..common.weights.directory import ROLE, LearnerAddress, Registry
-from ..common.weights.link import Job, Link
 from ..common.weights.mailbox import Mailbox
-from ..common.weights.manifest import Layout, WeightManifest, plan
-from ..common.weights.meeting import MeetingPoint
-from ..common.weights.protocol import (
-    Abort,
-    Ack,
-    Commit,
-    Committed,
-    Have,
-    Message,
-    Open,
-    Prepare,
-    Refused,
-    Staged,
-    pack,
-    unpack,
-)
-from ..common.weights.staging import Pin, StagingSlot
-from ..common.weights.states import Backoff, ReceiverState
-from ..common.weights.transport import (
-    Meeting,
-    Transport,
-    choose_transport,
-    device_name,
-    local_address,
-    make_transport,
-)
-from ..common.weights.waiting import Wait
+from ..common.weights.manifest import Layout, plan
+from ..common.weights.segment import remove_left_behind
+from ..common.weights.staging import StagingSlot, StagingSlots
+from ..common.weights.transport import Transport, local_address, make_transport
+from .weight_service import WeightService
 
 if TYPE_CHECKING:
     from ..replay.connection import Store
@@ -86,6 +63,7 @@ class WeightPublisher:
         client: the run's client keys, in place of the store's.
         transports: makes a transport by name and interface.
         silent_seconds: silence after which a worker is given up.
+        snapshot_folder: where snapshots lie unless ``weights.snapshot_folder`` names a place.
     """
 
     def __init__(
@@ -101,6 +79,7 @@ class WeightPublisher:
         client: CurveKeys | None = None,
         transports: Callable[[str, str], Transport] = make_transport,
         silent_seconds: float = SILENT_SECONDS,
+        snapshot_folder: Path | None = None,
     ) -> None:
         self._run_id = join.run_id
         self._settings = config.weights
@@ -116,35 +95,29 @@ class WeightPublisher:
         self._bind = config.launch.bind
         self._interface = local_address(config.weights.interface)
 
+        named = config.weights.snapshot_folder
+        if named is not None:
+            self._snapshot_folder = Path(named).expanduser().absolute()
+        else:
+            self._snapshot_folder = snapshot_folder or Path(tempfile.gettempdir()) / (
+                f"tandem-{join.run_id}-weights"
+            )
+        # NCCL alone reads a GPU's memory; whoever shares a GPU can't use it.
+        self._on_gpu = config.weights.transport in ("auto", "nccl") and not config.launch.share_gpu
+        self._shared = config.weights.transport in ("auto", "shared_memory")
+
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._mailbox: Mailbox[tuple[Any, ...]] = Mailbox()
         self._stopping = threading.Event()
-        # Guards slots, the newest version and `_held`; `publish` holds it for microseconds.
-        self._lock = threading.Lock()
-        self._served = threading.Condition(self._lock)
+        self._slots = StagingSlots()
         self._layout: Layout | None = None
         self._device = torch.device("cpu")
-        self._slots: list[StagingSlot] = []
-        self._newest: StagingSlot | None = None
+        self._pin = False
         self._last: Version | None = None
-        self._held: dict[str, Version | None] = {}
-        self._counts = {
-            "published": 0,
-            "superseded": 0,
-            "rounds": 0,
-            "committed": 0,
-            "failed": 0,
-            "refused": 0,
-            "bytes": 0,
-        }
+        self._published = 0
         self._copy_seconds = 0.0
-        self._latency = 0.0
 
-        # Owned by the service thread.
-        self._peers: dict[bytes, _Peer] = {}
-        self._rounds = 0
-        self._meeting: MeetingPoint | None = None
-        self._router: zmq.Socket[bytes] | None = None
+        self._service: WeightService | None = None
         self._authenticator: Authenticator | None = None
         self._address: LearnerAddress | None = None
         self._threads: list[threading.Thread] = []
@@ -153,15 +126,28 @@ class WeightPublisher:
 
     def start(self) -> None:
         """Binds the control socket, announces it in the registry and begins to serve."""
+        remove_left_behind()
         keys = new_keys()
         self._authenticator = Authenticator(self._context, self._client.public)
-        self._router, endpoint = bind_router(self._context, self._bind, keys)
+        router, endpoint = bind_router(self._context, self._bind, keys)
+        self._service = WeightService(
+            run_id=self._run_id,
+            member=self._member,
+            settings=self._settings,
+            slots=self._slots,
+            router=router,
+            mailbox=self._mailbox,
+            transports=self._transports,
+            interface=self._interface,
+            snapshot_folder=self._snapshot_folder,
+            silent_seconds=self._silent_seconds,
+        )
         self._address = LearnerAddress(
             member=self._member, term=self._term, endpoint=endpoint, public_key=keys.public
         )
         self._registry.register(ROLE, self._member, self._info())
         for name, target in (
-            ("weights-service", self._serve),
+            ("weights-service", self._service.serve),
             ("weights-announce", self._announce),
         ):
             thread = threading.Thread(target=target, name=name, daemon=True)
@@ -184,25 +170,20 @@ class WeightPublisher:
         self._check_newer(version)
         if self._layout is None:
             parameters = self._lay_out(parameters)
-        slot = self._take_slot()
+        assert self._layout is not None
+        slot = self._slots.take(self._layout, self._device, shared=self._shared, pin=self._pin)
         try:
-            self._copy(slot, parameters)
+            on_gpu = self._copy(slot, parameters)
         except BaseException:
-            with self._lock:
-                slot.pins -= 1
+            self._slots.give_back(slot)
             raise
-        if self._device.type == "cuda":
+        if on_gpu:
+            # What trains next is queued behind the copies on the same stream.
             slot.copied = torch.cuda.Event()
             slot.copied.record()
-        with self._lock:
-            self._count_superseded()
-            slot.pins -= 1
-            slot.version = version
-            slot.published = time.perf_counter()
-            self._newest = slot
-            self._last = version
-            self._counts["published"] += 1
-            self._copy_seconds = slot.published - start
+        self._copy_seconds = self._slots.publish(slot, version) - start
+        self._last = version
+        self._published += 1
         self._mailbox.post(("newest",))
 
     def restamp(self, version: Version) -> None:
@@ -214,17 +195,10 @@ class WeightPublisher:
             WeightsError: nothing was published yet, or the version isn't newer.
         """
         self._check_newer(version)
-        with self._lock:
-            if self._newest is None:
-                raise WeightsError(
-                    f"version {version} would re-stamp weights, but none are published"
-                )
-            self._count_superseded()
-            self._newest.version = version
-            self._newest.started = False
-            self._newest.published = time.perf_counter()
-            self._last = version
-            self._counts["published"] += 1
+        if not self._slots.restamp(version):
+            raise WeightsError(f"version {version} would re-stamp weights, but none are published")
+        self._last = version
+        self._published += 1
         self._mailbox.post(("newest",))
 
     def wait_served(self, version: Version, deadline: float, at_least: int = 1) -> None:
@@ -233,12 +207,15 @@ class WeightPublisher:
         Raises:
             DeadlineError: not within ``deadline`` seconds; names who doesn't hold it.
         """
+        if self._service is None:
+            raise WeightsError("the weight service isn't running: start() it first")
+        held, served = self._service.held, self._service.served
         end = time.monotonic() + deadline
         told = False
-        with self._served:
+        with served:
             while True:
-                behind = {m: v for m, v in self._held.items() if v is None or v < version}
-                if len(self._held) - len(behind) >= at_least:
+                behind = {m: v for m, v in held.items() if v is None or v < version}
+                if len(held) - len(behind) >= at_least:
                     return
                 who = ", ".join(f"{m} (holds {v or 'none'})" for m, v in sorted(behind.items()))
                 who = who or "a rollout worker to connect"
@@ -251,22 +228,34 @@ class WeightPublisher:
                 if not told and left <= deadline / 2:
                     told = True
                     log.warning(f"waiting for {who} to hold version {version}")
-                self._served.wait(min(left, deadline / 2))
+                served.wait(min(left, deadline / 2))
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and the last times, for metrics.
 
         ``copy_seconds``: of the training thread, last publication. ``latency_seconds``: from
-        the end of the last copy to the last COMMITTED of that version.
+        the end of the last copy to the last COMMITTED of that version. ``transfers``: each live
+        worker's last one, see :class:`~tandem.learner.weight_service.Served`.
         """
-        with self._lock:
-            return {
-                **self._counts,
-                "buffers": len(self._slots),
-                "members": {m: [v.term, v.step] if v else None for m, v in self._held.items()},
-                "copy_seconds": self._copy_seconds,
-                "latency_seconds": self._latency,
-            }
+        found: dict[str, Any] = {
+            "published": self._published,
+            "superseded": self._slots.superseded,
+            "buffers": len(self._slots),
+            "copy_seconds": self._copy_seconds,
+        }
+        service = self._service
+        if service is None:
+            return found
+        with service.served:
+            members = {m: [v.term, v.step] if v else None for m, v in service.held.items()}
+            transfers = {member: last.told() for member, last in service.last.items()}
+        return {
+            **found,
+            **service.counts,
+            "members": members,
+            "transfers": transfers,
+            "latency_seconds": service.latency,
+        }
 
     def close(self) -> None:
         """Calls rounds off, leaves the registry and closes; waits at most some seconds."""
@@ -280,8 +269,10 @@ class WeightPublisher:
             self._registry.leave(self._member)
         except StoreError as error:
             log.warning(f"left without taking {self._member} out of the registry: {error}")
-        with self._served:
-            self._served.notify_all()
+        if self._service is not None:
+            with self._service.served:
+                self._service.served.notify_all()
+        self._slots.close()
         if not any(thread.is_alive() for thread in self._threads):
             self._mailbox.close()
             if self._authenticator is not None:
@@ -297,10 +288,6 @@ class WeightPublisher:
             raise WeightsError(
                 f"version {version} isn't newer than {self._last}: versions only go up"
             )
-
-    def _count_superseded(self) -> None:
-        if self._newest is not None and not self._newest.started:
-            self._counts["superseded"] += 1
 
     def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if tensor.is_floating_point() else tensor.dtype
@@ -319,43 +306,15 @@ class WeightPublisher:
             ((n, t.shape, self._wire_dtype(t)) for n, t in items),
             self._settings.bucket_mb << 20,
         )
-        if self._settings.transport != "gloo":
+        self._pin = items[0][1].is_cuda
+        if self._on_gpu:
             self._device = items[0][1].device
         return items
 
-    def _take_slot(self) -> StagingSlot:
-        """A buffer that nobody reads, pinned once.
-
-        Two are enough unless a worker is slow enough to hold an old version's while others
-        have gone on; then there is one more for each such version.
-        """
-        assert self._layout is not None
-        with self._lock:
-            free = [s for s in self._slots if s.pins == 0]
-            slot = next((s for s in free if s is not self._newest), None)
-            if slot is None and len(self._slots) >= 2 and free:
-                # Nobody has begun to read the newest: it may be overwritten.
-                slot = free[0]
-                self._count_superseded()
-                self._newest = None
-            if slot is not None:
-                for spare in [s for s in free if s is not self._newest and s is not slot]:
-                    # Left over from when a worker was slow.
-                    self._slots.remove(spare)
-                slot.reset()
-                slot.pins += 1
-                return slot
-        slot = StagingSlot(self._layout, self._device)
-        slot.pins += 1
-        with self._lock:
-            self._slots.append(slot)
-            count = len(self._slots)
-        if count > 3:
-            log.warning(f"{count} staging buffers are held: slow workers pin old versions")
-        return slot
-
-    def _copy(self, slot: StagingSlot, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _copy(self, slot: StagingSlot, parameters: Iterable[tuple[str, torch.Tensor]]) -> bool:
+        """Whether a GPU took part, so that the copies may still be under way."""
         count = 0
+        on_gpu = False
         with torch.no_grad():
             for name, tensor in parameters:
                 expected, view = slot.tensors[count] if count < len(slot.tensors) else ("", None)
@@ -364,10 +323,12 @@ class WeightPublisher:
                         f"parameter {count} is {name} {list(tensor.shape)}; the first publication "
                         f"had {expected or 'no more'} {list(view.shape) if view is not None else ''}"
                     )
-                view.copy_(tensor, non_blocking=slot.buffer.is_cuda)
+                view.copy_(tensor, non_blocking=True)
+                on_gpu |= tensor.is_cuda
                 count += 1
         if count != len(slot.tensors):
             raise WeightsError(f"{slot.tensors[count][0]} is missing: only {count} parameters came")
+        return on_gpu
 
     # Announcing.
 
@@ -390,381 +351,6 @@ class WeightPublisher:
                 if not failing:
                     log.warning(f"the registry can't be reached, trying again: {error}")
                 failing = True
-
-    # Serving.
-
-    def _serve(self) -> None:
-        assert self._router is not None
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._mailbox.fd, zmq.POLLIN)
-        try:
-            while not self._stopping.is_set():
-                ready = dict(poller.poll(int(self._pause() * 1000) + 1))
-                if self._mailbox.fd in ready:
-                    for item in self._mailbox.take():
-                        getattr(self, f"_on_{item[0]}")(*item[1:])
-                self._read()
-                self._look()
-        finally:
-            for peer in self._peers.values():
-                if peer.round is not None:
-                    reason = f"{self._member} is shutting down"
-                    self._send(peer, Abort(round=peer.round.id, reason=reason))
-                self._drop_link(peer)
-            # The last messages should leave before the socket is closed.
-            self._router.close(linger=200)
-
-    def _pause(self) -> float:
-        """Seconds until something is due."""
-        now = time.monotonic()
-        times = [now + 1.0]
-        for peer in self._peers.values():
-            times.append(peer.silence.next_look)
-            if peer.round is not None:
-                times.append(peer.round.wait.next_look)
-            elif self._behind(peer):
-                times.append(peer.next_try)
-        return max(0.0, min(times) - now)
-
-    def _behind(self, peer: _Peer) -> bool:
-        newest = self._newest
-        return newest is not None and peer.version != newest.version
-
-    def _look(self) -> None:
-        """Deadlines, and rounds that may begin."""
-        for peer in list(self._peers.values()):
-            if peer.silence.expired(log):
-                reason = f"not heard of for {peer.silence.seconds:.1f} s (stopped or dead)"
-                if peer.round is not None:
-                    reason += f" while it should {peer.round.wait.what}"
-                self._forget(peer, reason)
-                log.warning(f"{peer.member}: {reason}; it is served again when it speaks")
-                continue
-            if peer.round is not None and peer.round.wait.expired(log):
-                self._fail(peer, str(peer.round.wait), drop_link=True)
-            if (
-                peer.round is None
-                and peer.idle
-                and time.monotonic() >= peer.next_try
-                and self._behind(peer)
-            ):
-                self._begin(peer)
-
-    def _read(self) -> None:
-        assert self._router is not None
-        while True:
-            try:
-                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                message = unpack(frames)
-            except WireError as error:
-                log.warning(f"from {identity[:80]!r}: {error}")
-                continue
-            if isinstance(message, Have):
-                self._on_have(identity, message)
-                continue
-            peer = self._peers.get(identity)
-            if peer is None:
-                # Its HAVE follows within a second and begins anew.
-                continue
-            peer.heard()
-            if peer.round is None or getattr(message, "round", "") != peer.round.id:
-                continue
-            if isinstance(message, Ack):
-                self._on_ack(peer, peer.round, message)
-            elif isinstance(message, Staged):
-                self._on_staged(peer, peer.round, message)
-            elif isinstance(message, Committed):
-                self._on_committed(peer, peer.round, message)
-            elif isinstance(message, Refused):
-                self._on_refused(peer, message)
-            else:
-                log.warning(
-                    f"{peer.member} sent a {type(message).__name__}, which only learners send"
-                )
-
-    def _send(self, peer: _Peer, message: Message) -> None:
-        assert self._router is not None
-        try:
-            self._router.send_multipart([peer.identity, *pack(message)], zmq.NOBLOCK)
-        except zmq.Again:
-            # Its queue is full, so it reads nothing; its deadline will say so.
-            log.debug(f"{peer.member} takes no messages")
-
-    def _on_stop(self) -> None:
-        pass
-
-    def _on_newest(self) -> None:
-        # `_look` begins the rounds.
-        pass
-
-    def _on_have(self, identity: bytes, message: Have) -> None:
-        if message.run_id != self._run_id:
-            log.warning(f"{message.member} belongs to run {message.run_id}: ignored")
-            return
-        peer = self._peers.get(identity)
-        if peer is None:
-            for other in list(self._peers.values()):
-                if other.member == message.member:
-                    self._forget(other, "a newer process of that name has joined")
-            peer = _Peer(
-                identity=identity,
-                member=message.member,
-                device=message.device,
-                transports=message.transports,
-                silent_seconds=self._silent_seconds,
-            )
-            self._peers[identity] = peer
-            log.info(f"{peer.member} joined with version {message.version or 'none'}")
-        peer.heard()
-        peer.idle = message.state == ReceiverState.IDLE
-        if peer.round is not None and message.round != peer.round.id:
-            # HAVEs are a second apart: the second that doesn't know of the round was sent
-            # after the PREPARE should have arrived.
-            peer.round.unknown += 1
-            if peer.round.unknown >= 2:
-                self._fail(peer, f"{peer.member} didn't get PREPARE", drop_link=True)
-        if peer.round is None:
-            peer.version = message.version
-            peer.content = message.content
-        self._note_held(peer)
-
-    def _note_held(self, peer: _Peer) -> None:
-        with self._served:
-            self._held[peer.member] = peer.version
-            self._served.notify_all()
-
-    def _begin(self, peer: _Peer) -> None:
-        with self._lock:
-            slot = self._newest
-            if slot is None or slot.version is None:
-                return
-            slot.pins += 1
-            slot.started = True
-            version = slot.version
-            published = slot.published
-        pinned = Pin(slot, self._lock)
-        try:
-            transport = choose_transport(
-                self._settings.transport,
-                sender=device_name(self._device),
-                receiver=peer.device,
-                offered=peer.transports,
-            )
-            manifest = slot.manifest_of(self._run_id, version)
-        except (WeightsError, RuntimeError) as error:
-            pinned.release()
-            self._postpone(peer)
-            log.warning(f"{peer.member} can't be sent version {version}: {error}")
-            return
-        self._rounds += 1
-        self._counts["rounds"] += 1
-        peer.round = _Round(
-            id=f"{version}/{self._rounds}",
-            manifest=manifest,
-            transport=transport,
-            bytes_follow=peer.content != manifest.content,
-            pin=pinned,
-            published=published,
-            wait=Wait(peer.member, f"acknowledge version {version}", self._settings.open_seconds),
-        )
-        self._send(
-            peer,
-            Prepare(
-                round=peer.round.id,
-                manifest=manifest,
-                transport=transport,
-                bytes_follow=peer.round.bytes_follow,
-            ),
-        )
-
-    def _on_ack(self, peer: _Peer, current: _Round, message: Ack) -> None:
-        version = current.manifest.version
-        settings = self._settings
-        if not current.bytes_follow:
-            current.wait = Wait(peer.member, f"check version {version}", settings.stage_seconds)
-            return
-        link = peer.link
-        if link is None or not message.channel or link.channel != message.channel:
-            self._drop_link(peer)
-            try:
-                if self._meeting is None:
-                    self._meeting = MeetingPoint(self._interface)
-                transport = self._transports(current.transport, self._interface)
-            except (TandemError, RuntimeError, OSError) as error:
-                self._fail(peer, f"no channel could be made: {error}", drop_link=True)
-                return
-            link = Link(self._mailbox, peer.identity, transport)
-            peer.link = link
-            meeting = Meeting(
-                host=self._meeting.host,
-                port=self._meeting.port,
-                channel=link.channel,
-                rank=0,
-                world_size=2,
-            )
-            self._send(
-                peer,
-                Open(
-                    round=current.id,
-                    channel=link.channel,
-                    transport=current.transport,
-                    host=meeting.host,
-                    port=meeting.port,
-                    rank=1,
-                    world_size=meeting.world_size,
-                ),
-            )
-            current.wait = Wait(peer.member, "open a weight channel", settings.open_seconds)
-            link.put(Job(current.id, meeting, None, settings.open_seconds))
-        else:
-            self._expect_staged(peer, current)
-        link.put(Job(current.id, None, current.pin.again(), settings.stage_seconds))
-
-    def _expect_staged(self, peer: _Peer, current: _Round) -> None:
-        what = f"receive and check version {current.manifest.version}"
-        current.wait = Wait(peer.member, what, self._settings.stage_seconds)
-
-    def _on_opened(self, identity: bytes, round_id: str) -> None:
-        peer = self._peers.get(identity)
-        if peer is not None and peer.round is not None and peer.round.id == round_id:
-            self._expect_staged(peer, peer.round)
-
-    def _on_link_failed(self, identity: bytes, link: Link, round_id: str, reason: str) -> None:
-        peer = self._peers.get(identity)
-        if peer is None or peer.link is not link:
-            return
-        self._drop_link(peer)
-        if peer.round is not None and peer.round.id == round_id:
-            self._fail(peer, reason, drop_link=True)
-
-    def _on_staged(self, peer: _Peer, current: _Round, message: Staged) -> None:
-        manifest = current.manifest
-        if message.digest != manifest.digest:
-            self._fail(peer, f"{peer.member} staged digest {message.digest}", drop_link=True)
-            return
-        what = f"commit version {manifest.version}"
-        current.wait = Wait(peer.member, what, self._settings.commit_seconds)
-        self._send(peer, Commit(round=current.id, run_id=self._run_id, version=manifest.version))
-
-    def _on_committed(self, peer: _Peer, current: _Round, message: Committed) -> None:
-        peer.version = message.version
-        peer.content = current.manifest.content
-        peer.round = None
-        peer.idle = True
-        peer.backoff.reset()
-        peer.next_try = 0.0
-        current.pin.release()
-        self._latency = time.perf_counter() - current.published
-        self._counts["committed"] += 1
-        if current.bytes_follow:
-            self._counts["bytes"] += current.manifest.total_bytes
-        self._note_held(peer)
-
-    def _on_refused(self, peer: _Peer, message: Refused) -> None:
-        self._counts["refused"] += 1
-        peer.idle = True
-        reason = f"{peer.member} refused at {message.stage}: {message.reason}"
-        self._fail(peer, reason, drop_link=message.stage not in ("prepare", "commit"), tell=False)
-
-    def _postpone(self, peer: _Peer) -> float:
-        pause = peer.backoff.next()
-        peer.next_try = time.monotonic() + pause
-        return pause
-
-    def _fail(self, peer: _Peer, reason: str, *, drop_link: bool, tell: bool = True) -> None:
-        """Ends a round without success; the worker is served again after a pause."""
-        current, peer.round = peer.round, None
-        if drop_link:
-            self._drop_link(peer)
-        if current is None:
-            return
-        current.pin.release()
-        self._counts["failed"] += 1
-        if tell:
-            self._send(peer, Abort(round=current.id, reason=reason[:1000]))
-        pause = self._postpone(peer)
-        log.warning(
-            f"{peer.member} stays on {peer.version or 'no version'}, not "
-            f"{current.manifest.version}: {reason}; again in {pause:.1f} s"
-        )
-
-    def _forget(self, peer: _Peer, reason: str) -> None:
-        self._fail(peer, reason, drop_link=True)
-        self._drop_link(peer)
-        self._peers.pop(peer.identity, None)
-        with self._served:
-            self._held.pop(peer.member, None)
-            self._served.notify_all()
-
-    def _drop_link(self, peer: _Peer) -> None:
-        if peer.link is not None:
-            peer.link.leave()
-            peer.link = None
-
-
-@dataclass(slots=True, kw_only=True)
-class _Round:
-    """One transfer under way."""
-
-    id: str
-    """Names it on the wire."""
-    manifest: WeightManifest
-    """What is sent."""
-    transport: str
-    """By what."""
-    bytes_follow: bool
-    """False for a re-stamp."""
-    pin: Pin
-    """Holds the buffer."""
-    published: float
-    """``perf_counter`` at the end of the copy."""
-    wait: Wait
-    """What the worker should do next."""
-    unknown: int = 0
-    """HAVEs since PREPARE that don't know of it."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Peer:
-    """One life of one worker."""
-
-    identity: bytes
-    """ZeroMQ's name of it: member id and incarnation."""
-    member: str
-    """Member id."""
-    device: str
-    """Where it stages."""
-    transports: tuple[str, ...]
-    """What it can open."""
-    silent_seconds: float
-    """Silence after which it is given up."""
-    version: Version | None = None
-    """What it serves."""
-    content: str = ""
-    """Content digest of what it serves."""
-    idle: bool = True
-    """It could begin a round."""
-    round: _Round | None = None
-    """The transfer under way."""
-    link: Link | None = None
-    """Its channel."""
-    next_try: float = 0.0
-    """``monotonic`` before which no round begins."""
-    backoff: Backoff = field(default_factory=Backoff)
-    """Pauses after failures."""
-    silence: Wait = field(init=False)
-    """Since it was last heard."""
-
-    def __post_init__(self) -> None:
-        self.heard()
-
-    def heard(self) -> None:
-        """It spoke."""
-        self.silence = Wait(self.member, "say that it is alive", self.silent_seconds)
 
 
 def _registry_of(store: Store | None) -> Registry:

@@ -245,7 +245,12 @@ class Trainer:
 
     def _publish_first(self, total: int) -> None:
         self._publisher = WeightPublisher(
-            self._store, self._join, self._config, self._term, self._name
+            self._store,
+            self._join,
+            self._config,
+            self._term,
+            self._name,
+            snapshot_folder=self._folder.weights,
         )
         self._publisher.start()
         # Asked for before anybody holds the weights, so that it comes before the first lease.

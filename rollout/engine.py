@@ -26,6 +26,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..common.records import Int32Array, Sample, SamplingParams, Source, Version
+from ..common.weights.manifest import SegmentPlace
 
 
 def no_tokens() -> Int32Array:
@@ -97,6 +98,8 @@ class EngineStats:
     """Seconds in which at least one row was running."""
     loads: int = 0
     """Weight changes."""
+    load_seconds: float = 0.0
+    """Seconds in which no token was sampled because the weights were changed."""
     running_rows: int = 0
     """Samples being generated now."""
     waiting_groups: int = 0
@@ -111,12 +114,18 @@ class StagedWeights(Protocol):
         """Name and tensor of every parameter, in the engine's dtypes."""
         ...
 
+    @property
+    def place(self) -> SegmentPlace | None:
+        """Where other processes of the host can map them; None where they can't."""
+        ...
+
 
 class NamedWeights:
-    """Staged weights that are simply a mapping: for tests and local loading."""
+    """Staged weights that are a mapping, and the shared memory in which they may lie."""
 
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
+    def __init__(self, tensors: Mapping[str, Any], place: SegmentPlace | None = None) -> None:
         self._tensors = dict(tensors)
+        self.place = place
 
     def tensors(self) -> Iterable[tuple[str, Any]]:
         """Name and tensor of every parameter."""

@@ -177,6 +177,7 @@ class TorchEngine:
         self._steps = 0
         self._busy = 0.0
         self._loads = 0
+        self._load_seconds = 0.0
 
     # What callers see.
 
@@ -268,6 +269,7 @@ class TorchEngine:
             decode_steps=self._steps,
             busy_seconds=self._busy,
             loads=self._loads,
+            load_seconds=self._load_seconds,
             running_rows=len(self._rows),
             waiting_groups=len(self._waiting),
         )
@@ -692,12 +694,14 @@ class TorchEngine:
                     f"weights {version} don't fit the engine: {name} is {tensor.dtype} "
                     f"{tuple(tensor.shape)}, not {parameter.dtype} {tuple(parameter.shape)}"
                 )
+        since = time.perf_counter()
         for name, parameter in self._parameters.items():
             parameter.copy_(new[name])
         self._loads += 1
         self._close_spans(version)
         if self._recompute and self._rows:
             self._recompute_cache()
+        self._load_seconds += time.perf_counter() - since
 
     def _close_spans(self, version: Version) -> None:
         """Names the weights in use; running rows begin a new span."""

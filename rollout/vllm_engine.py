@@ -2,11 +2,11 @@
 
 A group is one vLLM request with ``n`` samples, or a request for each sample where prefixes differ
 or nothing is drawn (temperature 0).
-New weights go through a file in shared memory to vLLM's workers, which load it between two token
+New weights lie in shared memory, where vLLM's workers map them, and are loaded between two token
 steps::
 
-    check names and shapes -> write the file -> [wait for running samples] -> pause, keeping them
-      -> load in every worker -> name the version -> drop cached keys -> resume
+    check names and shapes -> map them in every rank -> [wait for running samples]
+      -> pause, keeping them -> load in every rank -> name the version -> drop cached keys -> resume
 
 Up to "load" a failure leaves everything as it was. A failure from there on leaves the engine
 paused for good, since it may hold half of two versions: :meth:`VllmEngine.load` raises something
@@ -39,6 +39,7 @@ from ..common.records import (
     Version,
     VersionSpan,
 )
+from ..common.weights.manifest import SegmentPlace
 from . import handover
 from .engine import EngineStats, FinishedGroup, GroupRequest, ParameterSpec, StagedWeights
 from .model_facts import ModelFacts
@@ -126,6 +127,7 @@ class VllmEngine:
         self._busy_since: float | None = None
         self._busy = 0.0
         self._loads = 0
+        self._load_seconds = 0.0
         self._start_counts = (0, 0, 0)
 
     # What callers see.
@@ -190,8 +192,10 @@ class VllmEngine:
         """
         tensors = self._checked(dict(state.tensors()), version)
         with contextlib.ExitStack() as stack:
-            path = await asyncio.to_thread(stack.enter_context, handover.handed_over(tensors))
-            await self._process.run(self._load(str(path), len(tensors), version))
+            place = state.place
+            if place is None:
+                place = await asyncio.to_thread(stack.enter_context, handover.handed_over(tensors))
+            await self._process.run(self._load(place, len(tensors), version))
 
     async def restamp(self, version: Version) -> None:
         """Renames the weights in use."""
@@ -211,6 +215,7 @@ class VllmEngine:
             decode_steps=counters.steps - steps,
             busy_seconds=self._busy + (time.perf_counter() - since if since is not None else 0.0),
             loads=self._loads,
+            load_seconds=self._load_seconds,
             running_rows=sum(
                 group.request.count - len(group.finished)
                 for group in list(self._groups.values())
@@ -466,19 +471,22 @@ class VllmEngine:
         async with self._in_order():
             await self._name(version)
 
-    async def _load(self, path: str, count: int, version: Version) -> None:
+    async def _load(self, place: SegmentPlace, count: int, version: Version) -> None:
         async with self._in_order():
             if self._broken:
                 raise TandemError(self._broken)
+            await self._stage(place, count, version)
             self._changing = True
             if self._tasks and self._update_wait and not self._paused:
                 await asyncio.wait(self._tasks, timeout=self._update_wait)
+            since = time.perf_counter()
             try:
                 if not self._paused:
                     await self._freeze()
-                await self._commit(path, count, version)
+                await self._commit(count, version)
                 if not self._paused:
                     await self._thaw()
+                self._load_seconds += time.perf_counter() - since
             except BaseException as error:
                 self._broken = (
                     f"version {version} could not be loaded, so the engine may hold half of it: "
@@ -491,10 +499,27 @@ class VllmEngine:
             if not self._paused:
                 self._let_in()
 
-    async def _commit(self, path: str, count: int, version: Version) -> None:
+    async def _stage(self, place: SegmentPlace, count: int, version: Version) -> None:
+        """Every rank maps the weights, or none loads them."""
+        problem = ""
+        try:
+            async with asyncio.timeout(RPC_SECONDS):
+                staged = await self._process.llm.collective_rpc(
+                    "tandem_stage", args=(place.path, place.nbytes, place.layout)
+                )
+            if not staged or any(number != count for number in staged):
+                problem = f"its ranks found {staged} of {count} tensors"
+        except Exception as error:  # vLLM wraps what a rank raises in something of its own.
+            if self._process.llm is None or self._process.llm.errored:
+                raise TandemError(f"vLLM has died: {error}") from error
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            raise WeightsError(f"version {version} can't be read by vLLM: {problem}")
+
+    async def _commit(self, count: int, version: Version) -> None:
         llm: Any = self._process.llm
         async with asyncio.timeout(LOAD_SECONDS):
-            loaded = await llm.collective_rpc("tandem_load", args=(path, count))
+            loaded = await llm.collective_rpc("tandem_load")
         if not loaded or any(number != count for number in loaded):
             raise TandemError(f"the workers loaded {loaded} of {count} tensors")
         await self._name(version)

@@ -17,28 +17,52 @@ OWNER = "TANDEM_ENGINE_OWNER"
 """Environment variable with the process id of the rollout worker that the engine belongs to."""
 
 
+MAPPED = 4
+"""Segments that are kept mapped; two or three are used in turn."""
+
+
 class WorkerExtension:
     """Methods of the worker's, called ``tandem_…`` because the two classes share their names."""
 
     reload_weights: Any
     """The worker's own, as the next one; declared for type checkers, absent from this class."""
     get_model: Any
+    _tandem_staged: list[tuple[str, Any]]
+    """Weights to be loaded next: views of shared memory."""
 
-    def tandem_load(self, path: str, count: int) -> int:
-        """Loads the safetensors file of :mod:`tandem.rollout.handover`; returns its tensors.
+    def tandem_stage(self, path: str, nbytes: int, layout: str) -> int:
+        """Maps the weights in a segment, beside those in use; returns how many tensors there are.
+
+        Raises:
+            WeightsError: they can't be mapped from here.
+        """
+        from ..common.weights.buffer import views
+        from ..common.weights.manifest import read_layout
+        from ..common.weights.segment import map_segment
+
+        mapped: dict[str, Any] = self.__dict__.setdefault("_tandem_mapped", {})
+        buffer = mapped.pop(path, None)
+        # A mapping holds its memory, also when nobody else has any use for it.
+        for other in [other for other in mapped if not os.path.exists(other)]:
+            del mapped[other]
+        while len(mapped) >= MAPPED:
+            del mapped[next(iter(mapped))]
+        if buffer is None or buffer.numel() != nbytes:
+            buffer = map_segment(path, nbytes)
+        mapped[path] = buffer
+        self._tandem_staged = views(buffer, read_layout(layout))
+        return len(self._tandem_staged)
+
+    def tandem_load(self) -> int:
+        """Loads what was staged; returns how many tensors there were.
 
         Goes through vLLM's own reloading, which repacks what its kernels want packed, keeps the
         addresses that CUDA graphs hold, and takes this rank's share of each tensor.
         """
-        from safetensors import safe_open
-
-        with safe_open(path, framework="pt", device="cpu") as file:
-            names = list(file.offset_keys() if hasattr(file, "offset_keys") else file.keys())
-            if len(names) != count:
-                raise ValueError(f"{path} holds {len(names)} tensors, not {count}")
-            self.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in names))
+        tensors, self._tandem_staged = self._tandem_staged, []
+        self.reload_weights(weights_iterator=iter(tensors))
         _repack_tied(self.get_model())
-        return len(names)
+        return len(tensors)
 
 
 def _repack_tied(model: Any) -> None:

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import psutil
 
 from ..common.errors import ConfigError, DeadlineError, TandemError
-from . import handover
+from ..common.weights.segment import remove_left_behind
 from .vllm_extension import OWNER
 
 log = logging.getLogger("tandem.rollout")
@@ -121,7 +121,7 @@ class VllmProcess:
             TandemError: it failed to start; the log has its own words.
         """
         require()
-        handover.remove_left_behind()
+        remove_left_behind()
         ready: Future[None] = Future()
         since = time.monotonic()
         self._strangers = set(psutil.Process().children(recursive=True))

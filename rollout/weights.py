@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,11 +24,17 @@ from ..common.config import Config
 from ..common.errors import DeadlineError, StoreError, TandemError, WeightsError, WireError
 from ..common.records import Version
 from ..common.sockets import CurveKeys, check_address, connect_dealer
-from ..common.weights.buffer import flat_buffer, views
+from ..common.weights import snapshots
+from ..common.weights.buffer import StagedTensors, flat_buffer, views
 from ..common.weights.checksum import checksum
 from ..common.weights.directory import ROLE, LearnerAddress, Registry, newest_learner
 from ..common.weights.mailbox import Mailbox
-from ..common.weights.manifest import WeightManifest, check_manifest, first_difference
+from ..common.weights.manifest import (
+    SegmentPlace,
+    WeightManifest,
+    check_manifest,
+    first_difference,
+)
 from ..common.weights.protocol import (
     Abort,
     Ack,
@@ -42,8 +49,15 @@ from ..common.weights.protocol import (
     pack,
     unpack,
 )
+from ..common.weights.segment import (
+    Segment,
+    map_segment,
+    remove_left_behind,
+    shared_memory_name,
+)
 from ..common.weights.states import ReceiverState, RoundState, refusal
 from ..common.weights.transport import (
+    PULLED,
     Meeting,
     Transport,
     device_name,
@@ -64,8 +78,10 @@ LOOK_SECONDS = 0.5
 EXIT_HALF_LOADED = 70
 """Exit status of a process whose engine may hold half of two versions (EX_SOFTWARE)."""
 
-NamedTensors = list[tuple[str, torch.Tensor]]
-CommitFunction = Callable[[NamedTensors, Version], bool | None]
+MAPPED = 4
+"""Segments of the learner's that are kept mapped; it uses two or three in turn."""
+
+CommitFunction = Callable[[StagedTensors, Version], float]
 
 
 def _exit(message: str) -> None:
@@ -83,10 +99,11 @@ class WeightReceiver:
         member: member id of this worker.
         specs: what the engine can load: (name, shape, dtype), or records with those fields.
         commit: ``commit(tensors, version)`` loads verified tensors between two token steps and
-            returns when the engine serves them. The tensors are views that hold until it
-            returns. An **empty list** is a re-stamp: the weights held already have a new
-            version. Called from the stager's thread. If it raises, returns False or outlasts
-            ``weights.commit_seconds``, the process exits with status 70.
+            returns when the engine serves them, with the seconds in which it sampled nothing on
+            their account. The tensors are views to be read, which hold until it returns. An
+            **empty list** is a re-stamp: the weights held already have a new version. Called
+            from the stager's thread. ``WeightsError`` says that nothing was changed. If it raises
+            anything else or outlasts ``weights.commit_seconds``, the process exits with status 70.
         config: the run's.
         device: where buckets are staged.
         registry: in place of the store's.
@@ -142,7 +159,7 @@ class WeightReceiver:
         self._content = ""
         self._term = 0
         self._counts = {"committed": 0, "restamped": 0, "refused": 0, "failed": 0, "bytes": 0}
-        self._seconds = {"stage": 0.0, "commit": 0.0}
+        self._seconds = {"stage": 0.0, "commit": 0.0, "pause": 0.0, "paused": 0.0}
 
         # Owned by the control thread.
         self._address: LearnerAddress | None = None
@@ -164,6 +181,7 @@ class WeightReceiver:
 
     def start(self) -> None:
         """Starts looking for the learner."""
+        remove_left_behind()
         for name, target in (("weights-control", self._control), ("weights-finder", self._find)):
             thread = threading.Thread(target=target, name=name, daemon=True)
             thread.start()
@@ -195,7 +213,10 @@ class WeightReceiver:
                 self._changed.wait(min(left, deadline / 2))
 
     def stats(self) -> dict[str, Any]:
-        """Counters and the last times, for the member's report."""
+        """Counters and the last times, for the member's report.
+
+        ``pause_seconds`` is the last update's, ``paused_seconds`` that of all.
+        """
         held = self._version
         return {
             "version": [held.term, held.step] if held else None,
@@ -204,6 +225,8 @@ class WeightReceiver:
             **self._counts,
             "stage_seconds": self._seconds["stage"],
             "commit_seconds": self._seconds["commit"],
+            "pause_seconds": self._seconds["pause"],
+            "paused_seconds": self._seconds["paused"],
         }
 
     def close(self) -> None:
@@ -328,6 +351,7 @@ class WeightReceiver:
                 round=self._offer.round if self._offer else "",
                 transports=self._offered,
                 device=self._device_name,
+                memory=shared_memory_name(),
             )
         )
         if sent:
@@ -401,6 +425,15 @@ class WeightReceiver:
             self._send(Ack(round=message.round, channel=""))
             self._on_staged(self._stager, message.round)
             return
+        if message.transport in PULLED:
+            if self._stager is None:
+                self._stager = _Stager(self)
+            self._states.step(ReceiverState.STAGING)
+            what = f"be done with fetching version {manifest.version}"
+            self._wait = Wait("the stager", what, self._settings.stage_seconds)
+            self._send(Ack(round=message.round, channel=""))
+            self._stager.jobs.put(("fetch", message.round, message))
+            return
         stager = self._stager
         warm = stager is not None and stager.channel and stager.transport == message.transport
         if stager is not None and warm:
@@ -457,7 +490,14 @@ class WeightReceiver:
         # The stager has set the version already; this only tells the learner.
         assert self._version is not None
         self._wait = None
-        self._send(Committed(round=round_id, version=self._version, seconds=seconds))
+        self._send(
+            Committed(
+                round=round_id,
+                version=self._version,
+                seconds=seconds,
+                paused=self._seconds["pause"],
+            )
+        )
         self._next_have = time.monotonic() + HAVE_SECONDS
 
     def _on_abort(self, message: Abort) -> None:
@@ -515,13 +555,20 @@ class WeightReceiver:
         )
         return True
 
-    def _end_commit(self, offer: Prepare, seconds: float) -> None:
+    def _not_committed(self) -> None:
+        """COMMITTING → STAGED: the engine refused and changed nothing."""
+        with self._lock:
+            self._states.refused()
+
+    def _end_commit(self, offer: Prepare, seconds: float, paused: float) -> None:
         with self._changed:
             with self._lock:
                 self._states.done()
                 self._version = offer.manifest.version
                 self._content = offer.manifest.content
             self._seconds["commit"] = seconds
+            self._seconds["pause"] = paused
+            self._seconds["paused"] += paused
             self._counts["committed" if offer.bytes_follow else "restamped"] += 1
             self._changed.notify_all()
         self._mailbox.post(("committed", offer.round, seconds))
@@ -542,7 +589,9 @@ class _Stager:
         self._left = False
         self._open: Transport | None = None
         self._buffer: torch.Tensor | None = None
-        self._tensors: NamedTensors = []
+        self._segment: Segment | None = None
+        self._mapped: dict[str, torch.Tensor] = {}
+        self._tensors = StagedTensors()
         self._manifest: WeightManifest | None = None
         self._thread = threading.Thread(target=self._run, name="weights-stager", daemon=True)
         self._thread.start()
@@ -567,18 +616,23 @@ class _Stager:
                 elif kind == "receive":
                     self._receive(content)
                     post(("received", self, round_id))
+                elif kind == "fetch":
+                    self._fetch(content)
+                    post(("received", self, round_id))
                 else:
                     self._load(round_id, content)
             except (TandemError, RuntimeError) as error:
-                self._tensors = []
+                self._tensors = StagedTensors()
                 self._manifest = None
                 post(("failed", self, round_id, _stage_of(kind, error), str(error)))
-                if kind != "commit":
+                if kind in ("open", "receive"):
                     break
         self.channel = ""
         if self._open is not None:
             self._open.close()
             self._open = None
+        if self._segment is not None:
+            self._segment.close()
 
     def _enter(self, message: Open) -> None:
         settings = self._receiver._settings
@@ -602,23 +656,77 @@ class _Stager:
         if self._open is None:
             raise WeightsError("the weight channel isn't open")
         start = time.perf_counter()
-        buffer = self._buffer
-        if buffer is None or buffer.numel() != manifest.total_bytes:
-            buffer = flat_buffer(manifest.total_bytes, receiver._device)
-            self._buffer = buffer
-            self._manifest = None
-        pieces = [buffer[b.offset : b.offset + b.nbytes] for b in manifest.buckets]
+        buffer = self._own_buffer(manifest)
+        pieces = _cut(buffer, manifest)
         for index in self._open.receive(pieces, receiver._settings.stage_seconds):
-            bucket = manifest.buckets[index]
-            found = checksum(pieces[index], manifest.checksum)
-            if found != bucket.checksum:
-                raise _Damaged(
-                    f"bucket {index} of version {manifest.version} (bytes {bucket.offset:,} to "
-                    f"{bucket.offset + bucket.nbytes:,}) was damaged: its checksum is "
-                    f"{found:016x}, the manifest's is {bucket.checksum:016x}"
-                )
-        if self._manifest is None or self._manifest.layout != manifest.layout:
-            self._tensors = views(buffer, manifest.params)
+            _check(pieces[index], index, manifest)
+        self._hold(manifest, buffer, str(self._segment.path) if self._segment else "", start)
+
+    def _fetch(self, offer: Prepare) -> None:
+        """Takes a version from where PREPARE says that it is."""
+        start = time.perf_counter()
+        manifest = offer.manifest
+        if offer.transport == "shared_memory":
+            place = offer.place
+            buffer = self._map(place, manifest.total_bytes)
+        else:
+            buffer = self._own_buffer(manifest)
+            snapshots.read(Path(offer.place), manifest, buffer)
+            place = str(self._segment.path) if self._segment else ""
+        for index, piece in enumerate(_cut(buffer, manifest)):
+            _check(piece, index, manifest)
+        self._hold(manifest, buffer, place, start)
+
+    def _map(self, place: str, nbytes: int) -> torch.Tensor:
+        """The learner's buffer. It is read where it lies: the learner never writes into one that
+        a worker may still read (``StagingSlot.retired``)."""
+        found = self._mapped.pop(place, None)
+        # A mapping holds its memory, also when the learner has no more use for it.
+        for path in [p for p in self._mapped if not os.path.exists(p)]:
+            del self._mapped[path]
+        while len(self._mapped) >= MAPPED:
+            del self._mapped[next(iter(self._mapped))]
+        if found is None or found.numel() != nbytes:
+            found = map_segment(place, nbytes)
+        self._mapped[place] = found
+        return found
+
+    def _own_buffer(self, manifest: WeightManifest) -> torch.Tensor:
+        """This worker's staging buffer, in shared memory where there is room."""
+        buffer, device = self._buffer, self._receiver._device
+        if buffer is not None and buffer.numel() == manifest.total_bytes:
+            return buffer
+        self._tensors = StagedTensors()
+        self._manifest = None
+        self._buffer = None
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+        if device.type == "cpu":
+            try:
+                self._segment = Segment(manifest.total_bytes)
+            except (WeightsError, OSError) as error:
+                log.info(f"weights are staged in memory that isn't shared: {error}")
+        if self._segment is not None:
+            self._buffer = self._segment.buffer
+        else:
+            self._buffer = flat_buffer(manifest.total_bytes, device)
+        return self._buffer
+
+    def _hold(
+        self, manifest: WeightManifest, buffer: torch.Tensor, place: str, start: float
+    ) -> None:
+        """A verified version, ready to be committed."""
+        receiver = self._receiver
+        if (
+            self._manifest is None
+            or self._manifest.layout != manifest.layout
+            or (self._tensors.place.path if self._tensors.place else "") != place
+        ):
+            where = SegmentPlace(path=place, nbytes=buffer.numel(), layout=manifest.layout)
+            self._tensors = StagedTensors(
+                views(buffer, manifest.params), place=where if place else None
+            )
         self._manifest = manifest
         receiver._counts["bytes"] += manifest.total_bytes
         receiver._seconds["stage"] = time.perf_counter() - start
@@ -631,7 +739,7 @@ class _Stager:
             raise WeightsError(
                 f"version {version} is of term {version.term}, which is over: term {term} has begun"
             )
-        tensors: NamedTensors = []
+        tensors = StagedTensors()
         if offer.bytes_follow:
             if self._manifest is None or self._manifest.digest != offer.manifest.digest:
                 raise WeightsError(f"version {version} isn't what the buffer holds")
@@ -640,17 +748,32 @@ class _Stager:
             return
         start = time.perf_counter()
         try:
-            loaded = receiver._commit(tensors, version)
-            problem = "the engine said that it didn't" if loaded is False else ""
+            paused = receiver._commit(tensors, version)
+        except WeightsError:
+            receiver._not_committed()
+            raise
         except BaseException as error:  # noqa: BLE001 - whatever it is, the engine may be half-loaded
-            problem = f"{type(error).__name__}: {error}"
-        if problem:
             receiver._fatal(
-                f"version {version} couldn't be loaded ({problem}); the engine may hold half of it, "
-                f"so this process ends"
+                f"version {version} couldn't be loaded ({type(error).__name__}: {error}); the engine "
+                f"may hold half of it, so this process ends"
             )
             return
-        receiver._end_commit(offer, time.perf_counter() - start)
+        receiver._end_commit(offer, time.perf_counter() - start, paused)
+
+
+def _cut(buffer: torch.Tensor, manifest: WeightManifest) -> list[torch.Tensor]:
+    return [buffer[b.offset : b.offset + b.nbytes] for b in manifest.buckets]
+
+
+def _check(piece: torch.Tensor, index: int, manifest: WeightManifest) -> None:
+    bucket = manifest.buckets[index]
+    found = checksum(piece, manifest.checksum)
+    if found != bucket.checksum:
+        raise _Damaged(
+            f"bucket {index} of version {manifest.version} (bytes {bucket.offset:,} to "
+            f"{bucket.offset + bucket.nbytes:,}) was damaged: its checksum is "
+            f"{found:016x}, the manifest's is {bucket.checksum:016x}"
+        )
 
 
 class _Damaged(WeightsError):

@@ -52,6 +52,7 @@ from .engines import make_engine
 from .submission import PoolAddress, Submitter
 
 if TYPE_CHECKING:
+    from ..common.weights.buffer import StagedTensors
     from .evaluate.evaluation import Evaluation, Evaluator
 
 log = logging.getLogger("tandem.rollout")
@@ -541,14 +542,14 @@ class Worker:
 
     # New weights.
 
-    def _commit_weights(self, tensors: list[tuple[str, Any]], version: Version) -> bool:
+    def _commit_weights(self, tensors: StagedTensors, version: Version) -> float:
         """Called from the receiver's thread; returns when the engine serves the version."""
         done = asyncio.run_coroutine_threadsafe(self._commit(tensors, version), self._loop)
-        done.result(self.config.weights.commit_seconds)
-        return True
+        return done.result(self.config.weights.commit_seconds)
 
-    async def _commit(self, tensors: list[tuple[str, Any]], version: Version) -> None:
+    async def _commit(self, tensors: StagedTensors, version: Version) -> float:
         still = False
+        before = self._engine.stats().load_seconds
         try:
             # An evaluation should be of one version, but not at the price of the deadline.
             async with asyncio.timeout(self.config.weights.commit_seconds / 2):
@@ -558,7 +559,7 @@ class Worker:
             log.warning(f"version {version} is committed into a long evaluation")
         try:
             if tensors:
-                await self._engine.load(NamedWeights(dict(tensors)), version)
+                await self._engine.load(NamedWeights(dict(tensors), tensors.place), version)
             else:
                 await self._engine.restamp(version)
         finally:
@@ -566,6 +567,7 @@ class Worker:
                 self._steady.release()
         self._nudge.set()
         self._wake_keeper.set()
+        return self._engine.stats().load_seconds - before
 
     # Beside the loop.
 

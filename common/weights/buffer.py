@@ -6,7 +6,22 @@ from collections.abc import Sequence
 
 import torch
 
-from .manifest import TensorEntry
+from .manifest import SegmentPlace, TensorEntry
+
+
+class StagedTensors(list[tuple[str, torch.Tensor]]):
+    """(name, view) of a version's tensors, and where other processes can map their buffer.
+
+    Args:
+        items: The tensors, in the manifest's order.
+        place: None where other processes can't see them.
+    """
+
+    def __init__(
+        self, items: Sequence[tuple[str, torch.Tensor]] = (), place: SegmentPlace | None = None
+    ) -> None:
+        super().__init__(items)
+        self.place = place
 
 
 def flat_buffer(total_bytes: int, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The learner's end of one worker's channel: a thread that waits where nobody else should."""
+"""The learner's end of a channel: a thread that waits where nobody else should."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ class Job:
 
 
 class Link:
-    """The thread that waits inside one worker's channel.
+    """The thread that waits inside a channel to one worker, or to several that get one broadcast.
 
     Left behind while it waits, it ends with its deadline or when the other side closes; until
     then it keeps its slot pinned.
     """
 
     def __init__(
-        self, mailbox: Mailbox[tuple[Any, ...]], identity: bytes, transport: Transport
+        self,
+        mailbox: Mailbox[tuple[Any, ...]],
+        members: frozenset[bytes],
+        transport: Transport,
     ) -> None:
         self.channel = secrets.token_hex(8)
+        self.members = members
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._mailbox = mailbox
-        self._identity = identity
         self._transport = transport
         self._lock = threading.Lock()
         self._left = False
@@ -61,7 +64,7 @@ class Link:
     def _drop(self, job: Job, reason: str) -> None:
         if job.pin is not None:
             job.pin.release()
-        self._mailbox.post(("link_failed", self._identity, self, job.round_id, reason))
+        self._mailbox.post(("link_failed", self, job.round_id, reason))
 
     def _run(self) -> None:
         while not self._left and (job := self._jobs.get()) is not None:
@@ -83,7 +86,7 @@ class Link:
     def _do(self, job: Job) -> None:
         if job.meeting is not None:
             self._transport.open(job.meeting, job.seconds)
-            self._mailbox.post(("opened", self._identity, job.round_id))
+            self._mailbox.post(("opened", self, job.round_id))
         elif job.pin is not None:
             pieces = job.pin.slot.pieces(on_host=self._transport.name == "gloo")
             self._transport.send(pieces, job.seconds)

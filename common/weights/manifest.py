@@ -121,6 +121,18 @@ class Layout:
     """Of the flat buffer, a multiple of :data:`ALIGNMENT`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentPlace:
+    """Where other processes of the host find a version: a segment and what lies in it."""
+
+    path: str
+    """File of the :class:`~tandem.common.weights.segment.Segment`."""
+    nbytes: int
+    """Its size."""
+    layout: str
+    """Where each tensor lies: :func:`layout_text`."""
+
+
 def dtype_name(dtype: Any) -> str:
     """``float32`` for ``torch.float32``, ``"torch.float32"`` and ``"float32"``."""
     return str(dtype).removeprefix("torch.")

@@ -7,7 +7,7 @@ One round, ROUTER at the learner, DEALER at the rollout worker::
                          ◄──────  PREPARE(round, manifest)
       ACK(channel)       ──────►            manifest fits the engine; names its open channel
                          ◄──────  OPEN(meeting point)        only where no channel is open
-                         ◄══════  buckets, over the channel
+                         ◄══════  buckets, over the channel; or the worker fetches them itself
       STAGED(digest)     ──────►            every checksum was right
                          ◄──────  COMMIT
       COMMITTED(seconds) ──────►            the engine serves the new version
@@ -52,6 +52,9 @@ class Have:
     """Transports that it can open, best first."""
     device: str
     """Where it stages: ``cpu`` or ``cuda:<uuid>``."""
+    memory: str = ""
+    """Names the shared memory that it sees:
+    :func:`~tandem.common.weights.segment.shared_memory_name`."""
 
 
 @register
@@ -67,6 +70,9 @@ class Prepare:
     """By which transport."""
     bytes_follow: bool
     """False for a re-stamp: the worker holds this content already."""
+    place: str = ""
+    """Where the worker finds the bytes: a file in shared memory, or a snapshot's folder. Empty
+    where they come over a channel."""
 
 
 @register
@@ -141,11 +147,14 @@ class Committed:
     version: Version
     """What it serves now."""
     seconds: float
-    """The engine's time to load it."""
+    """From COMMIT until the engine served it."""
+    paused: float = 0.0
+    """Seconds of these in which it sampled nothing on account of it."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.seconds < math.inf:
-            raise ValueError(f"a load can't take {self.seconds} s")
+        for seconds in (self.seconds, self.paused):
+            if not 0.0 <= seconds < math.inf:
+                raise ValueError(f"a load can't take {seconds} s")
 
 
 @register

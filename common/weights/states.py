@@ -71,6 +71,12 @@ class RoundState:
         self.state = ReceiverState.IDLE
         self.offered = None
 
+    def refused(self) -> None:
+        """COMMITTING → STAGED: the engine took nothing, and said so."""
+        if self.state is not ReceiverState.COMMITTING:
+            raise WeightsError(f"round {self.round}: {self.state} can't be refused by the engine")
+        self.state = ReceiverState.STAGED
+
     def fail(self) -> bool:
         """Any state → IDLE with the old version; False where that is no longer possible."""
         if self.state is ReceiverState.COMMITTING:

@@ -13,6 +13,7 @@ import psutil
 import torch
 
 from ..errors import ConfigError, WeightsError
+from .segment import shared_memory_name
 
 BYTES_PER_SECOND = 50e6
 """Slowest rate at which a bucket may come; gloo on loopback was seen at 130 to 560 MB/s."""
@@ -33,6 +34,10 @@ class Meeting:
     """0 is the sender."""
     world_size: int
     """Ranks, the sender included."""
+
+
+PULLED = ("shared_memory", "snapshot")
+"""Transports without a channel: PREPARE names a place, and the worker fetches from there."""
 
 
 class Transport(ABC):
@@ -152,37 +157,48 @@ def make_transport(name: str, interface: str) -> Transport:
     return factory(interface)
 
 
-def choose_transport(setting: str, *, sender: str, receiver: str, offered: Sequence[str]) -> str:
-    """Which transport a pair uses.
+def possible_transports(
+    setting: str, *, sender: str, receiver: str, offered: Sequence[str], same_memory: bool
+) -> tuple[str, ...]:
+    """Which transports a pair can use, the best first.
 
     Args:
         setting: ``weights.transport``.
         sender: device of the learner's buffer, ``cpu`` or ``cuda:<uuid>``.
         receiver: the same of the worker.
-        offered: what the worker can open.
+        offered: what the worker can do.
+        same_memory: the learner's buffer lies in shared memory that the worker sees.
 
     Raises:
         WeightsError: the setting asks for what the pair can't do.
 
-    >>> choose_transport("auto", sender="cuda:a", receiver="cuda:b", offered=("nccl", "gloo"))
-    'nccl'
-    >>> choose_transport("auto", sender="cuda:a", receiver="cuda:a", offered=("nccl", "gloo"))
-    'gloo'
+    >>> gpus = {"sender": "cuda:a", "offered": ("nccl", "shared_memory", "gloo")}
+    >>> possible_transports("auto", receiver="cuda:b", same_memory=True, **gpus)
+    ('nccl', 'shared_memory', 'gloo')
+    >>> possible_transports("auto", receiver="cuda:a", same_memory=False, **gpus)
+    ('gloo',)
     """
     # Two ranks of one NCCL communicator can't share a GPU.
     apart = "cpu" not in (sender, receiver) and sender != receiver
     if setting == "auto":
-        return "nccl" if apart and "nccl" in offered else "gloo"
+        able = {"nccl": apart, "shared_memory": same_memory, "gloo": True, "snapshot": True}
+        return tuple(name for name, can in able.items() if can and name in offered)
     if setting not in offered:
         raise WeightsError(
-            f"weights.transport={setting}, but the worker can open only {', '.join(offered)}"
+            f"weights.transport={setting}, but the worker can only do {', '.join(offered)}"
         )
     if setting == "nccl" and not apart:
         raise WeightsError(
             f"weights.transport=nccl needs a GPU on each side and not the same one; the learner "
-            f"is on {sender}, the worker on {receiver}: set weights.transport=gloo"
+            f"is on {sender}, the worker on {receiver}: set weights.transport=auto"
         )
-    return setting
+    if setting == "shared_memory" and not same_memory:
+        raise WeightsError(
+            "weights.transport=shared_memory, but learner and worker don't see the same /dev/shm "
+            "(two hosts, two containers without --ipc=host, two users) or it has no room: set "
+            "weights.transport=auto"
+        )
+    return (setting,)
 
 
 def device_name(device: torch.device) -> str:
@@ -193,7 +209,8 @@ def device_name(device: torch.device) -> str:
 
 
 def offered_transports(device: torch.device) -> tuple[str, ...]:
-    """What a process that stages on ``device`` can open, best first."""
+    """What a process that stages on ``device`` can do, best first."""
+    found = ("shared_memory", "gloo", "snapshot") if shared_memory_name() else ("gloo", "snapshot")
     if device.type == "cuda" and torch.distributed.is_nccl_available():
-        return ("nccl", "gloo")
-    return ("gloo",)
+        return ("nccl", *found)
+    return found

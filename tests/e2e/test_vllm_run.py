@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from processes import Run, gone, listening, step, steps, summary
 
-from tandem.rollout import handover
+from tandem.common.weights import segment
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
@@ -67,7 +67,7 @@ def test_vllms_logprobs_are_the_learners(finished: Finished) -> None:
 
 def test_no_process_and_no_file_is_left(finished: Finished) -> None:
     assert gone(finished.children, 20)
-    left = [path for folder in handover.places() for path in folder.glob("tandem-weights-*")]
+    left = [path for folder in segment.places() for path in folder.glob("tandem-weights-*")]
     assert [path for path in left if path.stat().st_uid == os.getuid()] == []
 
 

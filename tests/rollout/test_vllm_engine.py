@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,12 @@ import torch
 from tandem.common.config import ModelConfig, RolloutConfig
 from tandem.common.errors import ConfigError, TandemError, WeightsError
 from tandem.common.records import FinishReason, SamplingParams, Version
-from tandem.rollout import engines, handover, vllm_process
+from tandem.common.weights import segment
+from tandem.common.weights.manifest import SegmentPlace
+from tandem.rollout import engines, vllm_process
 from tandem.rollout.engine import FinishedGroup, GroupRequest, NamedWeights
 from tandem.rollout.model_facts import model_facts
 
-HANDED_OVER = handover.handed_over
 V1, V2 = Version(term=1, step=1), Version(term=1, step=2)
 
 
@@ -107,14 +107,14 @@ class TestLoading:
             await engine.load(NamedWeights(tiny.weights(tiny.model(seed=1))), V1)
 
         in_engine(vllm_engines.make(tiny.model()), scenario)
-        left = [f for folder in handover.places() for f in folder.glob("tandem-weights-*")]
+        left = [f for folder in segment.places() for f in folder.glob("tandem-weights-*")]
         assert [path for path in left if path.stat().st_uid == os.getuid()] == []
 
     def test_without_room_the_old_weights_stay_in_use(
         self, vllm_engines: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         async def scenario(engine: Any) -> FinishedGroup:
-            monkeypatch.setattr(handover, "places", lambda: ())
+            monkeypatch.setattr(segment, "places", lambda: ())
             with pytest.raises(WeightsError, match="no room"):
                 await engine.load(NamedWeights(tiny.weights(tiny.model(seed=1))), V2)
             return (await collect(engine, asks()))["0-0"]
@@ -124,6 +124,19 @@ class TestLoading:
         assert engine.version == V1
         assert {(s.term, s.step) for sample in group.samples for s in sample.spans} == {(1, 1)}
 
+    def test_weights_that_a_rank_cannot_read_leave_the_old_ones_in_use(
+        self, vllm_engines: Any, tiny: Any
+    ) -> None:
+        gone = SegmentPlace(path="/dev/shm/tandem-weights-gone.buffer", nbytes=256, layout="")
+
+        async def scenario(engine: Any) -> FinishedGroup:
+            with pytest.raises(WeightsError, match=r"1\.2 can't be read by vLLM"):
+                await engine.load(NamedWeights(tiny.weights(tiny.model(seed=1)), gone), V2)
+            return (await collect(engine, asks()))["0-0"]
+
+        group = in_engine(vllm_engines.make(tiny.model(), version=V1), scenario)
+        assert {(s.term, s.step) for sample in group.samples for s in sample.spans} == {(1, 1)}
+
     def test_a_load_that_fails_in_a_worker_ends_sampling_for_good(
         self, vllm_engines: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -131,8 +144,14 @@ class TestLoading:
             running = asyncio.create_task(collect(engine, asks("0-0", new=200, count=8)))
             while engine.stats().decode_steps < 3:
                 await asyncio.sleep(0.001)
+            rpc = engine._process.llm.collective_rpc
+
+            async def too_much(method: str, args: tuple[Any, ...] = ()) -> Any:
+                # What a rank makes of an argument too many is its own error.
+                return await rpc(method, args=(*args, 1) if method == "tandem_load" else args)
+
             with monkeypatch.context() as patch:
-                patch.setattr(handover, "handed_over", cut_short)
+                patch.setattr(engine._process.llm, "collective_rpc", too_much)
                 with pytest.raises(TandemError, match=r"1\.2 .* half of it") as raised:
                     await engine.load(NamedWeights(tiny.weights(tiny.model(seed=1))), V2)
             # It would be taken for a refusal that changed nothing.
@@ -173,15 +192,6 @@ class TestLoading:
                 logits = new(input_ids=row).logits[0, len(long) - 1 : -1]
             chosen = logits.log_softmax(-1).gather(1, row[0, len(long) :, None])[:, 0]
             np.testing.assert_allclose(sample.logprobs, chosen.numpy(), atol=1e-4)
-
-
-@contextlib.contextmanager
-def cut_short(tensors: Any) -> Iterator[Path]:
-    """A file that was cut: what a worker makes of it is its own error."""
-    with HANDED_OVER(tensors) as path:
-        with open(path, "r+b") as file:
-            file.truncate(path.stat().st_size // 2)
-        yield path
 
 
 OWNER = """

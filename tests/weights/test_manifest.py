@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tandem.common.weights.manifest import (
 )
 from tandem.common.weights.protocol import Commit, Prepare, pack, unpack
 from tandem.common.weights.states import ReceiverState, RoundState, refusal
-from tandem.common.weights.transport import choose_transport, local_address
+from tandem.common.weights.transport import local_address, possible_transports
 
 SPECS = [("a", (3, 5), "float32"), ("b", (), "bfloat16"), ("c d", (70,), "torch.int64")]
 V1 = Version(term=1, step=1)
@@ -225,9 +226,33 @@ def test_an_interface_is_named_by_address_or_name() -> None:
         local_address("no-such-interface")
 
 
-def test_nccl_is_asked_for_only_where_it_can_work() -> None:
+def possible(setting: str = "auto", sender: str = "cpu", **values: Any) -> tuple[str, ...]:
+    pair: dict[str, Any] = {
+        "receiver": "cpu",
+        "offered": ("nccl", "shared_memory", "gloo", "snapshot"),
+        "same_memory": False,
+    }
+    return possible_transports(setting, sender=sender, **pair | values)
+
+
+def test_auto_takes_the_fastest_that_the_pair_can_do_and_has_the_others_in_reserve() -> None:
+    assert possible() == ("gloo", "snapshot")
+    assert possible(same_memory=True) == ("shared_memory", "gloo", "snapshot")
+    assert possible(sender="cuda:a", receiver="cuda:b", same_memory=True) == (
+        "nccl",
+        "shared_memory",
+        "gloo",
+        "snapshot",
+    )
+    assert possible(sender="cuda:a", receiver="cuda:a") == ("gloo", "snapshot")
+    assert possible(offered=("gloo",), same_memory=True) == ("gloo",)
+
+
+def test_a_transport_is_asked_for_only_where_it_can_work() -> None:
     with pytest.raises(WeightsError, match="not the same one"):
-        choose_transport("nccl", sender="cuda:a", receiver="cuda:a", offered=("nccl", "gloo"))
-    with pytest.raises(WeightsError, match="can open only gloo"):
-        choose_transport("nccl", sender="cuda:a", receiver="cpu", offered=("gloo",))
-    assert choose_transport("auto", sender="cuda:a", receiver="cpu", offered=("gloo",)) == "gloo"
+        possible("nccl", "cuda:a", receiver="cuda:a")
+    with pytest.raises(WeightsError, match="can only do gloo"):
+        possible("nccl", "cuda:a", offered=("gloo",))
+    with pytest.raises(WeightsError, match="the same /dev/shm"):
+        possible("shared_memory")
+    assert possible("shared_memory", same_memory=True) == ("shared_memory",)

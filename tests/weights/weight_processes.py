@@ -29,7 +29,7 @@ def config(**weights: Any) -> Config:
     tree = {
         "run": {"steps": 1},
         "data": {"train": [{"path": "unused"}]},
-        "weights": {"transport": "gloo", **short, **weights},
+        "weights": {"transport": os.environ.get("T", "gloo"), **short, **weights},
     }
     return build(tree)
 
@@ -98,14 +98,14 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def commit(tensors: Named, version: Version) -> bool:
+    def commit(tensors: Named, version: Version) -> float:
         if options.get("broken"):
             raise RuntimeError("half of the layers are on the meta device")
         if not options.get("quiet"):
             pipe.send((version, as_bytes(tensors)))
         if options.get("gate"):
             pipe.recv()
-        return True
+        return 0.0
 
     store = connect(join, name=member)
     more = {"transports": StopsHalfWay(pipe)} if options.get("half") else {}

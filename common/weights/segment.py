@@ -1,0 +1,170 @@
+"""Flat buffers in memory that other processes of this host can map: files in ``/dev/shm``.
+
+A segment's creator holds a lock on its file as long as it is wanted; the kernel drops the lock
+when the creator dies, so a file that nobody has locked was left behind and may be removed. (A
+process id in the name wouldn't tell: containers share ``/dev/shm`` and count processes each for
+itself.) A mapping holds on to its memory whether or not the file is still there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from ..errors import WeightsError
+
+PREFIX = "tandem-weights-"
+SUFFIX = ".buffer"
+SHARED_MEMORY = Path("/dev/shm")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+"""All pages at once, rather than one by one when they are first touched. Linux alone has it."""
+MADV_POPULATE_READ = 22
+"""The same for reading (linux/mman.h): a populated private mapping would be a copy."""
+
+
+def places() -> tuple[Path, ...]:
+    """Where a segment may lie, the fastest first; the second may be a disk."""
+    return tuple(path for path in (SHARED_MEMORY, Path(tempfile.gettempdir())) if path.is_dir())
+
+
+@lru_cache(maxsize=1)
+def shared_memory_name() -> str:
+    """Names this host's ``/dev/shm``: processes with the same name see the same files.
+
+    Empty where there is none. Containers of one host have the same boot id, and the same device
+    number only where they share the mount.
+    """
+    try:
+        boot = BOOT_ID.read_text(encoding="ascii").strip()
+        return f"{boot}/{SHARED_MEMORY.stat().st_dev}/{os.getuid()}"
+    except OSError:
+        return ""
+
+
+def remove_left_behind() -> int:
+    """Removes this user's segments whose creators have died; returns how many."""
+    removed = 0
+    for folder in places():
+        for path in folder.glob(f"{PREFIX}*"):
+            try:
+                if path.stat().st_uid != os.getuid():
+                    continue
+                with open(path, "rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+                    removed += 1
+            except (FileNotFoundError, PermissionError, BlockingIOError):
+                continue  # Gone meanwhile, or in use.
+    return removed
+
+
+class Segment:
+    """A zeroed flat buffer ``[n]`` uint8 and the file through which others can map it.
+
+    Args:
+        nbytes: its size, at least one.
+        where: folders to choose from; the first one that has room is taken.
+
+    Raises:
+        WeightsError: there is no room for it.
+    """
+
+    def __init__(self, nbytes: int, where: Sequence[Path] | None = None) -> None:
+        folders = places() if where is None else tuple(where)
+        folder = _place(nbytes, folders)
+        self.path = folder / f"{PREFIX}{secrets.token_hex(8)}{SUFFIX}"
+        self._descriptor = _create(self.path)
+        try:
+            # Without its blocks, a file in a full /dev/shm ends the process by SIGBUS.
+            os.posix_fallocate(self._descriptor, 0, nbytes)
+            mapping = mmap.mmap(self._descriptor, nbytes, flags=mmap.MAP_SHARED | MAP_POPULATE)
+        except OSError as error:
+            self.close()
+            raise WeightsError(
+                f"weights of {nbytes:,} bytes can't be written to {self.path}: {error.strerror}"
+            ) from None
+        self.buffer = torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Removes the file. Who has it mapped keeps the memory; safe to call twice."""
+        if self._descriptor >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            self.close()
+
+
+def map_segment(path: str | Path, nbytes: int) -> torch.Tensor:
+    """``[nbytes]`` uint8: another process's segment, to be read.
+
+    Raises:
+        WeightsError: there is no such segment, it isn't this user's or it has another size.
+    """
+    path = Path(path)
+    if path.parent not in places() or not path.name.startswith(PREFIX):
+        raise WeightsError(f"{path} isn't a place where weights are shared")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise WeightsError(f"the weights in {path} can't be read: {error.strerror}") from None
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+            raise WeightsError(f"{path} isn't this user's: its weights aren't loaded")
+        if found.st_size != nbytes:
+            raise WeightsError(f"{path} has {found.st_size:,} bytes, not {nbytes:,}")
+        # A private mapping sees what the file holds, and a slip of the pen here (some models'
+        # loaders change what they are given) makes a copy of the page and harms nobody.
+        mapping = mmap.mmap(
+            descriptor, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
+        try:
+            mapping.madvise(MADV_POPULATE_READ)
+        except OSError:
+            pass  # A kernel before 5.14: pages are mapped as they are touched.
+    except OSError as error:
+        raise WeightsError(f"the weights in {path} can't be mapped: {error.strerror}") from None
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _place(needed: int, folders: Sequence[Path]) -> Path:
+    free = {path: shutil.disk_usage(path).free for path in folders}
+    for path, room in free.items():
+        if room > needed:
+            return path
+    found = ", ".join(f"{path} {room:,}" for path, room in free.items()) or "no folder at all"
+    raise WeightsError(
+        f"weights of {needed:,} bytes have to pass through a file and there is no room (bytes "
+        f"free: {found}): enlarge /dev/shm (docker run --shm-size), or set TMPDIR to a larger disk"
+    )
+
+
+def _create(path: Path) -> int:
+    """Creates and locks the file."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+        except BlockingIOError:
+            pass
+        # Another process's look for left-behind files came between the two calls.
+        os.close(descriptor)
+        path.unlink(missing_ok=True)

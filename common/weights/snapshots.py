@@ -1,0 +1,145 @@
+"""Snapshots: a version of the weights as a folder on disk, for whoever no channel reaches.
+
+::
+
+    weights/LATEST              name of the newest one
+    weights/3.120/              term 3, step 120
+        model.safetensors       as transformers and vLLM read it
+        manifest.json           layout, checksums, digests
+
+A folder is written beside, synced and renamed, so that it is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..errors import WeightsError
+from ..records import Version
+from .buffer import views
+from .manifest import WeightManifest
+
+KEPT = 2
+"""Newest snapshots that are kept: a worker may be reading the last but one."""
+LATEST = "LATEST"
+MANIFEST = "manifest.json"
+MODEL = "model.safetensors"
+_NAME = re.compile(r"([0-9]{1,18})\.([0-9]{1,18})")
+
+
+def name_of(version: Version) -> str:
+    """The folder's name of a version.
+
+    >>> name_of(Version(term=3, step=120))
+    '3.120'
+    """
+    return f"{version.term}.{version.step}"
+
+
+def write(folder: Path, manifest: WeightManifest, buffer: torch.Tensor) -> Path:
+    """Writes a version, points ``LATEST`` to it and removes old ones; returns its folder.
+
+    Args:
+        folder: of the run's snapshots; made if need be.
+        manifest: of the version.
+        buffer: ``[total_bytes]`` uint8 on the CPU, as the manifest lays it out.
+
+    Raises:
+        WeightsError: it couldn't be written; the folder has what it had before.
+    """
+    name = name_of(manifest.version)
+    target = folder / name
+    beside = folder / f".{name}.{secrets.token_hex(4)}"
+    try:
+        if not target.is_dir():
+            beside.mkdir(parents=True)
+            save_file(dict(views(buffer, manifest.params)), beside / MODEL, {"format": "pt"})
+            (beside / MANIFEST).write_text(json.dumps(asdict(manifest)), encoding="utf-8")
+            for file in beside.iterdir():
+                _sync(file)
+            _sync(beside)
+            beside.rename(target)
+        pointer = folder / f".{LATEST}.{secrets.token_hex(4)}"
+        pointer.write_text(name, encoding="ascii")
+        _sync(pointer)
+        pointer.rename(folder / LATEST)
+        _sync(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise WeightsError(
+            f"no snapshot of version {manifest.version} could be written to {folder}: {error}; "
+            f"see to room and rights, or set weights.snapshot_folder"
+        ) from None
+    _remove_old(folder)
+    return target
+
+
+def read(place: Path, manifest: WeightManifest, buffer: torch.Tensor) -> None:
+    """Fills a flat buffer from a snapshot; the caller checks the buckets' sums.
+
+    Args:
+        place: the snapshot's folder.
+        manifest: what the buffer should hold.
+        buffer: ``[total_bytes]`` uint8.
+
+    Raises:
+        WeightsError: it can't be read, or holds something else.
+    """
+    path = place / MODEL
+    buffer.zero_()
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            there = set(file.keys())
+            for name, view in views(buffer, manifest.params):
+                if name not in there:
+                    raise WeightsError(f"{path} lacks {name}")
+                tensor = file.get_tensor(name)
+                if tensor.shape != view.shape or tensor.dtype != view.dtype:
+                    raise WeightsError(
+                        f"{name} is {tensor.dtype} {list(tensor.shape)} in {path}, not "
+                        f"{view.dtype} {list(view.shape)}"
+                    )
+                view.copy_(tensor)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"the snapshot {place} can't be read here: {error}") from None
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest snapshot's folder, or None."""
+    try:
+        name = (folder / LATEST).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    return folder / name if _NAME.fullmatch(name) and (folder / name).is_dir() else None
+
+
+def _versions(folder: Path) -> list[tuple[tuple[int, int], Path]]:
+    found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return sorted(((int(match[1]), int(match[2])), path) for match, path in found)
+
+
+def _remove_old(folder: Path) -> None:
+    for _, path in _versions(folder)[:-KEPT]:
+        shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(".*.*"):
+        # Of a learner that died while it wrote; there is one learner at a time.
+        if _NAME.match(path.name[1:]):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
