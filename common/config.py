@@ -509,8 +509,8 @@ class LaunchConfig(Section):
     ``required``: refuse a machine that has fewer."""
     share_gpu: bool = False
     """Engines get the learner's GPUs instead of GPUs of their own. Leave the learner room with
-    ``rollout.vllm.gpu_memory_utilization``; weights go by gloo, since two ranks of NCCL can't
-    share a GPU."""
+    ``rollout.vllm.gpu_memory_utilization``; weights go through the host's memory, since two ranks
+    of NCCL can't share a GPU."""
 
 
 class LogConfig(Section):
@@ -603,7 +603,7 @@ class Config(Section):
         if self.launch.share_gpu and self.weights.transport == "nccl":
             raise ValueError(
                 "launch.share_gpu=true puts the learner and an engine on one GPU, and two ranks "
-                "of weights.transport=nccl can't share one: set weights.transport=gloo"
+                "of weights.transport=nccl can't share one: set weights.transport=auto"
             )
         if online and self.learner.objective.fresh_only and self.replay.max_staleness:
             raise ValueError(

@@ -92,7 +92,10 @@ def _redis(plan: Plan, url: str | None) -> str:
 def _transport(plan: Plan) -> str:
     from .estimate.memory import stages_on_gpu
 
-    return "nccl" if stages_on_gpu(plan.config, plan.device) else "gloo"
+    if stages_on_gpu(plan.config, plan.device):
+        return "nccl"
+    asked = plan.config.weights.transport
+    return "shared memory" if asked in ("auto", "shared_memory", "nccl") else asked
 
 
 def _model(plan: Plan) -> str:

@@ -43,6 +43,7 @@ from .rendezvous import process_group
 from .reports import describe, texts
 from .schedule import learning_rate
 from .sources import BatchSource, Fetch, LedgerSource, OfflineSource, StepBatch
+from .transfer_rates import TransferRates
 from .updates import Updates
 
 log = logging.getLogger("tandem.learner")
@@ -171,6 +172,7 @@ class Trainer:
         self._reported = 0.0
         self._asked = 0.0
         self._rates = GradingRates()
+        self._transfers = TransferRates()
         self._shares: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._progress = (time.monotonic(), 0)
@@ -409,7 +411,7 @@ class Trainer:
             noted()
         with clock.doing("confirm"):
             self._source.confirm(step, self._term)
-        self._record({**metrics, **self._grading()})
+        self._record({**metrics, **self._told()})
         for result in self._evaluations.arrived():
             self._log_evaluation(result)
         self._report()
@@ -540,13 +542,15 @@ class Trainer:
         times = {f"time/{name}": seconds for name, seconds in spent.items()}
         self._metrics.write(self._stamped({**metrics, **times}))
 
-    def _grading(self) -> dict[str, float]:
-        """What the pools have told since it was last asked, at most once a second."""
+    def _told(self) -> dict[str, float]:
+        """What pools and workers have told since it was last asked, at most once a second."""
         now = time.monotonic()
         if now - self._asked < REPORT_SECONDS:
             return {}
         self._asked = now
-        return self._rates.take(self._runs.reports())
+        reports = self._runs.reports()
+        sent = self._transfers.sent(self._publisher.stats()) if self._publisher is not None else {}
+        return {**self._rates.take(reports), **self._transfers.lost(reports), **sent}
 
     def _report(self, waiting: str = "", *, force: bool = False) -> None:
         now = time.monotonic()

@@ -15,6 +15,9 @@ The contract:
 - Weights change **between token steps**. Samples keep their tokens, and their spans say which
   version sampled which.
 - Closing the iterator of :meth:`Engine.generate` aborts what is left of its groups.
+
+An engine may have two more attributes: ``weights_device``, the GPU on which new weights arrive by
+NCCL, and ``weights_on_host=False``, where they may also wait there until they are loaded.
 """
 
 from __future__ import annotations

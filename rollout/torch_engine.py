@@ -105,6 +105,8 @@ class TorchEngine:
     """An :class:`~tandem.rollout.engine.Engine` on a transformers causal model."""
 
     keyed_noise = True
+    weights_on_host = False
+    """New weights may wait in the GPU's memory: the model is in this process."""
 
     def __init__(
         self,
@@ -180,6 +182,11 @@ class TorchEngine:
         self._load_seconds = 0.0
 
     # What callers see.
+
+    @property
+    def weights_device(self) -> str:
+        """Where new weights may arrive."""
+        return str(self._device)
 
     @property
     def version(self) -> Version | None:

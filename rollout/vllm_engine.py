@@ -80,6 +80,8 @@ class VllmEngine:
     """An :class:`~tandem.rollout.engine.Engine` on vLLM."""
 
     keyed_noise = False
+    weights_on_host = True
+    """New weights wait in the host's memory, where vLLM's processes map them."""
 
     def __init__(
         self,
@@ -131,6 +133,11 @@ class VllmEngine:
         self._start_counts = (0, 0, 0)
 
     # What callers see.
+
+    @property
+    def weights_device(self) -> str:
+        """Where buckets of new weights may arrive: the first of the engine's GPUs."""
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
 
     @property
     def version(self) -> Version | None:

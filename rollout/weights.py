@@ -105,7 +105,9 @@ class WeightReceiver:
             from the stager's thread. ``WeightsError`` says that nothing was changed. If it raises
             anything else or outlasts ``weights.commit_seconds``, the process exits with status 70.
         config: the run's.
-        device: where buckets are staged.
+        device: where buckets of NCCL arrive; all else arrives in the host's memory.
+        on_host: hold a version in the host's memory, wherever it arrives: an engine in another
+            process loads it from there.
         registry: in place of the store's.
         client: the run's client keys, in place of the store's.
         current_term: newest term begun, in place of the ledger's; asked before every commit.
@@ -123,6 +125,7 @@ class WeightReceiver:
         config: Config,
         run_id: str | None = None,
         device: torch.device | str = "cpu",
+        on_host: bool = True,
         registry: Registry | None = None,
         client: CurveKeys | None = None,
         current_term: Callable[[], int] | None = None,
@@ -144,6 +147,7 @@ class WeightReceiver:
         self._current_term = current_term if current_term is not None else _term_of(store, member)
         self._fatal = fatal
         self._transports = transports
+        self._on_host = on_host or self._device.type == "cpu"
         self._offered = offered_transports(self._device)
         self._device_name = device_name(self._device)
 
@@ -656,10 +660,20 @@ class _Stager:
         if self._open is None:
             raise WeightsError("the weight channel isn't open")
         start = time.perf_counter()
-        buffer = self._own_buffer(manifest)
+        on_gpu = self._open.name == "nccl"
+        device = receiver._device if on_gpu and not receiver._on_host else torch.device("cpu")
+        buffer = self._own_buffer(manifest, device)
         pieces = _cut(buffer, manifest)
-        for index in self._open.receive(pieces, receiver._settings.stage_seconds):
-            _check(pieces[index], index, manifest)
+        arriving = pieces
+        if on_gpu and receiver._on_host:
+            # Runs on GPUs only: each bucket passes through one piece of GPU memory.
+            most = max(bucket.nbytes for bucket in manifest.buckets)
+            passage = flat_buffer(most, receiver._device)
+            arriving = [passage[: piece.numel()] for piece in pieces]
+        for index in self._open.receive(arriving, receiver._settings.stage_seconds):
+            _check(arriving[index], index, manifest)
+            if arriving is not pieces:
+                pieces[index].copy_(arriving[index])
         self._hold(manifest, buffer, str(self._segment.path) if self._segment else "", start)
 
     def _fetch(self, offer: Prepare) -> None:
@@ -670,7 +684,7 @@ class _Stager:
             place = offer.place
             buffer = self._map(place, manifest.total_bytes)
         else:
-            buffer = self._own_buffer(manifest)
+            buffer = self._own_buffer(manifest, torch.device("cpu"))
             snapshots.read(Path(offer.place), manifest, buffer)
             place = str(self._segment.path) if self._segment else ""
         for index, piece in enumerate(_cut(buffer, manifest)):
@@ -691,10 +705,10 @@ class _Stager:
         self._mapped[place] = found
         return found
 
-    def _own_buffer(self, manifest: WeightManifest) -> torch.Tensor:
-        """This worker's staging buffer, in shared memory where there is room."""
-        buffer, device = self._buffer, self._receiver._device
-        if buffer is not None and buffer.numel() == manifest.total_bytes:
+    def _own_buffer(self, manifest: WeightManifest, device: torch.device) -> torch.Tensor:
+        """This worker's staging buffer; on the host in shared memory where there is room."""
+        buffer, nbytes = self._buffer, manifest.total_bytes
+        if buffer is not None and buffer.numel() == nbytes and buffer.device == device:
             return buffer
         self._tensors = StagedTensors()
         self._manifest = None

@@ -187,6 +187,9 @@ class Worker:
             self._engine.parameter_specs(),
             self._commit_weights,
             config=self.config,
+            # What an engine that users bring needn't say.
+            device=getattr(self._engine, "weights_device", "cpu"),
+            on_host=getattr(self._engine, "weights_on_host", True),
         )
         self._receiver = receiver
         await self._in_redis(self._register)

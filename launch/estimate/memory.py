@@ -72,7 +72,8 @@ def uses_vllm(config: Config, device: str) -> bool:
 
 def stages_on_gpu(config: Config, device: str) -> bool:
     """Whether weights are staged in GPU memory: wherever NCCL may carry them."""
-    return device == "cuda" and config.weights.transport != "gloo" and not config.launch.share_gpu
+    by_nccl = config.weights.transport in ("auto", "nccl")
+    return device == "cuda" and by_nccl and not config.launch.share_gpu
 
 
 def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) -> Holding:
@@ -173,12 +174,15 @@ def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holdi
         work = VLLM_WORKSPACE
     else:
         cache, work = rows * longest * per_token, RUNTIME[device]
-    on_gpu = stages_on_gpu(config, device)
+    staging = e * n // across if device == "cpu" or stages_on_gpu(config, device) else 0
+    if uses_vllm(config, device) and device == "cuda":
+        # They pass through one bucket on their way to the host, where vLLM's processes map them.
+        staging = min(staging, config.weights.bucket_mb << 20)
     parts = {
         "weights": weights,
         "KV cache": cache,
         "runtime": work,
-        "weight staging": e * n // across if on_gpu or device == "cpu" else 0,
+        "weight staging": staging,
     }
     host = 0 if device == "cpu" else (3 << 30) + e * n
     return Holding(device=device, parts=parts, host=host, cache_tokens=cache // per_token)

@@ -40,6 +40,8 @@ LINK_SHARE = 0.7
 """Of a link between two GPUs."""
 ITERATION_SECONDS = 0.005
 """Of the host for one iteration of an engine: scheduling, sampling, detokenising."""
+MEMORY_RATE = 2e9
+"""Copying, checking and checking again in the host's memory, bytes a second (2 CPU cores)."""
 GLOO_RATE = 0.3e9
 """Bytes a second through gloo on loopback; 0.13 to 0.56 GB/s were seen."""
 GRADED_A_SECOND = 500.0
@@ -208,5 +210,8 @@ def learner_seconds(config: Config, shape: ModelShape, node: Node, work: Load) -
 
 
 def _weights(config: Config, shape: ModelShape, node: Node) -> float:
-    rate = LINK_SHARE * node.link if stages_on_gpu(config, "cuda") else GLOO_RATE
+    if stages_on_gpu(config, "cuda"):
+        rate = LINK_SHARE * node.link
+    else:
+        rate = MEMORY_RATE if config.weights.transport in ("auto", "shared_memory") else GLOO_RATE
     return element(config) * shape.parameters / rate / config.weights.every

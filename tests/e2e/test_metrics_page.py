@@ -40,6 +40,7 @@ def documented(name: str, page: Iterable[str]) -> bool:
     patterns = {
         "eval/SET/": r"eval/[^/]+/",
         "replay/staleness_share_AGE": r"replay/staleness_share_\d+",
+        "weights/MEMBER/": r"weights/[a-z]+-[\w.-]+/",
         "reward/COMPONENT": r"reward/(format|tag_count|reasoning_steps|repetition)",
         "grading/verdict_NAME": f"grading/verdict_({'|'.join(verdict.value for verdict in Verdict)})",
         "reward/verdict_NAME": f"reward/verdict_({'|'.join(verdict.value for verdict in Verdict)})",

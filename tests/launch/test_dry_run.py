@@ -130,7 +130,7 @@ def test_nccl_on_a_shared_gpu_is_refused_by_a_dry_run_and_by_a_start(
         words = ("start", "qwen2.5-0.5b-grpo-1gpu", "weights.transport=nccl", *more)
         code, out, err = tandem(capsys, *words)
         assert (code, out) == (2, "")
-        assert "set weights.transport=gloo" in err
+        assert "set weights.transport=auto" in err
         assert len(err.splitlines()) == 1
     assert list(here.iterdir()) == []
 

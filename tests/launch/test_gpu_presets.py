@@ -119,7 +119,7 @@ def test_too_few_gpus_to_share_are_told() -> None:
 
 
 def test_nccl_on_a_shared_gpu_is_refused_with_what_to_set() -> None:
-    with pytest.raises(ConfigError, match=r"can't share one: set weights\.transport=gloo"):
+    with pytest.raises(ConfigError, match=r"can't share one: set weights\.transport=auto"):
         config("qwen2.5-0.5b-grpo-1gpu", "weights.transport=nccl")
     apart = config("qwen2.5-math-1.5b-grpo-2gpu", "weights.transport=nccl")
     assert apart.weights.transport == "nccl"
