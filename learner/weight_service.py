@@ -153,6 +153,7 @@ class WeightService:
             "refused": 0,
             "bytes": 0,
             "snapshots": 0,
+            "broadcasts": 0,
         }
 
     def serve(self) -> None:
@@ -532,6 +533,7 @@ class WeightService:
             self._gathering = None
             return
         gathering.link = link
+        self.counts["broadcasts"] += 1
         link.put(Job(current.id, None, current.pin.again(), self._settings.stage_seconds))
 
     # Snapshots.

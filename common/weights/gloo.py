@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from ..errors import WeightsError
 from .meeting import enter, first_line
@@ -57,28 +57,41 @@ class GlooTransport(Transport):
 
     def send(self, buckets: Sequence[torch.Tensor], seconds: float) -> None:
         """Sends to every other rank; all sends are posted at once, so the wire stays busy."""
-        group = self._opened()
-        deadline = time.monotonic() + seconds
-        works = [
-            (bucket.numel(), group.send([bucket], rank, index))
-            for index, bucket in enumerate(buckets)
-            for rank in range(1, self._world_size)
-        ]
-        for nbytes, work in works:
-            _wait(work, nbytes, deadline, "send")
+        self._all(buckets, seconds, "send")
 
     def receive(self, buckets: Sequence[torch.Tensor], seconds: float) -> Iterator[int]:
         """Receives from rank 0."""
+        yield from self._each(buckets, seconds, "receive")
+
+    def _all(self, buckets: Sequence[torch.Tensor], seconds: float, verb: str) -> None:
+        for _ in self._each(buckets, seconds, verb):
+            pass
+
+    def _each(self, buckets: Sequence[torch.Tensor], seconds: float, verb: str) -> Iterator[int]:
         group = self._opened()
         deadline = time.monotonic() + seconds
-        works = [group.recv([bucket], 0, index) for index, bucket in enumerate(buckets)]
+        if self._world_size > 2:
+            # A tree: rank 0 sends each byte to some, who pass it on.
+            options = _broadcast_from_0()
+            works = [group.broadcast([bucket], options) for bucket in buckets]
+        elif verb == "send":
+            works = [group.send([bucket], 1, index) for index, bucket in enumerate(buckets)]
+        else:
+            works = [group.recv([bucket], 0, index) for index, bucket in enumerate(buckets)]
         for index, work in enumerate(works):
-            _wait(work, buckets[index].numel(), deadline, "receive")
+            _wait(work, buckets[index].numel(), deadline, verb)
             yield index
 
     def close(self) -> None:
         """Closes the sockets."""
         self._group = None
+
+
+def _broadcast_from_0() -> Any:
+    options = BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    return options
 
 
 def _wait(work: torch.distributed.Work, nbytes: int, deadline: float, verb: str) -> None:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
+from torch.distributed import BroadcastOptions
 
 from ..errors import WeightsError
 from .meeting import enter, first_line
@@ -60,8 +61,7 @@ class NcclTransport(Transport):
         """Sends to every other rank."""
         deadline = time.monotonic() + seconds
         for bucket in buckets:
-            for rank in range(1, self._world_size):
-                self._transfer("send", bucket, rank, deadline)
+            self._transfer("send", bucket, 1, deadline)
 
     def receive(self, buckets: Sequence[torch.Tensor], seconds: float) -> Iterator[int]:
         """Receives from rank 0."""
@@ -76,7 +76,12 @@ class NcclTransport(Transport):
         limit = time.monotonic() + bucket_seconds(bucket.numel(), deadline - time.monotonic())
         event = torch.cuda.Event()
         with torch.cuda.device(bucket.device), torch.cuda.stream(self._stream):
-            work = (self._group.send if verb == "send" else self._group.recv)([bucket], rank, 0)
+            if self._world_size > 2:
+                options = BroadcastOptions()
+                options.rootRank, options.rootTensor = 0, 0
+                work = self._group.broadcast([bucket], options)
+            else:
+                work = (self._group.send if verb == "send" else self._group.recv)([bucket], rank, 0)
             # Orders the side stream after NCCL's own; it doesn't block the host.
             work.wait()
             event.record(self._stream)

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from tandem.common.config import Config, build
+from tandem.common.errors import WeightsError
 from tandem.common.records import Version
 from tandem.common.run_folder import JoinInfo
 from tandem.common.weights.gloo import GlooTransport
 from tandem.common.weights.transport import Transport
 from tandem.learner.publish import WeightPublisher
 from tandem.replay.connection import connect
+from tandem.rollout import weights
 from tandem.rollout.weights import WeightReceiver
 
 Named = list[tuple[str, torch.Tensor]]
@@ -29,7 +31,7 @@ def config(**weights: Any) -> Config:
     tree = {
         "run": {"steps": 1},
         "data": {"train": [{"path": "unused"}]},
-        "weights": {"transport": os.environ.get("T", "gloo"), **short, **weights},
+        "weights": {"transport": "gloo", **short, **weights},
     }
     return build(tree)
 
@@ -93,7 +95,7 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
     """A rollout worker without an engine: tells of each commit what it was given.
 
     Sends ``(version, {name: bytes})`` at each commit. With ``gate`` it commits only when it is
-    told to go on; with ``broken`` its engine fails; ``quiet`` says nothing.
+    told to go on, with ``late`` it reads the bytes only then; ``blind`` sees no shared memory; with ``broken`` its engine fails; ``quiet`` says nothing.
     """
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -101,12 +103,20 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
     def commit(tensors: Named, version: Version) -> float:
         if options.get("broken"):
             raise RuntimeError("half of the layers are on the meta device")
+        if options.get("late"):
+            pipe.send("committing")
+            pipe.recv()
         if not options.get("quiet"):
             pipe.send((version, as_bytes(tensors)))
-        if options.get("gate"):
+        if options.get("gate") and not options.get("late"):
             pipe.recv()
         return 0.0
 
+    def sees_nothing(path: str, nbytes: int) -> torch.Tensor:
+        raise WeightsError(f"{path} can't be mapped: a container of its own")
+
+    if options.get("blind"):
+        weights.map_segment = sees_nothing
     store = connect(join, name=member)
     more = {"transports": StopsHalfWay(pipe)} if options.get("half") else {}
     receiver = WeightReceiver(

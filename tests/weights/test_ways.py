@@ -1,0 +1,201 @@
+"""Ways for weights beside one channel to each worker: shared memory, snapshots, one broadcast."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import weight_processes as processes
+from safetensors.torch import load_file
+from weight_processes import as_bytes, model
+
+from tandem.common.records import Version
+from tandem.common.weights.segment import SHARED_MEMORY
+
+
+def v(step: int, term: int = 1) -> Version:
+    return Version(term=term, step=step)
+
+
+def ways(run: Any, **weights: Any) -> dict[str, Any]:
+    """Settings for a publisher and its workers."""
+    run.config = processes.config(**weights)
+    return {"specs": processes.specs_of(model(0, big=True))}
+
+
+def segments() -> list[Path]:
+    return list(SHARED_MEMORY.glob("tandem-weights-*"))
+
+
+class TestSharedMemory:
+    def test_workers_of_a_host_read_the_learners_own_buffer(self, run: Any) -> None:
+        options = ways(run, transport="shared_memory")
+        publisher = run.publisher()
+        workers = [run.worker(f"rollout-{i}", **options) for i in range(2)]
+        for step in range(6):
+            publisher.publish(v(step), model(step, big=True))
+            for worker in workers:
+                assert worker.next() == (v(step), as_bytes(model(step, big=True)))
+            publisher.wait_served(v(step), 10, at_least=2)
+        stats = publisher.stats()
+        assert stats["buffers"] == 2
+        assert {t["transport"] for t in stats["transfers"].values()} == {"shared_memory"}
+
+    def test_a_worker_stopped_while_it_commits_never_sees_another_versions_bytes(
+        self, run: Any
+    ) -> None:
+        options = ways(run, transport="shared_memory", commit_seconds=2)
+        patient = {**options, "config": processes.config(transport="shared_memory")}
+        publisher = run.publisher(silent_seconds=1.5)
+        stopped = run.worker("rollout-0", gate=True, late=True, **patient)
+        other = run.worker("rollout-1", **options)
+        publisher.publish(v(0), model(0, big=True))
+        assert other.next()[0] == v(0)
+        assert stopped.next() == "committing"
+        stopped.signal(signal.SIGSTOP)
+        run.lines.wait_for("rollout-0", "not heard of")
+        for step in range(1, 6):
+            publisher.publish(v(step), model(step, big=True))
+            assert other.next() == (v(step), as_bytes(model(step, big=True)))
+        stopped.signal(signal.SIGCONT)
+        stopped.pipe.send("go on")
+        # It reads its version only now, whole, and is then served the newest one.
+        assert stopped.next() == (v(0), as_bytes(model(0, big=True)))
+        assert stopped.next() == "committing"
+        stopped.pipe.send("go on")
+        assert stopped.next() == (v(5), as_bytes(model(5, big=True)))
+
+    def test_no_segment_outlives_learner_and_workers(self, run: Any) -> None:
+        before = set(segments())
+        options = ways(run, transport="shared_memory")
+        learner = run.learner(big=True)
+        worker = run.worker(**options)
+        learner.pipe.send((0, 1))
+        assert worker.next()[0] == v(0)
+        learner.kill()
+        assert set(segments()) > before
+        # The next learner of this user removes what the dead one left.
+        publisher = run.publisher(term=run.new_term())
+        assert set(segments()) == before
+        publisher.publish(v(0, term=2), model(2, big=True))
+        assert worker.next() == (v(0, term=2), as_bytes(model(2, big=True)))
+        publisher.close()
+        assert set(segments()) == before
+
+    def test_auto_turns_to_the_next_transport_where_one_fails_twice(self, run: Any) -> None:
+        options = ways(run, transport="auto")
+        publisher = run.publisher()
+        worker = run.worker(blind=True, **options)
+        publisher.publish(v(0), model(0, big=True))
+        assert worker.next() == (v(0), as_bytes(model(0, big=True)))
+        assert publisher.stats()["failed"] == 2
+        publisher.wait_served(v(0), 10)
+        assert publisher.stats()["transfers"]["rollout-0"]["transport"] == "gloo"
+
+
+class TestSnapshots:
+    def test_a_worker_is_served_from_disk_and_the_newest_two_are_kept(
+        self, run: Any, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "weights"
+        options = ways(run, transport="snapshot", snapshot_folder=str(folder))
+        publisher = run.publisher()
+        worker = run.worker(**options)
+        for step in range(4):
+            publisher.publish(v(step), model(step, big=True))
+            assert worker.next() == (v(step), as_bytes(model(step, big=True)))
+        assert sorted(path.name for path in folder.iterdir()) == ["1.2", "1.3", "LATEST"]
+        assert (folder / "LATEST").read_text() == "1.3"
+        saved = load_file(folder / "1.3" / "model.safetensors")
+        assert as_bytes(list(saved.items())) == as_bytes(model(3, big=True))
+        manifest = json.loads((folder / "1.3" / "manifest.json").read_text())
+        assert manifest["version"] == {"term": 1, "step": 3}
+
+    def test_one_byte_of_a_snapshot_that_changed_is_noticed(self, run: Any, tmp_path: Path) -> None:
+        folder = tmp_path / "weights"
+        options = ways(run, transport="snapshot", snapshot_folder=str(folder), snapshot_every=1)
+        publisher = run.publisher()
+        publisher.publish(v(0), model(0, big=True))
+        path = folder / "1.0" / "model.safetensors"
+        end = time.monotonic() + 20
+        while not path.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        content = bytearray(path.read_bytes())
+        content[-5] ^= 1
+        path.write_bytes(content)
+        worker = run.worker(**options)
+        run.lines.wait_for("rollout-0 refused at verify", "was damaged")
+        publisher.publish(v(1), model(1, big=True))
+        assert worker.next() == (v(1), as_bytes(model(1, big=True)))
+
+    def test_a_full_disk_costs_the_snapshot_and_is_named(self, run: Any, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("in the way")
+        folder = tmp_path / "file" / "weights"
+        options = ways(run, transport="snapshot", snapshot_folder=str(folder))
+        publisher = run.publisher()
+        run.worker(**options)
+        publisher.publish(v(0), model(0))
+        run.lines.wait_for("no snapshot of version 1.0", "weights.snapshot_folder")
+
+    def test_they_are_written_as_often_as_asked(self, run: Any, tmp_path: Path) -> None:
+        folder = tmp_path / "weights"
+        ways(run, snapshot_folder=str(folder), snapshot_every=2)
+        publisher = run.publisher()
+        for step in range(3):
+            publisher.publish(v(step), model(step))
+            end = time.monotonic() + 20
+            while step % 2 == 0 and not (folder / f"1.{step}").exists():
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        assert sorted(path.name for path in folder.glob("1.*")) == ["1.0", "1.2"]
+
+
+class TestBroadcast:
+    def test_one_channel_serves_all_workers(self, run: Any) -> None:
+        options = ways(run, topology="broadcast")
+        publisher = run.publisher()
+        workers = [run.worker(f"rollout-{i}", **options) for i in range(3)]
+        for i in range(3):
+            run.lines.wait_for(f"rollout-{i} joined")
+        for step in range(3):
+            publisher.publish(v(step), model(step, big=True))
+            for worker in workers:
+                assert worker.next() == (v(step), as_bytes(model(step, big=True)))
+            publisher.wait_served(v(step), 20, at_least=3)
+        stats = publisher.stats()
+        # Each version went out once, to all.
+        assert (stats["broadcasts"], stats["committed"], stats["failed"]) == (3, 9, 0)
+
+    def test_a_joiner_is_served_and_then_takes_part(self, run: Any) -> None:
+        options = ways(run, topology="broadcast")
+        publisher = run.publisher()
+        first = [run.worker(f"rollout-{i}", **options) for i in range(2)]
+        publisher.publish(v(0), model(0, big=True))
+        for worker in first:
+            assert worker.next()[0] == v(0)
+        joiner = run.worker("rollout-2", **options)
+        assert joiner.next() == (v(0), as_bytes(model(0, big=True)))
+        publisher.wait_served(v(0), 20, at_least=3)
+        publisher.publish(v(1), model(1, big=True))
+        for worker in (*first, joiner):
+            assert worker.next() == (v(1), as_bytes(model(1, big=True)))
+
+    def test_one_that_dies_in_mid_bucket_costs_a_round_and_the_others_go_on(self, run: Any) -> None:
+        options = ways(run, topology="broadcast")
+        publisher = run.publisher()
+        dying = run.worker("rollout-0", half=True, **options)
+        others = [run.worker(f"rollout-{i}", **options) for i in (1, 2)]
+        for i in range(3):
+            run.lines.wait_for(f"rollout-{i} joined")
+        publisher.publish(v(0), model(0, big=True))
+        assert dying.next() == "half"
+        dying.kill()
+        publisher.publish(v(1), model(1, big=True))
+        for worker in others:
+            newest = worker.next()
+            while newest[0] != v(1):
+                newest = worker.next()
+            assert newest[1] == as_bytes(model(1, big=True))
