@@ -431,6 +431,10 @@ class GraderProcesses:
 
     def _judge(self, slot: Slot, request: Request, now: float) -> None:
         """Ends a request at its deadline, or looks again when its grader may have had its time."""
+        # Its reply may lie unread in the socket: whoever polls has been kept from it.
+        self._hear_grader(slot)
+        if slot.request is not request or slot.state != "busy":
+            return
         elapsed, deadline = now - request.dispatched, request.deadline
         waited = slot.in_line.seconds() - slot.stood if slot.in_line is not None else 0.0
         fair = fair_share((self._busy.area(now) - slot.area) / elapsed, self._cores)

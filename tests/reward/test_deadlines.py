@@ -198,3 +198,22 @@ def test_good_requests_go_on_while_a_hang_holds_the_only_grader(grader: Grader) 
     assert most == 2
     grader.wait(lambda: len(grader.grader_pids()) == 1, "the one that stood in to end")
     assert [restart.reason for restart in grader.restarts] == ["deadline"]
+
+
+def test_an_answer_that_came_in_time_counts_though_nobody_looked(grader: Grader) -> None:
+    """Whoever is told of the first result is busy until after the other's deadline."""
+    found: dict[str, float | None] = {}
+
+    def slow(grades: list[Grade]) -> None:
+        found["good"] = grades[0].reward
+        time.sleep(DEADLINE)
+
+    def into(grades: list[Grade]) -> None:
+        found["compute"] = grades[0].reward
+
+    grader.begin_items([GradeItem(text="compute", gold="")], into)
+    # A grader that stands in answers this one first.
+    grader.begin_items([GradeItem(text="good", gold="")], slow)
+    grader.wait(lambda: len(found) == 2, "both")
+    assert found == {"good": 1.0, "compute": 1.0}
+    assert grader.restarts == []
