@@ -229,11 +229,12 @@ class RewardConfig(Section):
     pools: NonNegative = 1
     """Processes that ``start_all.sh`` starts."""
     graders: Positive = 2
-    """Grader processes of one pool."""
+    """Grader processes of one pool; half as many more stand in while slow texts hold them."""
     mode: str = "boxed"
     """How an answer is read and compared: a name in :mod:`tandem.reward.answers`."""
     deadline_seconds: Seconds = 3.0
-    """A grader past this is killed and its text gets the verdict ``timeout``."""
+    """A grader past this is killed and its text gets the verdict ``timeout``; put off while other
+    processes keep the grader from its core (docs/grading.md)."""
     memory_mb: Positive = 1024
     """Address-space limit of a grader."""
     timeout_pays: float = 0.0

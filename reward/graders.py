@@ -7,31 +7,41 @@ does what is due. The life of a slot::
     starting -> idle <-> busy -> (dead: replaced by a new slot)
 
 A request's deadline counts from its dispatch to a grader, not from its arrival: a burst that
-waits its turn is no timeout. A grader past it is killed; its request is ``timeout`` at once and
-the others go on. A request whose grader died is tried once more, then it is ``crashed``.
+waits its turn is no timeout. A grader past it (:mod:`tandem.reward.deadlines` has the rule) is
+killed; its request is ``timeout`` at once and the others go on. A request whose grader died is
+tried once more, then it is ``crashed``. While slow requests hold graders and others wait, more
+graders stand in, up to half as many again; they end when they aren't needed any more.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import selectors
 import signal
-import socket
-import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgpack
-
 from ..common.errors import TandemError, WireError
 from ..common.records import Verdict
-from .pipes import checked_result, read_control, read_reply
+from .deadlines import (
+    LOOK_AGAIN,
+    SLOW,
+    Busy,
+    InLine,
+    fair_share,
+    kills,
+    missing,
+    relief,
+    usable_cores,
+)
+from .pipes import checked_result, read_reply
 from .requests import Outcome, Request, Restart, Slot
-from .starting import start_zygote
 from .zygote import EXIT_CRASH, EXIT_MEMORY, MAX_MESSAGE
+from .zygote_link import ZygoteLink
 
 logger = logging.getLogger("tandem.reward")
 
@@ -41,6 +51,8 @@ RECYCLE_SHARE = 0.5
 """Of the memory limit: a grader that ever held so much is replaced."""
 START_SECONDS = 60.0
 """Deadline for the zygote to have imported math-verify."""
+TELL_SECONDS = 60.0
+"""Between two lines in the log that say that graders are starved."""
 MAX_FAILED_STARTS = 3
 """Zygotes that die in a row before they grade anything, then the pool gives up."""
 
@@ -84,13 +96,16 @@ class GraderProcesses:
         self._slots: dict[int, Slot] = {}
         self._dying: set[int] = set()
         self._next_slot = 0
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._zygote: ZygoteLink | None = None
         self._ready = False
-        self._started = 0.0
         self._failed_starts = 0
         self._failed_graders = 0
         self._failure = ""
+        # Every sandbox may use up its own memory, so there are never more of them than asked for.
+        self._relief = relief(count) if sandbox is None else 0
+        self._cores = usable_cores()
+        self._busy = Busy()
+        self._told_starved = -math.inf
 
     # --- what the owner calls ----------------------------------------------------------------
 
@@ -101,7 +116,7 @@ class GraderProcesses:
     @property
     def running(self) -> bool:
         """True once the zygote has been started."""
-        return self._process is not None
+        return self._zygote is not None
 
     @property
     def ready(self) -> bool:
@@ -129,11 +144,11 @@ class GraderProcesses:
     @property
     def zygote_pid(self) -> int | None:
         """Of the zygote."""
-        return self._process.pid if self._process is not None else None
+        return self._zygote.pid if self._zygote is not None else None
 
     def start(self) -> None:
         """Starts the zygote, if it isn't running; returns at once."""
-        if self._process is None:
+        if self._zygote is None:
             self._start_zygote()
 
     def submit(
@@ -160,13 +175,13 @@ class GraderProcesses:
 
     def next_deadline(self) -> float | None:
         """``time.monotonic`` at which :meth:`poll` must be called even without an event."""
-        times = [
-            s.request.dispatched + s.request.deadline
-            for s in self._slots.values()
-            if s.request is not None and s.state == "busy"
-        ]
-        if self._process is not None and not self._ready:
-            times.append(self._started + START_SECONDS)
+        busy = [s.request for s in self._slots.values() if s.request and s.state == "busy"]
+        times = [request.due for request in busy]
+        if self._queue and self._relief:
+            now = time.monotonic()
+            times += [at for r in busy if (at := r.dispatched + SLOW * r.deadline) > now]
+        if self._zygote is not None and not self._ready:
+            times.append(self._zygote.started + START_SECONDS)
         return min(times, default=None)
 
     def poll(self, timeout: float = 0.0) -> None:
@@ -182,6 +197,9 @@ class GraderProcesses:
         # After the replies: one that came while nobody looked is no timeout.
         self._enforce()
         self._dispatch()
+        self._fill()
+        self._thin()
+        self._note_busy(time.monotonic())
 
     def close(self) -> None:
         """Ends graders and zygote, and reaps the zygote."""
@@ -193,54 +211,31 @@ class GraderProcesses:
     # --- the zygote --------------------------------------------------------------------------
 
     def _start_zygote(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        settings = {
-            "memory_mb": self.memory_mb,
-            "parent": os.getpid(),
-            "functions": self._functions,
-            "sandbox": self._sandbox,
-        }
-        self._process = start_zygote(theirs.fileno(), settings)
-        theirs.close()
-        ours.setblocking(False)
-        self._control = ours
+        self._zygote = ZygoteLink(
+            {
+                "memory_mb": self.memory_mb,
+                "parent": os.getpid(),
+                "functions": self._functions,
+                "sandbox": self._sandbox,
+            }
+        )
         self._ready = False
-        self._started = time.monotonic()
-        self._selector.register(ours, selectors.EVENT_READ, None)
+        self._selector.register(self._zygote, selectors.EVENT_READ, None)
 
-    def _stop_zygote(self) -> None:
-        if self._control is not None:
-            self._selector.unregister(self._control)
-            self._control.close()
-            self._control = None
-        if self._process is not None:
-            try:
-                self._process.wait(2.0)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
+    def _stop_zygote(self) -> int:
+        """Its exit status; 0 where there was none."""
+        zygote, self._zygote = self._zygote, None
         self._ready = False
+        if zygote is None:
+            return 0
+        self._selector.unregister(zygote)
+        return zygote.close()
 
     def _hear_zygote(self) -> None:
-        while self._control is not None:
-            try:
-                data = self._control.recv(MAX_MESSAGE)
-            except BlockingIOError:
-                return
-            except ConnectionResetError:
-                data = b""
-            if not data:
-                self._zygote_died()
-                return
-            try:
-                kind, *rest = read_control(data)
-            except WireError as error:
-                logger.warning("the zygote is ended: %s", error)
-                if self._process is not None:
-                    self._process.kill()
-                self._zygote_died()
-                return
+        if self._zygote is None:
+            return
+        heard, alive = self._zygote.hear()
+        for kind, *rest in heard:
             if kind == "refused":
                 # Nothing that another attempt could mend: a function that isn't there, no sandbox.
                 self._stop_zygote()
@@ -252,17 +247,17 @@ class GraderProcesses:
             elif kind == "spawned":
                 slot = self._slots.get(rest[0])
                 if slot is not None:
-                    slot.pid = rest[1]
+                    slot.pid, slot.in_line = rest[1], InLine(rest[1])
             elif kind == "exited":
                 self._grader_exited(*rest)
             elif kind == "failed":
                 self._failure = str(rest[0])
+        if not alive:
+            self._zygote_died()
 
     def _zygote_died(self) -> None:
-        process = self._process
-        assert process is not None
-        self._stop_zygote()
-        code = process.returncode
+        assert self._zygote is not None
+        pid, code = self._zygote.pid, self._stop_zygote()
         if "math_verify" in self._failure or "sympy" in self._failure:
             raise TandemError(
                 f"graders can't start: {self._failure}: install math-verify with "
@@ -274,7 +269,7 @@ class GraderProcesses:
                 f"graders can't start: the zygote ended {self._failed_starts} times in a row "
                 f"(last exit status {code}) {self._failure}"
             )
-        self._count(self._zygote_role, process.pid, _how_it_ended(code))
+        self._count(self._zygote_role, pid, _how_it_ended(code))
         self._dying.clear()
         for slot in list(self._slots.values()):
             request = slot.request
@@ -285,25 +280,32 @@ class GraderProcesses:
 
     # --- graders -----------------------------------------------------------------------------
 
+    def _wanted(self) -> int:
+        """Graders that there may be: one more for each that a slow request holds, up to the relief."""
+        now = time.monotonic()
+        slow = sum(s.is_slow(now) for s in self._slots.values())
+        return self.count + min(self._relief, slow)
+
+    def _thin(self) -> None:
+        """Ends idle graders that stood in for others; a grader whose socket closes ends itself."""
+        surplus = len(self._slots) - self.count
+        if surplus > 0 and not self._queue and (surplus := len(self._slots) - self._wanted()) > 0:
+            idle = [slot for slot in self._slots.values() if slot.state in ("idle", "starting")]
+            for slot in idle[-surplus:]:
+                self._forget(slot)
+                self._dying.add(slot.number)
+
     def _fill(self) -> None:
         """As many graders as there should be."""
-        while self._ready and self._control is not None and len(self._slots) < self.count:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ours.setblocking(False)
-            slot = Slot(self._next_slot, ours)
+        wanted = self._wanted() if self._queue else self.count
+        while self._ready and self._zygote is not None and len(self._slots) < wanted:
+            channel = self._zygote.spawn(self._next_slot)
+            if channel is None:
+                return
+            slot = Slot(self._next_slot, channel)
             self._next_slot += 1
             self._slots[slot.number] = slot
-            self._selector.register(ours, selectors.EVENT_READ, slot)
-            try:
-                socket.send_fds(
-                    self._control, [msgpack.packb(["spawn", slot.number])], [theirs.fileno()]
-                )
-            except (BrokenPipeError, ConnectionResetError, BlockingIOError):
-                # The zygote is gone; its closed socket is the next event.
-                self._forget(slot)
-                return
-            finally:
-                theirs.close()
+            self._selector.register(channel, selectors.EVENT_READ, slot)
 
     def _dispatch(self) -> None:
         if not self._queue:
@@ -315,12 +317,21 @@ class GraderProcesses:
                 continue
             request = self._queue.popleft()
             request.dispatched = time.monotonic()
+            request.due = request.dispatched + request.deadline
             slot.state, slot.request = "busy", request
+            self._note_busy(request.dispatched)
+            slot.area = self._busy.area(request.dispatched)
+            slot.stood = slot.in_line.seconds() if slot.in_line is not None else 0.0
             try:
                 request.send(slot.channel)
             except (BrokenPipeError, ConnectionResetError, BlockingIOError):
                 # It died since we last looked; its closed socket tells, and the request is kept.
                 logger.debug("grader %d was gone at dispatch", slot.pid)
+
+    def _note_busy(self, now: float) -> None:
+        # What stands in for a slow one isn't charged to it.
+        busy = sum(slot.state == "busy" for slot in self._slots.values())
+        self._busy.note(now, min(busy, self.count))
 
     def _hear_grader(self, slot: Slot) -> None:
         if self._slots.get(slot.number) is not slot:
@@ -410,28 +421,50 @@ class GraderProcesses:
         now = time.monotonic()
         for slot in list(self._slots.values()):
             request = slot.request
-            if (
-                slot.state == "busy"
-                and request is not None
-                and now - request.dispatched >= request.deadline
-            ):
-                self._replace(slot, "deadline")
-                request.finish(Verdict.TIMEOUT)
+            if slot.state == "busy" and request is not None and now >= request.due:
+                self._judge(slot, request, now)
             elif slot.state == "starting" and now - slot.since > START_SECONDS:
                 self._replace(slot, "never ready")
-        if self._process is not None and not self._ready and now - self._started > START_SECONDS:
-            self._process.kill()
+        zygote = self._zygote
+        if zygote is not None and not self._ready and now - zygote.started > START_SECONDS:
+            zygote.kill()
+
+    def _judge(self, slot: Slot, request: Request, now: float) -> None:
+        """Ends a request at its deadline, or looks again when its grader may have had its time."""
+        # Its reply may lie unread in the socket: whoever polls has been kept from it.
+        self._hear_grader(slot)
+        if slot.request is not request or slot.state != "busy":
+            return
+        elapsed, deadline = now - request.dispatched, request.deadline
+        waited = slot.in_line.seconds() - slot.stood if slot.in_line is not None else 0.0
+        fair = fair_share((self._busy.area(now) - slot.area) / elapsed, self._cores)
+        if kills(elapsed=elapsed, waited=waited, deadline=deadline, fair=fair):
+            self._replace(slot, "deadline")
+            request.finish(Verdict.TIMEOUT)
+            return
+        if request.due == request.dispatched + deadline:
+            self._starved(slot, elapsed, waited)
+        request.due = now + max(LOOK_AGAIN, missing(elapsed, waited, deadline, fair))
+
+    def _starved(self, slot: Slot, elapsed: float, waited: float) -> None:
+        """Tells of it, once a minute."""
+        now = time.monotonic()
+        if now - self._told_starved < TELL_SECONDS:
+            return
+        self._told_starved = now
+        logger.warning(
+            f"{self._role} {slot.pid} had {1 - waited / elapsed:.0%} of a core in the "
+            f"{elapsed:.1f} s of its deadline, which is put off: other processes have the machine; "
+            f"run fewer of them beside the pool, or give the pool a machine of its own"
+        )
 
     def _replace(self, slot: Slot, reason: str) -> None:
         """Kills a grader; the zygote reaps it while the new one already starts."""
         self._forget(slot)
         self._dying.add(slot.number)
         self._count(self._role, slot.pid, reason)
-        if self._control is not None:
-            try:
-                self._control.send(msgpack.packb(["kill", slot.number]))
-            except (BrokenPipeError, ConnectionResetError, BlockingIOError):
-                logger.debug("zygote was gone when grader %d was to be killed", slot.pid)
+        if self._zygote is not None:
+            self._zygote.end(slot.number)
         self._fill()
 
     def _forget(self, slot: Slot) -> None:
@@ -440,6 +473,8 @@ class GraderProcesses:
             if slot.state != "gone":
                 self._selector.unregister(slot.channel)
             slot.channel.close()
+        if slot.in_line is not None:
+            slot.in_line.close()
 
     def _again(self, request: Request) -> None:
         request.attempts += 1

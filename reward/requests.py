@@ -12,6 +12,7 @@ from typing import Any
 import msgpack
 
 from ..common.records import Verdict
+from .deadlines import SLOW, InLine
 
 INLINE_BYTES = 1 << 16
 """Payloads above this travel in a memory file: a packet socket has no room for a group's texts."""
@@ -66,6 +67,8 @@ class Request:
     arrived: float
     attempts: int = 0
     dispatched: float = 0.0
+    due: float = 0.0
+    """``time.monotonic`` at which it is to be ended, or looked at again."""
     told: str = ""
 
     def finish(self, failure: Verdict | None, result: Any = None) -> None:
@@ -135,3 +138,18 @@ class Slot:
     was_ready: bool = False
     resident_kib: int = 0
     last_words: str = ""
+    in_line: InLine | None = None
+    """What tells how long it has stood in line for a core; None until its pid is known."""
+    stood: float = 0.0
+    """Seconds in line before its request."""
+    area: float = 0.0
+    """Grader-seconds before its request."""
+
+    def is_slow(self, now: float) -> bool:
+        """Whether a slow request holds it."""
+        request = self.request
+        return (
+            self.state == "busy"
+            and request is not None
+            and now - request.dispatched >= SLOW * request.deadline
+        )

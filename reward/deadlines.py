@@ -1,0 +1,130 @@
+"""When a request has had its time: a deadline of wall time that a starved machine puts off.
+
+The wall alone is unjust on a machine that has more to do than its cores can: a right answer that
+takes half a second of computing would be a time-out behind ten busy neighbours. CPU time alone
+never ends what sleeps, and gives four loops on two cores twice their deadline. So::
+
+    elapsed < deadline                                  go on
+    elapsed >= deadline, had >= SHARE * fair * deadline killed: it had its chance
+    elapsed >= deadline, had less                       put off: others have the machine
+    elapsed >= LONGEST * deadline                       killed, whatever it had
+
+``had`` is the time that the grader ran or slept: all but the time that it stood in line for a
+core, which the kernel counts by process. ``fair`` is what the graders left each other meanwhile:
+``1`` up to as many of them as there are cores, then ``cores / busy``. A grader that is left a quarter of what it
+could have had is killed at its deadline to the millisecond, so ``ceil(K / N)`` deadlines still
+bound K hangs on N graders wherever the machine isn't starved.
+
+>>> kills(
+...     elapsed=3.0, waited=0.1, deadline=3.0, fair=1.0
+... )  # loops, or sleeps, with a core of its own
+True
+>>> kills(elapsed=3.0, waited=2.7, deadline=3.0, fair=1.0)  # ten neighbours on its core
+False
+>>> kills(elapsed=12.0, waited=11.8, deadline=3.0, fair=1.0)
+True
+"""
+
+from __future__ import annotations
+
+import os
+
+SHARE = 1 / 4
+"""Of a deadline that a grader must have had, less what the other graders took from it. A quarter
+of the default 3 s is half as much again as the slowest right answer of our facts computes."""
+LONGEST = 4.0
+"""Deadlines of wall time after which a request is ended even so: three loops are then cheaper than
+a pool that stands still."""
+LOOK_AGAIN = 0.02
+"""Least seconds between two looks at a request whose deadline was put off."""
+SLOW = 1 / 8
+"""Of its deadline: a request that runs for longer holds its grader up (see :func:`relief`)."""
+
+
+def kills(*, elapsed: float, waited: float, deadline: float, fair: float) -> bool:
+    """Whether a request has had its time.
+
+    Args:
+        elapsed: seconds of wall time since its dispatch.
+        waited: seconds of them that its grader stood in line for a core.
+        deadline: the request's, in seconds.
+        fair: share of a core that the graders leave each other (:func:`fair_share`).
+    """
+    if elapsed < deadline:
+        return False
+    return elapsed >= LONGEST * deadline or missing(elapsed, waited, deadline, fair) <= 0.0
+
+
+def missing(elapsed: float, waited: float, deadline: float, fair: float) -> float:
+    """Seconds that a grader must still have before its request may be ended."""
+    return SHARE * fair * deadline - (elapsed - waited)
+
+
+def fair_share(busy: float, cores: int) -> float:
+    """Share of a core that ``busy`` graders (on average) can have at most."""
+    return min(1.0, cores / max(1.0, busy))
+
+
+def relief(count: int) -> int:
+    """Graders beyond ``count`` that may stand in for those that slow requests hold: half as many.
+
+    K hangs that arrive together would hold all N graders for ``ceil(K / N)`` deadlines, with the
+    good requests behind them. Each grader more is one deadline more for the good ones; too many
+    would take the cores from them.
+    """
+    return (count + 1) // 2
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+class Busy:
+    """How many graders were busy, on average since a moment: the area under their number."""
+
+    def __init__(self) -> None:
+        self._level = 0
+        self._since = 0.0
+        self._area = 0.0
+
+    def note(self, now: float, level: int) -> None:
+        """So many are busy from now on."""
+        self._area, self._since, self._level = self.area(now), now, level
+
+    def area(self, now: float) -> float:
+        """Grader-seconds until now; the difference of two is what happened between them."""
+        return self._area + self._level * (now - self._since)
+
+
+class InLine:
+    """How long one process has stood in line for a core, ever; Linux alone tells.
+
+    ``/proc/PID/schedstat`` of its first thread (a grader has no other), in nanoseconds: ran, stood
+    in line, turns. Where it can't be read the answer is 0, and the deadline is of wall time alone.
+    """
+
+    def __init__(self, pid: int) -> None:
+        try:
+            self._file = os.open(f"/proc/{pid}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._file = -1
+
+    def seconds(self) -> float:
+        """Now."""
+        if self._file < 0:
+            return 0.0
+        try:
+            return int(os.pread(self._file, 128, 0).split()[1]) / 1e9
+        except (OSError, IndexError, ValueError):
+            # It has ended, or the kernel was built without these counts.
+            return 0.0
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
