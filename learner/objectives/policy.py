@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...common.errors import ConfigError
 from ..aggregation import aggregate
-from ..finite import widened
+from ..finite import finite, widened
 from ..penalties import kl_in_loss, scaled_coefficient
 from ..ratios import (
     cispo,
@@ -200,7 +200,7 @@ class PolicyGradient(Objective):
             raise ConfigError("kl_coefficient needs the log-probs of a reference: rows.reference")
         penalties = kl_in_loss(
             logprobs,
-            where(own, rows.reference),
+            finite("rows.reference", where(own, rows.reference)),
             self.settings.kl_form,
             log_ratios=log_ratio(logprobs, behaviour),
         )
@@ -219,7 +219,8 @@ class PolicyGradient(Objective):
         tokens = scalars["own_tokens"]
         if settings.entropy_over == "all":
             tokens = tokens + scalars["expert_tokens"]
-        mean = where(self._entropy_mask(rows), rows.entropy).sum() / max(tokens, 1.0)
+        entropy = finite("rows.entropy", where(self._entropy_mask(rows), rows.entropy))
+        mean = entropy.sum() / max(tokens, 1.0)
         coefficient = settings.entropy_coefficient
         if settings.entropy_target is not None:
             measured = scalars["entropy_sum"] / max(scalars["entropy_tokens"], 1.0)
@@ -345,7 +346,7 @@ class Corrected(PolicyGradient):
         """``[N]`` detached weight of each own token, and how many were out of bounds."""
         settings = self.settings
         found = correction_weights(
-            logprobs - behaviour,
+            logprobs - finite("rows.behaviour", behaviour),
             settings.correction,
             settings.correction_level,
             low=settings.correction_low,
@@ -395,4 +396,4 @@ class Decoupled(Corrected):
     def anchor(self, rows: Rows, own: Tensor) -> Tensor:
         if rows.proximal is None:
             raise ConfigError("decoupled_ppo needs the step's first log-probs: rows.proximal")
-        return widened(where(own, rows.proximal.detach()))
+        return widened(finite("rows.proximal", where(own, rows.proximal.detach())))

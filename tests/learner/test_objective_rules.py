@@ -224,6 +224,33 @@ def test_a_log_prob_that_is_no_number_is_named(name: str, bad: float, hand: Modu
         objective.loss(these.with_columns(logprobs=spoilt), scalars)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [-math.inf, math.nan])
+def test_other_columns_that_are_no_numbers_are_named_too(
+    name: str, bad: float, hand: ModuleType
+) -> None:
+    objective = make(name, **(BUSY if name != "srft" else {"expert_negative": True}))
+    these = hand.filled(objective, hand.random_rows(5))
+    scalars = hand.scalars_of(objective, these)
+    asked = set(objective.columns) & {"proximal", "reference", "values"}
+    if "entropy_coefficient" in OBJECTIVES[name].reads:
+        asked.add("entropy")
+    for column in sorted(asked):
+        spoilt = these.with_columns(**{column: torch.full_like(these.logprobs, bad)})
+        with pytest.raises(NonFiniteError, match=rf"rows\.{column}: \d+ of \d+ are not finite"):
+            objective.loss(spoilt, scalars)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "tis", "icepop", "mis", "decoupled_ppo"])
+def test_a_behaviour_log_prob_of_minus_infinity_is_refused(name: str, hand: ModuleType) -> None:
+    """A ratio to a token of probability 0 has no meaning; a clip would hide it."""
+    objective = make(name)
+    these = hand.filled(objective, hand.random_rows(5))
+    spoilt = these.with_columns(behaviour=torch.full_like(these.behaviour, -math.inf))
+    with pytest.raises(NonFiniteError, match=r"(behaviour|log-ratios).* are not finite"):
+        objective.loss(spoilt, hand.scalars_of(objective, these))
+
+
 def test_masked_rows_count_in_the_denominators(hand: ModuleType) -> None:
     these = hand.random_rows(5)
     objective = make("grpo", aggregation="token_mean")
