@@ -25,8 +25,13 @@ EXTRA = (
     "entropy_coefficient",
     "entropy_over",
     "entropy_target",
+    "entropy_adapt",
+    "entropy_step",
     "kl_coefficient",
     "kl_form",
+    "kl_reward_coefficient",
+    "kl_target",
+    "kl_gain",
 )
 CORRECTION = ("correction", "correction_level", "correction_low", "correction_high")
 EXPERT = (

@@ -38,7 +38,8 @@ class PolicyGradient(Objective):
         super().__init__(settings)
         if settings.kl_coefficient:
             self.columns = self.columns | {"reference"}
-        if settings.entropy_coefficient and settings.entropy_target is not None:
+        scaled = settings.entropy_target is not None and settings.entropy_adapt == "scaled"
+        if settings.entropy_coefficient and scaled:
             self.columns = self.columns | {"current"}
 
     def active(self, rows: Rows) -> Tensor:
@@ -132,9 +133,8 @@ class PolicyGradient(Objective):
         if part is not None:
             total = total + part
         if settings.kl_coefficient:
-            total = total + settings.kl_coefficient * self._kl(
-                rows, logprobs, behaviour, own, scalars, sums
-            )
+            beta = scalars.get("kl_coefficient", settings.kl_coefficient)
+            total = total + beta * self._kl(rows, logprobs, behaviour, own, scalars, sums)
         if self.needs_entropy:
             total = total - self._entropy_bonus(rows, scalars)
         return total, sums
@@ -221,8 +221,8 @@ class PolicyGradient(Objective):
             tokens = tokens + scalars["expert_tokens"]
         entropy = finite("rows.entropy", where(self._entropy_mask(rows), rows.entropy))
         mean = entropy.sum() / max(tokens, 1.0)
-        coefficient = settings.entropy_coefficient
-        if settings.entropy_target is not None:
+        coefficient = scalars.get("entropy_coefficient", settings.entropy_coefficient)
+        if settings.entropy_target is not None and settings.entropy_adapt == "scaled":
             measured = scalars["entropy_sum"] / max(scalars["entropy_tokens"], 1.0)
             coefficient = scaled_coefficient(coefficient, settings.entropy_target, measured)
         return coefficient * mean
