@@ -426,6 +426,28 @@ class ObjectiveConfig(Section):
         return self
 
     @property
+    def columns(self) -> frozenset[str]:
+        """Log-probs that the trainer fills in; of an objective of your own those that its keys ask
+        for."""
+        entry = OBJECTIVES.get(self.name)
+        if entry is None:
+            return frozenset({"behaviour"})
+        found = set(entry.columns)
+        if self.kl_coefficient and "kl_coefficient" in entry.reads:
+            found.add("reference")
+        scaled = self.entropy_target is not None and self.entropy_adapt == "scaled"
+        if self.entropy_coefficient and scaled and "entropy_target" in entry.reads:
+            found.add("current")
+        if self.max_probability is not None and self.name == "luffy_code":
+            found.add("current")
+        return frozenset(found)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether every rank holds a reference model beside the trained one."""
+        return "reference" in self.columns or self.kl_reward_coefficient > 0
+
+    @property
     def fresh_only(self) -> bool:
         """Whether nothing in it holds stale own tokens."""
         entry = OBJECTIVES.get(self.name)
