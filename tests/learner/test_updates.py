@@ -14,11 +14,10 @@ import torch
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError
 from tandem.common.objectives import OBJECTIVES
-from tandem.common.records import Group, Sample, SamplingParams, Version
+from tandem.common.records import Group, Sample, SamplingParams
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.objectives import Grpo, Objective, ObjectiveSettings, make
 from tandem.learner.updates import GroupWithTraces, Updates, objective_of
-from tandem.replay.ledger import Lease
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -37,37 +36,9 @@ def learner(made_up: ModuleType) -> Learner:
     return started
 
 
-def groups_of(
-    made_up: ModuleType, count: int, size: int = 4, step: int = 0
-) -> list[GroupWithTraces]:
-    found: list[GroupWithTraces] = []
-    for number in range(count):
-        lease = Lease(
-            group_id=f"0-{number}",
-            attempt=1,
-            pass_=0,
-            position=number,
-            problem_id=f"a/{number}",
-            deadline_ms=0,
-        )
-        asked = made_up.problem(number)
-        samples = made_up.samples_of(lease, Version(term=1, step=step), size)
-        found.append((group_with(asked, lease, samples), ()))
+def groups_of(made_up: ModuleType, *args: Any, **options: Any) -> list[GroupWithTraces]:
+    found: list[GroupWithTraces] = made_up.groups_of(*args, **options)
     return found
-
-
-def group_with(asked: Any, lease: Lease, samples: tuple[Sample, ...]) -> Group:
-    return Group(
-        group_id=lease.group_id,
-        attempt=1,
-        worker="rollout-0",
-        problem_id=asked.problem_id,
-        prompt_tokens=asked.prompt_tokens,
-        prompt_text=asked.prompt_text,
-        gold=asked.gold,
-        data_source=asked.data_source,
-        samples=samples,
-    )
 
 
 def changed(groups: list[GroupWithTraces], **values: Any) -> list[GroupWithTraces]:
