@@ -348,11 +348,25 @@ class ObjectiveConfig(Section):
     entropy_over: Literal["own", "all"] = "own"
     """Tokens of the entropy bonus."""
     entropy_target: Annotated[float, Field(gt=0)] | None = None
-    """The coefficient is multiplied by this over the measured entropy; None = it is fixed."""
+    """Entropy, nats a token, that the coefficient holds up; None = it is fixed."""
+    entropy_adapt: Literal["scaled", "stepped", "learned"] = "scaled"
+    """How: ``scaled``: times target over measured entropy. ``stepped``: after each update up by
+    ``entropy_step`` under the target, down above it, within [0, 1] (Skywork-OR1). ``learned``: as a
+    parameter α, by gradient descent on α (H − H*) (SAC)."""
+    entropy_step: Annotated[float, Field(gt=0)] = 0.005
+    """Step of ``stepped``, learning rate of ``learned``."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """β of a KL penalty to a reference in the loss; own tokens."""
     kl_form: Literal["k2", "k3", "kl", "abs", "mse", "low_var"] = "k3"
     """Its estimator: k2 and k3 with the ratio π_θ/μ, or one of LUFFY's without it."""
+    kl_reward_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """β of a KL penalty in the reward: a row's advantage is of R − β Σ log μ/π_ref over its own
+    tokens."""
+    kl_target: Annotated[float, Field(gt=0)] | None = None
+    """KL to the reference, nats an own token, that both β are steered to (arXiv 1909.08593); None =
+    they are fixed."""
+    kl_gain: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """How fast: after each update β is multiplied by 1 + gain · clamp(KL/target − 1, ±0.2)."""
     value_coefficient: float = 0.5
     """Of a critic's loss."""
     value_clip: Annotated[float, Field(gt=0)] | None = 0.2
@@ -388,6 +402,51 @@ class ObjectiveConfig(Section):
     @classmethod
     def _named_defaults(cls, given: Any) -> Any:
         return with_defaults(given) if isinstance(given, Mapping) else given
+
+    @model_validator(mode="after")
+    def _adaptive(self) -> ObjectiveConfig:
+        if self.entropy_adapt != "scaled" and self.entropy_target is None:
+            raise ValueError(
+                f"entropy_adapt={self.entropy_adapt} needs something to follow: set entropy_target"
+            )
+        if self.entropy_adapt == "learned" and not self.entropy_coefficient:
+            raise ValueError(
+                "entropy_adapt=learned multiplies the coefficient: set entropy_coefficient, where "
+                "it begins"
+            )
+        if self.kl_target is not None and not (self.kl_coefficient or self.kl_reward_coefficient):
+            raise ValueError(
+                "kl_target has no β to steer: set kl_coefficient or kl_reward_coefficient"
+            )
+        entry = OBJECTIVES.get(self.name)
+        if self.kl_reward_coefficient and entry and "kl_reward_coefficient" not in entry.reads:
+            raise ValueError(
+                f"{self.name} learns from no advantage that kl_reward_coefficient could change: "
+                f"leave it at 0"
+            )
+        return self
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Log-probs that the trainer fills in; of an objective of your own those that its keys ask
+        for."""
+        entry = OBJECTIVES.get(self.name)
+        if entry is None:
+            return frozenset({"behaviour"})
+        found = set(entry.columns)
+        if self.kl_coefficient and "kl_coefficient" in entry.reads:
+            found.add("reference")
+        scaled = self.entropy_target is not None and self.entropy_adapt == "scaled"
+        if self.entropy_coefficient and scaled and "entropy_target" in entry.reads:
+            found.add("current")
+        if self.max_probability is not None and self.name == "luffy_code":
+            found.add("current")
+        return frozenset(found)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether every rank holds a reference model beside the trained one."""
+        return "reference" in self.columns or self.kl_reward_coefficient > 0
 
     @property
     def fresh_only(self) -> bool:

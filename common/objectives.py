@@ -25,8 +25,13 @@ EXTRA = (
     "entropy_coefficient",
     "entropy_over",
     "entropy_target",
+    "entropy_adapt",
+    "entropy_step",
     "kl_coefficient",
     "kl_form",
+    "kl_reward_coefficient",
+    "kl_target",
+    "kl_gain",
 )
 CORRECTION = ("correction", "correction_level", "correction_low", "correction_high")
 EXPERT = (
@@ -350,7 +355,7 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
             equation="L = ½ sg(e^−H_expert) mean_expert(−log π) + agg_expert(−A w) + mean_own( R > 0: −0.1 sg(e^H_own) log π; else: log π )",
             source="arXiv 2506.19767, eq. 7-12 (signs as in the paper)",
             use="To compare with; it needs a pass for the entropies, and fresh samples.",
-            reads=("advantage", "aggregation", *EXPERT, "truncation"),
+            reads=("advantage", "aggregation", *EXPERT, *EXTRA, "truncation"),
             defaults=_frozen(shaping="none", aggregation="token_mean", **_UNCLIPPED),
             fresh=True,
             columns=("behaviour", "current"),

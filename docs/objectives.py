@@ -55,6 +55,17 @@ from `tandem.learner.objectives.Objective` or from one of the built-in ones inst
 """
 
 
+ALONE = """## Functions without a key
+
+Tested like the rest, but called by no run of Tandem's own trainer: advantages and rewards of single
+tokens (`returns.gae`, `returns.kl_penalised_tokens`, `penalties.value_loss`), since the trainer has
+no critic; ExGRPO's `mixing.bucket_weights`, since the ledger brings no past successes back: `exgrpo`
+takes for replayed what stands in the traces; `mixing.prefix_ratios`, `prefix_length` and
+`cosine_prefix_low`: an expert's trace enters a group whole (rows that begin with a prefix are
+trained on where an engine or an archive brings them).
+"""
+
+
 def keys() -> dict[str, str]:
     """Every key of ``learner.objective`` with its docstring."""
     tree = ast.parse(inspect.getsource(ObjectiveConfig)).body[0]
@@ -106,6 +117,7 @@ def page() -> str:
         parts += [told(name, OBJECTIVES[name]) for name in names]
     _, _, code = EXAMPLE.read_text(encoding="utf-8").partition('"""\n\n')
     parts.append(OWN.replace("@EXAMPLE@", code))
+    parts.append(ALONE)
     rows = ["## Keys", "", "| key | default | meaning |", "|---|---|---|"]
     defaults = ObjectiveConfig()
     for key, meaning in keys().items():

@@ -13,6 +13,7 @@ from .estimate.pace import (
     LINK_SHARE,
     PREFILL_SHARE,
     TRAIN_SHARE,
+    learner_passes,
 )
 from .planning import PARENT, PORT, Plan, Planned
 from .sizes import human
@@ -188,7 +189,6 @@ def step(plan: Plan) -> list[str]:
         why = "the run is on CPUs" if plan.device == "cpu" else "the model's sizes aren't known"
         return [*lines, f"  no time is told: {why}"]
     made = plan.pace
-    passes = 8 if plan.config.learner.gradient_checkpointing else 6
     seconds = made.seconds
     rows = [
         (
@@ -204,7 +204,7 @@ def step(plan: Plan) -> list[str]:
         (
             "learner",
             _seconds(seconds["learner"]),
-            f"{passes} N T + attention, optimizer, exchange of gradients",
+            f"{2 * learner_passes(plan.config)} N T + attention, optimizer, exchange of gradients",
         ),
         ("weights", _seconds(seconds["weights"]), f"bytes / link ({_transport(plan)})"),
     ]

@@ -256,17 +256,28 @@ class DeepSpeedEngine:
 
     # Checkpoints.
 
-    def save(self, folder: Path) -> None:
-        """Parameters, optimizer and random states of all ranks, into an existing folder."""
+    def save(self, folder: Path, coefficients: Mapping[str, float] | None = None) -> None:
+        """Parameters, optimizer and random states of all ranks, into an existing folder.
+
+        Args:
+            folder: Where.
+            coefficients: Further numbers to keep, the same on every rank.
+        """
         state = {"torch_rng": torch.get_rng_state()}
         if self.device.type == "cuda":
             state["cuda_rng"] = torch.cuda.get_rng_state(self.device)
         self._engine.save_checkpoint(
-            str(folder), tag=TAG, client_state={f"rng_{self.rank}": state}, save_latest=False
+            str(folder),
+            tag=TAG,
+            client_state={
+                f"rng_{self.rank}": state,
+                "coefficients": dict(coefficients or {}),
+            },
+            save_latest=False,
         )
 
-    def load(self, folder: Path) -> None:
-        """Inverse of :meth:`save`, at the same number of ranks.
+    def load(self, folder: Path) -> dict[str, float]:
+        """Inverse of :meth:`save`, at the same number of ranks; gives the numbers kept.
 
         Raises:
             DataError: it can't be read, or is of another number of ranks.
@@ -284,6 +295,7 @@ class DeepSpeedEngine:
             torch.set_rng_state(state["torch_rng"])
             if "cuda_rng" in state and self.device.type == "cuda":
                 torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+        return dict(client.get("coefficients") or {})
 
     def export(self, folder: Path, base: Path | None) -> None:
         """Writes the model as a plain Hugging Face folder, whole or not at all. Collective.

@@ -92,11 +92,8 @@ def rows_of(
     lengths = torch.from_numpy(np.bincount(row, minlength=len(batch)).astype(np.int64))
     given = advantages(rewards, group, batch.groups, expert_row, baseline, lengths)
     truncated = torch.from_numpy(batch.truncated)
-    masked = torch.zeros_like(truncated)
-    if truncation == "zero_advantage":
-        given = torch.where(truncated, torch.zeros_like(given), given)
-    elif truncation == "mask":
-        masked = truncated
+    masked = truncated if truncation == "mask" else torch.zeros_like(truncated)
+    given = _without_truncated(given, truncated, truncation)
     return Rows(
         row=torch.from_numpy(row.astype(np.int64)),
         expert=torch.from_numpy(expert),
@@ -112,6 +109,38 @@ def rows_of(
         masked=masked,
         lengths=lengths,
     )
+
+
+def penalised(
+    rows: Rows, batch: Batch, penalties: Tensor, *, baseline: Baseline, truncation: str
+) -> Rows:
+    """The rows with the advantages of ``R − penalty``.
+
+    ``rewards`` stay what the graders gave.
+
+    Args:
+        rows: Of :func:`rows_of`.
+        batch: What they are of.
+        penalties: ``[R]``
+        baseline: Of the advantages.
+        truncation: See :func:`rows_of`.
+    """
+    given = advantages(
+        rows.rewards - penalties,
+        rows.group,
+        batch.groups,
+        rows.expert_row,
+        baseline,
+        rows.lengths,
+    )
+    truncated = torch.from_numpy(batch.truncated)
+    return rows.with_columns(advantages=_without_truncated(given, truncated, truncation))
+
+
+def _without_truncated(given: Tensor, truncated: Tensor, truncation: str) -> Tensor:
+    if truncation != "zero_advantage":
+        return given
+    return torch.where(truncated, torch.zeros_like(given), given)
 
 
 def micro_batch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -82,6 +83,28 @@ def stepped_coefficient(
     """
     moved = coefficient + step if entropy < target else coefficient - step
     return min(max(moved, 0.0), most)
+
+
+def learned_coefficient(
+    coefficient: float, target: float, entropy: float, *, step: float = 0.005
+) -> float:
+    """The next coefficient by one step of gradient descent on :func:`temperature_loss`:
+    ``α e^(−step (H − H*) α)``, which stays above 0.
+
+    The exponent is bounded by ±1, so that no single update changes α by more than a factor of e.
+    """
+    moved = -step * (entropy - target) * coefficient
+    return coefficient * math.exp(min(max(moved, -1.0), 1.0))
+
+
+def controlled_coefficient(
+    coefficient: float, target: float, measured: float, *, gain: float = 0.1
+) -> float:
+    """The next β of a KL penalty: ``β (1 + gain · clamp(KL/target − 1, ±0.2))``, up where the
+    policy is farther from the reference than the target, down where it is nearer (Ziegler et al.,
+    arXiv 1909.08593, section 2.2).
+    """
+    return coefficient * (1.0 + gain * min(max(measured / target - 1.0, -0.2), 0.2))
 
 
 def temperature_loss(log_alpha: Tensor, entropy: Tensor, target: float) -> Tensor:

@@ -56,14 +56,14 @@ class Leader:
     def save(self, folder: Path) -> None:
         """Writes the engine's part of a checkpoint."""
         self._tell("save", folder=str(folder))
-        self.engine.save(folder)
+        self.engine.save(folder, self._updates.coefficients.state())
         # All ranks' files are there once all have answered.
         self.engine.barrier()
 
     def load(self, folder: Path) -> None:
         """Reads it again."""
         self._tell("load", folder=str(folder))
-        self.engine.load(folder)
+        self._updates.coefficients.restore(self.engine.load(folder))
 
     def export(self, folder: Path, base: Path | None) -> None:
         """Writes the Hugging Face folder."""
@@ -119,10 +119,10 @@ def follow(engine: DeepSpeedEngine, updates: Updates) -> None:
                     lr=said["lr"],
                 )
             case "save":
-                engine.save(Path(said["folder"]))
+                engine.save(Path(said["folder"]), updates.coefficients.state())
                 engine.barrier()
             case "load":
-                engine.load(Path(said["folder"]))
+                updates.coefficients.restore(engine.load(Path(said["folder"])))
             case "export":
                 engine.export(Path(said["folder"]), None)
             case "parameters":

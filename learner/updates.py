@@ -14,13 +14,17 @@ from ..common.errors import ConfigError
 from ..common.models import load_model
 from ..common.records import ExpertTrace, Group
 from .batch import Batch, build
+from .coefficients import Coefficients
 from .diagnostics import diagnose
 from .engine import DeepSpeedEngine, UpdateResult
-from .microbatch import MicroBatch, micro_batch, rows_of
+from .finite import widened
+from .microbatch import MicroBatch, micro_batch, penalised, rows_of
 from .objectives import Objective, ObjectiveSettings, make
+from .objectives.base import where
 from .packing import plan
 from .policy import Policy
 from .rendezvous import max_over_ranks, sum_over_ranks
+from .returns import kl_penalised
 from .rows import Rows
 
 GroupWithTraces = tuple[Group, Sequence[str]]
@@ -56,6 +60,8 @@ class _Update:
     """Rows that can move the gradient, over all ranks."""
     forward_tokens: int
     """Of this rank's forward passes."""
+    measured: Mapping[str, float]
+    """Metrics that came of preparing it."""
 
 
 def objective_of(config: Config) -> Objective:
@@ -108,8 +114,10 @@ class Updates:
         self.engine = engine
         self.config = config
         self.objective = objective if objective is not None else objective_of(config)
+        self.coefficients = Coefficients.of(self.objective.settings)
+        """Of the next update; a checkpoint keeps them."""
         self._reference: Policy | None = None
-        if "reference" in self.objective.columns:
+        if "reference" in self.objective.columns or self.coefficients.kl_reward:
             self._reference = frozen_policy(config, engine.device)
 
     def train(
@@ -151,6 +159,7 @@ class Updates:
             found.append(self._metrics(update, result, scalars))
             if not result.applied:
                 return StepOutcome(applied=False, undone=number > 0, metrics=_named(found[-1:], lr))
+            self.coefficients.follow(found[-1])
         if before_step is not None:
             before_step()
         return StepOutcome(applied=True, undone=False, metrics=_named(found, lr))
@@ -170,6 +179,9 @@ class Updates:
             truncation=settings.objective.truncation,
             objective=self.objective,
         )
+        measured: dict[str, float] = {}
+        if self.coefficients.kl_reward:
+            rows, measured = self._penalised(batch, rows)
         nominal = len(groups)
         if settings.source == "ledger":
             nominal *= self.config.rollout.group_size
@@ -180,7 +192,7 @@ class Updates:
             scoring = self._pack(batch, rows, np.arange(len(batch)))
             if "proximal" in self.objective.columns:
                 own = self._with_proximal(own)
-        if self._reference is not None:
+        if "reference" in self.objective.columns:
             own, scoring = self._with_reference(own), self._with_reference(scoring)
         return _Update(
             rows=rows,
@@ -193,7 +205,38 @@ class Updates:
             },
             active=len(active),
             forward_tokens=sum(micro.forward_tokens for micro in own),
+            measured=measured,
         )
+
+    def _penalised(self, batch: Batch, rows: Rows) -> tuple[Rows, dict[str, float]]:
+        """Advantages with the KL in the reward: every rank scores its share under π_ref, and all
+        ranks get all rows' sums."""
+        everything = np.arange(len(batch))
+        gaps = torch.zeros(len(batch), dtype=torch.float64)
+        scored = self._with_reference(self._pack(batch, rows, everything))
+        for part, micro in zip(self._shares(batch, rows, everything), scored, strict=True):
+            if micro.dummy:
+                continue
+            these = micro.rows
+            assert these.reference is not None
+            gaps[torch.from_numpy(part)] = -kl_penalised(
+                torch.zeros(these.count, dtype=torch.float64),
+                where(~these.expert, widened(these.behaviour)),
+                where(~these.expert, widened(these.reference)),
+                these.row,
+                1.0,
+            )
+        gaps = torch.tensor(sum_over_ranks(gaps.tolist()), dtype=torch.float64)
+        objective = self.config.learner.objective
+        changed = penalised(
+            rows,
+            batch,
+            self.coefficients.kl_reward * gaps,
+            baseline=objective.advantage,
+            truncation=objective.truncation,
+        )
+        tokens = int((~rows.expert).sum())
+        return changed, {"k1_reference": float(gaps.sum()) / max(tokens, 1)}
 
     def _active_units(self, rows: Rows) -> Tensor:
         """``[R]`` bool: rows whose unit has an active row (units stay whole)."""
@@ -210,7 +253,8 @@ class Updates:
         # Both rows of a pair are of one group; keeping the group together keeps the pair.
         return rows.group
 
-    def _pack(self, batch: Batch, rows: Rows, which: np.ndarray) -> list[MicroBatch]:
+    def _shares(self, batch: Batch, rows: Rows, which: np.ndarray) -> list[np.ndarray]:
+        """Row indices of each of this rank's micro-batches; none for a dummy."""
         units = self._units(rows)
         numbers = which if units is None else units.numpy()[which]
         shares = plan(
@@ -219,10 +263,13 @@ class Updates:
             budget=self.config.learner.micro_batch_tokens,
             ranks=self.engine.world_size,
         )
+        return [which[part] for part in shares[self.engine.rank]]
+
+    def _pack(self, batch: Batch, rows: Rows, which: np.ndarray) -> list[MicroBatch]:
         share = self.engine.policy.shares_prompts
         return [
-            micro_batch(batch, rows, which[part], share_prompts=share)
-            for part in shares[self.engine.rank]
+            micro_batch(batch, rows, part, share_prompts=share)
+            for part in self._shares(batch, rows, which)
         ]
 
     def _with_proximal(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -258,10 +305,11 @@ class Updates:
 
     @torch.no_grad()
     def _scalars(self, update: _Update) -> dict[str, float]:
+        fixed = {**update.fixed, **self.coefficients.scalars}
         if "current" not in self.objective.columns:
             # Every rank has all rows, so nothing needs to be reduced.
             counted = self.objective.statistics(update.rows)
-            return {**update.fixed, **{k: float(v) for k, v in counted.items()}}
+            return {**fixed, **{k: float(v) for k, v in counted.items()}}
         totals: dict[str, float] = {}
         scored = self.engine.score(update.scoring)
         for micro, (logprobs, entropy) in zip(update.scoring, scored, strict=True):
@@ -271,7 +319,7 @@ class Updates:
             rows = rows.with_columns(logprobs=logprobs, entropy=entropy)
             for name, value in self.objective.statistics(rows).items():
                 totals[name] = totals.get(name, 0.0) + float(value)
-        return {**update.fixed, **self.engine.sum_by_name(totals)}
+        return {**fixed, **self.engine.sum_by_name(totals)}
 
     def _metrics(
         self, update: _Update, result: UpdateResult, scalars: Mapping[str, float]
@@ -294,6 +342,8 @@ class Updates:
             "forward_tokens": float(update.forward_tokens),
             **self.objective.report(result.sums, scalars),
             **looked,
+            **update.measured,
+            **self.coefficients.metrics,
         }
 
 

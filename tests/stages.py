@@ -64,7 +64,7 @@ STAGES = (
             "--ignore=tests/repo/test_package.py",
             "--ignore=tests/repo/test_readme.py",
         ),
-        byhand="bash tests/run.sh tests/reward tests/replay -m byhand (half an hour)",
+        byhand="bash tests/run.sh tests/reward tests/replay tests/learner -m byhand (half an hour)",
     ),
     Stage(name="e2e", args=("tests/e2e", "-m", "not vllm"), needs="tests/e2e"),
     Stage(

@@ -83,7 +83,8 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
     keeps all of them and the bf16 ones that the backward pass leaves, ZeRO-2 and 3 a rank's
     share and one bucket. Optimizer: two moments of AdamW, and the fp32 master copy of bf16
     weights (and of fp32 ones under ZeRO). Each is divided by the ranks from its ZeRO stage on:
-    optimizer 1, gradients 2, weights 3.
+    optimizer 1, gradients 2, weights 3. A reference model, where the objective asks for one, is
+    held whole by every rank.
     """
     n, ranks, e = shape.parameters, config.learner.ranks, element(config)
     stage = config.learner.zero_stage
@@ -107,6 +108,8 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
         "weight staging": SLOTS * e * n if staged_here or (rank == 0 and device == "cpu") else 0,
         "runtime": RUNTIME[device],
     }
+    if config.learner.objective.needs_reference:
+        parts["reference"] = e * n
     host = 0
     if device == "cuda":
         # Libraries, and the weights on their way to the GPU at the start.

@@ -3,7 +3,8 @@
 With N' the parameters that a token is multiplied with, T tokens and s the mean length of a row:
 
 - forward: ``2·N'·T + 2·L·a·d·s·T`` operations (attention is causal, so half of 4·L·a·d·s);
-  training three times that, four with recomputed activations (Kaplan et al. 2020, arXiv
+  training three times that, four with recomputed activations, and one for each further look at
+  the tokens that the objective asks for (Kaplan et al. 2020, arXiv
   2001.08361; attention and MFU: Chowdhery et al. 2022, arXiv 2204.02311, appendix B;
   recomputation: Korthikanti et al. 2022, arXiv 2205.05198);
 - decoding is bound by memory: an iteration reads the weights and the cache of all running rows
@@ -189,11 +190,20 @@ def forward_flops(shape: ModelShape, tokens: float, context: float) -> float:
     return 2 * shape.multiplied * tokens + 2 * shape.layers * shape.query_width * context * tokens
 
 
+def learner_passes(config: Config) -> int:
+    """Forward passes that a step's work in the learner is worth: forward and backward, and one
+    without gradient under the step's first weights, the present ones, and the reference for the
+    loss and for the reward, where the objective asks for them."""
+    objective = config.learner.objective
+    columns = objective.columns & {"proximal", "current", "reference"}
+    scoring = len(columns) + (objective.kl_reward_coefficient > 0)
+    return (4 if config.learner.gradient_checkpointing else 3) + scoring
+
+
 def learner_seconds(config: Config, shape: ModelShape, node: Node, work: Load) -> float:
     """Forward, backward, exchange of gradients and optimizer."""
     settings, n, e = config.learner, shape.parameters, element(config)
-    passes = 4 if settings.gradient_checkpointing else 3
-    flops = passes * forward_flops(shape, work.trained, work.prompt + work.response)
+    flops = learner_passes(config) * forward_flops(shape, work.trained, work.prompt + work.response)
     compute = flops / (TRAIN_SHARE * node.flops * settings.ranks)
     updates = settings.minibatches
     share = n / settings.ranks if settings.zero_stage else n

@@ -52,7 +52,10 @@ class Objective(ABC):
     @property
     def needs_entropy(self) -> bool:
         """Whether ``rows.entropy`` must carry a gradient."""
-        return self.settings.entropy_coefficient != 0
+        settings = self.settings
+        # A stepped coefficient may begin at 0.
+        stepped = settings.entropy_target is not None and settings.entropy_adapt == "stepped"
+        return settings.entropy_coefficient != 0 or stepped
 
     def active(self, rows: Rows) -> Tensor:
         """``[R]`` bool: rows that can move the gradient. The others need no forward pass.
@@ -76,7 +79,7 @@ class Objective(ABC):
             rows: Whole units, with ``logprobs`` filled in.
             scalars: The sums of :meth:`statistics` over the update; ``width``: configured response
                 length; ``constant``: that × nominal rows of the update; ``step``: of the ledger,
-                from 1.
+                from 1; ``entropy_coefficient`` and ``kl_coefficient`` where they have moved.
 
         Returns:
             A scalar with gradient, additive over units, and detached sums, additive too.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ...common.errors import ConfigError
+from ..finite import finite
 from ..penalties import value_loss
 from ..rows import Rows
 from .base import Sums, register, where
@@ -36,7 +37,7 @@ class Ppo(PolicyGradient):
         total, sums = super().loss(rows, scalars)
         own = ~rows.expert & ~rows.by_token(rows.masked)
         losses = value_loss(
-            where(own, rows.values),
+            finite("rows.values", where(own, rows.values)),
             where(own, rows.old_values),
             where(own, rows.returns),
             self.settings.value_clip,

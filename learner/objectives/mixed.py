@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...common.errors import ConfigError
 from ..aggregation import aggregate, counts
-from ..finite import widened
+from ..finite import finite, widened
 from ..mixing import chord_mu, chord_phi
 from ..ratios import MAX_LOG_RATIO, clamped, log_ratio, ppo_clip
 from ..rows import Rows
@@ -157,7 +157,8 @@ class RlPlus(PolicyGradient):
     ) -> tuple[Tensor, Tensor | None] | None:
         if rows.proximal is None:
             raise ConfigError("rl_plus needs the step's first log-probs: rows.proximal")
-        old = clamped(widened(where(expert, rows.proximal.detach()))).exp()
+        first = finite("rows.proximal", where(expert, rows.proximal.detach()))
+        old = clamped(widened(first)).exp()
         # 2 π_θ / (½ (π_prox + 1) + π_prox)
         weights = 2 * clamped(logprobs).exp() / (0.5 * (old + 1) + old)
         probs = logprobs.detach().exp().clamp(max=1.0)
@@ -234,7 +235,8 @@ class PrefixRft(PolicyGradient):
     ) -> tuple[Tensor, Tensor | None] | None:
         if rows.proximal is None:
             raise ConfigError("prefix_rft needs the step's first log-probs: rows.proximal")
-        ratios = log_ratio(logprobs, where(expert, rows.proximal.detach()))
+        first = finite("rows.proximal", where(expert, rows.proximal.detach()))
+        ratios = log_ratio(logprobs, first)
         return ppo_clip(ratios, advantages, **self.clips), ratios.exp()
 
 

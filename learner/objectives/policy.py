@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...common.errors import ConfigError
 from ..aggregation import aggregate
-from ..finite import widened
+from ..finite import finite, widened
 from ..penalties import kl_in_loss, scaled_coefficient
 from ..ratios import (
     cispo,
@@ -38,7 +38,8 @@ class PolicyGradient(Objective):
         super().__init__(settings)
         if settings.kl_coefficient:
             self.columns = self.columns | {"reference"}
-        if settings.entropy_coefficient and settings.entropy_target is not None:
+        scaled = settings.entropy_target is not None and settings.entropy_adapt == "scaled"
+        if settings.entropy_coefficient and scaled:
             self.columns = self.columns | {"current"}
 
     def active(self, rows: Rows) -> Tensor:
@@ -132,9 +133,8 @@ class PolicyGradient(Objective):
         if part is not None:
             total = total + part
         if settings.kl_coefficient:
-            total = total + settings.kl_coefficient * self._kl(
-                rows, logprobs, behaviour, own, scalars, sums
-            )
+            beta = scalars.get("kl_coefficient", settings.kl_coefficient)
+            total = total + beta * self._kl(rows, logprobs, behaviour, own, scalars, sums)
         if self.needs_entropy:
             total = total - self._entropy_bonus(rows, scalars)
         return total, sums
@@ -200,7 +200,7 @@ class PolicyGradient(Objective):
             raise ConfigError("kl_coefficient needs the log-probs of a reference: rows.reference")
         penalties = kl_in_loss(
             logprobs,
-            where(own, rows.reference),
+            finite("rows.reference", where(own, rows.reference)),
             self.settings.kl_form,
             log_ratios=log_ratio(logprobs, behaviour),
         )
@@ -219,9 +219,10 @@ class PolicyGradient(Objective):
         tokens = scalars["own_tokens"]
         if settings.entropy_over == "all":
             tokens = tokens + scalars["expert_tokens"]
-        mean = where(self._entropy_mask(rows), rows.entropy).sum() / max(tokens, 1.0)
-        coefficient = settings.entropy_coefficient
-        if settings.entropy_target is not None:
+        entropy = finite("rows.entropy", where(self._entropy_mask(rows), rows.entropy))
+        mean = entropy.sum() / max(tokens, 1.0)
+        coefficient = scalars.get("entropy_coefficient", settings.entropy_coefficient)
+        if settings.entropy_target is not None and settings.entropy_adapt == "scaled":
             measured = scalars["entropy_sum"] / max(scalars["entropy_tokens"], 1.0)
             coefficient = scaled_coefficient(coefficient, settings.entropy_target, measured)
         return coefficient * mean
@@ -345,7 +346,7 @@ class Corrected(PolicyGradient):
         """``[N]`` detached weight of each own token, and how many were out of bounds."""
         settings = self.settings
         found = correction_weights(
-            logprobs - behaviour,
+            logprobs - finite("rows.behaviour", behaviour),
             settings.correction,
             settings.correction_level,
             low=settings.correction_low,
@@ -395,4 +396,4 @@ class Decoupled(Corrected):
     def anchor(self, rows: Rows, own: Tensor) -> Tensor:
         if rows.proximal is None:
             raise ConfigError("decoupled_ppo needs the step's first log-probs: rows.proximal")
-        return widened(where(own, rows.proximal.detach()))
+        return widened(finite("rows.proximal", where(own, rows.proximal.detach())))

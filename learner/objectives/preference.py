@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...common.errors import ConfigError
 from ..aggregation import counts
-from ..finite import widened
+from ..finite import finite, widened
 from ..preferences import cpo, dpo, kto, orpo, pairs_of_groups
 from ..rows import Rows
 from .base import Objective, Sums, Unit, register, scored, where
@@ -53,7 +53,8 @@ class Preference(Objective):
             raise ConfigError(
                 f"{type(self).__name__.lower()} needs the log-probs of a reference: rows.reference"
             )
-        return rows.by_row(widened(where(self._tokens(rows, which), rows.reference.detach())))
+        known = where(self._tokens(rows, which), rows.reference.detach())
+        return rows.by_row(widened(finite("rows.reference", known)))
 
     def _tokens(self, rows: Rows, which: Tensor) -> Tensor:
         chosen = torch.zeros(rows.count, dtype=torch.bool, device=rows.row.device)

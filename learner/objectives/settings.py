@@ -68,10 +68,20 @@ class ObjectiveSettings:
     """Tokens of the bonus."""
     entropy_target: float | None = None
     """The coefficient grows as the entropy falls under it."""
+    entropy_adapt: Literal["scaled", "stepped", "learned"] = "scaled"
+    """How it does so."""
+    entropy_step: float = 0.005
+    """Step of ``stepped`` and ``learned``."""
     kl_coefficient: float = 0.0
     """β of a KL penalty in the loss."""
     kl_form: KlForm = "k3"
     """How that is estimated."""
+    kl_reward_coefficient: float = 0.0
+    """β of a KL penalty in the reward."""
+    kl_target: float | None = None
+    """KL per own token that both β are steered to."""
+    kl_gain: float = 0.1
+    """How fast."""
     value_coefficient: float = 0.5
     """Of the critic's loss."""
     value_clip: float | None = 0.2

@@ -228,3 +228,17 @@ def test_an_objective_without_a_hold_on_stale_samples_needs_fresh_ones():
 def test_every_objective_is_a_config():
     for name in c.OBJECTIVES:
         build(f"learner.objective.name={name}", "replay.max_staleness=0")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "way_out"),
+    [
+        (["entropy_adapt=stepped"], "set entropy_target"),
+        (["entropy_adapt=learned", "entropy_target=0.3"], "set entropy_coefficient"),
+        (["kl_target=0.1"], "set kl_coefficient or kl_reward_coefficient"),
+        (["name=dpo", "kl_reward_coefficient=0.1"], "dpo learns from no advantage"),
+    ],
+)
+def test_a_coefficient_that_would_follow_nothing_is_refused(overrides, way_out):
+    with pytest.raises(ConfigError, match=way_out):
+        build(*(f"learner.objective.{one}" for one in overrides))

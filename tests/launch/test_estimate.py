@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.common.config import Config
+from tandem.common.config import Config, ObjectiveConfig
 from tandem.common.errors import ConfigError, DataError
+from tandem.common.objectives import OBJECTIVES
 from tandem.launch.estimate import memory, pace, sizes
 from tandem.launch.estimate.node import GB, KINDS, Node, node
 from tandem.launch.estimate.sizes import ModelShape, shape_of
@@ -215,6 +216,42 @@ def test_the_chunks_are_those_of_the_learner() -> None:
     assert memory.CHUNKED_FROM == logprobs.CHUNKED_FROM
 
 
+@pytest.mark.parametrize(
+    ("overrides", "held"),
+    [
+        ((), 0),
+        (("kl_coefficient=0.01",), 2 * N),
+        (("kl_reward_coefficient=0.01",), 2 * N),
+        (("name=dpo",), 2 * N),
+        (("name=kto",), 2 * N),
+        (("name=sft", "kl_coefficient=0.01"), 0),
+        (("name=orpo",), 0),
+    ],
+)
+def test_the_reference_is_held_whole_where_the_objective_asks_for_it(
+    overrides: tuple[str, ...], held: int
+) -> None:
+    wanted = [f"learner.objective.{one}" for one in overrides]
+    for stage in (1, 3):
+        settings = config(*wanted, "learner.ranks=2", f"learner.zero_stage={stage}")
+        found = memory.learner(settings, SMALL, "cuda", rank=1)
+        assert found.parts.get("reference", 0) == held
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_the_columns_by_config_are_those_of_the_objective(name: str) -> None:
+    pytest.importorskip("torch")
+    from tandem.learner.objectives import make
+
+    for options in (
+        {},
+        {"kl_coefficient": 0.1, "entropy_coefficient": 0.1, "max_probability": 0.9},
+        {"entropy_coefficient": 0.1, "entropy_target": 0.3},
+        {"entropy_coefficient": 0.1, "entropy_target": 0.3, "entropy_adapt": "stepped"},
+    ):
+        assert ObjectiveConfig(name=name, **options).columns == make(name, **options).columns
+
+
 def test_two_versions_are_staged_on_rank_0s_gpu_unless_gloo_carries_them() -> None:
     def staged(rank: int, *overrides: str) -> int:
         parts = memory.learner(config(*overrides), SMALL, "cuda", rank=rank).parts
@@ -276,6 +313,21 @@ def test_training_is_three_forward_passes_and_four_with_recomputation() -> None:
     again = config("learner.gradient_checkpointing=true")
     assert pace.learner_seconds(kept, SMALL, PLAIN, work) == pytest.approx(3 * forward + optimizer)
     assert pace.learner_seconds(again, SMALL, PLAIN, work) == pytest.approx(4 * forward + optimizer)
+
+
+def test_each_column_is_a_forward_pass_more() -> None:
+    work = pace.load(config(), prompt_tokens=100, response_tokens=900)
+    forward = pace.forward_flops(SMALL, 512_000, 1000) / 0.4e12
+
+    def seconds(*overrides: str) -> float:
+        settings = config(*(f"learner.objective.{one}" for one in overrides))
+        return pace.learner_seconds(settings, SMALL, PLAIN, work)
+
+    plain = seconds()
+    assert seconds("kl_coefficient=0.1") == pytest.approx(plain + forward)
+    both = seconds("kl_coefficient=0.1", "kl_reward_coefficient=0.1")
+    assert both == pytest.approx(plain + 2 * forward)
+    assert seconds("name=decoupled_ppo") == pytest.approx(plain + forward)
 
 
 def test_decoding_reads_weights_and_cache_once_an_iteration() -> None:

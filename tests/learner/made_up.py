@@ -167,6 +167,34 @@ def samples_of(lease: Lease, held: Version, count: int) -> tuple[Sample, ...]:
     return tuple(made)
 
 
+def groups_of(count: int, size: int = 4, step: int = 0) -> list[tuple[Group, tuple[str, ...]]]:
+    """Graded groups of own samples that the version of this step sampled, without traces."""
+    found: list[tuple[Group, tuple[str, ...]]] = []
+    for number in range(count):
+        lease = Lease(
+            group_id=f"0-{number}",
+            attempt=1,
+            pass_=0,
+            position=number,
+            problem_id=f"a/{number}",
+            deadline_ms=0,
+        )
+        asked = problem(number)
+        group = Group(
+            group_id=lease.group_id,
+            attempt=1,
+            worker="rollout-0",
+            problem_id=asked.problem_id,
+            prompt_tokens=asked.prompt_tokens,
+            prompt_text=asked.prompt_text,
+            gold=asked.gold,
+            data_source=asked.data_source,
+            samples=samples_of(lease, Version(term=1, step=step), size),
+        )
+        found.append((group, ()))
+    return found
+
+
 class Run:
     """A run on a Redis, with a thread that is worker and reward pool in one."""
 

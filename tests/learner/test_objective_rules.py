@@ -77,8 +77,7 @@ def test_loss_and_gradient_do_not_depend_on_split_order_or_ranks(
     seed = data.draw(st.integers(0, 2**20), label="seed")
     size = data.draw(st.sampled_from([1, 3, 4]), label="group size")
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32]), label="dtype")
-    options = BUSY if name not in ("srft",) else {"expert_negative": True}
-    objective = make(name, aggregation=how, **options)
+    objective = make(name, aggregation=how, **BUSY)
     whole = hand.random_rows(seed, group_size=size, dtype=dtype)
     shuffle = torch.randperm(whole.count, generator=torch.Generator().manual_seed(seed))
     units = units_of(objective, whole)
@@ -106,7 +105,7 @@ def test_the_loss_and_its_gradient_are_there(name: str, hand: ModuleType) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_statistics_are_additive_and_carry_no_gradient(name: str, hand: ModuleType) -> None:
-    objective = make(name, **(BUSY if name != "srft" else {}))
+    objective = make(name, **BUSY)
     whole = hand.filled(objective, hand.random_rows(6))
     whole = whole.with_columns(logprobs=whole.logprobs.clone().requires_grad_())
     parts = [whole.select(part) for part in torch.arange(12).split(4)]
@@ -148,7 +147,7 @@ def test_extreme_log_probs_give_a_finite_loss_and_gradient(
     name: str, extreme: str, hand: ModuleType
 ) -> None:
     now, then = EXTREMES[extreme]
-    objective = make(name, **(BUSY if name != "srft" else {}))
+    objective = make(name, **BUSY)
     these = hand.random_rows(3, dtype=torch.float32)
     leaf = torch.full_like(these.logprobs, now).requires_grad_()
     past = torch.full_like(leaf, max(then, -1e4)).detach()
@@ -194,7 +193,7 @@ def test_bf16_log_probs_are_computed_with_in_float32(name: str, hand: ModuleType
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_that_are_all_masked_or_none_at_all_give_zero(name: str, hand: ModuleType) -> None:
-    objective = make(name, **(BUSY if name != "srft" else {}))
+    objective = make(name, **BUSY)
     whole = hand.random_rows(4)
     masked = whole.with_columns(
         masked=torch.ones_like(whole.masked),
@@ -222,6 +221,33 @@ def test_a_log_prob_that_is_no_number_is_named(name: str, bad: float, hand: Modu
     spoilt[torch.isin(these.row, active)] = bad
     with pytest.raises(NonFiniteError, match=r"rows\.logprobs: \d+ of \d+ are not finite"):
         objective.loss(these.with_columns(logprobs=spoilt), scalars)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [-math.inf, math.nan])
+def test_other_columns_that_are_no_numbers_are_named_too(
+    name: str, bad: float, hand: ModuleType
+) -> None:
+    objective = make(name, **BUSY)
+    these = hand.filled(objective, hand.random_rows(5))
+    scalars = hand.scalars_of(objective, these)
+    asked = set(objective.columns) & {"proximal", "reference", "values"}
+    if "entropy_coefficient" in OBJECTIVES[name].reads:
+        asked.add("entropy")
+    for column in sorted(asked):
+        spoilt = these.with_columns(**{column: torch.full_like(these.logprobs, bad)})
+        with pytest.raises(NonFiniteError, match=rf"rows\.{column}: \d+ of \d+ are not finite"):
+            objective.loss(spoilt, scalars)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "tis", "icepop", "mis", "decoupled_ppo"])
+def test_a_behaviour_log_prob_of_minus_infinity_is_refused(name: str, hand: ModuleType) -> None:
+    """A ratio to a token of probability 0 has no meaning; a clip would hide it."""
+    objective = make(name)
+    these = hand.filled(objective, hand.random_rows(5))
+    spoilt = these.with_columns(behaviour=torch.full_like(these.behaviour, -math.inf))
+    with pytest.raises(NonFiniteError, match=r"(behaviour|log-ratios).* are not finite"):
+        objective.loss(spoilt, hand.scalars_of(objective, these))
 
 
 def test_masked_rows_count_in_the_denominators(hand: ModuleType) -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tandem.learner.penalties import (
+    controlled_coefficient,
     entropy_of,
     kl_in_loss,
+    learned_coefficient,
     scaled_coefficient,
     stepped_coefficient,
     temperature_loss,
@@ -93,6 +95,23 @@ def test_the_temperature_grows_while_the_entropy_is_under_its_target() -> None:
     assert log_alpha.grad is not None
     assert log_alpha.grad < 0
     assert entropy.grad is None
+
+
+def test_a_learned_coefficient_is_a_step_down_that_loss() -> None:
+    log_alpha = torch.tensor(math.log(0.4), dtype=torch.float64, requires_grad=True)
+    loss = temperature_loss(log_alpha, torch.tensor([0.1], dtype=torch.float64), 0.5)
+    loss.backward()
+    assert log_alpha.grad is not None
+    stepped = math.exp(log_alpha.item() - 0.05 * log_alpha.grad.item())
+    assert learned_coefficient(0.4, 0.5, 0.1, step=0.05) == pytest.approx(stepped)
+    assert learned_coefficient(0.4, 0.5, 1e9, step=0.05) == pytest.approx(0.4 / math.e)
+
+
+def test_a_kl_coefficient_is_steered_to_its_target() -> None:
+    assert controlled_coefficient(0.5, 0.1, 0.11) == pytest.approx(0.5 * 1.01)
+    assert controlled_coefficient(0.5, 0.1, 7.0) == pytest.approx(0.5 * 1.02)
+    assert controlled_coefficient(0.5, 0.1, -1.0) == pytest.approx(0.5 * 0.98)
+    assert controlled_coefficient(0.5, 0.1, 0.09, gain=1.0) == pytest.approx(0.5 * 0.9)
 
 
 def test_the_critics_loss_is_the_greater_of_the_near_and_the_plain_one() -> None:

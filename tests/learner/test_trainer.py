@@ -134,7 +134,18 @@ def start_run(
 LUFFY: dict[str, Any] = {
     "run": {"steps": 8},
     "expert": {"per_group": 1},
-    "learner": {"objective": {"name": "luffy"}, "checkpoint_every": 3},
+    # With everything that has a state beside the weights: the coefficients.
+    "learner": {
+        "objective": {
+            "name": "luffy",
+            "entropy_target": 2.0,
+            "entropy_adapt": "stepped",
+            "kl_coefficient": 0.01,
+            "kl_reward_coefficient": 0.01,
+            "kl_target": 0.05,
+        },
+        "checkpoint_every": 3,
+    },
 }
 
 
@@ -197,8 +208,10 @@ def test_a_killed_and_resumed_run_is_the_run_it_would_have_been(
 
     for name, tensor in weights(straight).items():
         assert torch.equal(weights(killed)[name], tensor), name
-    losses = [record["train/loss"] for record in metrics(straight)]
-    assert [record["train/loss"] for record in metrics(killed)] == losses
+    for name in ("train/loss", "train/entropy_coefficient", "train/kl_reward_coefficient"):
+        wanted = [record[name] for record in metrics(straight)]
+        assert len(set(wanted)) > 4
+        assert [record[name] for record in metrics(killed)] == wanted
     assert [record["step"] for record in metrics(killed)] == list(range(1, 9))
 
     # Every group stands in one row, and every row is applied on the line that was kept.

@@ -14,11 +14,10 @@ import torch
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError
 from tandem.common.objectives import OBJECTIVES
-from tandem.common.records import Group, Sample, SamplingParams, Version
+from tandem.common.records import Group, Sample, SamplingParams
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.objectives import Grpo, Objective, ObjectiveSettings, make
 from tandem.learner.updates import GroupWithTraces, Updates, objective_of
-from tandem.replay.ledger import Lease
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -37,37 +36,9 @@ def learner(made_up: ModuleType) -> Learner:
     return started
 
 
-def groups_of(
-    made_up: ModuleType, count: int, size: int = 4, step: int = 0
-) -> list[GroupWithTraces]:
-    found: list[GroupWithTraces] = []
-    for number in range(count):
-        lease = Lease(
-            group_id=f"0-{number}",
-            attempt=1,
-            pass_=0,
-            position=number,
-            problem_id=f"a/{number}",
-            deadline_ms=0,
-        )
-        asked = made_up.problem(number)
-        samples = made_up.samples_of(lease, Version(term=1, step=step), size)
-        found.append((group_with(asked, lease, samples), ()))
+def groups_of(made_up: ModuleType, *args: Any, **options: Any) -> list[GroupWithTraces]:
+    found: list[GroupWithTraces] = made_up.groups_of(*args, **options)
     return found
-
-
-def group_with(asked: Any, lease: Lease, samples: tuple[Sample, ...]) -> Group:
-    return Group(
-        group_id=lease.group_id,
-        attempt=1,
-        worker="rollout-0",
-        problem_id=asked.problem_id,
-        prompt_tokens=asked.prompt_tokens,
-        prompt_text=asked.prompt_text,
-        gold=asked.gold,
-        data_source=asked.data_source,
-        samples=samples,
-    )
 
 
 def changed(groups: list[GroupWithTraces], **values: Any) -> list[GroupWithTraces]:
@@ -219,6 +190,127 @@ def test_the_reference_is_the_base_model_and_stays_it(
     assert first["train/k3_reference"] == pytest.approx(0.0, abs=1e-8)
     second = updates.train(2, groups, {}, lr=1e-2).metrics
     assert second["train/k3_reference"] > 1e-5
+
+
+def gap_to(model: Any, group: Group, sample: Sample) -> float:
+    """Σ log μ/π_ref over a sample, by the model's whole logits."""
+    ids = np.concatenate([group.prompt_tokens, sample.tokens]).astype(np.int64)
+    with torch.no_grad():
+        every = torch.log_softmax(model(input_ids=torch.from_numpy(ids)[None]).logits[0], -1)
+    places = torch.arange(len(group.prompt_tokens), len(ids))
+    known = every[places - 1, torch.from_numpy(ids)[places]]
+    return float(sample.logprobs.sum() - known.double().sum().item())
+
+
+@pytest.mark.parametrize("budget", [4096, 18])
+def test_the_kl_in_the_reward_is_taken_off_before_the_advantages(
+    budget: int, learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the graders had paid R − β Σ log μ/π_ref."""
+    reference = made_up.tiny_model(seed=5)
+    monkeypatch.setattr("tandem.learner.updates.load_model", lambda path, **kwargs: reference)
+    groups = groups_of(made_up, 3)
+    gaps = [[gap_to(reference, group, s) for s in group.samples] for group, _ in groups]
+    paid = [
+        (
+            dataclasses.replace(
+                group,
+                samples=tuple(
+                    dataclasses.replace(sample, reward=sample.reward - 0.03 * gap)
+                    for sample, gap in zip(group.samples, own, strict=True)
+                ),
+            ),
+            names,
+        )
+        for (group, names), own in zip(groups, gaps, strict=True)
+    ]
+    expected = learner().train(1, paid, {}, lr=1e-3).metrics
+    options = {"objective": {"kl_reward_coefficient": 0.03}, "micro_batch_tokens": budget}
+    found = learner(learner=options).train(1, groups, {}, lr=1e-3).metrics
+    tokens = sum(len(sample.tokens) for group, _ in groups for sample in group.samples)
+    assert found["train/k1_reference"] == pytest.approx(np.sum(gaps) / tokens, rel=1e-5)
+    for key in ("train/loss", "train/grad_norm"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6)
+    assert "train/k3_reference" not in found
+
+
+def test_an_experts_tokens_cost_no_kl(
+    learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their log μ isn't known; the row keeps its reward, and so the others' distance to it grows."""
+    reference = made_up.tiny_model(seed=5)
+    monkeypatch.setattr("tandem.learner.updates.load_model", lambda path, **kwargs: reference)
+    traces = {"a/0#0": made_up.trace(0)}
+    group = groups_of(made_up, 1, size=3)[0][0]
+    updates = learner(
+        learner={"objective": {"name": "luffy", "kl_reward_coefficient": 0.03}},
+    )
+    found = updates.train(1, [(group, ("a/0#0",))], traces, lr=1e-3).metrics
+    gaps = [gap_to(reference, group, sample) for sample in group.samples]
+    tokens = sum(len(sample.tokens) for sample in group.samples)
+    assert found["train/k1_reference"] == pytest.approx(sum(gaps) / tokens, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("objective", "key", "expected"),
+    [
+        (
+            {"entropy_target": 9.0, "entropy_adapt": "stepped", "entropy_step": 0.01},
+            "entropy_coefficient",
+            [0.0, 0.01, 0.02],
+        ),
+        (
+            {
+                "entropy_target": 0.1,
+                "entropy_adapt": "stepped",
+                "entropy_step": 0.01,
+                "entropy_coefficient": 0.015,
+            },
+            "entropy_coefficient",
+            [0.015, 0.005, 0.0],
+        ),
+        ({"kl_target": 1e-9, "kl_coefficient": 0.5}, "kl_coefficient", [0.5, 0.49, 0.4998]),
+        ({"kl_target": 1e9, "kl_reward_coefficient": 0.5}, "kl_reward_coefficient", [0.5, 0.49]),
+    ],
+)
+def test_a_coefficient_follows_what_the_update_before_measured(
+    objective: dict[str, Any],
+    key: str,
+    expected: list[float],
+    learner: Learner,
+    made_up: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The KL in the loss is 0 at first and soon over 1e-9."""
+    monkeypatch.setattr(
+        "tandem.learner.updates.load_model", lambda path, **kwargs: made_up.tiny_model()
+    )
+    updates = learner(learner={"objective": objective})
+    groups = groups_of(made_up, 2)
+    found = [
+        updates.train(step, groups, {}, lr=1e-2).metrics[f"train/{key}"]
+        for step in range(1, len(expected) + 1)
+    ]
+    assert found == pytest.approx(expected, rel=1e-9)
+    moved = updates.coefficients.state()
+    other = learner(learner={"objective": objective}).coefficients
+    assert other.state() != moved
+    other.restore(moved)
+    assert other.state() == moved
+
+
+def test_the_moved_coefficient_is_the_one_in_the_loss(
+    learner: Learner, made_up: ModuleType
+) -> None:
+    """A bonus that has been stepped to 0.01 makes the same update as one of 0.01."""
+    groups = groups_of(made_up, 2)
+    moving = {"entropy_target": 9.0, "entropy_adapt": "stepped", "entropy_step": 0.01}
+    updates = learner(learner={"objective": moving})
+    updates.coefficients.restore({"entropy": 0.01})
+    fixed = learner(learner={"objective": {"entropy_coefficient": 0.01}})
+    found, expected = (one.train(1, groups, {}, lr=1e-2).metrics for one in (updates, fixed))
+    assert found["train/loss"] == expected["train/loss"]
+    assert found["train/grad_norm"] == expected["train/grad_norm"]
 
 
 @pytest.mark.parametrize("name", sorted(set(OBJECTIVES) - {"ppo"}))

@@ -1,0 +1,102 @@
+"""Coefficients that follow what an update measured: state of the run, kept in its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .objectives import ObjectiveSettings
+from .penalties import controlled_coefficient, learned_coefficient, stepped_coefficient
+
+
+@dataclass(slots=True, kw_only=True)
+class Coefficients:
+    """Those of the next update. Every rank has the same, since metrics are over all ranks."""
+
+    settings: ObjectiveSettings
+    """Where they begin, and how they move."""
+    entropy: float
+    """c_H of the entropy bonus."""
+    kl: float
+    """β of the KL in the loss."""
+    kl_reward: float
+    """β of the KL in the reward."""
+
+    @classmethod
+    def of(cls, settings: ObjectiveSettings) -> Coefficients:
+        """At the start of a run."""
+        return cls(
+            settings=settings,
+            entropy=settings.entropy_coefficient,
+            kl=settings.kl_coefficient,
+            kl_reward=settings.kl_reward_coefficient,
+        )
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """For the losses of an update."""
+        return {"entropy_coefficient": self.entropy, "kl_coefficient": self.kl}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those that move, by their key."""
+        moving = self.settings
+        found = {}
+        if moving.entropy_target is not None and moving.entropy_adapt != "scaled":
+            found["entropy_coefficient"] = self.entropy
+        if moving.kl_target is not None:
+            if moving.kl_coefficient:
+                found["kl_coefficient"] = self.kl
+            if moving.kl_reward_coefficient:
+                found["kl_reward_coefficient"] = self.kl_reward
+        return found
+
+    def follow(self, measured: Mapping[str, float]) -> None:
+        """Moves on after an update that was applied.
+
+        Args:
+            measured: Its metrics: ``entropy``, ``entropy_expert``, ``tokens_own``,
+                ``tokens_expert``, ``k3_reference`` and ``k1_reference``. What a coefficient needs
+                and isn't there leaves it where it is.
+        """
+        settings = self.settings
+        entropy = _entropy(measured, settings.entropy_over == "all")
+        if settings.entropy_target is not None and entropy is not None:
+            if settings.entropy_adapt == "stepped":
+                self.entropy = stepped_coefficient(
+                    self.entropy, settings.entropy_target, entropy, step=settings.entropy_step
+                )
+            elif settings.entropy_adapt == "learned":
+                self.entropy = learned_coefficient(
+                    self.entropy, settings.entropy_target, entropy, step=settings.entropy_step
+                )
+        if settings.kl_target is not None:
+            self.kl = self._controlled(self.kl, measured.get("k3_reference"))
+            self.kl_reward = self._controlled(self.kl_reward, measured.get("k1_reference"))
+
+    def _controlled(self, coefficient: float, measured: float | None) -> float:
+        target = self.settings.kl_target
+        if measured is None or target is None:
+            return coefficient
+        return controlled_coefficient(coefficient, target, measured, gain=self.settings.kl_gain)
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"entropy": self.entropy, "kl": self.kl, "kl_reward": self.kl_reward}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Inverse of :meth:`state`; a checkpoint of a run without them leaves the start."""
+        self.entropy = float(state.get("entropy", self.entropy))
+        self.kl = float(state.get("kl", self.kl))
+        self.kl_reward = float(state.get("kl_reward", self.kl_reward))
+
+
+def _entropy(measured: Mapping[str, float], everywhere: bool) -> float | None:
+    """The mean over own, or own and expert tokens; None where there are none."""
+    kinds = (("tokens_own", "entropy"), ("tokens_expert", "entropy_expert"))
+    total = tokens = 0.0
+    for count, name in kinds if everywhere else kinds[:1]:
+        if name in measured:
+            tokens += measured[count]
+            total += measured[count] * measured[name]
+    return total / tokens if tokens else None

@@ -1,0 +1,92 @@
+"""One rank that trains every objective for two steps on a tiny model; rank 0 writes what came of it.
+
+python tests/learner/rank_of_many.py RANK RANKS PORT OUT STAGE NAME...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import made_up
+from safetensors.torch import save_file
+
+import tandem.learner.updates as updates_module
+from tandem.common.objectives import OBJECTIVES
+from tandem.learner.engine import DeepSpeedEngine
+from tandem.learner.rendezvous import process_group
+from tandem.learner.updates import Updates
+
+STEPS = 2
+KEPT = ("train/loss", "train/grad_norm", "train/tokens_own", "train/k1_reference")
+
+
+def config_of(name: str, ranks: int, stage: int) -> Any:
+    objective: dict[str, Any] = {"name": name}
+    if "kl_reward_coefficient" in OBJECTIVES[name].reads:
+        # Everything that ranks have to agree on.
+        objective |= {
+            "entropy_coefficient": 0.01,
+            "entropy_target": 2.0,
+            "entropy_adapt": "stepped",
+            "kl_coefficient": 0.01,
+            "kl_reward_coefficient": 0.01,
+            "kl_target": 0.05,
+        }
+    return made_up.config_of(
+        learner={
+            "objective": objective,
+            "ranks": ranks,
+            "zero_stage": stage,
+            "minibatches": 2,
+            "micro_batch_tokens": 90,
+            # With so large an ε the update is as smooth in the gradient as SGD's. Adam's own
+            # blows rounding up where a gradient is 0 but for rounding.
+            "optimizer": {"lr": 0.1, "eps": 1.0, "betas": [0.5, 0.9]},
+        },
+        replay={"groups_per_step": 4, "max_staleness": 0},
+    )
+
+
+def train(name: str, ranks: int, stage: int) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """Parameters after the steps, and metrics of each."""
+    config = config_of(name, ranks, stage)
+    engine = DeepSpeedEngine(made_up.tiny_model(), config, torch.device("cpu"))
+    updates = Updates(engine, config)
+    traces = {f"a/{number}#0": made_up.trace(number) for number in range(2)}
+    told = []
+    for step in range(1, STEPS + 1):
+        groups = [
+            (group, (f"a/{number}#0",) if number < 2 else ())
+            for number, (group, _) in enumerate(made_up.groups_of(4, size=3))
+        ]
+        outcome = updates.train(step, groups, traces, lr=0.1)
+        assert outcome.applied
+        told.append({key: outcome.metrics[key] for key in KEPT if key in outcome.metrics})
+    return {key: tensor.clone() for key, tensor in engine.parameters()}, told
+
+
+def main() -> None:
+    rank, ranks, port, out, stage, *names = sys.argv[1:]
+    torch.set_num_threads(1)
+    # A reference that isn't the start, so that the KL has a gradient from the first step on.
+    updates_module.load_model = lambda path, **kwargs: made_up.tiny_model(seed=5)  # type: ignore[assignment]
+    tensors: dict[str, torch.Tensor] = {}
+    metrics = {}
+    with process_group(int(rank), int(ranks), int(port) or None):
+        for name in names:
+            found, metrics[name] = train(name, int(ranks), int(stage))
+            tensors |= {f"{name}/{key}": tensor for key, tensor in found.items()}
+    if rank == "0":
+        save_file(tensors, out)
+        Path(f"{out}.json").write_text(json.dumps(metrics), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
