@@ -4,13 +4,14 @@ set -u
 
 usage() {
   cat <<'TEXT'
-usage: bash tests/run.sh [PYTEST ARGS ...]
+usage: bash tests/run.sh [--require STAGE | PYTEST ARGS ...]
 
 Sets up .venv with the tests' own packages where that is not done yet (launch/setup.sh --dev), then
 runs ruff, mypy, import-linter, shellcheck and every test in stages (docs, unit, e2e, faults, vllm,
 package), and checks that no process and no file is left behind. vLLM's tests run where vLLM is installed
-(bash launch/setup.sh --dev --vllm), and are listed as not run where not. With arguments, pytest alone
-is run with them:
+(bash launch/setup.sh --dev --vllm), and are listed as not run where not; with --require vllm that is a
+failure, and so is a single one of them that is skipped. With other arguments, pytest alone is run with
+them:
 
   bash tests/run.sh tests/replay -k lease
 

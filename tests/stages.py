@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import importlib.util
 import os
@@ -163,13 +164,23 @@ def count_report(report: Path, tally: Tally) -> tuple[int, int]:
     return passed, failed
 
 
-def run_stage(stage: Stage, env: dict[str, str], scratch: Path, tally: Tally) -> None:
-    """Run one stage of tests, then see that no process of it is left."""
+def run_stage(
+    stage: Stage, env: dict[str, str], scratch: Path, tally: Tally, *, required: bool = False
+) -> None:
+    """Run one stage of tests, then see that no process of it is left.
+
+    Of a required stage nothing may be skipped: what can't be run is a failure.
+    """
+    lacking = ""
     if stage.needs is not None and not list((ROOT / stage.needs).glob("**/test_*.py")):
-        tally.not_run.append(f"stage {stage.name}: {stage.needs} has no tests")
-        return
-    if stage.package is not None and importlib.util.find_spec(stage.package) is None:
-        tally.not_run.append(f"stage {stage.name}: {stage.package} is not installed ({stage.get})")
+        lacking = f"{stage.needs} has no tests"
+    elif stage.package is not None and importlib.util.find_spec(stage.package) is None:
+        lacking = f"{stage.package} is not installed ({stage.get})"
+    if lacking:
+        if required:
+            tally.check(f"stage {stage.name} is required", False, 0.0, lacking)
+        else:
+            tally.not_run.append(f"stage {stage.name}: {lacking}")
         return
     if stage.byhand:
         tally.not_run.append(f"stage {stage.name}, its long tests, by hand: {stage.byhand}")
@@ -191,9 +202,19 @@ def run_stage(stage: Stage, env: dict[str, str], scratch: Path, tally: Tally) ->
         print(f"stage {stage.name} was still running after {stage.deadline_s:.0f} s: killed")
     took_s = time.monotonic() - since
     passed = failed = 0
+    listed = len(tally.not_run)
     if report.exists():
         passed, failed = count_report(report, tally)
-    if code == 5 and passed + failed == 0:  # pytest's code for "no tests collected"
+    skipped = tally.not_run[listed:]
+    if required and (skipped or passed + failed == 0):
+        failed += 1
+        tally.check(
+            f"stage {stage.name} is required",
+            False,
+            0.0,
+            "\n".join(skipped) or f"it ran no test of {' '.join(stage.args)}",
+        )
+    elif code == 5 and passed + failed == 0:  # pytest's code for "no tests collected"
         tally.not_run.append(f"stage {stage.name}: no tests in {' '.join(stage.args)}")
     elif code != 0 and failed == 0:
         # It crashed, was killed or could not start: no test says so, so the stage counts itself.
@@ -291,8 +312,8 @@ def test_environment(scratch: Path) -> dict[str, str]:
     return env
 
 
-def run_all() -> int:
-    """Every check and stage; returns the exit code."""
+def run_all(required: frozenset[str] = frozenset()) -> int:
+    """Every check and stage; returns the exit code. Of the required stages nothing is skipped."""
     began = time.monotonic()
     tally = Tally()
     before = tree_state()
@@ -305,7 +326,7 @@ def run_all() -> int:
     for name, command in checks():
         run_check(name, command, env, tally)
     for stage in STAGES:
-        run_stage(stage, env, scratch, tally)
+        run_stage(stage, env, scratch, tally, required=stage.name in required)
     print()
     if before is None:
         tally.not_run.append("the working tree is unchanged: not a git checkout")
@@ -325,12 +346,20 @@ def run_all() -> int:
 
 
 def main() -> int:
-    """With arguments, pytest alone; without, everything."""
-    if len(sys.argv) > 1:
+    """With pytest's arguments, pytest alone; without, everything."""
+    if len(sys.argv) > 1 and not sys.argv[1].startswith("--require"):
         os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.execv(sys.executable, [sys.executable, "-m", "pytest", *sys.argv[1:]])
-    return run_all()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument(
+        "--require",
+        action="append",
+        default=[],
+        choices=[stage.name for stage in STAGES],
+        help="a stage that fails where it, or a test of it, would be listed as not run",
+    )
+    return run_all(frozenset(parser.parse_args().require))
 
 
 if __name__ == "__main__":

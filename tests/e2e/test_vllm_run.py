@@ -57,6 +57,12 @@ def test_it_runs_to_its_end_without_a_restart(finished: Finished) -> None:
     assert steps(finished.folder) == list(range(1, 9))
 
 
+def test_it_is_vllm_that_samples(finished: Finished) -> None:
+    log = (finished.folder / "logs" / "rollout-0.log").read_text()
+    assert "vLLM started" in log
+    assert "engine: vllm" in (finished.folder / "config.yaml").read_text()
+
+
 def test_vllms_logprobs_are_the_learners(finished: Finished) -> None:
     records = map(json.loads, (finished.folder / "metrics.jsonl").read_text().splitlines())
     # Of tokens that were sampled by the very weights that the learner holds.

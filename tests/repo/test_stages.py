@@ -1,0 +1,104 @@
+"""Stages that a caller requires fail where others are only listed as not run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# In a process of its own: a stage reaps all children of its process.
+ONE_STAGE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import stages
+stage, required = json.loads(sys.argv[2]), json.loads(sys.argv[3])
+tally = stages.Tally()
+stages.run_stage(
+    stages.Stage(**stage), dict(stages.os.environ), stages.Path(sys.argv[4]), tally, required=required
+)
+print(json.dumps([tally.passed, tally.failed, tally.not_run]))
+"""
+RUNS = "def test_it():\n    pass\n"
+SKIPS = RUNS + "\nimport pytest\n\ndef test_other():\n    pytest.skip('no such thing here')\n"
+
+
+def tallied(folder: Path, required: bool, **stage: object) -> tuple[int, int, list[str], str]:
+    """Passed, failed and not run of one stage, and what it printed."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", ONE_STAGE, str(ROOT / "tests")),
+            *(json.dumps({"name": "made-up", **stage}), json.dumps(required), str(folder)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    passed, failed, not_run = json.loads(done.stdout.splitlines()[-1])
+    return passed, failed, not_run, done.stdout
+
+
+def test_a_stage_whose_package_is_missing_is_listed_unless_it_is_required(tmp_path: Path) -> None:
+    stage = {"args": [str(tmp_path)], "package": "tandem_no_such_package", "get": "get it"}
+    _, failed, not_run, _ = tallied(tmp_path, False, **stage)
+    assert failed == 0
+    assert not_run == ["stage made-up: tandem_no_such_package is not installed (get it)"]
+    _, failed, not_run, said = tallied(tmp_path, True, **stage)
+    assert failed == 1
+    assert "tandem_no_such_package is not installed (get it)" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "required", "failed", "skipped"),
+    [
+        (RUNS, True, 0, 0),
+        (SKIPS, False, 0, 1),
+        (SKIPS, True, 1, 1),
+        ("", False, 0, 1),
+        ("", True, 1, 0),
+    ],
+)
+def test_of_a_required_stage_no_test_may_be_skipped_or_lacking(
+    tmp_path: Path, content: str, required: bool, failed: int, skipped: int
+) -> None:
+    tests = tmp_path / "test_made_up.py"
+    tests.write_text(content)
+    found = tallied(tmp_path, required, args=[str(tests), "-p", "no:cacheprovider"])
+    # The second check is of the processes that it leaves behind.
+    assert found[:2] == ((1 if content else 0) + 1, failed)
+    assert len(found[2]) == skipped
+
+
+def test_ci_requires_vllms_stage(tmp_path: Path) -> None:
+    for folder in (".ci", "launch", "tests"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
+    (tmp_path / "launch" / "setup.sh").write_text('echo "setup $*"\n')
+    (tmp_path / "tests" / "run.sh").write_text('echo "run $*"\n')
+    said = subprocess.run(
+        ["bash", str(tmp_path / ".ci" / "run")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert said.stdout.splitlines() == ["setup --dev --vllm", "run --require vllm"]
+
+
+def test_a_stage_that_does_not_exist_cannot_be_required() -> None:
+    said = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "stages.py"), "--require", "vlm"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert said.returncode == 2
+    assert "invalid choice: 'vlm'" in said.stderr

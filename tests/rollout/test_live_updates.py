@@ -1,0 +1,249 @@
+"""Twenty live updates of a trained model, with requests in flight: learner, worker, Redis, real all.
+
+Each update is one version of a trained miniature, published by a learner's process and committed
+by a worker's while at least 32 requests run in its engine. What the engine then says is compared
+with what transformers makes of the very weights that were published.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tandem.common.records import Version
+from tandem.launch.miniature.problems import draw
+from tandem.replay.connection import connect
+from tandem.replay.ledger import Ledger, LedgerSettings
+
+TRANSPORTS = ("gloo",)
+UPDATES = 20
+IN_FLIGHT = 32
+PROMPTS, NEW_TOKENS = 8, 32
+END = 1
+"""The end token of the miniature."""
+SECONDS = 60.0
+"""Deadline of one order."""
+
+
+class Process:
+    """One of the two processes: takes an order, and tells what came of it."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+
+    def begin(self, *order: Any) -> None:
+        """Gives an order."""
+        self.pipe.send(order)
+
+    def end(self, seconds: float = SECONDS) -> Any:
+        """What came of it."""
+        assert self.pipe.poll(seconds), f"no answer in {seconds:.0f} s"
+        value, error = self.pipe.recv()
+        assert error is None, error
+        return value
+
+    def __call__(self, *order: Any) -> Any:
+        self.begin(*order)
+        return self.end()
+
+
+class Pair:
+    """A learner and a worker of one run."""
+
+    def __init__(self, join: Any, folder: Path, engine: str, log: Path) -> None:
+        self.prompts = made_up_prompts(folder, 64)
+        (learner, its), (worker, hers) = multiprocessing.Pipe(), multiprocessing.Pipe()
+        script = Path(__file__).with_name("update_processes.py")
+        self.log = log
+        with open(log, "w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, str(script), str(its.fileno()), str(hers.fileno())],
+                pass_fds=(its.fileno(), hers.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        its.close()
+        hers.close()
+        self.learner, self.worker = Process(learner), Process(worker)
+        self.learner.pipe.send((join, str(folder), engine))
+        self.worker.pipe.send((join, str(folder), engine, self.prompts[PROMPTS:]))
+
+    def close(self) -> None:
+        """Ends both; none is left."""
+        self.learner.pipe.close()
+        self.worker.pipe.close()
+        try:
+            self.process.wait(30)
+        finally:
+            self.process.kill()
+            self.process.wait()
+
+
+class History:
+    """What was seen of the updates by one transport."""
+
+    def __init__(self) -> None:
+        self.expected: dict[Version, list[list[int]]] = {}
+        self.greedy: dict[Version, list[tuple[Any, ...]]] = {}
+        self.asked: list[tuple[str, int]] = []
+        self.answered: list[tuple[Any, ...]] = []
+        self.running: dict[Version, int] = {}
+        self.differences: dict[Version, float] = {}
+
+    @property
+    def live(self) -> list[Version]:
+        """The versions that came while requests ran."""
+        return sorted(self.expected)[1:]
+
+
+def made_up_prompts(folder: Path, count: int) -> list[list[int]]:
+    """Token ids of problems that the model was trained to solve; all have one length."""
+    from tandem.common.models import load_tokenizer
+
+    tokenizer = load_tokenizer(str(folder))
+    random = Random(7)
+    return [tokenizer(draw(random, 8).prompt)["input_ids"] for _ in range(count)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=["torch", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(300)])],
+)
+def pair(
+    request: pytest.FixtureRequest,
+    server: Any,
+    finished_run: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Pair]:
+    """A learner that holds the trained miniature, and a worker with an engine of each kind."""
+    join = server.join()
+    store = connect(join, name="test")
+    Ledger(store, "test").create(
+        LedgerSettings(
+            sources=(("a", 100, 1),),
+            seed=0,
+            data_digest="d",
+            group_size=2,
+            groups_per_step=2,
+            max_staleness=1,
+            steps=100,
+        )
+    )
+    log = tmp_path_factory.mktemp("live") / "processes.log"
+    made = Pair(join, finished_run / "model", request.param, log)
+    try:
+        try:
+            made.worker("start")
+        except (AssertionError, EOFError) as error:
+            raise AssertionError(f"{error}\n{log.read_text()[-4000:]}") from error
+        yield made
+    finally:
+        made.close()
+        store.close()
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def history(request: pytest.FixtureRequest, pair: Pair) -> History:
+    """Twenty live updates by one transport, in a new term of the same worker's."""
+    seen = History()
+    learner, worker = pair.learner, pair.worker
+    greedy = pair.prompts[:PROMPTS]
+    term = learner("begin", request.param)
+    worker("begin", request.param)
+    learner.begin("step", 0, greedy, NEW_TOKENS)
+    for step in range(UPDATES + 1):
+        version = Version(term=term, step=step)
+        seen.expected[version] = learner.end()
+        if step:
+            worker("load", version)
+        learner("publish", step)
+        worker("served", version)
+        if step < UPDATES:
+            # The next step is taken while this one's weights are looked at.
+            learner.begin("step", step + 1, greedy, NEW_TOKENS)
+        seen.greedy[version] = worker("greedy", greedy, NEW_TOKENS)
+    seen.asked, seen.answered, seen.running = worker("rest")
+    rows = [
+        (prompt, tokens, logprobs, spans) for _, prompt, tokens, logprobs, spans, _ in seen.answered
+    ]
+    seen.differences = learner("differences", rows)
+    return seen
+
+
+def test_greedy_continuations_are_those_of_generate_with_the_new_weights(history: History) -> None:
+    for version, expected in history.expected.items():
+        assert [tokens for tokens, _ in history.greedy[version]] == expected, version
+
+
+def test_the_updates_change_what_is_said(history: History) -> None:
+    # Else an engine that kept its old weights would pass, too.
+    said = [history.expected[version] for version in sorted(history.expected)]
+    changed = [
+        old != new
+        for before, after in pairwise(said)
+        for old, new in zip(before, after, strict=True)
+    ]
+    assert len(changed) == UPDATES * PROMPTS
+    assert sum(changed) >= 0.9 * len(changed)
+
+
+def test_each_update_finds_requests_in_flight(history: History) -> None:
+    crossing = Counter(
+        Version(term=span.term, step=span.step)
+        for _, _, _, _, spans, _ in history.answered
+        for span in spans[1:]
+    )
+    assert len(history.live) == UPDATES
+    for version in history.live:
+        assert history.running[version] >= IN_FLIGHT
+        # They had tokens of the version before, and went on under the new one.
+        assert crossing[version] >= IN_FLIGHT, (version, crossing)
+
+
+def test_no_request_is_lost(history: History) -> None:
+    answers = {name: (tokens, reason) for name, _, tokens, _, _, reason in history.answered}
+    assert Counter(name for name, *_ in history.answered) == Counter(n for n, _ in history.asked)
+    ends = Counter(reason for _, reason in answers.values())
+    assert set(ends) == {"stop", "length"}, ends
+    for name, most in history.asked:
+        tokens, reason = answers[name]
+        if reason == "length":
+            assert len(tokens) == most, name
+            assert END not in tokens, name
+        else:
+            assert tokens.index(END) == len(tokens) - 1 < most, name
+
+
+def test_spans_cover_all_tokens_in_the_order_of_the_versions(history: History) -> None:
+    known = set(history.expected)
+    for name, _, tokens, _, spans, _ in history.answered:
+        versions = [Version(term=span.term, step=span.step) for span in spans]
+        assert known.issuperset(versions), name
+        assert versions == sorted(set(versions)), name
+        edges = [0, *(span.end for span in spans)]
+        assert [span.start for span in spans] == edges[:-1], name
+        assert edges == sorted(set(edges)), name
+        assert edges[-1] == len(tokens), name
+
+
+def test_greedy_requests_are_of_the_newest_version_alone(history: History) -> None:
+    for version, rows in history.greedy.items():
+        for tokens, spans in rows:
+            found = [(span.term, span.step, span.start, span.end) for span in spans]
+            assert found == [(version.term, version.step, 0, len(tokens))]
+
+
+def test_logprobs_are_those_of_the_learners_own_forward(history: History) -> None:
+    assert set(history.differences) >= set(history.live)
+    assert max(history.differences.values()) < 1e-4, history.differences
