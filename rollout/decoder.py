@@ -54,28 +54,36 @@ class KeyValues:
         """Slots of a row."""
         return self.layers[0].shape[3]
 
-    def grow(self, capacity: int) -> None:
-        """Makes room for so many slots; contents stay."""
-        extra = capacity - self.capacity
-        if extra > 0:
-            # Zeros, not whatever the memory held: a masked slot still enters a product with 0.
-            self.layers = [F.pad(layer, (0, 0, 0, extra)) for layer in self.layers]
+    def resize(self, rows: int, capacity: int) -> None:
+        """Makes room for so many rows and slots, if there is less; contents stay."""
+        # Zeros, not whatever the memory held: a masked slot still enters a product with 0.
+        extra = max(capacity - self.capacity, 0), max(rows - self.rows, 0)
+        if any(extra):
+            for i, layer in enumerate(self.layers):
+                self.layers[i] = F.pad(layer, (0, 0, 0, extra[0], 0, 0, 0, extra[1]))
 
-    def keep(self, rows: Tensor) -> None:
-        """Keeps the rows of these indices, in this order (an index may come twice)."""
-        for i, layer in enumerate(self.layers):
-            self.layers[i] = layer.index_select(1, rows)
+    def first(self, rows: int) -> KeyValues:
+        """The first rows, in the same memory."""
+        return KeyValues([layer[:, :rows] for layer in self.layers])
 
-    def append(self, other: KeyValues) -> None:
-        """Adds the rows of another, of the same capacity."""
-        for i, (mine, theirs) in enumerate(zip(self.layers, other.layers, strict=True)):
-            self.layers[i] = torch.cat([mine, theirs], dim=1)
+    def write(self, rows: Tensor, other: KeyValues, source: Tensor) -> None:
+        """Puts rows of another, of no greater capacity, in the place of these rows.
 
-    def overwrite(self, rows: Tensor, other: KeyValues) -> None:
-        """Replaces the first slots of these rows by all slots of ``other``'s rows."""
+        Args:
+            rows: ``[N]`` int64: where to.
+            other: may be on its way out; nothing of it is kept.
+            source: ``[N]`` int64: which rows of ``other``; one may come several times.
+        """
         width = other.capacity
         for mine, theirs in zip(self.layers, other.layers, strict=True):
-            mine[:, rows, :, :width] = theirs
+            mine[:, :, :, :width].index_copy_(1, rows, theirs.index_select(1, source))
+            # What the last tenant left past its end would enter a product with 0.
+            mine[:, :, :, width:].index_fill_(1, rows, 0.0)
+
+    def move(self, rows: Tensor, source: Tensor) -> None:
+        """Copies rows over others: ``rows[i]`` becomes what ``source[i]`` was."""
+        for layer in self.layers:
+            layer.index_copy_(1, rows, layer.index_select(1, source))
 
 
 class Decoder(Protocol):
@@ -448,7 +456,7 @@ def disagreement(model: Any, decoder: Decoder) -> float:
     lengths = np.array([4, 7])
     expected = model(input_ids=tokens).logits.float()
     cache = decoder.prefill(tokens[:, :7], torch.from_numpy(lengths).to(device))
-    cache.grow(9)
+    cache.resize(2, 9)
     rows = torch.arange(2, device=device)
     worst = 0.0
     for step in range(2):

@@ -1,11 +1,9 @@
-"""What an engine must know of a model before its weights are loaded, read from its folder."""
+"""What an engine must know of its model: parameters, vocabulary, context, end tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from ..common import prompts
 from .engine import ParameterSpec
@@ -13,7 +11,7 @@ from .engine import ParameterSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What the engine must know of the model before vLLM has loaded it."""
+    """What an engine must know of its model."""
 
     specs: tuple[ParameterSpec, ...]
     """Every parameter, in the model's order; tied ones once."""
@@ -23,6 +21,32 @@ class ModelFacts:
     """Most tokens of prompt and response together."""
     end_tokens: frozenset[int]
     """Token ids that end a response."""
+
+
+def facts_of(model: Any, tokenizer: Any, *, context: int | None = None) -> ModelFacts:
+    """Reads them off a transformers model, whose weights may be on the meta device.
+
+    Args:
+        model: a causal model in the engine's dtype.
+        tokenizer: names the end token.
+        context: most tokens of prompt and response together; None = the model's own limit.
+
+    Raises:
+        DataError: no end token is named.
+    """
+    text = model.config.get_text_config()
+    limit = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
+    return ModelFacts(
+        specs=tuple(
+            ParameterSpec(
+                name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch.")
+            )
+            for name, p in model.named_parameters()
+        ),
+        vocabulary=int(model.get_input_embeddings().num_embeddings),
+        context=min(limit, context or limit),
+        end_tokens=frozenset(prompts.end_tokens(tokenizer, model)),
+    )
 
 
 def model_facts(path: str, *, dtype: str, context: int | None, tokenizer: Any) -> ModelFacts:
@@ -37,6 +61,7 @@ def model_facts(path: str, *, dtype: str, context: int | None, tokenizer: Any) -
     Raises:
         DataError: no end token is named.
     """
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     config = AutoConfig.from_pretrained(path)
@@ -47,16 +72,4 @@ def model_facts(path: str, *, dtype: str, context: int | None, tokenizer: Any) -
         model.generation_config = GenerationConfig.from_pretrained(path)
     except OSError:
         pass  # The folder has none; the model's own config has its say.
-    text = config.get_text_config()
-    limit = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
-    return ModelFacts(
-        specs=tuple(
-            ParameterSpec(
-                name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch.")
-            )
-            for name, p in model.named_parameters()
-        ),
-        vocabulary=int(model.get_input_embeddings().num_embeddings),
-        context=min(limit, context or limit),
-        end_tokens=frozenset(prompts.end_tokens(tokenizer, model)),
-    )
+    return facts_of(model, tokenizer, context=context)

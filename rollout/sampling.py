@@ -39,32 +39,30 @@ class Noise:
         self._position = np.empty(0, dtype=np.int64)
         self._block = np.empty((0, CHUNK))
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def add(self, keys: Sequence[tuple[int, str, int, int]]) -> None:
-        """Adds rows by (seed, group id, sample index, first position)."""
-        self._keys = np.concatenate(
-            [self._keys, np.array([keyed_seed(s, g, i) for s, g, i, _ in keys], dtype=np.uint64)]
-        )
-        self._position = np.concatenate([self._position, np.array([first for *_, first in keys])])
-        self._block = np.concatenate([self._block, np.empty((len(keys), CHUNK))])
-        for row in range(len(self) - len(keys), len(self)):
+    def put(self, rows: Sequence[int], keys: Sequence[tuple[int, str, int, int]]) -> None:
+        """Sets rows, new or in use, to (seed, group id, sample index, first position)."""
+        missing = max(rows, default=-1) + 1 - len(self._keys)
+        if missing > 0:
+            self._keys = np.pad(self._keys, (0, missing))
+            self._position = np.pad(self._position, (0, missing))
+            self._block = np.pad(self._block, ((0, missing), (0, 0)))
+        for row, (seed, group_id, index, first) in zip(rows, keys, strict=True):
+            self._keys[row], self._position[row] = keyed_seed(seed, group_id, index), first
             self._fill(row)
 
-    def keep(self, rows: np.ndarray) -> None:
-        """Keeps the rows of these indices, in this order."""
-        self._keys, self._position = self._keys[rows], self._position[rows]
-        self._block = self._block[rows]
+    def move(self, rows: np.ndarray, source: np.ndarray) -> None:
+        """Copies rows over others: ``rows[i]`` becomes what ``source[i]`` was."""
+        for array in (self._keys, self._position, self._block):
+            array[rows] = array[source]
 
-    def next(self) -> np.ndarray:
-        """``[B]`` float64 in [0, 1): every row's number at its next position."""
-        place = self._position & (CHUNK - 1)
+    def next(self, count: int) -> np.ndarray:
+        """``[count]`` float64 in [0, 1): the next number of each of the first rows."""
+        place = self._position[:count] & (CHUNK - 1)
         if not place.all():
             for row in np.flatnonzero(place == 0).tolist():
                 self._fill(row)
-        numbers: np.ndarray = self._block[np.arange(len(place)), place]
-        self._position += 1
+        numbers: np.ndarray = self._block[np.arange(count), place]
+        self._position[:count] += 1
         return numbers
 
     def _fill(self, row: int) -> None:
@@ -78,11 +76,11 @@ class Noise:
         self._generator.random(out=self._block[row])
 
 
-def distribution(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """Log-probs of the sampling distribution: ``[B, V]`` float32, -inf for tokens left out.
+def kept(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """Logits of the sampling distribution: ``[B, V]`` float32, -inf for tokens left out.
 
-    Temperature first, then top-k, then top-p over what is left, renormalised: the order of
-    vLLM and transformers. At temperature 0 it is that of temperature 1.
+    Temperature first, then top-k, then top-p over what is left: the order of vLLM and
+    transformers. At temperature 0 they are those of temperature 1.
     """
     logits = logits.float()
     if sampling.temperature not in (0.0, 1.0):
@@ -97,11 +95,11 @@ def distribution(logits: Tensor, sampling: SamplingParams) -> Tensor:
         outside = probs.cumsum(-1) - probs >= sampling.top_p
         left_out = torch.zeros_like(outside).scatter_(-1, order, outside)
         logits = logits.masked_fill(left_out, float("-inf"))
-    return logits.log_softmax(-1)
+    return logits
 
 
 def draw(logits: Tensor, sampling: SamplingParams, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """One token a row and its log-prob.
+    """One token a row and its log-prob under the sampling distribution, renormalised.
 
     Args:
         logits: ``[B, V]``.
@@ -111,14 +109,17 @@ def draw(logits: Tensor, sampling: SamplingParams, uniforms: Tensor) -> tuple[Te
     Returns:
         ``[B]`` int64 tokens and ``[B]`` float32 log-probs, nats.
     """
-    logprobs = distribution(logits, sampling)
+    logits = kept(logits, sampling)
     if sampling.temperature == 0.0:
-        best = logprobs.max(-1)
+        best = logits.log_softmax(-1).max(-1)
         return best.indices, best.values
-    # float64: with 150k tokens a float32 sum is off by more than a rare token's probability.
-    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    # The same sum gives the token and its log-prob. In float64: with 150k tokens a float32 sum is
+    # off by more than a rare token's probability.
+    greatest = logits.amax(-1, keepdim=True)
+    cumulative = (logits - greatest).exp_().cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
     # The first token whose cumulative probability is above the number: one of probability 0
     # adds nothing to the sum, so it is never the first.
-    target = (uniforms * cumulative[:, -1]).unsqueeze(-1)
-    tokens = torch.searchsorted(cumulative, target, right=True)
-    return tokens.squeeze(-1), logprobs.gather(-1, tokens).squeeze(-1)
+    tokens = torch.searchsorted(cumulative, uniforms.unsqueeze(-1) * total, right=True)
+    logprobs = (logits.gather(-1, tokens) - greatest).double() - total.log()
+    return tokens.squeeze(-1), logprobs.squeeze(-1).float()

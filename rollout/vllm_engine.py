@@ -24,27 +24,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
-from ..common import prompts
 from ..common.errors import TandemError, WeightsError
-from ..common.records import (
-    Sample,
-    Source,
-    Version,
-    VersionSpan,
-)
+from ..common.records import Version
 from ..common.weights.manifest import SegmentPlace
 from . import handover
+from .contract import NOTHING, Running, enter, fitting, refusal, stream
 from .engine import EngineStats, FinishedGroup, GroupRequest, ParameterSpec, StagedWeights
 from .model_facts import ModelFacts
 from .vllm_process import VllmProcess
-from .vllm_requests import ABORTED, Finished, sample
+from .vllm_requests import sample
 
 log = logging.getLogger("tandem.rollout")
 
@@ -57,23 +51,15 @@ UNNAMED = "unnamed"
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class _Running(Running):
     """A group in the engine; belongs to the front end's thread until it is delivered."""
 
-    request: GroupRequest
-    """What was asked for."""
-    deliver: Callable[[_Running], None]
-    """Hands the group to its caller; called once."""
     names: list[str] = field(default_factory=list)
     """vLLM's request ids."""
     left: int = 0
     """Requests that haven't ended."""
     aborted: bool = False
     """It was aborted, so what hasn't begun never will."""
-    finished: dict[int, Finished] = field(default_factory=dict)
-    """Ended samples by index."""
-    error: str | None = None
-    """Why it failed."""
 
 
 class VllmEngine:
@@ -114,7 +100,6 @@ class VllmEngine:
         self._version = version
         self._owns_process = owns_process
         self._stop = sorted(facts.end_tokens)
-        self._expected = {spec.name: (spec.shape, spec.dtype) for spec in facts.specs}
         self._versions: dict[str, Version] = {}
 
         # Owned by the front end's thread.
@@ -152,30 +137,16 @@ class VllmEngine:
         self._start_counts = (counters.sampled, counters.prefilled, counters.steps)
         await self._process.run(self._begin())
 
-    async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[FinishedGroup]:
+    def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[FinishedGroup]:
         """Yields each group as it finishes; see :class:`~tandem.rollout.engine.Engine`."""
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[_Running] = asyncio.Queue()
+        return stream(_Running, requests, self._take_in, self._leave, self._tokenizer)
 
-        def deliver(group: _Running) -> None:
-            try:
-                loop.call_soon_threadsafe(arrived.put_nowait, group)
-            except RuntimeError:
-                # The caller's loop is closed: nobody waits for this group any more.
-                log.debug("group %s finished after its caller left", group.request.group_id)
-
-        groups = [_Running(request, deliver) for request in requests]
+    async def _take_in(self, groups: list[_Running]) -> None:
         await self._process.run(self._submit(groups))
-        left = {group.request.group_id for group in groups}
-        try:
-            while left:
-                group = await arrived.get()
-                left.discard(group.request.group_id)
-                yield self._present(group)
-        finally:
-            if left:
-                with contextlib.suppress(TandemError):  # It was closed, which aborts everything.
-                    self._process.post(self._abort(left))
+
+    def _leave(self, group_ids: set[str]) -> None:
+        with contextlib.suppress(TandemError):  # It was closed, which aborts everything.
+            self._process.post(self._abort(group_ids))
 
     async def abort(self, group_ids: Iterable[str]) -> None:
         """Ends groups at the next token step."""
@@ -197,7 +168,7 @@ class VllmEngine:
                 was changed.
             TandemError: vLLM may hold half of them, and samples no further token.
         """
-        tensors = self._checked(dict(state.tensors()), version)
+        tensors = list(fitting(state.tensors(), self._facts.specs, version).items())
         with contextlib.ExitStack() as stack:
             place = state.place
             if place is None:
@@ -239,95 +210,6 @@ class VllmEngine:
         if self._owns_process:
             await self._process.stop()
 
-    # In the caller's thread.
-
-    def _checked(
-        self, new: dict[str, torch.Tensor], version: Version
-    ) -> list[tuple[str, torch.Tensor]]:
-        """The tensors in the model's order; raises ``WeightsError`` where they aren't its own."""
-        missing, unknown = self._expected.keys() - new.keys(), new.keys() - self._expected.keys()
-        if missing or unknown:
-            raise WeightsError(
-                f"weights {version} don't fit the engine: missing {sorted(missing)[:3]}, "
-                f"unknown {sorted(unknown)[:3]}; is it the same model?"
-            )
-        for name, (shape, dtype) in self._expected.items():
-            found = (tuple(new[name].shape), str(new[name].dtype).removeprefix("torch."))
-            if found != (shape, dtype):
-                raise WeightsError(
-                    f"weights {version} don't fit the engine: {name} is {found[1]} {found[0]}, "
-                    f"not {dtype} {shape}"
-                )
-        return [(name, new[name]) for name in self._expected]
-
-    def _present(self, group: _Running) -> FinishedGroup:
-        """Builds the samples."""
-        request = group.request
-        if group.error is not None:
-            return FinishedGroup(group_id=request.group_id, samples=(), error=group.error)
-        prefixes = [request.prefix(i) for i in range(request.count)]
-        ended = [group.finished[i] for i in range(request.count)]
-        rows = [
-            np.concatenate([prefix, row.tokens]).astype(np.int32) if len(prefix) else row.tokens
-            for prefix, row in zip(prefixes, ended, strict=True)
-        ]
-        texts = prompts.decode(self._tokenizer, rows)
-        samples = []
-        for prefix, row, tokens, text in zip(prefixes, ended, rows, texts, strict=True):
-            start = len(prefix)
-            source = np.full(len(tokens), Source.OWN, dtype=np.uint8)
-            source[:start] = request.prefix_source
-            logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
-            logprobs[start:] = row.logprobs
-            spans = (
-                (self._versions.get(label), first, last)
-                for label, first, last in row.spans
-                if last > first
-            )
-            samples.append(
-                Sample(
-                    tokens=tokens,
-                    source=source,
-                    logprobs=logprobs,
-                    spans=tuple(
-                        VersionSpan(term=v.term, step=v.step, start=start + a, end=start + b)
-                        for v, a, b in spans
-                        if v is not None
-                    ),
-                    finish_reason=row.reason,
-                    sampling=request.sampling,
-                    text=text,
-                )
-            )
-        return FinishedGroup(group_id=request.group_id, samples=tuple(samples))
-
-    def _refusal(self, request: GroupRequest) -> str | None:
-        """Why a request can't be generated, or None."""
-        facts = self._facts
-        if self._broken:
-            return self._broken
-        if len(request.prompt_tokens) == 0:
-            return "the prompt has no tokens"
-        if isinstance(request.prefix_tokens, tuple) and len(request.prefix_tokens) != request.count:
-            return f"{len(request.prefix_tokens)} prefixes for {request.count} samples"
-        if request.sampling.max_new_tokens < 1:
-            return "max_new_tokens is under 1"
-        for index in range(request.count):
-            prefix = request.prefix(index)
-            for part in (request.prompt_tokens, prefix):
-                if len(part) and not 0 <= int(part.min()) <= int(part.max()) < facts.vocabulary:
-                    return f"a token id is outside the model's {facts.vocabulary}"
-            if len(prefix) and int(prefix[-1]) in facts.end_tokens:
-                return "the prefix ends with the end token: nothing is left to sample"
-            if len(request.prompt_tokens) + len(prefix) >= facts.context:
-                return (
-                    f"prompt and prefix have {len(request.prompt_tokens)} + {len(prefix)} tokens, "
-                    f"and the engine's context has {facts.context} (rollout.vllm.max_model_len)"
-                )
-            if not isinstance(request.prefix_tokens, tuple):
-                break
-        return None
-
     # In the front end's thread: groups.
 
     async def _begin(self) -> None:
@@ -335,13 +217,9 @@ class VllmEngine:
         await self._name(self._version)
 
     async def _submit(self, groups: list[_Running]) -> None:
-        ids = [group.request.group_id for group in groups]
-        clash = [i for i in ids if i in self._groups]
-        if clash or len(set(ids)) < len(ids):
-            raise ValueError(f"group ids that run already, or twice in one call: {clash or ids}")
+        enter(groups, self._groups)
         for group in groups:
-            self._groups[group.request.group_id] = group
-            group.error = self._refusal(group.request)
+            group.error = self._broken or refusal(group.request, self._facts)
             if group.error is not None or group.request.count == 0:
                 self._deliver(group)
             elif self._paused or self._changing:
@@ -375,7 +253,7 @@ class VllmEngine:
         """One vLLM request, to its end."""
         try:
             if group.aborted:
-                group.finished.update(dict.fromkeys(indices, ABORTED))
+                group.finished.update(dict.fromkeys(indices, NOTHING))
             else:
                 # Up to its registration this doesn't wait, so an abort can't come in between.
                 ended = await sample(
@@ -388,6 +266,7 @@ class VllmEngine:
                     end_tokens=self._stop,
                     # Keys and values of one version are no good to another.
                     salt=str(self._version or UNNAMED),
+                    versions=self._versions,
                 )
                 group.finished.update(zip(indices, ended, strict=True))
         except asyncio.CancelledError:
@@ -415,7 +294,7 @@ class VllmEngine:
             group.aborted = True
             if group in self._held:
                 self._held.remove(group)
-                group.finished.update(dict.fromkeys(range(group.request.count), ABORTED))
+                group.finished.update(dict.fromkeys(range(group.request.count), NOTHING))
                 self._deliver(group)
             else:
                 await self._abort_requests(group)

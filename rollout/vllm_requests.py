@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..common.errors import TandemError
-from ..common.records import FinishReason, Float32Array, Int32Array, SamplingParams
+from ..common.records import FinishReason, SamplingParams, Version
+from .contract import Response
 
 REASONS = {
     "stop": FinishReason.STOP,
@@ -17,26 +17,6 @@ REASONS = {
     "abort": FinishReason.ABORT,
 }
 """vLLM's finish reasons. It has more, of requests that failed; those fail their group."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """One sample as vLLM made it, its prefix not included."""
-
-    tokens: Int32Array
-    """``[L]``."""
-    logprobs: Float32Array
-    """``[L]``."""
-    spans: tuple[tuple[str, int, int], ...]
-    """Label of the version, start, end, counted in the sampled tokens."""
-    reason: FinishReason
-    """Why it ended."""
-
-
-ABORTED = Finished(
-    np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32), (), FinishReason.ABORT
-)
-"""A sample that never began."""
 
 
 async def sample(
@@ -49,7 +29,8 @@ async def sample(
     room: int,
     end_tokens: Sequence[int],
     salt: str,
-) -> list[Finished]:
+    versions: Mapping[str, Version],
+) -> list[Response]:
     """Draws some samples of one prompt. Up to vLLM's hearing of the request it doesn't wait.
 
     Args:
@@ -61,6 +42,7 @@ async def sample(
         room: tokens that the engine's context has left.
         end_tokens: end a response.
         salt: requests with unlike salts share no cached keys.
+        versions: by the names that vLLM was told; weights of other names have none.
     """
     import vllm
     from vllm.inputs.engine import tokens_input
@@ -86,10 +68,10 @@ async def sample(
         last = output
     if last is None:
         raise TandemError(f"vLLM ended request {name} without a word")
-    return [_finished(output) for output in last.outputs]
+    return [_response(output, versions) for output in last.outputs]
 
 
-def _finished(output: Any) -> Finished:
+def _response(output: Any, versions: Mapping[str, Version]) -> Response:
     """A ``CompletionOutput`` as plain arrays."""
     reason = REASONS.get(output.finish_reason)
     if reason is None:
@@ -102,5 +84,9 @@ def _finished(output: Any) -> Finished:
         logprobs = np.array(flat.logprobs, dtype=np.float32)[flat.start_indices]
     if len(logprobs) != len(tokens):
         raise TandemError(f"vLLM gave {len(logprobs)} log-probs for {len(tokens)} tokens")
-    spans = tuple((s.version, s.start, s.end) for s in output.weight_versions or ())
-    return Finished(tokens, logprobs, spans, reason)
+    spans = tuple(
+        (versions[span.version], span.start, span.end)
+        for span in output.weight_versions or ()
+        if span.version in versions
+    )
+    return Response(tokens, logprobs, spans, reason)

@@ -82,7 +82,7 @@ def test_fused_parameters_are_still_the_models_own(tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("decoder_of", [DirectDecoder, GenericDecoder])
-def test_dropping_and_joining_rows_leaves_the_others_alone(tiny: Any, decoder_of: Any) -> None:
+def test_moving_and_replacing_rows_leaves_the_others_alone(tiny: Any, decoder_of: Any) -> None:
     model = tiny.model("qwen2")
     decoder = decoder_of(model)
     numbers = torch.randint(3, 24, (4, 10), generator=torch.Generator().manual_seed(0))
@@ -90,23 +90,32 @@ def test_dropping_and_joining_rows_leaves_the_others_alone(tiny: Any, decoder_of
     at = torch.from_numpy(lengths)
     with torch.inference_mode():
         cache = decoder.prefill(numbers[:, :9], at)
-        cache.grow(16)
-        cache.keep(torch.tensor([3, 0]))
-        late = decoder.prefill(numbers[1:2, :9], at[1:2])
-        late.grow(16)
-        cache.append(late)
+        cache.resize(4, 16)
+        cache.move(torch.tensor([0]), torch.tensor([3]))
+        late = decoder.prefill(numbers[:2, :9], at[:2])
+        cache.write(torch.tensor([1]), late, torch.tensor([0]))
+        cache.resize(6, 20)
+        cache.write(torch.tensor([2]), late, torch.tensor([1]))
         rows = torch.tensor([3, 0, 1])
-        logits = decoder.step(numbers[rows, at[rows]], lengths[rows], cache)
+        logits = decoder.step(numbers[rows, at[rows]], lengths[rows], cache.first(3))
         expected = model(input_ids=numbers).logits[rows, at[rows]]
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_growing_keeps_what_is_there_and_adds_zeros() -> None:
     cache = KeyValues([torch.ones(2, 3, 1, 4, 5)])
-    cache.grow(7)
-    assert cache.capacity == 7
-    assert float(cache.layers[0][..., :4, :].min()) == 1.0
-    assert float(cache.layers[0][..., 4:, :].abs().max()) == 0.0
+    cache.resize(4, 7)
+    assert (cache.rows, cache.capacity) == (4, 7)
+    assert float(cache.layers[0][:, :3, :, :4].min()) == 1.0
+    assert float(cache.layers[0][:, :3, :, 4:].abs().max()) == 0.0
+    assert float(cache.layers[0][:, 3:].abs().max()) == 0.0
+
+
+def test_a_new_row_sees_nothing_of_the_one_before_it() -> None:
+    cache = KeyValues([torch.full((2, 3, 1, 6, 5), float("nan"))])
+    cache.write(torch.tensor([1]), KeyValues([torch.ones(2, 1, 1, 4, 5)]), torch.tensor([0]))
+    assert cache.layers[0][:, 1].isfinite().all()
+    assert cache.layers[0][:, [0, 2]].isnan().all()
 
 
 def test_rms_norm_is_the_formula() -> None:

@@ -10,17 +10,17 @@ import torch
 
 from tandem.common.records import SamplingParams
 from tandem.common.seeds import keyed_generator
-from tandem.rollout.sampling import CHUNK, Noise, distribution, draw
+from tandem.rollout.sampling import CHUNK, Noise, draw, kept
 
 
-def numbers(noise: Noise, count: int) -> np.ndarray:
-    return np.stack([noise.next() for _ in range(count)], axis=1)
+def numbers(noise: Noise, rows: int, count: int) -> np.ndarray:
+    return np.stack([noise.next(rows) for _ in range(count)], axis=1)
 
 
 def test_a_rows_numbers_are_those_of_its_keyed_generator() -> None:
     noise = Noise()
-    noise.add([(3, "0-1", 0, 0), (3, "0-1", 1, 0)])
-    found = numbers(noise, 2 * CHUNK + 5)
+    noise.put([0, 1], [(3, "0-1", 0, 0), (3, "0-1", 1, 0)])
+    found = numbers(noise, 2, 2 * CHUNK + 5)
     for index in range(2):
         expected = keyed_generator(3, "0-1", index).random(2 * CHUNK + 5)
         np.testing.assert_array_equal(found[index], expected)
@@ -29,19 +29,19 @@ def test_a_rows_numbers_are_those_of_its_keyed_generator() -> None:
 @pytest.mark.parametrize("first", [1, 2, 5, CHUNK - 1, CHUNK, CHUNK + 3, 1000])
 def test_a_row_may_begin_at_any_position(first: int) -> None:
     noise = Noise()
-    noise.add([(0, "1-9", 4, first)])
+    noise.put([0], [(0, "1-9", 4, first)])
     expected = keyed_generator(0, "1-9", 4).random(first + CHUNK + 2)[first:]
-    np.testing.assert_array_equal(numbers(noise, CHUNK + 2)[0], expected)
+    np.testing.assert_array_equal(numbers(noise, 1, CHUNK + 2)[0], expected)
 
 
-def test_dropping_rows_leaves_the_others_numbers() -> None:
+def test_moving_and_replacing_rows_leaves_the_others_numbers() -> None:
     noise = Noise()
-    noise.add([(0, "0-0", i, i) for i in range(3)])
-    numbers(noise, 10)
-    noise.keep(np.array([2, 0]))
-    noise.add([(0, "0-9", 0, 0)])
-    found = numbers(noise, 5)
-    for row, (group, index, first) in enumerate([("0-0", 2, 12), ("0-0", 0, 10), ("0-9", 0, 0)]):
+    noise.put(range(4), [(0, "0-0", i, i) for i in range(4)])
+    numbers(noise, 4, 10)
+    noise.move(np.array([0]), np.array([3]))
+    noise.put([2], [(0, "0-9", 0, 0)])
+    found = numbers(noise, 3, 5)
+    for row, (group, index, first) in enumerate([("0-0", 3, 13), ("0-0", 1, 11), ("0-9", 0, 0)]):
         expected = keyed_generator(0, group, index).random(first + 5)[first:]
         np.testing.assert_array_equal(found[row], expected)
 
@@ -65,7 +65,7 @@ def test_a_token_of_probability_zero_is_never_drawn(uniform: float) -> None:
 
 def test_temperature_divides_the_logits() -> None:
     logits = torch.randn(3, 7)
-    found = distribution(logits, SamplingParams(temperature=0.5))
+    found = kept(logits, SamplingParams(temperature=0.5)).log_softmax(-1)
     torch.testing.assert_close(found, (2 * logits).log_softmax(-1))
 
 
@@ -80,6 +80,6 @@ def test_greedy_takes_the_most_likely_token_at_temperature_one_log_probs() -> No
 
 def test_top_k_comes_before_top_p() -> None:
     logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]]))
-    found = distribution(logits, SamplingParams(top_k=3, top_p=0.5)).exp()[0]
+    found = kept(logits, SamplingParams(top_k=3, top_p=0.5)).softmax(-1)[0]
     # Of the three kept, renormalised 0.44, 0.33, 0.22, two reach 0.5.
     np.testing.assert_allclose(found, [4 / 7, 3 / 7, 0, 0], atol=1e-6)

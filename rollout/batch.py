@@ -1,0 +1,343 @@
+"""The torch engine's batch: rows of tokens that are sampled together, one token a step.
+
+A row has a place, which is its index in all arrays and in the key-value cache::
+
+    join -> [a place] -> step, step, … -> ended (end token, length, abort) -> place is free
+
+Rows that join take free places first; before a step the last rows move into those that are left,
+so that what is computed is the rows that run. Nothing but the rows that come or move is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..common.records import FinishReason, Int32Array, SamplingParams, Version
+from .contract import Response, Running
+from .decoder import Decoder, KeyValues
+from .model_facts import ModelFacts
+from .sampling import Noise, draw
+
+GROWTH = 64
+"""Least number of slots that the cache grows by."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One sample in the making; its tokens stand in the batch's arrays."""
+
+    group: Running
+    """The group that it belongs to."""
+    index: int
+    """Its place in the group."""
+    context: Int32Array
+    """``[P + L]`` prompt and prefix."""
+    spans: list[tuple[Version, int, int]] = field(default_factory=list)
+    """Closed spans: version, start, end, counted in the sampled tokens."""
+    since: int = 0
+    """Sampled tokens when the version in use took over."""
+
+
+def rows_of(group: Running) -> list[Row]:
+    """A row for each sample of a group."""
+    request = group.request
+    rows = []
+    for index in range(request.count):
+        prefix, context = request.prefix(index), request.prompt_tokens
+        if len(prefix):
+            context = np.concatenate([context, prefix])
+        rows.append(Row(group, index, context))
+    return rows
+
+
+class Batch:
+    """The rows that run, and everything that is kept of them between two steps."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        facts: ModelFacts,
+        device: torch.device,
+        *,
+        prefill_tokens: int,
+        version: Version | None,
+    ) -> None:
+        """An empty batch.
+
+        Args:
+            decoder: of the model.
+            facts: of the model.
+            device: of the model.
+            prefill_tokens: most padded tokens of one prefill pass.
+            version: of the weights in use.
+        """
+        self._decoder = decoder
+        self._context = facts.context
+        self._stop = np.array(sorted(facts.end_tokens), dtype=np.int64)
+        self._device = device
+        self._prefill_tokens = prefill_tokens
+        self.version = version
+        """Of the weights in use; changed by :meth:`restamp`."""
+        self.sampled = 0
+        """Tokens sampled."""
+        self.prefilled = 0
+        """Tokens whose keys and values were computed other than by sampling them."""
+        self.steps = 0
+        """Token steps."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops all rows and the memory of their keys and values."""
+        self._rows: list[Row | None] = []
+        self._live = 0
+        self._cache: KeyValues | None = None
+        self._seen: KeyValues | None = None
+        self._noise = Noise()
+        # By place; there may be more places than rows, and more slots than tokens.
+        self._tokens = np.zeros((0, 0), dtype=np.int64)
+        self._logprobs = np.zeros((0, 0), dtype=np.float32)
+        self._length = np.zeros(0, dtype=np.int64)
+        self._limit = np.zeros(0, dtype=np.int64)
+        self._kind = np.zeros(0, dtype=np.int64)
+        # Sampling parameters that rows share, whatever their length limits.
+        self._kinds: list[SamplingParams] = []
+        self._next: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        """Rows that run."""
+        return self._live
+
+    def groups(self) -> list[Running]:
+        """The groups of the rows, each once."""
+        return list({id(row.group): row.group for row in self._rows if row is not None}.values())
+
+    # Rows come and go.
+
+    def join(self, rows: Sequence[Row]) -> None:
+        """Adds rows; where it raises, none was added."""
+        lengths = np.array([len(row.context) for row in rows], dtype=np.int64)
+        budget = np.array([row.group.request.sampling.max_new_tokens for row in rows])
+        limit = np.minimum(lengths + budget, self._context)
+        free = [place for place, row in enumerate(self._rows) if row is None][: len(rows)]
+        places = free + list(range(len(self._rows), len(self._rows) + len(rows) - len(free)))
+        self._resize(max(places) + 1, min(int(lengths.max()) + GROWTH, int(limit.max())))
+        at = np.array(places)
+        self._fill(at, [row.context[:-1] for row in rows])
+
+        for place, row in zip(places, rows, strict=True):
+            self._tokens[place, : len(row.context)] = row.context
+            self._kind[place] = self._kind_of(row.group.request.sampling)
+        self._logprobs[at] = np.nan
+        self._length[at], self._limit[at] = lengths, limit
+        keys = []
+        for row in rows:
+            request = row.group.request
+            first = len(row.context) - len(request.prompt_tokens)
+            keys.append((request.seed, request.group_id, row.index, first))
+        self._noise.put(places, keys)
+        self._rows += [None] * (len(rows) - len(free))
+        for place, row in zip(places, rows, strict=True):
+            self._rows[place] = row
+        self._live += len(rows)
+        self._next = self._seen = None
+
+    def _kind_of(self, sampling: SamplingParams) -> int:
+        for number, kind in enumerate(self._kinds):
+            if (kind.temperature, kind.top_k, kind.top_p) == (
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+            ):
+                return number
+        self._kinds.append(sampling)
+        return len(self._kinds) - 1
+
+    def end(
+        self, wanted: Callable[[Row], bool], reason: FinishReason
+    ) -> list[tuple[Row, Response]]:
+        """Takes rows out as they are."""
+        return self._take(
+            (place, reason)
+            for place, row in enumerate(self._rows)
+            if row is not None and wanted(row)
+        )
+
+    def _take(self, ended: Iterable[tuple[int, FinishReason]]) -> list[tuple[Row, Response]]:
+        taken = []
+        for place, reason in list(ended):
+            row = self._rows[place]
+            if row is None:
+                continue
+            start, end = len(row.context), int(self._length[place])
+            self._end_span(row, end - start)
+            response = Response(
+                tokens=self._tokens[place, start:end].astype(np.int32),
+                logprobs=self._logprobs[place, start:end].copy(),
+                spans=tuple(row.spans),
+                reason=reason,
+            )
+            taken.append((row, response))
+            self._rows[place] = None
+            self._live -= 1
+        if not self._live:
+            self.clear()
+        return taken
+
+    def _close_ranks(self) -> None:
+        """Moves the last rows into free places."""
+        if self._live == len(self._rows):
+            return
+        self._next = self._seen = None
+        holes = np.array([p for p in range(self._live) if self._rows[p] is None], dtype=np.int64)
+        last = np.array(
+            [p for p in range(self._live, len(self._rows)) if self._rows[p] is not None],
+            dtype=np.int64,
+        )
+        if len(holes) and self._cache is not None:
+            for array in (self._tokens, self._logprobs, self._length, self._limit, self._kind):
+                array[holes] = array[last]
+            self._noise.move(holes, last)
+            self._cache.move(self._on_device(holes), self._on_device(last))
+            for hole, place in zip(holes.tolist(), last.tolist(), strict=True):
+                self._rows[hole] = self._rows[place]
+        del self._rows[self._live :]
+
+    # Memory.
+
+    def _resize(self, places: int, capacity: int) -> None:
+        """Room for so many places and slots, at least."""
+        more = places - len(self._length)
+        if more > 0 and len(self._length):
+            more = max(more, len(self._length) // 2)  # Copying stays a fraction of the work.
+        more = max(more, 0)
+        wider = max(capacity - self._tokens.shape[1], 0)
+        if not (more or wider):
+            return
+        self._tokens = np.pad(self._tokens, ((0, more), (0, wider)))
+        self._logprobs = np.pad(
+            self._logprobs, ((0, more), (0, wider)), constant_values=np.float32(np.nan)
+        )
+        self._length = np.pad(self._length, (0, more))
+        self._limit = np.pad(self._limit, (0, more))
+        self._kind = np.pad(self._kind, (0, more))
+        if self._cache is not None:
+            self._cache.resize(*self._tokens.shape)
+            self._seen = None
+
+    def _fill(self, places: np.ndarray, contexts: Sequence[np.ndarray]) -> None:
+        """Computes keys and values of token lists, each distinct one once, into places.
+
+        Passes have token lists of like lengths and are bounded in size.
+        """
+        distinct: dict[bytes, int] = {}
+        which = np.array(
+            [distinct.setdefault(context.tobytes(), len(distinct)) for context in contexts]
+        )
+        _, firsts = np.unique(which, return_index=True)
+        lists = [contexts[first] for first in firsts]
+        lengths = np.array([len(tokens) for tokens in lists])
+        order = np.argsort(-lengths, kind="stable")
+        start = 0
+        while start < len(order):
+            # At least one token, so that the cache has a shape.
+            longest = max(int(lengths[order[start]]), 1)
+            chosen = order[start : start + max(1, self._prefill_tokens // longest)]
+            padded = np.zeros((len(chosen), longest), dtype=np.int64)
+            for b, i in enumerate(chosen):
+                padded[b, : lengths[i]] = lists[i]
+            part = self._decoder.prefill(
+                self._on_device(padded), self._on_device(np.maximum(lengths[chosen], 1))
+            )
+            self.prefilled += int(lengths[chosen].sum())
+            if self._cache is None:
+                self._cache = KeyValues([layer[:, :0] for layer in part.layers])
+            self._cache.resize(*self._tokens.shape)
+            # The rows of this pass, and which of its lists each one has.
+            where = {int(i): b for b, i in enumerate(chosen)}
+            members = [n for n, i in enumerate(which.tolist()) if i in where]
+            source = np.array([where[int(which[n])] for n in members])
+            self._cache.write(self._on_device(places[members]), part, self._on_device(source))
+            start += len(chosen)
+
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    # One token.
+
+    def step(self) -> list[tuple[Row, Response]]:
+        """Samples one token for every row; takes out those that it ended."""
+        self._close_ranks()
+        count = self._live
+        length = self._length[:count]
+        longest = int(length.max())
+        if longest >= self._tokens.shape[1]:
+            # Geometric, so that copying stays a fraction of the work; no further than needed.
+            capacity = max(longest + GROWTH, longest * 3 // 2)
+            limit = int(self._limit[:count].max())
+            self._resize(count, max(longest + 1, min(capacity, limit)))
+        if self._cache is None:
+            raise RuntimeError("rows without a cache")
+        every = np.arange(count)
+        if self._next is None:
+            self._next = self._on_device(self._tokens[every, length - 1])
+        if self._seen is None:
+            self._seen = self._cache.first(count)
+        logits = self._decoder.step(self._next, length - 1, self._seen)
+        tokens, logprobs = self._draw(logits, count)
+        self._next = tokens
+        host = tokens.cpu().numpy()
+        self._tokens[every, length] = host
+        self._logprobs[every, length] = logprobs.cpu().numpy()
+        length += 1
+        self.steps += 1
+        self.sampled += count
+
+        stopped = host == self._stop[0] if len(self._stop) == 1 else np.isin(host, self._stop)
+        ended = np.flatnonzero(stopped | (length >= self._limit[:count])).tolist()
+        if not ended:
+            return []
+        return self._take(
+            (place, FinishReason.STOP if stopped[place] else FinishReason.LENGTH) for place in ended
+        )
+
+    def _draw(self, logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        uniforms = self._on_device(self._noise.next(count))
+        kind = self._kind[:count]
+        if len(self._kinds) == 1 or (kind == kind[0]).all():
+            return draw(logits, self._kinds[kind[0]], uniforms)
+        tokens = torch.empty(count, dtype=torch.int64, device=self._device)
+        logprobs = torch.empty(count, dtype=torch.float32, device=self._device)
+        for number in np.unique(kind).tolist():
+            index = self._on_device(np.flatnonzero(kind == number))
+            tokens[index], logprobs[index] = draw(
+                logits[index], self._kinds[number], uniforms[index]
+            )
+        return tokens, logprobs
+
+    # New weights.
+
+    def restamp(self, version: Version) -> None:
+        """Names the weights in use; the rows begin a new span."""
+        for place, row in enumerate(self._rows):
+            if row is not None:
+                self._end_span(row, int(self._length[place]) - len(row.context))
+        self.version = version
+
+    def _end_span(self, row: Row, end: int) -> None:
+        if self.version is not None and end > row.since:
+            row.spans.append((self.version, row.since, end))
+        row.since = end
+
+    def recompute(self) -> None:
+        """Keys and values of all rows under the weights in use."""
+        self._close_ranks()
+        if self._live:
+            contexts = [
+                self._tokens[b, : length - 1].astype(np.int32)
+                for b, length in enumerate(self._length[: self._live])
+            ]
+            self._fill(np.arange(self._live), contexts)
