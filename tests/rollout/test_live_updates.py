@@ -25,7 +25,7 @@ from tandem.launch.miniature.problems import draw
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger, LedgerSettings
 
-TRANSPORTS = ("gloo",)
+TRANSPORTS = ("gloo", "shared_memory")
 UPDATES = 20
 IN_FLIGHT = 32
 PROMPTS, NEW_TOKENS = 8, 32
@@ -169,6 +169,7 @@ def history(request: pytest.FixtureRequest, pair: Pair) -> History:
             worker("load", version)
         learner("publish", step)
         worker("served", version)
+        assert learner("transport", step) == request.param
         if step < UPDATES:
             # The next step is taken while this one's weights are looked at.
             learner.begin("step", step + 1, greedy, NEW_TOKENS)

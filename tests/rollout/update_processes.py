@@ -28,6 +28,7 @@ from tandem.common.config import Config, build
 from tandem.common.models import load_tokenizer, resolve
 from tandem.common.records import SamplingParams, Version
 from tandem.common.run_folder import JoinInfo
+from tandem.common.weights.buffer import StagedTensors
 from tandem.learner.publish import WeightPublisher
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger
@@ -131,6 +132,13 @@ class Learner:
         assert self._publisher is not None
         version = Version(term=self._term, step=step)
         self._publisher.publish(version, list(self._model.named_parameters()))
+
+    def transport(self, step: int) -> str:
+        """By what the worker got a version."""
+        assert self._publisher is not None
+        self._publisher.wait_served(Version(term=self._term, step=step), SECONDS)
+        name: str = self._publisher.stats()["transfers"]["rollout-0"]["transport"]
+        return name
 
     def differences(self, rows: list[tuple[Any, ...]]) -> dict[Version, float]:
         """Each version's greatest difference between log-probs of its spans and the model's own.
@@ -358,19 +366,20 @@ class Worker:
                 raise AssertionError(f"{stats.running_rows} of {CLIENTS} requests run")
             await asyncio.sleep(0.001)
 
-    def _commit(self, tensors: list[tuple[str, Any]], version: Version) -> bool:
+    def _commit(self, tensors: StagedTensors, version: Version) -> float:
         """As a rollout worker does it; live versions are loaded only while requests run."""
 
-        async def change() -> None:
+        async def change() -> float:
+            before = self._engine.stats().load_seconds
             if version == self._wanted:
                 self._running[version] = await self._until_busy()
             if tensors:
-                await self._engine.load(NamedWeights(dict(tensors)), version)
+                await self._engine.load(NamedWeights(dict(tensors), tensors.place), version)
             else:
                 await self._engine.restamp(version)
+            return float(self._engine.stats().load_seconds - before)
 
-        asyncio.run_coroutine_threadsafe(change(), self._loop).result(SECONDS)
-        return True
+        return asyncio.run_coroutine_threadsafe(change(), self._loop).result(SECONDS)
 
 
 def answer(pipe: Connection, call: Callable[..., Any]) -> bool:
