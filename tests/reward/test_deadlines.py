@@ -14,7 +14,7 @@ import pytest
 
 from tandem.common.config import ComponentConfig, RewardConfig
 from tandem.common.records import Verdict
-from tandem.reward.deadlines import Busy, InLine, fair_share, kills, relief, usable_cores
+from tandem.reward.deadlines import Busy, InLine, Patience, fair_share, kills, relief, usable_cores
 from tandem.reward.grading import Grade, GradeItem, Grader
 
 linux = pytest.mark.skipif(
@@ -77,6 +77,15 @@ def test_the_number_of_busy_graders_is_an_average_over_the_request() -> None:
     busy.note(101.0, 4)
     busy.note(102.0, 2)
     assert (busy.area(104.0) - before) / 4.0 == (1 + 4 + 2 + 2) / 4
+
+
+def test_hangs_use_the_patience_up_and_late_answers_earn_it_back() -> None:
+    patience = Patience(4, 100.0)
+    assert [patience.take(100.0) for _ in range(3)] == [True, True, False]
+    patience.earn()
+    assert [patience.take(100.0) for _ in range(3)] == [True, True, False]
+    # And some comes back with time.
+    assert [patience.take(131.0) for _ in range(2)] == [True, False]
 
 
 def test_half_as_many_graders_stand_in() -> None:
