@@ -20,6 +20,7 @@ from .extraction import MAX_ANSWER, last_box
 from .guard import dangerous, unevaluated
 from .modes import GRADER_VERSION, MODES, Mode, Read, mode, register_mode
 from .numbers import PlainNumber, read_number, same_number, with_letter_unit
+from .quantities import same_quantity
 from .spelling import WRAPPER, canonical, normalise
 
 __all__ = [
@@ -130,6 +131,7 @@ def _name_of(normalised: str) -> str | None:
     return match.group("name") if match else None
 
 
+_DIGITS = re.compile(r"-?\d+(?:\.\d+)?")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
 _LIST = re.compile(r"[,;]|\b(?:and|or)\b|\\text|\\ne|!=|<|>|\\(?:le|ge|lt|gt)")
 # fmt: off
@@ -165,7 +167,7 @@ class Decision:
     verdict: Verdict
     """The verdict."""
     how: str
-    """Which rule: text, number, parts, words, letter, base, time, ratio, hedge, guard, none, …"""
+    """Which rule: text, number, quantity, parts, words, letter, base, time, ratio, hedge, guard, none, …"""
 
 
 _CORRECT_TEXT = Decision(Verdict.CORRECT, "text")
@@ -210,6 +212,9 @@ def decide(answer: str | None, gold_text: str, by: Mode) -> Decision | None:
         return _CORRECT_TEXT
     if gold.integer is not None and normalised.isascii() and normalised.isdigit():
         return _NUMBERS[int(normalised) == gold.integer]
+    measured = same_quantity(normalised, gold.normalised)
+    if measured is not None:
+        return _decision(measured, "quantity")
     number, decided = _decide_number(normalised, gold)
     if decided is not None:
         return decided
@@ -252,7 +257,11 @@ def _decide_number(normalised: str, gold: Gold) -> tuple[PlainNumber | None, Dec
         if not _LIST.search(normalised) and "=" not in gold.normalised:
             value_at_end = read_number(last)
             if value_at_end is not None and same_number(value_at_end, gold.number):
-                return value_at_end, _NUMBERS[True]
+                # "4 = 5" is no way to say 5.
+                first = normalised.partition("=")[0].strip()
+                other = read_number(first) if _DIGITS.fullmatch(first) else None
+                right = other is None or bool(same_number(other, gold.number))
+                return value_at_end, _NUMBERS[right]
     if number is None:
         value = _value_of(normalised)
         if value is not None:
@@ -270,6 +279,12 @@ def _decide_number(normalised: str, gold: Gold) -> tuple[PlainNumber | None, Dec
 
 def _decide_shape(normalised: str, number: PlainNumber | None, gold: Gold) -> Decision | None:
     """Times of day, ratios, numbers with a base, and lists of any kind."""
+    for meaning in (_NOTHING, _EVERYTHING):
+        if meaning.fullmatch(normalised) and meaning.fullmatch(gold.normalised):
+            return _decision(True, "words")
+    same = structure.same_date(normalised, gold.normalised)
+    if same is not None:
+        return _decision(same, "time")
     same = structure.same_clock(normalised, gold.normalised)
     if same is not None:
         return _decision(same, "time")
@@ -294,6 +309,18 @@ def _decide_shape(normalised: str, number: PlainNumber | None, gold: Gold) -> De
     return None
 
 
+_NOTHING = re.compile(
+    r"\\emptyset ?|\\\{ ?\\\}|(?:the )?empty set|none|(?:there (?:is|are) )?no (?:real |such )?"
+    r"(?:solutions?|roots?|values?)(?: exists?)?",
+    re.IGNORECASE,
+)
+"""That nothing is an answer, in symbols and in words."""
+_EVERYTHING = re.compile(
+    r"(?:[a-z] ?\\in ?)?(?:\\mathbb ?(?:\{ ?R ?\}|R)|\( ?- ?\\infty ?, ?\+?\\infty ?\))"
+    r"|(?:all|any|every) reals?(?: numbers?)?",
+    re.IGNORECASE,
+)
+"""That every real number is one."""
 _BASED = re.compile(
     r"[({]?(?P<digits>[0-9A-Fa-f]+)[)}]?_(?:\{\s*(?P<base>\d{1,2})\s*\}|(?P<digit>\d)"
     r"|\{?\s*\\(?:text|mathrm)\s*\{\s*(?P<word>[a-z]+)\s*\}\s*\}?)"

@@ -13,7 +13,8 @@ never ends what sleeps, and gives four loops on two cores twice their deadline. 
 core, which the kernel counts by process. ``fair`` is what the graders left each other meanwhile:
 ``1`` up to as many of them as there are cores, then ``cores / busy``. A grader that is left a quarter of what it
 could have had is killed at its deadline to the millisecond, so ``ceil(K / N)`` deadlines still
-bound K hangs on N graders wherever the machine isn't starved.
+bound K hangs on N graders wherever the machine isn't starved. On one that is, hangs soon use up the
+pool's :class:`Patience`, and then end at their deadline, too.
 
 >>> kills(
 ...     elapsed=3.0, waited=0.1, deadline=3.0, fair=1.0
@@ -37,6 +38,8 @@ LONGEST = 4.0
 a pool that stands still."""
 LOOK_AGAIN = 0.02
 """Least seconds between two looks at a request whose deadline was put off."""
+RECOVERY_SECONDS = 30.0
+"""In which one more deadline may be put off, whatever became of those before."""
 SLOW = 1 / 8
 """Of its deadline: a request that runs for longer holds its grader up (see :func:`relief`)."""
 
@@ -73,6 +76,37 @@ def relief(count: int) -> int:
     would take the cores from them.
     """
     return (count + 1) // 2
+
+
+class Patience:
+    """How many deadlines may be put off: hangs use it up, and answers that come late earn it back.
+
+    A starved machine has no time for texts that hang either: each would cost it up to
+    ``LONGEST`` deadlines. So there is some to begin with, more for each late answer, and a little
+    with time.
+
+    Args:
+        count: graders.
+        now: ``time.monotonic``.
+    """
+
+    def __init__(self, count: int, now: float) -> None:
+        self._most = 2.0 * count
+        self._left = max(2.0, count / 2)
+        self._since = now
+
+    def take(self, now: float) -> bool:
+        """Whether one more deadline may be put off; then it counts as put off for nothing."""
+        self._left = min(self._most, self._left + (now - self._since) / RECOVERY_SECONDS)
+        self._since = now
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+    def earn(self) -> None:
+        """One that was put off has been answered."""
+        self._left = min(self._most, self._left + 2.0)
 
 
 def usable_cores() -> int:

@@ -29,10 +29,22 @@ MAX_FALLBACK = 2_000
 """Characters from the end that the fall-backs read: they may take a square of it in time."""
 
 _TOKENS = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])(?:\s{0,3}\{)?|\\.|[{}]", re.DOTALL)
+_UNBRACED = re.compile(
+    r"\\(?:boxed|fbox)(?![A-Za-z{])\s{0,3}([-+]?\w[^\s{}$\\]{0,60}?)(?=[.,;:]?(?:\s|\$|\\[)\]])|\.$)"
+)
+"""``\\boxed 5``, where no box has braces."""
+_DENIED = re.compile(r"\b(?:not|never|instead of|rather than)(?: equal to)?[\s$(\\\[]{0,6}\Z", re.I)
+"""In front of a box that isn't the answer: "\\boxed{5} (not \\boxed{6})"."""
 _JOINED = re.compile(
     r"(?:\s|[,;$]|\b[A-Za-z](?:_\{?\w{1,3}\}?)?\s{0,2}=|\\[()\[\],;!: ]|\\q?quad\b|\\text\s*\{[^{}]{0,60}\}|\b[a-z]{1,12}\b){0,40}",
     re.IGNORECASE,
 )
+_INTRODUCED = re.compile(
+    r"\\(?:text|mathrm|textbf)\s{0,2}\{[^{}\d]{1,100}(?:\bis|\bequals|[:=])\s{0,3}\}[\s:=]{0,4}(?=\S)",
+    re.I,
+)
+"""``\\text{The answer is }`` before the value of a box."""
+_HEDGING = re.compile(r"\b(?:not|or|either|if|when)\b|n't", re.I)
 _CORRECTING = re.compile(
     r"\b(?:no|not|but|wait|actually|instead|rather|wrong|sorry|mistake|correct(?:ed|ion)?|so|then|is"
     r"|therefore|hence|thus|should|final|answer|which|since|because|now|check(?:ing)?)\b",
@@ -143,7 +155,10 @@ def final_box(text: str) -> tuple[str | None, bool]:
         return (text[start + 7 : end].strip(), False) if end >= 0 else (None, True)
     found, is_open = boxes(text)
     if not found:
-        return None, is_open
+        unbraced = _UNBRACED.match(text, max(text.rfind("\\boxed"), text.rfind("\\fbox")))
+        return (unbraced[1], False) if unbraced is not None else (None, is_open)
+    while len(found) > 1 and _DENIED.search(text, max(0, found[-1][0] - 30), found[-1][0]):
+        found.pop()
     contents = [found[-1][2].strip()]
     for before, after in zip(reversed(found[:-1]), reversed(found[1:]), strict=True):
         between = text[before[1] : after[0]]
@@ -239,6 +254,9 @@ def refine(content: str) -> str:
     """
     if len(content) > MAX_ANSWER or _TWO_LETTERS.search(content) is None or _words(content) == 0:
         return content
+    introduced = _INTRODUCED.match(content)
+    if introduced is not None and not _HEDGING.search(introduced.group()):
+        content = content[introduced.end() :]
     inside = formulas(content)
     outside = _MATH.sub(" ", content)
     if inside:

@@ -32,6 +32,7 @@ from .deadlines import (
     SLOW,
     Busy,
     InLine,
+    Patience,
     fair_share,
     kills,
     missing,
@@ -105,6 +106,7 @@ class GraderProcesses:
         self._relief = relief(count) if sandbox is None else 0
         self._cores = usable_cores()
         self._busy = Busy()
+        self._patience = Patience(count, time.monotonic())
         self._told_starved = -math.inf
 
     # --- what the owner calls ----------------------------------------------------------------
@@ -376,6 +378,8 @@ class GraderProcesses:
             self._replace(slot, "recycled")
         if request is None:
             return
+        if request.put_off:
+            self._patience.earn()
         if kind == "raised":
             request.told = _last_line(str(said))
             logger.warning("%s %d: a request raised:\n%s", self._role, slot.pid, said)
@@ -439,12 +443,19 @@ class GraderProcesses:
         waited = slot.in_line.seconds() - slot.stood if slot.in_line is not None else 0.0
         fair = fair_share((self._busy.area(now) - slot.area) / elapsed, self._cores)
         if kills(elapsed=elapsed, waited=waited, deadline=deadline, fair=fair):
-            self._replace(slot, "deadline")
-            request.finish(Verdict.TIMEOUT)
+            self._time_out(slot, request)
             return
-        if request.due == request.dispatched + deadline:
+        if not request.put_off:
+            if not self._patience.take(now):
+                self._time_out(slot, request)
+                return
+            request.put_off = True
             self._starved(slot, elapsed, waited)
         request.due = now + max(LOOK_AGAIN, missing(elapsed, waited, deadline, fair))
+
+    def _time_out(self, slot: Slot, request: Request) -> None:
+        self._replace(slot, "deadline")
+        request.finish(Verdict.TIMEOUT)
 
     def _starved(self, slot: Slot, elapsed: float, waited: float) -> None:
         """Tells of it, once a minute."""

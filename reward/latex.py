@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .numbers import UNIT_WORDS
+from .numbers import FRACTION_UNIT, UNIT_WORDS
 from .spelling import plain
 from .structure import collection, join_thousands, split
 
@@ -12,6 +12,13 @@ _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:\^\s*\{\s*\\circ\s*\}|\^\s*\\circ|\\degree)")
 _E_NOTATION = re.compile(r"(?<![A-Za-z\\{])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?![\d.])")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])|\\mp(?![A-Za-z])")
+_CONJUGATE = re.compile(r"\\overline\s*\{([^{}A-Za-hj-z]*)\}")
+_I = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
+_CIS = re.compile(
+    r"(?:\\(?:operatorname|text|mathrm)\s*\{\s*cis\s*\}|\\cis|(?<![A-Za-z\\])cis)(?![A-Za-z])\s*"
+    r"(?:\((?P<round>[^()]*)\)|\{(?P<braced>[^{}]*)\}|(?P<bare>(?:\d+(?:\.\d+)?)?"
+    r"(?:\\frac\s*\{[^{}]*\}\s*\{[^{}]*\}|\\pi|\\theta|(?<=\d))(?:\s*\^\s*\{?\s*\\circ\s*\}?)?))"
+)
 _BUILDER = re.compile(
     r"\\\{\s*(?P<name>[a-z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?"
     r"(?:\\mid|\\vert|\\,?\||\||:)\s*(?P<condition>.+?)\s*\\\}"
@@ -47,6 +54,10 @@ def prepare(text: str) -> str:
         text = _LONE_D.sub(r"\\delta_{d}", text)
     if "," in text and re.fullmatch(r"[1-9]\d{0,2}(?:,\d{3})+", text):
         text = text.replace(",", "")
+    if "cis" in text:
+        text = _CIS.sub(_cis, text)
+    if "\\overline" in text:
+        text = _CONJUGATE.sub(_conjugate, text)
     text = _E_NOTATION.sub(r"\1 \\cdot 10^{\2}", text)
     if _TRIGONOMETRIC.search(text):
         text = in_radians(text)
@@ -59,10 +70,20 @@ def prepare(text: str) -> str:
     return text.rstrip(".")
 
 
+def _conjugate(match: re.Match[str]) -> str:
+    """Of ``\\overline{3+4i}``; decimals that repeat hold no ``i``."""
+    return f"({_I.sub('(-i)', match[1])})" if "i" in match[1] else match.group()
+
+
+def _cis(match: re.Match[str]) -> str:
+    angle = match["round"] or match["braced"] or match["bare"] or ""
+    return f"(\\cos({angle})+i\\sin({angle}))"
+
+
 def without_units(text: str) -> str:
     """Without the unit after a value: ``\\text{...}`` with its power, or a word of a known unit."""
     for _ in range(3):
-        for unit in (_TEXT_UNIT, _WORD_UNIT):
+        for unit in (FRACTION_UNIT, _TEXT_UNIT, _WORD_UNIT):
             match = unit.search(text)
             if match is not None and match.start() > 0 and not _JOINING.search(match.group()):
                 text = text[: match.start()].rstrip()

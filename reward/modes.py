@@ -17,8 +17,9 @@ from ..common.errors import ConfigError
 from . import choices, extraction
 from .extraction import Extraction, find
 
-GRADER_VERSION = 2
-"""Raised whenever a verdict may change: stored samples can then be graded again."""
+GRADER_VERSION = 3
+"""Raised whenever a verdict may change: stored samples can then be graded again. A change of the files
+that decide is noticed by tests/reward/test_version.py, which says what to do."""
 
 Read = Callable[[str, str, bool], Extraction]
 """(response, prompt, truncated) to what was extracted."""

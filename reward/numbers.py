@@ -52,8 +52,10 @@ _FRACTION = re.compile(
 )
 _REPEATING = re.compile(
     r"(?P<sign>[+-]?) ?(?P<whole>\d*)\.(?P<places>\d*)"
-    r"(?:\\(?:overline|bar|dot) ?\{ ?(?P<block>\d+) ?\}|\\(?:overline|bar|dot) (?P<digit>\d))"
+    r"(?:\\(?:overline|bar|dot) ?\{ ?(?P<block>\d+) ?\}|\\(?:overline|bar|dot) (?P<digit>\d)"
+    r"|\((?P<round>\d+)\))"
 )
+_POINTS_AND_COMMA = re.compile(r"(?P<whole>[+-]?[1-9]\d{0,2}(?:\.\d{3})+),(?P<places>\d{1,2})")
 _DOTS = re.compile(r"(?P<number>[+-]?\d*\.\d+) ?(?:\.\.\.|…|\\l?dots|\\cdots)")
 _MIXED = re.compile(
     r"(?P<sign>[+-]?) ?(?P<whole>\d{1,9})(?: ?\\frac ?(?:\{ ?(?P<a>\d+) ?\} ?\{ ?(?P<b>\d+) ?\}"
@@ -65,9 +67,13 @@ _PERCENT = re.compile(
     re.IGNORECASE,
 )
 _TEXT_UNIT = re.compile(
-    r"\s*\\(?:text|mathrm|mbox|textbf|textnormal|textit|textrm|operatorname)\s*\{(?P<words>[^{}]*)\}"
+    r"\s*\\(?:text|mathrm|mbox|textbf|textnormal|textit|textrm|operatorname)\s*\{(?P<words>(?:[^{}]|\^\s*\{\s*-?\d\s*\})*)\}"
     r"(?:\s*\^\s*(?:\{\s*\d\s*\}|\d))?$"
 )
+_UPRIGHT = r"\s*\\(?:text|mathrm)\s*\{\s*[A-Za-z]{1,6}\s*\}(?:\s*\^\s*(?:\{\s*\d\s*\}|\d))?\s*"
+FRACTION_UNIT = re.compile(rf"\s*\\frac\s*\{{{_UPRIGHT}\}}\s*\{{{_UPRIGHT}\}}$")
+"""``\\frac{\\text{m}}{\\text{s}^2}`` at the end of a text."""
+_EXPONENT = re.compile(r"\^\s*(?:\{\s*-?\d\s*\}|\d)")
 _MORE_THAN_UNITS = re.compile(
     r"\b[ap]\.?m\b|\b(?:or|and|not|than|maybe|perhaps|possibly|but|if|least|most|otherwise)\b", re.I
 )
@@ -110,10 +116,19 @@ _WORDS = {word: value for value, word in enumerate((
     "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen",
     "nineteen", "twenty",
 ))}
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 # fmt: on
+_WORDS |= {tens: 10 * place for place, tens in enumerate(_TENS, 2)}
+_WORDS |= {
+    f"{tens}{mark}{one}": _WORDS[tens] + _WORDS[one]
+    for tens in _TENS
+    for one in list(_WORDS)[1:10]
+    for mark in "- "
+}
 _CURRENCY = "$€£¥₹"
 _CURRENCY_WORDS = re.compile(
-    r"^\\(?:text|mathrm)\s*\{\s*(?:Rs\.?|USD|US\$|EUR|GBP|INR|CNY|\\?\$|[€£¥₹])\s*\}\s*(?=[-\d.])"
+    r"^(?:\\(?:text|mathrm)\s*\{\s*(?:Rs\.?|USD|US\$|EUR|GBP|INR|CNY|\\?\$|[€£¥₹])\s*\}\s*"
+    r"|(?:Rs\.?|USD|US\$|EUR|GBP|INR|CNY)\s*)(?=[-\d.])"
 )
 
 
@@ -153,10 +168,10 @@ def _dressed(text: str) -> PlainNumber | None:
             factor = _SCALES[scale.group("scale").lower()]
             return PlainNumber(number.value * factor, number.decimal, False, number.doubtful)
     for _ in range(3):
-        for unit in (_TEXT_UNIT, _DEGREES, _WORD_UNITS):
+        for unit in (FRACTION_UNIT, _TEXT_UNIT, _DEGREES, _WORD_UNITS):
             match = unit.search(body)
             if match is not None and match.start() > 0:
-                words = match.groupdict().get("words") or ""
+                words = _EXPONENT.sub("", match.groupdict().get("words") or "")
                 if any(c.isdigit() for c in words) or _MORE_THAN_UNITS.search(words):
                     # "5 \text{ or } 6" and times of day are more than a number and its unit.
                     return None
@@ -205,11 +220,19 @@ def _bare(text: str) -> PlainNumber | None:
         return PlainNumber(_signed(match.group("sign"), base**exponent))
     match = _REPEATING.fullmatch(text)
     if match is not None:
-        block = match.group("block") or match.group("digit")
+        # "0.1(6)" repeats, too, but may be a product.
+        block = match.group("block") or match.group("digit") or match.group("round")
         places = match.group("places")
         value = Fraction(int((match.group("whole") or "0") + places), 10 ** len(places))
         value += Fraction(int(block), (10 ** len(block) - 1) * 10 ** len(places))
-        return PlainNumber(_signed(match.group("sign"), value))
+        doubtful = match.group("round") is not None
+        return PlainNumber(_signed(match.group("sign"), value), doubtful=doubtful)
+    match = _POINTS_AND_COMMA.fullmatch(text)
+    if match is not None:
+        # "1.234,56": the continent's amount, or else two numbers.
+        digits, places = match.group("whole").replace(".", ""), match.group("places")
+        value = Fraction(int(digits + places), 10 ** len(places))
+        return PlainNumber(value, decimal=True, doubtful=True)
     match = _DOTS.fullmatch(text)
     if match is not None:
         return _dotted(match.group("number"))

@@ -1,6 +1,7 @@
 """What a text answers, as plain functions: an option's letter (MMLU), a last number (GSM8K).
 
-The readers behind them are those of the grader's modes ``choice`` and ``last_number``.
+The readers behind them are those of the grader's modes ``choice`` and ``last_number``, so no rule
+stands here. It isn't in :mod:`tandem.reward.choices`, the rules for letters, on which modes are built.
 """
 
 from __future__ import annotations

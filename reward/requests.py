@@ -69,6 +69,8 @@ class Request:
     dispatched: float = 0.0
     due: float = 0.0
     """``time.monotonic`` at which it is to be ended, or looked at again."""
+    put_off: bool = False
+    """Its grader was kept from its core until its deadline."""
     told: str = ""
 
     def finish(self, failure: Verdict | None, result: Any = None) -> None:

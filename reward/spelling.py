@@ -62,6 +62,7 @@ _COMMANDS = {
     "\\infin": "\\infty",
     "\\R": "\\mathbb{R}",
     "\\reals": "\\mathbb{R}",
+    "\\lg": "\\log_{10} ",
     "\\lor": "\\text{ or }",
     "\\vee": "\\text{ or }",
 }
@@ -77,6 +78,10 @@ _STARS = re.compile(r"(?<=[\w)}])\*\*(?=[\w({+-])")
 _ORDINAL = re.compile(
     r"(?<=\d)\s*(?:\^?\s*\{?\s*\\(?:text|mathrm|textrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?"
     r"|\^\s*\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)(?=$|[\s.}]))"
+)
+_COLOUR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
+_BACKWARDS = re.compile(
+    r"(?P<open>[\[\]])(?P<low>[^\[\](),]+),(?P<high>[^\[\](),]+)(?P<close>[\[\]])"
 )
 _LOG_E = re.compile(r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})")
 
@@ -200,6 +205,8 @@ def plain(text: str) -> str:
         if "\\text" in text or "\\math" in text or "\\mbox" in text:
             text = _TEXT_MINUS.sub("-", text)
             text = _UPRIGHT.sub(r" \1\2 ", text)
+        if "color" in text:
+            text = _COLOUR.sub("", text)
         text = _COMMAND.sub(_command, text)
         if "\\log" in text:
             text = _LOG_E.sub(r"\\ln ", text)
@@ -215,7 +222,18 @@ def plain(text: str) -> str:
         text = _SQRT.sub(lambda m: f"\\sqrt{{{m[1]}}}" if m[1] else "\\sqrt", text)
     if "th" in text or "st" in text or "nd" in text or "rd" in text:
         text = _ORDINAL.sub("", text)
+    if "]" in text[:1] or "[" in text[-1:]:
+        text = _BACKWARDS.sub(_round, text)
     return text.replace("~", " ") if "~" in text else text
+
+
+def _round(match: re.Match[str]) -> str:
+    """``(1,3]`` of ``]1,3]``: an end that isn't in, as French books write it."""
+    opening, closing = "[(", ")]"
+    return (
+        f"{opening[match['open'] == ']']}{match['low']},{match['high']}"
+        f"{closing[match['close'] == ']']}"
+    )
 
 
 _DOLLARS_THEN_UNIT = re.compile(r"^\$([^$]+)\$\s*(%|[A-Za-z]+)$")
@@ -227,7 +245,7 @@ WRAPPER = re.compile(
 """A command that dresses what its braces hold."""
 _LEADING = re.compile(r"^(?:\\(?:approx|therefore|implies|Rightarrow)(?![A-Za-z])|=(?!=))\s*")
 _SPACES = re.compile(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])")
-_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"))
+_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
 
 
 def unwrap(text: str) -> str:

@@ -27,6 +27,7 @@ _THOUSANDS = re.compile(r"(?<![\d,.])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
 _ZERO_GROUP = re.compile(r",0\d\d(?!\d)")
 _NAMED = re.compile(r"(?P<name>\(?[A-Za-z][\w,{}' ]{0,12}\)?)\s*=\s*(?P<value>[^=]+)")
 _DOTS = re.compile(r"(?<![\d ])\s*(?:\\(?:l|c|v|d)?dots(?![A-Za-z])|\.\.\.)")
+_LABEL = re.compile(r"[A-Z]'? ?(?=\()")
 _INFINITIES = {"\\infty": 1, "+\\infty": 1, "-\\infty": -1}
 
 
@@ -100,6 +101,7 @@ def _encloses(text: str) -> bool:
 
 def collection(text: str) -> Collection | None:
     """What a normalised text lists; None where it isn't a collection of two parts or more."""
+    text = _LABEL.sub("", join_thousands(text.strip()), count=1) if text[-1:] == ")" else text
     text = join_thousands(text.strip())
     if "\\begin" in text or len(text) < 3:
         return None
@@ -250,7 +252,54 @@ def same_clock(answer: str, gold: str) -> bool | None:
         return None
     if ours[2] and theirs[2] and ours[2] != theirs[2]:
         return False
+    if bool(ours[2]) != bool(theirs[2]):
+        ours, theirs = _in_halves(ours), _in_halves(theirs)
+        if ours[2] and theirs[2]:
+            return ours == theirs
     return ours[:2] == theirs[:2]
+
+
+def _in_halves(time: tuple[int, int, str]) -> tuple[int, int, str]:
+    """``15:45`` as ``3:45`` p.m.; up to noon a time without a half may be of either."""
+    hours, minutes, half = time
+    return (hours - 12, minutes, "p") if not half and 12 < hours < 24 else time
+
+
+# fmt: off
+_MONTHS = (
+    "january", "february", "march", "april", "may", "june", "july", "august", "september",
+    "october", "november", "december",
+)
+# fmt: on
+_MONTH = r"(?P<month>[A-Za-z]{3,9})\.?"
+_DAY = r"(?P<day>\d{1,2})(?:st|nd|rd|th)?"
+_DATES = (
+    re.compile(rf"{_MONTH} {_DAY}(?:,? (?P<year>\d{{4}}))?"),
+    re.compile(rf"{_DAY} (?:of )?{_MONTH}(?:,? (?P<year>\d{{4}}))?"),
+)
+
+
+def date(text: str) -> tuple[int, int, int | None] | None:
+    """(month, day, year) of ``July 4, 1776`` and ``4 July 1776``, the year where it is told; else None."""
+    for pattern in _DATES:
+        match = pattern.fullmatch(text)
+        if match is None:
+            continue
+        name = match["month"].lower()
+        for number, month in enumerate(_MONTHS, 1):
+            if name in (month, month[:3], month[:4]) and 1 <= int(match["day"]) <= 31:
+                return number, int(match["day"]), int(match["year"]) if match["year"] else None
+    return None
+
+
+def same_date(answer: str, gold: str) -> bool | None:
+    """Whether two dates are one; None where a text is none, or just one tells the year."""
+    ours, theirs = date(answer), date(gold)
+    if ours is None or theirs is None:
+        return None
+    if ours[:2] == theirs[:2] and (ours[2] is None) != (theirs[2] is None):
+        return None
+    return ours == theirs
 
 
 def ratio(text: str) -> tuple[Fraction, ...] | None:

@@ -77,6 +77,7 @@ _LATEX = (
 _FACTORIAL = re.compile(r"!|\\Gamma|\\binom")
 _LOGARITHM = re.compile(r"\\(?:ln|log)(?![a-z])")
 _IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
+_AND = re.compile(r"\band\b|\\cap|\\land|\\wedge")
 _OR = re.compile(r"\bor\b|\\cup")
 
 
@@ -324,7 +325,10 @@ def _region(text: str, expression: Any) -> Any:
         if None in parts:
             return None
         either = _OR.search(text) and not any(isinstance(p, Ne) for p in expression)
-        return Union(*parts) if either else Intersection(*parts)
+        both = Intersection(*parts)
+        # "x <= -2, x >= 3" names no number if it means both.
+        either = either or (both is sympy.S.EmptySet and not _AND.search(text))
+        return Union(*parts) if either else both
     if isinstance(expression, Boolean):
         (symbol,) = expression.free_symbols
         real = Dummy("x", real=True)
