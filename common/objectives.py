@@ -365,7 +365,7 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
             summary="Prefix-RFT: the model goes on from a prefix of a demonstration.",
             equation="as dr_grpo on own tokens; prefix tokens: the clip on π_θ/π_prox, only on the 20% of greatest entropy",
             source="arXiv 2507.01679, section 3",
-            use="Rows that begin with an expert's prefix; how long it is: tandem.learner.mixing.",
+            use="Rows that begin with an expert's prefix: expert.per_group=1, expert.prefix=cosine.",
             reads=(*CLIPPED, "expert_advantage_weight", "entropy_share"),
             columns=("behaviour", "proximal"),
         ),

@@ -397,6 +397,8 @@ class TorchEngine:
                     return f"a token id is outside the model's {self._vocabulary}"
             if len(prefix) and prefix[-1] in self._stop:
                 return "the prefix ends with the end token: nothing is left to sample"
+            if request.room(len(prefix)) < 1:
+                return f"a prefix of {len(prefix)} tokens, and a response has {request.longest}"
             if len(request.prompt_tokens) + len(prefix) >= self._context:
                 return (
                     f"prompt and prefix have {len(request.prompt_tokens)} + {len(prefix)} tokens, "
@@ -473,7 +475,7 @@ class TorchEngine:
                 contexts.append(row.context)
             at.append(distinct[key])
         lengths = np.array([len(row.context) for row in rows], dtype=np.int64)
-        budget = np.array([row.group.request.sampling.max_new_tokens for row in rows])
+        budget = np.array([row.group.request.room(row.since) for row in rows])
         limit = np.minimum(lengths + budget, self._context)
         capacity = max(
             min(int(lengths.max()) + GROWTH, int(limit.max())),

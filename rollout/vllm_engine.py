@@ -307,6 +307,8 @@ class VllmEngine:
                     return f"a token id is outside the model's {facts.vocabulary}"
             if len(prefix) and int(prefix[-1]) in facts.end_tokens:
                 return "the prefix ends with the end token: nothing is left to sample"
+            if request.room(len(prefix)) < 1:
+                return f"a prefix of {len(prefix)} tokens, and a response has {request.longest}"
             if len(request.prompt_tokens) + len(prefix) >= facts.context:
                 return (
                     f"prompt and prefix have {len(request.prompt_tokens)} + {len(prefix)} tokens, "
@@ -353,12 +355,13 @@ class VllmEngine:
             name = f"{request.group_id}/{self._requests}"
             group.names.append(name)
             context = [*request.prompt_tokens.tolist(), *prefix.tolist()]
-            task = asyncio.create_task(self._consume(group, name, context, indices))
+            room = min(self._facts.context - len(context), request.room(len(prefix)))
+            task = asyncio.create_task(self._consume(group, name, context, indices, room))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _consume(
-        self, group: _Running, name: str, context: list[int], indices: range
+        self, group: _Running, name: str, context: list[int], indices: range, room: int
     ) -> None:
         """One vLLM request, to its end."""
         try:
@@ -372,7 +375,7 @@ class VllmEngine:
                     context,
                     group.request.sampling,
                     count=len(indices),
-                    room=self._facts.context - len(context),
+                    room=room,
                     end_tokens=self._stop,
                     # Keys and values of one version are no good to another.
                     salt=str(self._version or UNNAMED),

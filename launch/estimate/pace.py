@@ -99,7 +99,7 @@ def load(
 ) -> Load:
     """A step of the config; lengths are shares of their limits unless given."""
     groups = config.replay.groups_per_step
-    own = config.rollout.group_size - config.expert.per_group
+    own = own_rows(config)
     limit = config.rollout.max_new_tokens
     offline = config.learner.source == "offline"
     return Load(
@@ -110,6 +110,11 @@ def load(
         response=min(limit, response_tokens or RESPONSE_SHARE * limit),
         longest=limit,
     )
+
+
+def own_rows(config: Config) -> int:
+    """Samples of a group that the policy generates, wholly or from a prefix on."""
+    return config.rollout.group_size - (0 if config.expert.prefix else config.expert.per_group)
 
 
 def pace(config: Config, shape: ModelShape, node: Node, work: Load, cache_tokens: int) -> Pace:
@@ -155,7 +160,7 @@ def _rollout(
         return 0.0, 0
     e, across = element(config), config.rollout.gpus_per_worker
     samples = work.samples / workers
-    own = config.rollout.group_size - config.expert.per_group
+    own = own_rows(config)
     running = max(
         1,
         min(
