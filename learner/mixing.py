@@ -57,8 +57,8 @@ def chord_mu(
     warmup_steps: int = 0,
     decay_steps: int = 0,
 ) -> float:
-    """CHORD's μ: linear up to the peak, then a half cosine down to the valley (arXiv 2508.11408,
-    section 4.1).
+    """CHORD's μ: linear up to the peak, then a half cosine down to the valley (arXiv
+    2508.11408).
 
     Args:
         step: Now, from 0.
@@ -76,8 +76,7 @@ def chord_mu(
 
 
 def chord_phi(logprobs: Tensor) -> Tensor:
-    """``φ = p (1 − p)``, detached: small at tokens that are certain either way (arXiv 2508.11408,
-    section 4.2)."""
+    """``φ = p (1 − p)``, detached: small at tokens that are certain either way (arXiv 2508.11408)."""
     probs = logprobs.detach().exp()
     return probs * (1 - probs)
 
@@ -86,7 +85,7 @@ def bucket_weights(group_size: int, *, mean: float | None = None, sigma: float =
     """``[group_size − 1]`` probabilities of the buckets of 1 … G − 1 successes, float64.
 
     Proportional to the normal density N(k; G/2, 1): replay is drawn most from problems that are
-    solved half of the time (ExGRPO, arXiv 2510.02245, eq. 4). With G = 8, k = 4: 0.3990.
+    solved half of the time (ExGRPO, arXiv 2510.02245, ``normal`` in its code). With G = 8, k = 4: 0.3990.
     """
     centre = group_size / 2 if mean is None else mean
     k = torch.arange(1, group_size, dtype=torch.float64)

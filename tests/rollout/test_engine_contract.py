@@ -277,7 +277,7 @@ def test_each_sample_may_have_a_prefix_of_its_own(new_engine: NewEngine, tiny: A
 
 def test_the_longest_response_counts_its_prefix(new_engine: NewEngine, tiny: Any) -> None:
     prefixes = (prompt(6, key=5), prompt(0), prompt(3, key=8))
-    request = asks("0-0", count=3, new=60, prefix_tokens=prefixes, longest=8, temperature=3.0)
+    request = asks("0-0", count=3, new=60, prefix_tokens=prefixes, longest=8, temperature=2.0)
     full = asks("0-1", count=3, prefix_tokens=prefixes, longest=6)
     found = generate(new_engine(tiny.model()), request, full)
     for sample in found["0-0"].samples:
