@@ -28,6 +28,7 @@ from pydantic import (
 
 from .errors import ConfigError
 from .objectives import OBJECTIVES, with_defaults
+from .prefixes import PrefixSchedule
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -142,6 +143,18 @@ class ExpertConfig(Section):
     """Verdicts that a trace must have to enter."""
     negative: bool = False
     """Let expert tokens with a negative advantage into the loss."""
+    prefix: PrefixSchedule | None = None
+    """Samples begin with a part of a trace and the policy goes on; None = traces enter whole. Which
+    part: ``fixed``: evenly spaced from ``prefix_low`` to ``prefix_high``; ``random``: drawn between
+    them; ``linear``: from ``prefix_high`` down to 0; ``linear_max`` and ``reverse_linear``: drawn
+    from 0 to a greatest share that falls, or grows, by tenths; ``cosine``: drawn between a least
+    share, which falls to ``prefix_low`` on half a cosine, and ``prefix_high`` (Prefix-RFT)."""
+    prefix_low: Share = 0.0
+    """Least share of a trace."""
+    prefix_high: Share = 0.95
+    """Greatest share of a trace; at least its last token is left to the policy."""
+    prefix_steps: Positive | None = None
+    """Steps over which the schedules in time run; None = ``run.steps``."""
 
 
 class VllmConfig(Section):
@@ -655,6 +668,8 @@ class Config(Section):
                 f"expert.per_group={self.expert.per_group} leaves no own sample in a group of "
                 f"rollout.group_size={self.rollout.group_size}"
             )
+        if self.expert.prefix is not None:
+            self._check_prefix()
         if self.weights.every - 1 > self.replay.max_staleness:
             raise ValueError(
                 f"weights.every={self.weights.every} needs replay.max_staleness >= "
@@ -682,6 +697,25 @@ class Config(Section):
                 f"replay.groups_per_step={self.replay.groups_per_step}"
             )
         return self
+
+    def _check_prefix(self) -> None:
+        expert = self.expert
+        if not expert.per_group or self.learner.source != "ledger":
+            raise ValueError(
+                f"expert.prefix={expert.prefix} has no trace to cut: it needs expert.per_group of 1 "
+                f"or more and learner.source=ledger"
+            )
+        if expert.prefix_low > expert.prefix_high:
+            raise ValueError(
+                f"expert.prefix_low={expert.prefix_low} is over expert.prefix_high="
+                f"{expert.prefix_high}"
+            )
+        timed = expert.prefix not in ("fixed", "random")
+        if timed and expert.prefix_steps is None and self.run.steps is None:
+            raise ValueError(
+                f"expert.prefix={expert.prefix} runs over steps, and a run that is set in passes "
+                f"doesn't know theirs: set expert.prefix_steps"
+            )
 
 
 CHANGEABLE: tuple[str, ...] = (

@@ -60,9 +60,7 @@ ALONE = """## Functions without a key
 Tested like the rest, but called by no run of Tandem's own trainer: advantages and rewards of single
 tokens (`returns.gae`, `returns.kl_penalised_tokens`, `penalties.value_loss`), since the trainer has
 no critic; ExGRPO's `mixing.bucket_weights`, since the ledger brings no past successes back: `exgrpo`
-takes for replayed what stands in the traces; `mixing.prefix_ratios`, `prefix_length` and
-`cosine_prefix_low`: an expert's trace enters a group whole (rows that begin with a prefix are
-trained on where an engine or an archive brings them).
+takes for replayed what stands in the traces.
 """
 
 

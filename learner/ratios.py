@@ -77,7 +77,7 @@ def corrected(
 ) -> Tensor:
     """Detached weights w of log w, bounded.
 
-    ``truncate``: min(w, high) (TIS; IMPALA, arXiv 1802.01561, eq. 1). ``mask``: w where
+    ``truncate``: min(w, high) (TIS; IMPALA, arXiv 1802.01561). ``mask``: w where
     low ≤ w ≤ high, else 0 (IcePop, Ring-1T, arXiv 2510.18855; MIS with low = 0). ``none``: 1.
     """
     weights = clamped(log_weights.detach()).exp()

@@ -41,6 +41,11 @@ def describe(
         found["replay/expert_length"] = _mean([len(trace.tokens) for trace in used])
     if samples:
         found |= _rewards(groups, samples, traces) | _rollouts(groups, samples)
+        begun = [s for s in samples if len(s.source) and s.source[0] == Source.EXPERT]
+        if begun:
+            found["replay/prefixed_rows"] = float(len(begun))
+            shares = [float((s.source == Source.EXPERT).mean()) for s in begun]
+            found["replay/prefix_share"] = _mean(shares)
         ages = [
             step - 1 - oldest for sample in samples if (oldest := sample.oldest_step) is not None
         ]

@@ -135,6 +135,8 @@ def refusal(request: GroupRequest, facts: ModelFacts) -> str | None:
                 return f"a token id is outside the model's {facts.vocabulary}"
         if len(prefix) and int(prefix[-1]) in facts.end_tokens:
             return "the prefix ends with the end token: nothing is left to sample"
+        if request.room(len(prefix)) < 1:
+            return f"a prefix of {len(prefix)} tokens, and a response has {request.longest}"
         if len(request.prompt_tokens) + len(prefix) >= facts.context:
             return (
                 f"prompt and prefix have {len(request.prompt_tokens)} + {len(prefix)} tokens, and "

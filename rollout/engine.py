@@ -55,12 +55,21 @@ class GroupRequest:
     """``[L]`` how each response begins: one array for all samples, or one for each."""
     prefix_source: Source = Source.EXPERT
     """Who wrote the prefix."""
+    longest: int | None = None
+    """Most tokens of a response, its prefix counted; None = as many as its prefix and
+    ``sampling.max_new_tokens`` make."""
 
     def prefix(self, index: int) -> Int32Array:
         """``[L]`` The prefix of one sample."""
         if isinstance(self.prefix_tokens, tuple):
             return self.prefix_tokens[index]
         return self.prefix_tokens
+
+    def room(self, prefix: int) -> int:
+        """Most tokens that are sampled after a prefix of so many."""
+        if self.longest is None:
+            return self.sampling.max_new_tokens
+        return min(self.sampling.max_new_tokens, self.longest - prefix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

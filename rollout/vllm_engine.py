@@ -243,12 +243,13 @@ class VllmEngine:
             name = f"{request.group_id}/{self._requests}"
             group.names.append(name)
             context = [*request.prompt_tokens.tolist(), *prefix.tolist()]
-            task = asyncio.create_task(self._consume(group, name, context, indices))
+            room = min(self._facts.context - len(context), request.room(len(prefix)))
+            task = asyncio.create_task(self._consume(group, name, context, indices, room))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _consume(
-        self, group: _Running, name: str, context: list[int], indices: range
+        self, group: _Running, name: str, context: list[int], indices: range, room: int
     ) -> None:
         """One vLLM request, to its end."""
         try:
@@ -262,7 +263,7 @@ class VllmEngine:
                     context,
                     group.request.sampling,
                     count=len(indices),
-                    room=self._facts.context - len(context),
+                    room=room,
                     end_tokens=self._stop,
                     # Keys and values of one version are no good to another.
                     salt=str(self._version or UNNAMED),

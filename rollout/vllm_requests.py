@@ -39,7 +39,7 @@ async def sample(
         context: token ids of prompt and prefix.
         sampling: the distribution; at temperature 0 one sample is all that vLLM gives.
         count: of samples.
-        room: tokens that the engine's context has left.
+        room: tokens that the engine's context, or the request's longest response, has left.
         end_tokens: end a response.
         salt: requests with unlike salts share no cached keys.
         versions: by the names that vLLM was told; weights of other names have none.

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from ..common.records import (
     FinishReason,
     Group,
     GroupReceipt,
+    Int32Array,
     Problem,
     SamplingParams,
     Version,
@@ -47,8 +48,9 @@ from ..replay.ledger import Lease, LeaseReply, Ledger
 from ..replay.members import Members
 from ..replay.rules import choose_traces
 from ..replay.store import EvaluationRequest, EvaluationResult, RunStore
-from .engine import Engine, FinishedGroup, GroupRequest, NamedWeights
+from .engine import Engine, FinishedGroup, GroupRequest, NamedWeights, no_tokens
 from .engines import make_engine
+from .prefixes import prefixes
 from .submission import PoolAddress, Submitter
 
 if TYPE_CHECKING:
@@ -318,7 +320,7 @@ class Worker:
             return False
         room = self._batch + self._ahead - self._in_engine
         with self._clock.doing("generate" if self._in_engine else "redis"):
-            reply, problems = await self._in_redis(lambda: self._lease(held, room))
+            reply, problems, begun = await self._in_redis(lambda: self._lease(held, room))
         self._state, self._lease_seconds = reply.state, reply.lease_seconds
         if not reply.leases:
             self._waiting_for = "" if self._in_engine else reply.wait or "ledger"
@@ -328,7 +330,7 @@ class Worker:
             return False
         self._waiting_for = ""
         self._in_engine += len(reply.leases)
-        generating = asyncio.create_task(self._generate(reply.leases, problems))
+        generating = asyncio.create_task(self._generate(reply.leases, problems, begun))
         self._generating.add(generating)
         generating.add_done_callback(self._generating.discard)
         return True
@@ -341,8 +343,11 @@ class Worker:
             pass
         self._nudge.clear()
 
-    def _lease(self, held: Version, room: int) -> tuple[LeaseReply, dict[str, Problem]]:
-        """Leases with their problems (in the Redis thread)."""
+    def _lease(
+        self, held: Version, room: int
+    ) -> tuple[LeaseReply, dict[str, Problem], dict[str, tuple[Int32Array, ...]]]:
+        """Leases with their problems, and by group how its samples begin where they begin with a
+        trace (in the Redis thread)."""
         reply = self._ledger.lease(held, room)
         now = time.monotonic()
         with self._lock:
@@ -351,22 +356,49 @@ class Worker:
                 self._held[lease.group_id] = _Held(lease, now + left)
         wanted = [lease.problem_id for lease in reply.leases]
         missing = list(dict.fromkeys(i for i in wanted if i not in self._problems))
-        if missing:
-            try:
+        try:
+            if missing:
                 found = self._runs.problems(missing)
-            except StoreError:
-                for lease in reply.leases:
-                    self._give_back_now(lease, "problems can't be read", failed=False)
-                raise
-            self._problems.update(zip(missing, found, strict=True))
+                self._problems.update(zip(missing, found, strict=True))
+            begun = self._begun(reply.leases, held.step)
+        except StoreError:
+            for lease in reply.leases:
+                self._give_back_now(lease, "problems or traces can't be read", failed=False)
+            raise
         chosen = {i: self._problems[i] for i in wanted}
         for i in wanted:
             self._problems.move_to_end(i)
         while len(self._problems) > PROBLEMS_KEPT:
             self._problems.popitem(last=False)
-        return reply, chosen
+        return reply, chosen, begun
 
-    async def _generate(self, leases: Sequence[Lease], problems: dict[str, Problem]) -> None:
+    def _begun(self, leases: Sequence[Lease], step: int) -> dict[str, tuple[Int32Array, ...]]:
+        """By group with a trace, the prefix of each sample; nothing where traces enter whole."""
+        if self.config.expert.prefix is None:
+            return {}
+        names = {lease.group_id: self._traces(lease) for lease in leases}
+        wanted = list(dict.fromkeys(name for some in names.values() for name in some))
+        known = dict(zip(wanted, self._runs.traces(wanted), strict=True)) if wanted else {}
+        return {
+            group_id: prefixes(self.config, group_id, step, [known[name] for name in some])
+            for group_id, some in names.items()
+            if some
+        }
+
+    def _traces(self, lease: Lease) -> tuple[str, ...]:
+        return choose_traces(
+            self._problems[lease.problem_id],
+            self.config.run.seed,
+            lease.group_id,
+            self.config.expert.per_group,
+        )
+
+    async def _generate(
+        self,
+        leases: Sequence[Lease],
+        problems: dict[str, Problem],
+        begun: Mapping[str, tuple[Int32Array, ...]],
+    ) -> None:
         """Generates one batch; hands in each group as it finishes."""
         rollout, seed = self.config.rollout, self.config.run.seed
         sampling = SamplingParams(
@@ -374,9 +406,12 @@ class Worker:
             top_p=rollout.top_p,
             max_new_tokens=rollout.max_new_tokens,
         )
+        # Traces that samples begin with fill no row of their own.
+        whole = self.config.expert.prefix is None
+        per_group = self.config.expert.per_group if whole else 0
         traces = {
             lease.group_id: choose_traces(
-                problems[lease.problem_id], seed, lease.group_id, self.config.expert.per_group
+                problems[lease.problem_id], seed, lease.group_id, per_group
             )
             for lease in leases
         }
@@ -387,6 +422,8 @@ class Worker:
                 count=rollout.group_size - len(traces[lease.group_id]),
                 sampling=sampling,
                 seed=seed,
+                prefix_tokens=begun.get(lease.group_id, no_tokens()),
+                longest=rollout.max_new_tokens,
             )
             for lease in leases
         ]

@@ -101,7 +101,7 @@ def load(
 ) -> Load:
     """A step of the config; lengths are shares of their limits unless given."""
     groups = config.replay.groups_per_step
-    own = config.rollout.group_size - config.expert.per_group
+    own = own_rows(config)
     limit = config.rollout.max_new_tokens
     offline = config.learner.source == "offline"
     return Load(
@@ -112,6 +112,11 @@ def load(
         response=min(limit, response_tokens or RESPONSE_SHARE * limit),
         longest=limit,
     )
+
+
+def own_rows(config: Config) -> int:
+    """Samples of a group that the policy generates, wholly or from a prefix on."""
+    return config.rollout.group_size - (0 if config.expert.prefix else config.expert.per_group)
 
 
 def pace(config: Config, shape: ModelShape, node: Node, work: Load, cache_tokens: int) -> Pace:
@@ -157,7 +162,7 @@ def _rollout(
         return 0.0, 0
     e, across = element(config), config.rollout.gpus_per_worker
     samples = work.samples / workers
-    own = config.rollout.group_size - config.expert.per_group
+    own = own_rows(config)
     running = max(
         1,
         min(

@@ -211,7 +211,7 @@ def measure_shared_memory(folder: Path, pairs: int) -> dict[str, Any]:
     layout = plan(((n, tuple(p.shape), p.dtype) for n, p in named), BUCKET)
     source = torch.zeros(layout.total_bytes, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    with running() as server:
+    with tempfile.TemporaryDirectory() as redis, running(Path(redis)) as server:
         join = server.join()
         store = connect(join, name="bench")
         ledger = Ledger(store, "bench")

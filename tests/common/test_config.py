@@ -242,3 +242,18 @@ def test_every_objective_is_a_config():
 def test_a_coefficient_that_would_follow_nothing_is_refused(overrides, way_out):
     with pytest.raises(ConfigError, match=way_out):
         build(*(f"learner.objective.{one}" for one in overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "way_out"),
+    [
+        (["expert.per_group=0"], "no trace to cut"),
+        (["expert.prefix_low=0.9", "expert.prefix_high=0.5"], "prefix_low=0.9 is over"),
+        (["run.steps=null", "run.passes=1", "expert.prefix=linear"], "set expert.prefix_steps"),
+        (["learner.source=offline"], "learner.source=ledger"),
+    ],
+)
+def test_a_prefix_that_nothing_would_be_cut_for_is_refused(overrides, way_out):
+    with pytest.raises(ConfigError, match=way_out):
+        build("expert.per_group=1", "expert.prefix=fixed", *overrides)
+    build("expert.per_group=1", "expert.prefix=cosine")

@@ -52,6 +52,16 @@ def test_the_staircases_bound_what_is_drawn(step: int, falling: int, growing: in
         assert 0.98 * most < found.max() <= most
 
 
+@pytest.mark.parametrize(("step", "least"), [(0, 0.95), (50, 0.5), (100, 0.05), (300, 0.05)])
+def test_the_cosines_least_share_falls(step: int, least: float) -> None:
+    found = prefix_ratios(
+        "cosine", 2000, step=step, steps=100, low=0.05, high=0.95, generator=seeded()
+    )
+    assert least <= found.min() + 1e-12
+    assert found.min() < least + 0.01
+    assert 0.94 < found.max() <= 0.95 + 1e-12
+
+
 def test_a_prefix_is_rounded_down() -> None:
     assert [prefix_length(7, ratio) for ratio in (0.0, 0.5, 0.99, 1.0)] == [0, 3, 6, 7]
 

@@ -14,7 +14,7 @@ import torch
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError
 from tandem.common.objectives import OBJECTIVES
-from tandem.common.records import Group, Sample, SamplingParams
+from tandem.common.records import Group, Sample, SamplingParams, Source
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.objectives import Grpo, Objective, ObjectiveSettings, make
 from tandem.learner.updates import GroupWithTraces, Updates, objective_of
@@ -313,11 +313,35 @@ def test_the_moved_coefficient_is_the_one_in_the_loss(
     assert found["train/grad_norm"] == expected["train/grad_norm"]
 
 
+def begun_by_an_expert(group: Group, tokens: int) -> Group:
+    """The group, its first sample's first tokens an expert's."""
+    first, *others = group.samples
+    place = np.arange(len(first.tokens))
+    (span,) = first.spans
+    begun = dataclasses.replace(
+        first,
+        source=np.where(place < tokens, Source.EXPERT, Source.OWN).astype(np.uint8),
+        logprobs=np.where(place < tokens, np.nan, first.logprobs).astype(np.float32),
+        spans=(dataclasses.replace(span, start=tokens),),
+    )
+    return dataclasses.replace(group, samples=(begun, *others))
+
+
+def test_a_prefix_counts_with_the_experts_tokens(learner: Learner, made_up: ModuleType) -> None:
+    group = begun_by_an_expert(groups_of(made_up, 1)[0][0], 3)
+    updates = learner(learner={"objective": {"name": "luffy"}})
+    found = updates.train(1, [(group, ())], {}, lr=1e-3).metrics
+    assert found["train/tokens_expert"] == 3
+    own = sum(len(sample.tokens) for sample in group.samples) - 3
+    assert found["train/tokens_own"] == own
+    assert found["train/loss_expert"] != 0
+
+
 @pytest.mark.parametrize("name", sorted(set(OBJECTIVES) - {"ppo"}))
 def test_every_objective_trains_whatever_the_micro_batches(
     name: str, learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two updates of a step, with traces among the rows and padding between them."""
+    """Two updates of a step, with traces and a trace's prefix among the rows."""
     monkeypatch.setattr(
         "tandem.learner.updates.load_model", lambda path, **kwargs: made_up.tiny_model()
     )
@@ -326,6 +350,7 @@ def test_every_objective_trains_whatever_the_micro_batches(
         (group, (f"a/{number}#0",) if number < 2 else ())
         for number, (group, _) in enumerate(groups_of(made_up, 4, size=3))
     ]
+    groups[3] = (begun_by_an_expert(groups[3][0], 2), ())
     found = []
     for budget in (4096, 18 if make(name).unit == "row" else 90):
         updates = learner(

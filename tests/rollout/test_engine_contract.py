@@ -275,6 +275,18 @@ def test_each_sample_may_have_a_prefix_of_its_own(new_engine: NewEngine, tiny: A
         assert int((sample.source == Source.EXPERT).sum()) == len(prefix)
 
 
+def test_the_longest_response_counts_its_prefix(new_engine: NewEngine, tiny: Any) -> None:
+    prefixes = (prompt(6, key=5), prompt(0), prompt(3, key=8))
+    request = asks("0-0", count=3, new=60, prefix_tokens=prefixes, longest=8, temperature=2.0)
+    full = asks("0-1", count=3, prefix_tokens=prefixes, longest=6)
+    found = generate(new_engine(tiny.model()), request, full)
+    for sample in found["0-0"].samples:
+        cut = sample.finish_reason is FinishReason.LENGTH
+        assert len(sample.tokens) == 8 if cut else len(sample.tokens) <= 8
+    assert any(s.finish_reason is FinishReason.LENGTH for s in found["0-0"].samples)
+    assert found["0-1"].error == "a prefix of 6 tokens, and a response has 6"
+
+
 def test_a_sample_continued_from_its_own_beginning_ends_alike(
     new_engine: NewEngine, tiny: Any, repeatable: float
 ) -> None:

@@ -23,9 +23,11 @@ from tandem.common.models import load_model, load_tokenizer, resolve
 from tandem.common.prompts import render
 from tandem.common.records import (
     CommitResult,
+    ExpertTrace,
     FinishReason,
     Group,
     Problem,
+    Source,
     Verdict,
     Version,
 )
@@ -83,6 +85,8 @@ class Bench:
         self.problems = [problem(tokenizer, number) for number in range(40)]
         self.runs.put_config(to_yaml(self.config))
         self.runs.put_problems(self.problems)
+        self.traces = [trace(tokenizer, number) for number in range(0, 40, 2)]
+        self.runs.put_traces(self.traces)
         self.runs.put_eval_set("heldout", self.problems[:12])
         self.ledger.create(LedgerSettings.of(self.config, [("train", 40, 1)], "digest"))
         self.model = load_model("miniature")
@@ -195,6 +199,8 @@ def settings() -> Config:
             "run": {"steps": 1000, "seed": 7},
             "model": {"path": resolve("miniature")},
             "data": {"train": [{"path": "unused.parquet", "name": "train"}]},
+            # Problems with a trace have one sample that begins with half of it.
+            "expert": {"per_group": 1, "prefix": "fixed", "prefix_high": 0.5},
             "rollout": {"group_size": 4, "groups_per_batch": 3, "max_new_tokens": 40},
             "replay": {"groups_per_step": 2, "max_staleness": 1, "lease_seconds": 20},
             "launch": {"drain_seconds": 20},
@@ -210,6 +216,23 @@ def problem(tokenizer: Any, number: int) -> Problem:
         prompt_tokens=tokens,
         gold=f"{14 + number}",
         data_source="test",
+        trace_ids=(f"train/{number}#0",) if number % 2 == 0 else (),
+    )
+
+
+def trace(tokenizer: Any, number: int) -> ExpertTrace:
+    """An expert's answer to an even problem."""
+    text = f"{10 + number}+3={13 + number}</think>\\boxed{{{14 + number}}}"
+    tokens = np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
+    return ExpertTrace(
+        trace_id=f"train/{number}#0",
+        problem_id=f"train/{number}",
+        tokens=tokens,
+        logprobs=None,
+        text=text,
+        tokenizer_digest="",
+        reward=1.0,
+        verdict=Verdict.CORRECT,
     )
 
 
@@ -244,9 +267,29 @@ def test_it_feeds_the_ledger_with_groups_of_the_configured_shape(
         for sample in group.samples:
             assert sample.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
             assert 1 <= len(sample.tokens) <= 40
-            assert not np.isnan(sample.logprobs).any()
-            assert sample.spans[0].start == 0
+            begun = int((sample.source == Source.EXPERT).sum())
+            assert not np.isnan(sample.logprobs[begun:]).any()
+            assert sample.spans[0].start == begun
             assert sample.spans[-1].end == len(sample.tokens)
+
+
+def test_a_sample_begins_with_a_part_of_the_problems_trace(
+    bench: Bench, worker: subprocess.Popen[bytes]
+) -> None:
+    known = {trace.problem_id: trace.tokens for trace in bench.traces}
+    seen = set()
+    for group in (group for _ in range(3) for group in bench.train(1)):
+        begun = [int((s.source == Source.EXPERT).sum()) for s in group.samples]
+        whole = known.get(group.problem_id)
+        half = 0 if whole is None else len(whole) // 2
+        assert begun == [0, 0, 0, half]
+        assert group.trace_ids == ()
+        last = group.samples[-1]
+        assert half < len(last.tokens) <= 40
+        if whole is not None:
+            assert last.tokens[:half].tolist() == whole[:half].tolist()
+        seen.add(half > 0)
+    assert seen == {True, False}
 
 
 def test_no_token_is_older_than_the_ledger_admits(

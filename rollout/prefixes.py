@@ -1,0 +1,45 @@
+"""How the samples of a group begin: with a part of an expert's trace, or with nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..common.config import Config
+from ..common.prefixes import prefix_length, prefix_shares
+from ..common.records import ExpertTrace, Int32Array
+from ..common.seeds import keyed_generator
+from .engine import no_tokens
+
+
+def prefixes(
+    config: Config, group_id: str, step: int, traces: Sequence[ExpertTrace]
+) -> tuple[Int32Array, ...]:
+    """One array for each sample of the group; the last ones are those of the traces.
+
+    Keyed by (run seed, group id). At least one token is left to the policy, both of the trace and
+    of ``rollout.max_new_tokens``, which bounds prefix and continuation together.
+
+    Args:
+        config: The run's; ``expert.prefix`` is set.
+        group_id: Of the group.
+        step: That the worker's weights are of.
+        traces: That it begins with, at most ``expert.per_group``.
+    """
+    expert, rollout = config.expert, config.rollout
+    assert expert.prefix is not None
+    rng = keyed_generator("prefix", config.run.seed, group_id)
+    shares = prefix_shares(
+        expert.prefix,
+        len(traces),
+        lambda count: rng.random(count).tolist(),
+        step=step,
+        steps=expert.prefix_steps or config.run.steps or 1,
+        low=expert.prefix_low,
+        high=expert.prefix_high,
+    )
+    begun = []
+    for trace, share in zip(traces, shares, strict=True):
+        length = len(trace.tokens)
+        most = max(0, min(prefix_length(length, share), length - 1, rollout.max_new_tokens - 1))
+        begun.append(trace.tokens[:most])
+    return (*([no_tokens()] * (rollout.group_size - len(begun))), *begun)
