@@ -79,7 +79,7 @@ def ends_on(worker: Any, version: Version) -> bool:
     while True:
         try:
             served, found = worker.next(DEADLINE)
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # It may end in the midst of what it says.
             worker.process.join(DEADLINE)
             assert worker.process.exitcode == 70
             return False
