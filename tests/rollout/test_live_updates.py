@@ -31,6 +31,8 @@ IN_FLIGHT = 32
 PROMPTS, NEW_TOKENS = 8, 32
 END = 1
 """The end token of the miniature."""
+START_SECONDS = 240.0
+"""Deadline of starting an engine; vLLM takes half a minute on a quiet machine."""
 SECONDS = 60.0
 """Deadline of one order."""
 
@@ -144,7 +146,8 @@ def pair(
     made = Pair(join, finished_run / "model", request.param, log)
     try:
         try:
-            made.worker("start")
+            made.worker.begin("start")
+            made.worker.end(START_SECONDS)
         except (AssertionError, EOFError) as error:
             raise AssertionError(f"{error}\n{log.read_text()[-4000:]}") from error
         yield made

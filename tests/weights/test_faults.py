@@ -1,0 +1,282 @@
+"""Whatever happens in the midst of an update: all serve a whole version, the newest in the end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import fault_processes
+import pytest
+from raw_learner import RawLearner
+from weight_processes import FlippedByte, as_bytes, config, model, specs_of
+
+from tandem.common.errors import WeightsError
+from tandem.common.records import Version
+from tandem.common.weights.protocol import Commit, Committed, Have, Refused, Staged
+
+TRANSPORTS = ("gloo", "shared_memory")
+BIG = specs_of(model(0, big=True))
+DEADLINE = 30.0
+"""For every wait, seconds; the run's own deadlines are shorter."""
+
+
+def v(step: int, term: int = 1) -> Version:
+    return Version(term=term, step=step)
+
+
+def weights_of(step: int) -> dict[str, bytes]:
+    """Every bit of the version that a step publishes."""
+    return as_bytes(model(step, big=True))
+
+
+class Setting:
+    """A run by one transport."""
+
+    def __init__(self, run: Any, transport: str) -> None:
+        self.run = run
+        self.transport = transport
+        self.config = config(transport=transport)
+
+    def publisher(self, **more: Any) -> Any:
+        """A learner in this process."""
+        return self.run.publisher(**{"config": self.config, **more})
+
+    def learner(self) -> Any:
+        """A learner's process, which publishes as (step, seed) what it is told."""
+        return self.run.learner(config=self.config, big=True)
+
+    def worker(self, member: str = "rollout-0", **options: Any) -> Any:
+        """A worker's process, which may stand still on its way."""
+        values = {"config": self.config, "specs": BIG, **options}
+        return self.run._child(fault_processes.worker, member, values)
+
+
+@pytest.fixture(params=TRANSPORTS)
+def setting(request: pytest.FixtureRequest, run: Any) -> Setting:
+    """One for each transport."""
+    return Setting(run, request.param)
+
+
+def publish(publisher: Any, *steps: int, others: tuple[Any, ...] = ()) -> None:
+    """Publishes steps; these workers serve each of them, whole, before the next."""
+    for step in steps:
+        publisher.publish(v(step), model(step, big=True))
+        for other in others:
+            assert other.next(DEADLINE) == (v(step), weights_of(step))
+
+
+def holds(worker: Any, place: str) -> None:
+    """Waits until it stands still there."""
+    assert worker.next(DEADLINE) == ("holds", place)
+
+
+def ends_on(worker: Any, version: Version) -> bool:
+    """Waits until it serves a version; all that it serves till then is whole.
+
+    False where its process ended instead, because the engine may have held half of a version.
+    """
+    while True:
+        try:
+            served, found = worker.next(DEADLINE)
+        except (EOFError, OSError):  # It may end in the midst of what it says.
+            worker.process.join(DEADLINE)
+            assert worker.process.exitcode == 70
+            return False
+        assert found == weights_of(served.step), f"a mix was served as {served}"
+        if served == version:
+            return True
+
+
+def test_a_learner_killed_in_mid_bucket_leaves_the_old_version(setting: Setting) -> None:
+    first = setting.learner()
+    held, other = setting.worker(hold="bucket", after=1), setting.worker("rollout-1")
+    first.pipe.send((1, 1))
+    assert held.next() == other.next() == (v(1), weights_of(1))
+    first.pipe.send((2, 2))
+    holds(held, "bucket")
+    first.kill()
+    held.pipe.send("go on")
+    second = setting.learner()
+    second.pipe.send((1, 3))
+    # It says what it commits: nothing of 1.2, whose learner never said COMMIT.
+    assert held.next(DEADLINE) == (v(1, term=2), weights_of(3))
+    served = other.next(DEADLINE)
+    if served == (v(2), weights_of(2)):  # It may have been sooner than the signal.
+        served = other.next(DEADLINE)
+    assert served == (v(1, term=2), weights_of(3))
+
+
+@pytest.mark.parametrize("place", ["bucket", "staged", "commit"])
+def test_a_killed_worker_costs_nobody_else_and_gets_the_version_anew(
+    setting: Setting, place: str
+) -> None:
+    publisher = setting.publisher()
+    dying, other = setting.worker(hold=place, after=1), setting.worker("rollout-1")
+    publish(publisher, 1, others=(dying, other))
+    publish(publisher, 2, others=(other,))
+    holds(dying, place)
+    dying.kill()
+    publish(publisher, 3, 4, others=(other,))
+    assert setting.worker().next(DEADLINE) == (v(4), weights_of(4))
+    publish(publisher, 5, others=(other,))
+
+
+@pytest.mark.parametrize("patient", [True, False], ids=["patient", "punctual"])
+@pytest.mark.parametrize("place", ["bucket", "staged", "commit"])
+def test_a_worker_stopped_beyond_the_deadline_ends_on_the_newest_version(
+    setting: Setting, place: str, patient: bool
+) -> None:
+    short = config(transport=setting.transport, open_seconds=2, stage_seconds=2, commit_seconds=2)
+    publisher = setting.publisher(config=short)
+    # Its own deadline may have passed, too, when it goes on; or it goes on as if nothing were.
+    own = setting.config if patient else short
+    stopped = setting.worker(hold=place, after=1, config=own)
+    other = setting.worker("rollout-1")
+    publish(publisher, 1, others=(stopped, other))
+    publish(publisher, 2, others=(other,))
+    holds(stopped, place)
+    stopped.signal(signal.SIGSTOP)
+    # Its buffer would be needed again while it stands still.
+    publish(publisher, 3, 4, 5, others=(other,))
+    setting.run.lines.wait_for("rollout-0 stays on 1.1, not 1.2", seconds=DEADLINE)
+    publish(publisher, 6, 7, 8, others=(other,))
+    stopped.pipe.send("go on")
+    stopped.signal(signal.SIGCONT)
+    if not ends_on(stopped, v(8)):
+        # Half-loaded for longer than it may be: its supervisor starts it again.
+        assert (place, patient) == ("commit", False)
+        assert setting.worker().next(DEADLINE) == (v(8), weights_of(8))
+    publisher.wait_served(v(8), DEADLINE, at_least=2)
+    publish(publisher, 9, others=(other,))
+
+
+@pytest.mark.parametrize("place", ["bucket", "commit"])
+def test_a_worker_that_joins_in_mid_publish_gets_the_newest_version(
+    setting: Setting, place: str
+) -> None:
+    publisher = setting.publisher()
+    first = setting.worker(hold=place)
+    publish(publisher, 1)
+    holds(first, place)
+    joiner = setting.worker("rollout-1")
+    assert joiner.next(DEADLINE) == (v(1), weights_of(1))
+    publish(publisher, 2, 3, others=(joiner,))
+    first.pipe.send("go on")
+    assert ends_on(first, v(3))
+    publisher.wait_served(v(3), DEADLINE, at_least=2)
+
+
+def test_a_flipped_byte_is_refused_and_the_next_version_arrives(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FlippedByte, "damaged", 0)
+    over_wire = setting.transport == "gloo"
+    more = {"transports": lambda name, interface: FlippedByte(interface)} if over_wire else {}
+    publisher = setting.publisher(**more)
+    held = setting.worker(hold="bucket", after=0)
+    publish(publisher, 1)
+    holds(held, "bucket")
+    if not over_wire:
+        # The first of its buckets is checked, the last one not yet.
+        publisher._slots._newest.buffer[-1] ^= 1
+    held.pipe.send("go on")
+    setting.run.lines.wait_for("rollout-0 stays on no version", "refused at verify", "was damaged")
+    publish(publisher, 2)
+    assert ends_on(held, v(2))
+    publish(publisher, 3, 4, others=(held,))
+
+
+@pytest.mark.parametrize(
+    ("specs", "told"),
+    [
+        (
+            [(n, (5, 12) if n == "head.weight" else s, d) for n, s, d in BIG],
+            "head.weight has shape [5, 12] in the engine and [5, 11] in the manifest",
+        ),
+        ([*BIG, ("lm_head.bias", (7,), "float32")], "lm_head.bias is missing: the engine has it"),
+        (BIG[:-1], "layer.weight is unknown to the engine"),
+    ],
+    ids=["wrong shape", "name missing", "name too many"],
+)
+def test_weights_that_do_not_fit_one_worker_are_served_to_the_others(
+    setting: Setting, specs: list[Any], told: str
+) -> None:
+    publisher = setting.publisher()
+    other = setting.worker("rollout-1")
+    unfit = setting.worker(specs=specs)
+    publish(publisher, 1, others=(other,))
+    setting.run.lines.wait_for("rollout-0 stays on no version", "refused at prepare", told)
+    publish(publisher, 2, 3, others=(other,))
+    assert not unfit.pipe.poll()
+    assert publisher.stats()["members"] == {"rollout-0": None, "rollout-1": [1, 3]}
+
+
+def test_a_learner_does_not_go_back(setting: Setting) -> None:
+    publisher = setting.publisher()
+    worker = setting.worker()
+    publish(publisher, 2, others=(worker,))
+    for older in (1, 2):
+        with pytest.raises(WeightsError, match=rf"1\.{older} isn't newer than 1\.2"):
+            publisher.publish(v(older), model(older, big=True))
+    publish(publisher, 3, others=(worker,))
+
+
+@pytest.fixture
+def raw(run: Any) -> Iterator[RawLearner]:
+    """A learner that keeps to no rules."""
+    learner = RawLearner(run)
+    yield learner
+    learner.close()
+
+
+def committed(raw: RawLearner, worker: Any, name: str, version: Version) -> None:
+    """A whole round, as it should be."""
+    raw.prepare(name, version)
+    raw.expect(Staged)
+    raw.send(Commit(round=name, run_id=raw.run_id, version=version))
+    assert worker.next(DEADLINE) == (version, weights_of(version.step))
+    assert raw.expect(Committed).version == version
+
+
+def test_a_prepare_that_goes_back_is_refused(run: Any, raw: RawLearner) -> None:
+    worker = Setting(run, "shared_memory").worker()
+    raw.expect(Have)
+    committed(raw, worker, "a", v(3))
+    for name, version in (("b", v(2)), ("c", v(3)), ("d", v(9, term=0))):
+        raw.prepare(name, version)
+        refused = raw.expect(Refused)
+        assert (refused.round, refused.stage) == (name, "prepare")
+        assert "not newer than 1.3" in refused.reason or "which is over" in refused.reason
+        assert raw.expect(Have).version == v(3)
+    committed(raw, worker, "e", v(4))
+
+
+def test_a_commit_that_goes_back_is_refused(run: Any, raw: RawLearner) -> None:
+    worker = Setting(run, "shared_memory").worker()
+    raw.expect(Have)
+    committed(raw, worker, "a", v(1))
+    raw.prepare("b", v(3))
+    raw.expect(Staged)
+    # Of a round that is over, and of another version than the one that is staged.
+    raw.send(Commit(round="a", run_id=raw.run_id, version=v(1)))
+    raw.send(Commit(round="b", run_id=raw.run_id, version=v(2)))
+    refused = raw.expect(Refused)
+    assert (refused.round, refused.stage) == ("b", "commit")
+    assert "COMMIT names 1.2" in refused.reason
+    assert raw.expect(Have).version == v(1)
+    committed(raw, worker, "c", v(3))
+
+
+def test_a_commit_before_the_bytes_are_checked_changes_nothing(run: Any, raw: RawLearner) -> None:
+    worker = Setting(run, "shared_memory").worker(hold="bucket")
+    raw.expect(Have)
+    raw.prepare("a", v(1))
+    holds(worker, "bucket")
+    raw.send(Commit(round="a", run_id=raw.run_id, version=v(1)))
+    assert raw.expect(Have).state == "staging"
+    worker.pipe.send("go on")
+    raw.expect(Staged)
+    assert raw.expect(Have).version is None
+    raw.send(Commit(round="a", run_id=raw.run_id, version=v(1)))
+    assert worker.next() == (v(1), weights_of(1))
