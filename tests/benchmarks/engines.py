@@ -1,7 +1,7 @@
 """Tokens a second of the inference engines beside transformers' ``generate``, in one run.
 
     .venv/bin/python tests/benchmarks/engines.py                    # both models, and the worker
-    .venv/bin/python tests/benchmarks/engines.py --models 3M --no-worker --pairs 5
+    .venv/bin/python tests/benchmarks/engines.py --models 3M --pairs 5 --worker-pairs 0
 
 Random Qwen2 models of about 3M and 100M parameters, float32, temperature 1. Each side samples the
 same prompts (groups of eight) with the same numbers of new tokens; no sample ends before.
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import platform
@@ -45,6 +46,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import engine_worker
+
 from tandem.common.config import ModelConfig, RolloutConfig
 from tandem.common.models import load_model
 from tandem.common.records import SamplingParams
@@ -53,6 +56,8 @@ from tandem.rollout.engine import Engine, GroupRequest
 from tandem.rollout.engines import make_engine
 
 GROUP = 8
+WORKER_BATCHES = 5
+"""Batches of the worker, of which the first one doesn't count."""
 SHORTEST = 8
 """The shortest response is the longest one divided by this."""
 
@@ -100,9 +105,9 @@ CASES = (
         inner=2048,
         vocabulary=32768,
         rows=16,
-        batches=4,
+        batches=3,
         prompt=16,
-        new=32,
+        new=24,
     ),
 )
 
@@ -144,7 +149,7 @@ def lengths(case: Case, varied: bool) -> np.ndarray:
     """``[groups]`` New tokens of each group."""
     groups = case.rows * case.batches // GROUP
     if not varied:
-        return np.full(groups // 2, case.new)
+        return np.full(max(case.batches // 2, 1) * case.rows // GROUP, case.new)
     # Evenly from an eighth to the whole, in a fixed random order.
     spread = np.linspace(case.new / SHORTEST, case.new, groups).round().astype(np.int64)
     return np.random.Generator(np.random.Philox(key=1)).permutation(spread)
@@ -287,6 +292,33 @@ def measure(case: Case, given: argparse.Namespace, sides: Sequence[str]) -> list
     return found
 
 
+def whole_worker(case: Case, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """One record for each engine: the rollout worker beside its engine alone."""
+    found = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        save_model(case, folder)
+        batch = case.rows // GROUP
+        given_prompts = prompts(case, WORKER_BATCHES * batch).tolist()
+        for engine in ("torch", "vllm") if given.worker_vllm else ("torch",):
+            tree = engine_worker.settings(
+                folder, engine, len(given_prompts), batch, GROUP, case.new
+            )
+            record = engine_worker.measure(
+                case.name, engine, tree, given_prompts, given.worker_pairs
+            )
+            rates = record["tokens_per_second"]
+            print(
+                f"| {case.name:>4} | {engine:<5} | {rates['worker']:>9,.0f} | "
+                f"{rates['alone']:>9,.0f} | **{record['ratio']:.2f}** | "
+                f"{' '.join(f'{pair:.2f}' for pair in record['pairs'])} | "
+                f"{record['ratio_of_processor_seconds']:.2f} |",
+                flush=True,
+            )
+            found.append(record)
+    return found
+
+
 def summary(case: Case, kind: str, rates: dict[str, list[float]]) -> dict[str, Any]:
     """Medians, and the ratios of each engine to ``generate``."""
     ratios = {
@@ -339,6 +371,8 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=3, help="interleaved measurements (default 3)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of every side")
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
+    parser.add_argument("--worker-pairs", type=int, default=2, help="of the worker; 0 = not at all")
+    parser.add_argument("--worker-vllm", action="store_true", help="the worker with vLLM as well")
     parser.add_argument("--rows", type=int, help="rows of a batch, a multiple of 8")
     parser.add_argument("--new", type=int, help="most new tokens")
     parser.add_argument(
@@ -362,13 +396,19 @@ def main() -> int:
     print(json.dumps(report["machine"]))
     print("\n| model | lengths | engine | tokens/s | generate | ratio | pairs |")
     print("|---|---|---|---|---|---|---|")
+    cases = []
     for case in CASES:
         if given.models and case.name not in given.models:
             continue
         changed = {name: getattr(given, name) for name in ("rows", "new") if getattr(given, name)}
-        if changed:
-            case = Case(**{**{n: getattr(case, n) for n in Case.__slots__}, **changed})
+        cases.append(dataclasses.replace(case, **changed))
+    for case in cases:
         report["engines"] += measure(case, given, sides)
+    if given.worker_pairs:
+        print("\nThe rollout worker beside its engine alone:\n")
+        print("| model | engine | worker, tokens/s | alone | ratio | pairs | processor |")
+        print("|---|---|---|---|---|---|---|")
+        report["worker"] = whole_worker(cases[-1], given)
     if given.json:
         given.json.write_text(json.dumps(report, indent=1))
     return 0
