@@ -4,7 +4,7 @@
     .venv/bin/python tests/benchmarks/engines.py --models 3M --pairs 5 --worker-pairs 0
 
 Random Qwen2 models of about 3M and 100M parameters, float32, temperature 1. Each side samples the
-same prompts (groups of eight) with the same numbers of new tokens; no sample ends before.
+same prompts (groups of four and two) with the same numbers of new tokens; no sample ends before.
 
 ======  ==============================================  =======================================
 case    an engine                                       ``generate``
@@ -55,7 +55,6 @@ from tandem.rollout import vllm_process
 from tandem.rollout.engine import Engine, GroupRequest
 from tandem.rollout.engines import make_engine
 
-GROUP = 8
 WORKER_BATCHES = 5
 """Batches of the worker, of which the first one doesn't count."""
 SHORTEST = 8
@@ -76,6 +75,8 @@ class Case:
     """Of the MLP."""
     vocabulary: int
     """Token ids; embedding and output layer share their matrix."""
+    group: int
+    """Samples of a prompt, which have one length."""
     rows: int
     """Rows of a ``generate`` batch, places of an engine."""
     batches: int
@@ -93,6 +94,7 @@ CASES = (
         hidden=256,
         inner=640,
         vocabulary=2048,
+        group=4,
         rows=64,
         batches=4,
         prompt=32,
@@ -104,6 +106,7 @@ CASES = (
         hidden=768,
         inner=2048,
         vocabulary=32768,
+        group=2,
         rows=16,
         batches=3,
         prompt=16,
@@ -147,9 +150,9 @@ def save_model(case: Case, folder: Path) -> int:
 
 def lengths(case: Case, varied: bool) -> np.ndarray:
     """``[groups]`` New tokens of each group."""
-    groups = case.rows * case.batches // GROUP
+    groups = case.rows * case.batches // case.group
     if not varied:
-        return np.full(max(case.batches // 2, 1) * case.rows // GROUP, case.new)
+        return np.full(max(case.batches // 2, 1) * case.rows // case.group, case.new)
     # Evenly from an eighth to the whole, in a fixed random order.
     spread = np.linspace(case.new / SHORTEST, case.new, groups).round().astype(np.int64)
     return np.random.Generator(np.random.Philox(key=1)).permutation(spread)
@@ -191,12 +194,12 @@ class Generate:
         """Samples all groups, in batches; returns the seconds."""
         from transformers import GenerationConfig
 
-        per_batch = case.rows // GROUP
-        rows = torch.from_numpy(prompts(case, len(new))).long().repeat_interleave(GROUP, 0)
+        per_batch = case.rows // case.group
+        rows = torch.from_numpy(prompts(case, len(new))).long().repeat_interleave(case.group, 0)
         watch = Stopwatch(wall)
         for start in range(0, len(new), per_batch):
             longest = int(new[start : start + per_batch].max())
-            batch = rows[start * GROUP : (start + per_batch) * GROUP]
+            batch = rows[start * case.group : (start + per_batch) * case.group]
             made = self._model.generate(
                 batch,
                 attention_mask=torch.ones_like(batch),
@@ -224,7 +227,7 @@ class OwnEngine:
         self._loop = asyncio.new_event_loop()
         self._engine: Engine = make_engine(
             ModelConfig(path=str(folder)),
-            RolloutConfig(engine=kind, group_size=GROUP, max_new_tokens=case.new),
+            RolloutConfig(engine=kind, group_size=case.group, max_new_tokens=case.new),
             max_rows=case.rows,
             max_prompt_tokens=case.prompt,
         )
@@ -239,7 +242,7 @@ class OwnEngine:
             GroupRequest(
                 group_id=f"0-{i}",
                 prompt_tokens=prompt,
-                count=GROUP,
+                count=case.group,
                 sampling=SamplingParams(max_new_tokens=int(most)),
                 seed=0,
             )
@@ -251,7 +254,7 @@ class OwnEngine:
             assert group.error is None, group.error
             tokens += sum(len(sample.tokens) for sample in group.samples)
         took = watch.read()
-        assert tokens == GROUP * new.sum(), (tokens, new)
+        assert tokens == case.group * new.sum(), (tokens, new)
         return took
 
     def close(self) -> None:
@@ -276,10 +279,12 @@ def measure(case: Case, given: argparse.Namespace, sides: Sequence[str]) -> list
         try:
             for varied in (False, True):
                 new = lengths(case, varied)
-                useful = int(GROUP * new.sum())
+                useful = int(case.group * new.sum())
                 rates: dict[str, list[float]] = {side: [] for side in sides}
                 for side in sides:  # What is allocated and chosen at the first use.
-                    made[side].run(case, np.full(case.rows // GROUP, case.new // SHORTEST), True)
+                    made[side].run(
+                        case, np.full(case.rows // case.group, case.new // SHORTEST), True
+                    )
                 for _ in range(given.pairs):
                     for side in sides:
                         rates[side].append(useful / made[side].run(case, new, given.wall))
@@ -298,11 +303,11 @@ def whole_worker(case: Case, given: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         save_model(case, folder)
-        batch = case.rows // GROUP
+        batch = case.rows // case.group
         given_prompts = prompts(case, WORKER_BATCHES * batch).tolist()
         for engine in ("torch", "vllm") if given.worker_vllm else ("torch",):
             tree = engine_worker.settings(
-                folder, engine, len(given_prompts), batch, GROUP, case.new
+                folder, engine, len(given_prompts), batch, case.group, case.new
             )
             record = engine_worker.measure(
                 case.name, engine, tree, given_prompts, given.worker_pairs
@@ -373,7 +378,7 @@ def main() -> int:
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
     parser.add_argument("--worker-pairs", type=int, default=2, help="of the worker; 0 = not at all")
     parser.add_argument("--worker-vllm", action="store_true", help="the worker with vLLM as well")
-    parser.add_argument("--rows", type=int, help="rows of a batch, a multiple of 8")
+    parser.add_argument("--rows", type=int, help="rows of a batch, a multiple of 4")
     parser.add_argument("--new", type=int, help="most new tokens")
     parser.add_argument(
         "--wall",
