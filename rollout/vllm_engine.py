@@ -12,6 +12,9 @@ Up to "load" a failure leaves everything as it was. A failure from there on leav
 paused for good, since it may hold half of two versions: :meth:`VllmEngine.load` raises something
 other than ``WeightsError``, and whoever called it ends the process.
 
+Versions of vLLM that don't say which weights sampled which tokens are asked for an output each step
+(see :mod:`.vllm_requests`); the counts are taken while the engine is paused.
+
 What differs from the torch engine: noise comes from vLLM's own generators, so ``keyed_noise`` is
 False and a repeated run samples other tokens. A group isn't seen between its beginning and its
 end, so ``waiting_groups`` counts those that are held back while weights change or the engine is
@@ -33,12 +36,11 @@ import torch
 from ..common.errors import TandemError, WeightsError
 from ..common.records import Version
 from ..common.weights.manifest import SegmentPlace
-from . import handover
+from . import handover, vllm_requests
 from .contract import NOTHING, Running, enter, fitting, refusal, stream
 from .engine import EngineStats, FinishedGroup, GroupRequest, ParameterSpec, StagedWeights
 from .model_facts import ModelFacts
 from .vllm_process import VllmProcess
-from .vllm_requests import sample
 
 log = logging.getLogger("tandem.rollout")
 
@@ -46,6 +48,8 @@ RPC_SECONDS = 120.0
 """Deadline for pausing, resuming and the like."""
 LOAD_SECONDS = 600.0
 """Deadline for all workers to load a version; ``weights.commit_seconds`` is usually shorter."""
+QUIET_SECONDS = 0.02
+"""No output has come for so long after a pause: none is on its way any more."""
 UNNAMED = "unnamed"
 """What vLLM calls weights that have no version."""
 
@@ -110,6 +114,9 @@ class VllmEngine:
         self._paused = False
         self._broken = ""
         self._requests = 0
+        # Of the requests that run, where vLLM doesn't say which weights sampled what.
+        self._says_versions = True
+        self._progress: set[vllm_requests.Progress] = set()
         self._order: asyncio.Lock | None = None
         self._busy_since: float | None = None
         self._busy = 0.0
@@ -214,6 +221,7 @@ class VllmEngine:
 
     async def _begin(self) -> None:
         self._order = asyncio.Lock()
+        self._says_versions = vllm_requests.says_versions(self._process.llm)
         await self._name(self._version)
 
     async def _submit(self, groups: list[_Running]) -> None:
@@ -252,12 +260,16 @@ class VllmEngine:
         self, group: _Running, name: str, context: list[int], indices: range, room: int
     ) -> None:
         """One vLLM request, to its end."""
+        progress = None
+        if not self._says_versions:
+            progress = vllm_requests.Progress(len(indices), self._version)
+            self._progress.add(progress)
         try:
             if group.aborted:
                 group.finished.update(dict.fromkeys(indices, NOTHING))
             else:
                 # Up to its registration this doesn't wait, so an abort can't come in between.
-                ended = await sample(
+                ended = await vllm_requests.sample(
                     self._process.llm,
                     name,
                     context,
@@ -268,6 +280,7 @@ class VllmEngine:
                     # Keys and values of one version are no good to another.
                     salt=str(self._version or UNNAMED),
                     versions=self._versions,
+                    progress=progress,
                 )
                 group.finished.update(zip(indices, ended, strict=True))
         except asyncio.CancelledError:
@@ -279,6 +292,8 @@ class VllmEngine:
             group.error = self._broken or f"{type(error).__name__}: {error}"
             await self._abort_requests(group)
         finally:
+            if progress is not None:
+                self._progress.discard(progress)
             group.left -= 1
             if group.left == 0:
                 self._deliver(group)
@@ -346,17 +361,34 @@ class VllmEngine:
             self._hand_over(group)
 
     async def _name(self, version: Version | None) -> None:
-        """Tells vLLM what to call the weights in the outputs from the next step on."""
-        label = str(version or UNNAMED)
-        if version is not None:
-            self._versions[label] = version
-        async with asyncio.timeout(RPC_SECONDS):
-            await self._process.llm.update_weight_version(label)
+        """Says what the weights of the next step are called; no step runs."""
+        if self._says_versions:
+            label = str(version or UNNAMED)
+            if version is not None:
+                self._versions[label] = version
+            async with asyncio.timeout(RPC_SECONDS):
+                await self._process.llm.update_weight_version(label)
+        elif version is not None:
+            await self._quiet()
+            for progress in self._progress:
+                progress.change(version)
         self._version = version
+
+    async def _quiet(self) -> None:
+        """Returns when the outputs of the last step have come; vLLM is paused."""
+        before: list[list[int]] = []
+        while (now := [progress.lengths() for progress in list(self._progress)]) != before:
+            before = now
+            await asyncio.sleep(QUIET_SECONDS)
 
     async def _restamp(self, version: Version) -> None:
         async with self._in_order():
+            still = not self._paused and bool(self._progress)
+            if still:
+                await self._freeze()
             await self._name(version)
+            if still:
+                await self._thaw()
 
     async def _load(self, place: SegmentPlace, count: int, version: Version) -> None:
         async with self._in_order():

@@ -5,21 +5,24 @@ tensor-parallel rank) in processes of their own. The front end has a thread and 
 so that starting it, which blocks for half a minute, holds up nobody, and whoever uses it may have
 any loop.
 
-Everything that depends on the version of vLLM is in the files called ``vllm_…``. The calls
-that are used here are the same in the versions of :data:`SUPPORTED`.
+Everything that depends on the version of vLLM is in the files called ``vllm_…``. Where the versions
+of :data:`SUPPORTED` differ, what is there is found out by looking, not by the version's number.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import difflib
 import gc
 import importlib.util
+import inspect
 import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -34,9 +37,8 @@ log = logging.getLogger("tandem.rollout")
 
 T = TypeVar("T")
 
-SUPPORTED = ((0, 32), (0, 34))
-"""vLLM from the first of these versions on, to under the second: the first says of every token
-which weights sampled it, the second is not there to try."""
+SUPPORTED = ((0, 28), (0, 34))
+"""vLLM from the first of these versions on, to under the second, which is not there to try."""
 EXTENSION = "tandem.rollout.vllm_extension.WorkerExtension"
 """As vLLM's workers import it."""
 CPU_CACHE_MB = 1024
@@ -175,6 +177,8 @@ class VllmProcess:
     def _main(self, ready: Future[None]) -> None:
         try:
             asyncio.run(self._serve(ready))
+        except ConfigError as error:
+            ready.set_exception(error)
         except Exception as error:
             if ready.done():
                 log.exception("vLLM's front end ended")
@@ -191,15 +195,17 @@ class VllmProcess:
         self._stop = asyncio.Event()
         llm = make_llm(self._arguments, self.counters)
         try:
-            # Asked for once; from here on a request is registered without a wait in between.
-            await llm.get_supported_tasks()
+            if hasattr(llm, "get_supported_tasks"):
+                # Asked for once; from here on a request is registered without a wait in between.
+                await llm.get_supported_tasks()
             self._family = self._relatives()
             self.llm = llm
             ready.set_result(None)
             await self._stop.wait()
         finally:
             self.llm = None
-            llm.shutdown(timeout=SHUTDOWN_SECONDS)
+            timed = "timeout" in inspect.signature(llm.shutdown).parameters
+            llm.shutdown(**({"timeout": SHUTDOWN_SECONDS} if timed else {}))
             # Its finaliser fails, and says so, if it is left to the end of the interpreter.
             del llm
             gc.collect()
@@ -232,9 +238,15 @@ def _is_helper(process: psutil.Process) -> bool:
 
 
 def make_llm(arguments: Mapping[str, Any], counters: Counters) -> Any:
-    """An ``AsyncLLM``; blocks until its processes are up. Call it in the loop that will use it."""
+    """An ``AsyncLLM``; blocks until its processes are up. Call it in the loop that will use it.
+
+    Raises:
+        ConfigError: vLLM has no such argument; nothing was started.
+    """
     _prepare_environment()
     from vllm import AsyncEngineArgs
+
+    check_arguments(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -267,6 +279,18 @@ def make_llm(arguments: Mapping[str, Any], counters: Counters) -> Any:
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     settings |= {name: value for name, value in arguments.items() if value is not None}
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**settings), stat_loggers=[_counter(counters)])
+
+
+def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises ``ConfigError`` where vLLM doesn't know an argument, and names the nearest one."""
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"did you mean {near[0]}?" if near else "see AsyncEngineArgs in vLLM's manual"
+            raise ConfigError(
+                f"rollout.vllm.args.{name}: the vLLM that is installed has no engine argument of "
+                f"this name; {meant}"
+            )
 
 
 def _counter(counters: Counters) -> Any:

@@ -1,4 +1,8 @@
-"""One vLLM request: prompt and sampling parameters in, plain arrays out."""
+"""One vLLM request: prompt and sampling parameters in, plain arrays out.
+
+Which weights sampled which tokens is for vLLM to say, where it can; where not, it is noted here:
+while no step runs, :class:`Progress` is told of new weights and remembers how far each sample was.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,51 @@ REASONS = {
 """vLLM's finish reasons. It has more, of requests that failed; those fail their group."""
 
 
+def says_versions(llm: Any) -> bool:
+    """Whether vLLM says of its own accord which weights sampled which tokens."""
+    from vllm.outputs import CompletionOutput
+
+    fields = getattr(CompletionOutput, "__dataclass_fields__", {})
+    return "weight_versions" in fields and callable(getattr(llm, "update_weight_version", None))
+
+
+class Progress:
+    """How far the samples of one request are, and which weights sampled what of them."""
+
+    def __init__(self, count: int, version: Version | None) -> None:
+        """Nothing is sampled yet.
+
+        Args:
+            count: of samples.
+            version: of the weights in use.
+        """
+        self.latest: list[Any] = [None] * count
+        """The newest ``CompletionOutput`` of each sample, with all its tokens."""
+        self._version = version
+        self._since = [0] * count
+        self._spans: list[list[tuple[Version, int, int]]] = [[] for _ in range(count)]
+
+    def lengths(self) -> list[int]:
+        """Tokens of each sample so far."""
+        return [0 if output is None else len(output.token_ids) for output in self.latest]
+
+    def change(self, version: Version) -> None:
+        """Other weights sample from here on; all tokens of those before have come."""
+        self._close()
+        self._version = version
+
+    def spans(self) -> list[tuple[tuple[Version, int, int], ...]]:
+        """Of each sample, now that all have ended."""
+        self._close()
+        return [tuple(spans) for spans in self._spans]
+
+    def _close(self) -> None:
+        for index, length in enumerate(self.lengths()):
+            if self._version is not None and length > self._since[index]:
+                self._spans[index].append((self._version, self._since[index], length))
+            self._since[index] = length
+
+
 async def sample(
     llm: Any,
     name: str,
@@ -30,6 +79,7 @@ async def sample(
     end_tokens: Sequence[int],
     salt: str,
     versions: Mapping[str, Version],
+    progress: Progress | None = None,
 ) -> list[Response]:
     """Draws some samples of one prompt. Up to vLLM's hearing of the request it doesn't wait.
 
@@ -43,11 +93,12 @@ async def sample(
         end_tokens: end a response.
         salt: requests with unlike salts share no cached keys.
         versions: by the names that vLLM was told; weights of other names have none.
+        progress: keeps the spans where vLLM doesn't; costs an output each step.
     """
     import vllm
-    from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
+    kind = RequestOutputKind.FINAL_ONLY if progress is None else RequestOutputKind.CUMULATIVE
     parameters = vllm.SamplingParams(
         n=count,
         temperature=sampling.temperature,
@@ -61,17 +112,43 @@ async def sample(
         # What ends a response is for Tandem to say, not for vLLM's reading of the model's files.
         ignore_eos=True,
         stop_token_ids=list(end_tokens),
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=kind,
     )
-    last = None
-    async for output in llm.generate(tokens_input(context, cache_salt=salt), parameters, name):
-        last = output
-    if last is None:
-        raise TandemError(f"vLLM ended request {name} without a word")
-    return [_response(output, versions) for output in last.outputs]
+    ended = Progress(count, None) if progress is None else progress
+    async for output in llm.generate(_prompt(context, salt), parameters, name):
+        for one in output.outputs:
+            ended.latest[one.index] = one
+    lacking = ended.latest.count(None)
+    if lacking:
+        raise TandemError(f"vLLM ended request {name} without a word of {lacking} samples")
+    if progress is not None:
+        return [
+            _response(output, spans)
+            for output, spans in zip(progress.latest, progress.spans(), strict=True)
+        ]
+    return [
+        _response(
+            output,
+            tuple(
+                (versions[span.version], span.start, span.end)
+                for span in output.weight_versions or ()
+                if span.version in versions
+            ),
+        )
+        for output in ended.latest
+    ]
 
 
-def _response(output: Any, versions: Mapping[str, Version]) -> Response:
+def _prompt(context: list[int], salt: str) -> Any:
+    """Token ids as ``generate`` takes them."""
+    try:
+        from vllm.inputs.engine import tokens_input
+    except ImportError:  # An earlier one, which takes a plain mapping.
+        return {"prompt_token_ids": context, "cache_salt": salt}
+    return tokens_input(context, cache_salt=salt)
+
+
+def _response(output: Any, spans: tuple[tuple[Version, int, int], ...]) -> Response:
     """A ``CompletionOutput`` as plain arrays."""
     reason = REASONS.get(output.finish_reason)
     if reason is None:
@@ -84,9 +161,4 @@ def _response(output: Any, versions: Mapping[str, Version]) -> Response:
         logprobs = np.array(flat.logprobs, dtype=np.float32)[flat.start_indices]
     if len(logprobs) != len(tokens):
         raise TandemError(f"vLLM gave {len(logprobs)} log-probs for {len(tokens)} tokens")
-    spans = tuple(
-        (versions[span.version], span.start, span.end)
-        for span in output.weight_versions or ()
-        if span.version in versions
-    )
     return Response(tokens, logprobs, spans, reason)

@@ -417,7 +417,9 @@ def main() -> int:
             if not args.no_pause and vllm_process.installed():
                 pause = results["pause"] = asyncio.run(measure_pause(case, folder, args.pairs))
                 show(case.name, "pause", pause, nbytes)
-                print(f"      an update costs a busy engine {pause['lost_per_update'] * 1e3:.0f} ms")
+                print(
+                    f"      an update costs a busy engine {pause['lost_per_update'] * 1e3:.0f} ms"
+                )
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
     return 0

@@ -56,6 +56,19 @@ def vllm_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     shared.close()
 
 
+@pytest.fixture
+def engine_of(request: pytest.FixtureRequest) -> Callable[[str], Callable[..., Any]]:
+    """What makes engines of a kind, not yet started, of a transformers model."""
+
+    def choose(kind: str) -> Callable[..., Any]:
+        if kind == "vllm":
+            make: Callable[..., Any] = request.getfixturevalue("vllm_engines").make
+            return make
+        return _torch_engines(kind)
+
+    return choose
+
+
 @pytest.fixture(
     params=[
         "torch-direct",
@@ -63,12 +76,19 @@ def vllm_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(300)]),
     ]
 )
-def new_engine(request: pytest.FixtureRequest) -> Callable[..., Any]:
+def new_engine(
+    request: pytest.FixtureRequest, engine_of: Callable[[str], Callable[..., Any]]
+) -> Callable[..., Any]:
     """Makes an engine, not yet started, of a transformers model: each implementation in turn."""
-    if request.param == "vllm":
-        make_vllm: Callable[..., Any] = request.getfixturevalue("vllm_engines").make
-        return make_vllm
-    return _torch_engines(request.param)
+    return engine_of(request.param)
+
+
+@pytest.fixture
+def without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM as it was before it said which weights sampled which tokens."""
+    from tandem.rollout import vllm_requests
+
+    monkeypatch.setattr(vllm_requests, "says_versions", lambda _: False)
 
 
 @pytest.fixture(params=["torch-direct", "torch-generic"])

@@ -16,6 +16,7 @@ from tandem.rollout.engine import Engine, FinishedGroup, GroupRequest, NamedWeig
 
 V1, V2 = Version(term=1, step=1), Version(term=1, step=2)
 NewEngine = Callable[..., Any]
+VLLM = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
 def prompt(length: int, key: int = 0) -> np.ndarray:
@@ -418,6 +419,23 @@ def test_pause_keeps_rows_and_resume_goes_on(
 
 class TestWeightsInFlight:
     """New weights between two token steps."""
+
+    @pytest.fixture(
+        params=[
+            "torch-direct",
+            "torch-generic",
+            pytest.param("vllm", marks=VLLM),
+            pytest.param("vllm-without-versions", marks=VLLM),
+        ]
+    )
+    def new_engine(self, request: pytest.FixtureRequest, engine_of: Any) -> NewEngine:
+        """As elsewhere; and vLLM where the engine has to keep the spans itself."""
+        kind = request.param
+        if kind == "vllm-without-versions":
+            request.getfixturevalue("without_versions")
+            kind = "vllm"
+        made: NewEngine = engine_of(kind)
+        return made
 
     @staticmethod
     def changed_midway(

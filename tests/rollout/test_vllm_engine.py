@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from tandem.common.config import ModelConfig, RolloutConfig
+from tandem.common.config import ModelConfig, RolloutConfig, build
 from tandem.common.errors import ConfigError, TandemError, WeightsError
 from tandem.common.records import FinishReason, SamplingParams, Version
 from tandem.common.weights import segment
@@ -69,8 +69,42 @@ class TestWithoutVllm:
     ) -> None:
         monkeypatch.setattr(vllm_process, "installed", lambda: True)
         monkeypatch.setattr("importlib.metadata.version", lambda _: "0.26.0")
-        with pytest.raises(ConfigError, match=r"0\.26\.0 is installed.*0\.32 to under 0\.34"):
+        with pytest.raises(ConfigError, match=r"0\.26\.0 is installed.*0\.28 to under 0\.34"):
             vllm_process.require()
+
+    def test_any_argument_of_vllms_is_reached_from_the_config(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given: dict[str, Any] = {}
+
+        class Recorder:
+            def __init__(self, arguments: dict[str, Any], **_: Any) -> None:
+                given.update(arguments)
+
+        monkeypatch.setattr(vllm_process, "require", lambda: None)
+        monkeypatch.setattr(vllm_process, "VllmProcess", Recorder)
+        config = build(
+            {"data": {"train": [{"path": "unused.parquet"}]}, "run": {"steps": 1}},
+            [
+                "rollout.engine=vllm",
+                "rollout.vllm.args.max_num_batched_tokens=4096",
+                "rollout.vllm.args.kv_cache_dtype=fp8",
+                "rollout.vllm.args.dtype=bfloat16",
+            ],
+        )
+        engines.make_engine(config.model, config.rollout)
+        assert given["max_num_batched_tokens"] == 4096
+        assert given["kv_cache_dtype"] == "fp8"
+        # They win over what Tandem sets itself.
+        assert given["dtype"] == "bfloat16"
+
+    def test_a_mistyped_argument_is_told_with_the_nearest_one(self) -> None:
+        known = ["model", "max_num_seqs", "quantization"]
+        vllm_process.check_arguments({"model": "m", "max_num_seqs": 4}, known)
+        with pytest.raises(ConfigError, match=r"args\.max_num_seq: .* did you mean max_num_seqs\?"):
+            vllm_process.check_arguments({"model": "m", "max_num_seq": 4}, known)
+        with pytest.raises(ConfigError, match=r"args\.zzz: .* see AsyncEngineArgs"):
+            vllm_process.check_arguments({"zzz": 4}, known)
 
     def test_auto_means_torch_without_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(vllm_process, "installed", lambda: True)
@@ -95,6 +129,21 @@ class TestWithoutVllm:
         assert "lm_head.weight" not in expected  # Tied.
         assert (facts.vocabulary, facts.context) == (tiny.VOCABULARY, 100)
         assert facts.end_tokens == {tiny.EOS}
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_a_mistyped_argument_is_an_error_before_vllm_starts(
+    vllm_engines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: Any, **__: Any) -> None:
+        raise AssertionError("vLLM was started")
+
+    monkeypatch.setattr("vllm.v1.engine.async_llm.AsyncLLM.from_engine_args", started)
+    arguments = {**vllm_engines.arguments(tmp_path, 256), "quantisation": "fp8"}
+    process = vllm_process.VllmProcess(arguments)
+    with pytest.raises(ConfigError, match=r"rollout\.vllm\.args\.quantisation.*quantization\?"):
+        asyncio.run(process.start())
 
 
 @pytest.mark.vllm
