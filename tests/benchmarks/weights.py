@@ -355,10 +355,13 @@ async def measure_pause(case: Case, folder: Path, pairs: int) -> dict[str, Any]:
     await engine.start()
     try:
         await ours(), await bare(), await work(1)
-        found = [
-            (await ours(), await bare()) if i % 2 else ((b := await bare()), await ours())[::-1]
-            for i in range(pairs)
-        ]
+        found = []
+        for i in range(pairs):
+            if i % 2:
+                found.append((await ours(), await bare()))
+            else:
+                seconds = await bare()
+                found.append((await ours(), seconds))
         lost = []
         for _ in range(max(1, pairs // 2)):
             without, with_ = await work(0), await work(UPDATES)

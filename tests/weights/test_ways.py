@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -26,8 +27,11 @@ def ways(run: Any, **weights: Any) -> dict[str, Any]:
     return {"specs": processes.specs_of(model(0, big=True))}
 
 
-def segments() -> list[Path]:
-    return list(SHARED_MEMORY.glob("tandem-weights-*"))
+def segments(pid: int) -> set[Path]:
+    """Those that a process has mapped and whose files are there."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    mapped = {Path(line.split(maxsplit=5)[5]) for line in lines if "/tandem-weights-" in line}
+    return {path for path in mapped if path.parent == SHARED_MEMORY and path.exists()}
 
 
 class TestSharedMemory:
@@ -69,21 +73,23 @@ class TestSharedMemory:
         assert stopped.next() == (v(5), as_bytes(model(5, big=True)))
 
     def test_no_segment_outlives_learner_and_workers(self, run: Any) -> None:
-        before = set(segments())
         options = ways(run, transport="shared_memory")
         learner = run.learner(big=True)
         worker = run.worker(**options)
         learner.pipe.send((0, 1))
         assert worker.next()[0] == v(0)
+        left = segments(learner.pid)
+        assert left
         learner.kill()
-        assert set(segments()) > before
         # The next learner of this user removes what the dead one left.
         publisher = run.publisher(term=run.new_term())
-        assert set(segments()) == before
+        assert not any(path.exists() for path in left)
         publisher.publish(v(0, term=2), model(2, big=True))
         assert worker.next() == (v(0, term=2), as_bytes(model(2, big=True)))
+        own = segments(os.getpid())
+        assert own
         publisher.close()
-        assert set(segments()) == before
+        assert not any(path.exists() for path in own)
 
     def test_auto_turns_to_the_next_transport_where_one_fails_twice(self, run: Any) -> None:
         options = ways(run, transport="auto")
