@@ -209,6 +209,7 @@ def test_weights_that_do_not_fit_one_worker_are_served_to_the_others(
     setting.run.lines.wait_for("rollout-0 stays on no version", "refused at prepare", told)
     publish(publisher, 2, 3, others=(other,))
     assert not unfit.pipe.poll()
+    publisher.wait_served(v(3), 20)
     assert publisher.stats()["members"] == {"rollout-0": None, "rollout-1": [1, 3]}
 
 
