@@ -47,7 +47,8 @@ class WorkerExtension:
             del mapped[other]
         while len(mapped) >= MAPPED:
             del mapped[next(iter(mapped))]
-        if buffer is None or buffer.numel() != nbytes:
+        # Pages that a model's loader wrote to are copies, which see nothing of what follows.
+        if buffer is None or buffer.numel() != nbytes or buffer._version:
             buffer = map_segment(path, nbytes)
         mapped[path] = buffer
         self._tandem_staged = views(buffer, read_layout(layout))

@@ -700,7 +700,8 @@ class _Stager:
             del self._mapped[path]
         while len(self._mapped) >= MAPPED:
             del self._mapped[next(iter(self._mapped))]
-        if found is None or found.numel() != nbytes:
+        # Pages that an engine wrote to are copies, which see nothing of what follows.
+        if found is None or found.numel() != nbytes or found._version:
             found = map_segment(place, nbytes)
         self._mapped[place] = found
         return found

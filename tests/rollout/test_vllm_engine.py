@@ -21,10 +21,12 @@ from tandem.common.config import ModelConfig, RolloutConfig, build
 from tandem.common.errors import ConfigError, TandemError, WeightsError
 from tandem.common.records import FinishReason, SamplingParams, Version
 from tandem.common.weights import segment
-from tandem.common.weights.manifest import SegmentPlace
+from tandem.common.weights.manifest import SegmentPlace, plan
+from tandem.common.weights.staging import StagingSlot
 from tandem.rollout import engines, vllm_process
 from tandem.rollout.engine import FinishedGroup, GroupRequest, NamedWeights
 from tandem.rollout.model_facts import model_facts
+from tandem.rollout.vllm_extension import WorkerExtension
 
 V1, V2 = Version(term=1, step=1), Version(term=1, step=2)
 
@@ -130,6 +132,17 @@ class TestWithoutVllm:
         assert (facts.vocabulary, facts.context) == (tiny.VOCABULARY, 100)
         assert facts.end_tokens == {tiny.EOS}
 
+    def test_a_loader_that_writes_into_weights_gets_the_next_ones_as_they_are(self) -> None:
+        slot = StagingSlot(plan([("a", (3, 4), "float32")], 1 << 20), torch.device("cpu"))
+        extension = WorkerExtension()
+        for value in range(3):
+            slot.buffer.view(torch.float32).fill_(value)
+            extension.tandem_stage(slot.place(), slot.buffer.numel(), slot.layout.text)
+            [(_, tensor)] = extension._tandem_staged
+            assert tensor.eq(value).all()
+            tensor.mul_(7)
+        slot.close()
+
 
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
@@ -150,6 +163,34 @@ def test_a_mistyped_argument_is_an_error_before_vllm_starts(
 @pytest.mark.timeout(300)
 class TestLoading:
     """New weights through shared memory."""
+
+    def test_what_is_loaded_stays_when_the_segment_is_used_again(
+        self, vllm_engines: Any, tiny: Any
+    ) -> None:
+        new = tiny.model(seed=1)
+        named = list(tiny.weights(new).items())
+        slot = StagingSlot(
+            plan([(n, p.shape, p.dtype) for n, p in named], 1 << 20), torch.device("cpu")
+        )
+        for (_, view), (_, tensor) in zip(slot.tensors, named, strict=True):
+            view.copy_(tensor)
+        place = SegmentPlace(path=slot.place(), nbytes=slot.buffer.numel(), layout=slot.layout.text)
+
+        async def scenario(engine: Any) -> FinishedGroup:
+            await engine.load(NamedWeights(dict(slot.tensors), place), V2)
+            slot.buffer.zero_()
+            return (await collect(engine, asks()))["0-0"]
+
+        request = asks()
+        group = in_engine(vllm_engines.make(tiny.model(), version=V1), scenario)
+        slot.close()
+        for sample in group.samples:
+            row = np.concatenate([request.prompt_tokens, sample.tokens])
+            with torch.no_grad():
+                logits = new(input_ids=torch.from_numpy(row).long()[None]).logits[0]
+            logprobs = logits[len(request.prompt_tokens) - 1 : -1].log_softmax(-1)
+            chosen = logprobs.gather(1, torch.from_numpy(sample.tokens).long()[:, None])[:, 0]
+            np.testing.assert_allclose(sample.logprobs, chosen.numpy(), atol=1e-4)
 
     def test_no_file_is_left_after_a_load(self, vllm_engines: Any, tiny: Any) -> None:
         async def scenario(engine: Any) -> None:

@@ -41,7 +41,7 @@ class Holds:
 def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any]) -> None:
     """Tells ``(version, {name: bytes})`` of its engine's own tensors after each commit.
 
-    With ``hold`` it stands still at that place, in the update after the first ``after`` ones.
+    With ``writes`` its engine then writes into the tensors that it was given. With ``hold`` it stands still at that place, in the update after the first ``after`` ones.
     """
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -53,6 +53,8 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
             if number == len(tensors) // 2:
                 holds("commit")
             served[name] = tensor.clone()
+            if options.get("writes"):
+                tensor.fill_(float("nan"))
         holds.commits_before -= 1
         pipe.send((version, as_bytes(list(served.items()))))
         return 0.0

@@ -213,6 +213,14 @@ def test_weights_that_do_not_fit_one_worker_are_served_to_the_others(
     assert publisher.stats()["members"] == {"rollout-0": None, "rollout-1": [1, 3]}
 
 
+def test_an_engine_that_writes_into_what_it_is_given_harms_nobody(setting: Setting) -> None:
+    publisher = setting.publisher()
+    workers = setting.worker(writes=True), setting.worker("rollout-1")
+    # More versions than there are buffers: each is used again.
+    publish(publisher, *range(1, 8), others=workers)
+    assert publisher.stats()["failed"] == 0
+
+
 def test_a_learner_does_not_go_back(setting: Setting) -> None:
     publisher = setting.publisher()
     worker = setting.worker()
