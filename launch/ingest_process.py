@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from ..common.config import Config
 
 
+END_SECONDS = 10.0
+"""For the child to end once it has closed its output."""
+
+
 class IngestFailed(TandemError):
     """What the ingest's own error said."""
 
@@ -94,7 +98,7 @@ class IngestProcess:
             self._errors.seek(0)
             told = self._errors.read().decode(errors="replace").strip().splitlines()
             raise IngestFailed(
-                f"the ingest ended unexpectedly (exit code {self._child.wait()}): "
+                f"the ingest ended unexpectedly (exit code {self._exit_code()}): "
                 f"{told[-1] if told else 'it said nothing'}",
                 1,
             )
@@ -102,6 +106,14 @@ class IngestProcess:
         if "error" in answer:
             raise IngestFailed(str(answer["error"]), int(answer.get("exit_code", 1)))
         return answer
+
+    def _exit_code(self) -> int:
+        """Of a child that says nothing any more; one that doesn't end either is ended."""
+        try:
+            return self._child.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            return self._child.wait()
 
     def close(self) -> None:
         """Ends the child."""

@@ -36,6 +36,7 @@ from .presets import Preset, load
 from .progress import Progress, duration
 from .summary import Findings
 from .supervision import Outcome, Part, ProcessSpec, Supervisor, last_lines, shown
+from .trackers.wandb_run import place_of, wandb_id_of
 
 if TYPE_CHECKING:
     from ..common.config import Config
@@ -271,17 +272,20 @@ class Job:
         from ..common.config import to_yaml
 
         write_atomic(self._folder.config, to_yaml(self._config))
+        known = self._record if self._record.get("run_id") == self._opening.run_id else {}
+        # Found before the record says that the run lies here.
+        wandb_id = wandb_id_of({"run_id": self._opening.run_id, **known}, self._folder.path)
         self._folder.write_join(join)
         self._record |= {
             "run_id": self._opening.run_id,
+            "wandb_id": wandb_id,
             "preset": self._preset.name,
             "preset_path": str(self._preset.path),
-            "folder": os.path.realpath(self._folder.path),
             "overrides": [_without_password(word) for word in self._opening.overrides],
             "port": join.port,
             "state": "starting",
             "began": self._began,
-        }
+        } | place_of(self._folder.path)
         self._record.setdefault("created", time.time())
         self._record.setdefault("wall_seconds", 0.0)
         self._folder.write_run(self._record)

@@ -14,10 +14,11 @@ belong to a line of history that was given up; the step then stands there again.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ import xxhash
 
 from ..common.errors import StoreError
 from ..common.plain import damaged, read_object
+
+log = logging.getLogger("tandem.learner")
+DISK_SECONDS = 300.0
+"""For the disk to take a record; a network's file system may hang for minutes and come back."""
 
 WAY_OUT = (
     "the journal is the record of what was trained, so it is never guessed at; restore it from a "
@@ -138,7 +143,7 @@ class Journal:
         }
         self._note(record)
         written = self._append(record)
-        return lambda: written.result()
+        return lambda: self._wait(written)
 
     def applied(self, term: int, step: int) -> Callable[[], None]:
         """The step's update is in the weights."""
@@ -152,7 +157,7 @@ class Journal:
         """The line of history goes on from the checkpoint of ``step``."""
         record = {"kind": "resumed", "term": term, "step": step, "time": time.time()}
         self._note(record)
-        self._append(record).result()
+        self._wait(self._append(record))
 
     def close(self) -> None:
         """Waits for what is being written."""
@@ -164,11 +169,29 @@ class Journal:
         record["time"] = time.time()
         self._note(record)
         written = self._append(record)
-        return lambda: written.result()
+        return lambda: self._wait(written)
 
     def _append(self, record: dict[str, Any]) -> Future[None]:
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         return self._writer.submit(self._write, line)
+
+    def _wait(self, written: Future[None]) -> None:
+        """Until a record is on disk.
+
+        Raises:
+            StoreError: the disk doesn't answer.
+        """
+        if not wait([written], timeout=DISK_SECONDS / 2).done:
+            log.warning(
+                f"waiting for the disk to take a record of {self.path} for {DISK_SECONDS / 2:.0f} s"
+            )
+            if not wait([written], timeout=DISK_SECONDS / 2).done:
+                raise StoreError(
+                    f"{self.path}: the disk hasn't taken a record in {DISK_SECONDS:.0f} s: look "
+                    f"whether its file system is there and has room; the run goes on from the "
+                    f"journal when it is started again"
+                )
+        written.result()
 
     def _write(self, line: bytes) -> None:
         done = 0

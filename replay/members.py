@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,9 @@ from .answers import WAY_OUT, checked, text
 from .connection import Store
 
 log = logging.getLogger("tandem.replay")
+
+TELL_SECONDS = 60.0
+"""Between two lines in the log about one damaged entry, which every look meets again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,7 @@ class Members:
         self.store = store
         self._own: dict[str, tuple[str, dict[str, Any]]] = {}
         self._lock = threading.Lock()
+        self._told: dict[bytes, float] = {}
 
     def register(self, role: str, member: str, info: Mapping[str, Any]) -> None:
         """Enters a process, in place of an earlier life of the same member."""
@@ -82,11 +88,17 @@ class Members:
                 entry = read_member(name, told, int(age_ms))
             except StoreError as error:
                 # Its next heartbeat replaces it; the others are there all the same.
-                log.warning(str(error))
+                self._tell(name, error)
                 continue
             if role is None or entry.role == role:
                 found.append(entry)
         return sorted(found, key=lambda m: m.member)
+
+    def _tell(self, name: bytes, error: StoreError) -> None:
+        now = time.monotonic()
+        if now - self._told.get(name, -math.inf) >= TELL_SECONDS:
+            self._told[name] = now
+            log.warning(str(error))
 
     def _beat(self, member: str) -> None:
         with self._lock:

@@ -11,18 +11,18 @@ never ends what sleeps, and gives four loops on two cores twice their deadline. 
 
 ``had`` is the time that the grader ran or slept: all but the time that it stood in line for a
 core, which the kernel counts by process. ``fair`` is what the graders left each other meanwhile:
-``1`` up to as many of them as there are cores, then ``cores / busy``. A grader that is left a quarter of what it
-could have had is killed at its deadline to the millisecond, so ``ceil(K / N)`` deadlines still
-bound K hangs on N graders wherever the machine isn't starved. On one that is, hangs soon use up the
-pool's :class:`Patience`, and then end at their deadline, too.
+``1`` up to as many of them as there are cores, then ``cores / busy``. A grader that is left a
+quarter of what it could have had is killed at its deadline to the millisecond, so ``ceil(K / N)``
+deadlines still bound K hangs on N graders wherever the machine isn't starved. On one that is, hangs
+soon use up the pool's :class:`Patience`, and then end at their deadline, too.
 
->>> kills(
-...     elapsed=3.0, waited=0.1, deadline=3.0, fair=1.0
-... )  # loops, or sleeps, with a core of its own
+A loop or a sleep with a core of its own, one with ten neighbours on it, and one that never gets on:
+
+>>> kills(elapsed=3.0, waited=0.1, deadline=3.0, fair=1.0)
 True
->>> kills(elapsed=3.0, waited=2.7, deadline=3.0, fair=1.0)  # ten neighbours on its core
+>>> kills(elapsed=3.0, waited=2.7, deadline=3.0, fair=1.0)
 False
->>> kills(elapsed=12.0, waited=11.8, deadline=3.0, fair=1.0)
+>>> kills(elapsed=9.0, waited=8.8, deadline=3.0, fair=1.0)
 True
 """
 
@@ -33,9 +33,9 @@ import os
 SHARE = 1 / 4
 """Of a deadline that a grader must have had, less what the other graders took from it. A quarter
 of the default 3 s is half as much again as the slowest right answer of our facts computes."""
-LONGEST = 4.0
-"""Deadlines of wall time after which a request is ended even so: three loops are then cheaper than
-a pool that stands still."""
+LONGEST = 3.0
+"""Deadlines of wall time after which a request is ended even so: on a machine where a grader gets
+less than a twelfth of a core, a pool that goes on is worth more than the last right answer."""
 LOOK_AGAIN = 0.02
 """Least seconds between two looks at a request whose deadline was put off."""
 RECOVERY_SECONDS = 30.0

@@ -79,17 +79,24 @@ def newest_learner(members: Iterable[RegisteredMember]) -> LearnerAddress | None
     there may be two: the term decides.
 
     Raises:
-        WeightsError: an entry that isn't of that form.
+        WeightsError: no entry is of that form, but one that should be; it hides no other.
     """
-    found = [
-        read_record(
-            LearnerAddress,
-            {"member": m.member} | {name: m.info.get(name) for name in _TOLD},
-            f"the address of {m.member} in the registry",
-            WeightsError,
-            "its next heartbeat replaces it",
-        )
-        for m in members
-        if m.info.get("endpoint") and m.info.get("term") is not None
-    ]
+    found, wrong = [], None
+    for m in members:
+        if not m.info.get("endpoint") or m.info.get("term") is None:
+            continue
+        try:
+            found.append(
+                read_record(
+                    LearnerAddress,
+                    {"member": m.member} | {name: m.info.get(name) for name in _TOLD},
+                    f"the address of {m.member} in the registry",
+                    WeightsError,
+                    "its next heartbeat replaces it",
+                )
+            )
+        except WeightsError as error:
+            wrong = error
+    if wrong is not None and not found:
+        raise wrong
     return max(found, key=lambda address: address.term, default=None)

@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Sends the records that were not sent before."""
     from ...common.config import build, read_yaml
     from ..trackers.following import Following, Sent
+    from ..trackers.wandb_run import wandb_id_of
 
     path = arguments.dir or arguments.run
     folder = existing(path) if path else newest_run()
@@ -48,8 +49,13 @@ def run(arguments: argparse.Namespace) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: _end(stop))
     state = folder.trackers / f"{arguments.to}.json"
+    record = folder.read_run()
+    wandb_id = wandb_id_of(record, folder.path)
+    if arguments.to == "wandb" and wandb_id != record["run_id"]:
+        # The run of a copy is new there, and gets every record.
+        state = folder.trackers / f"{wandb_id}.json"
     sent = Sent.read(state)
-    tracker, where = _tracker(arguments, config, folder, sent)
+    tracker, where = _tracker(arguments, config, folder, sent, wandb_id)
     following = Following(tracker, folder.metrics, state, sent)
     before = sent.rows
     if arguments.follow:
@@ -71,7 +77,7 @@ def _end(stop: threading.Event) -> None:
 
 
 def _tracker(
-    arguments: argparse.Namespace, config: Config, folder: RunFolder, sent: Any
+    arguments: argparse.Namespace, config: Config, folder: RunFolder, sent: Any, wandb_id: str
 ) -> tuple[Tracker, str]:
     """The destination, and how to look at it."""
     from ...common.config import to_yaml
@@ -92,11 +98,10 @@ def _tracker(
     mode, why = mode_of(wanted)
     if why:
         print(f"W&B goes offline: {why}", file=sys.stderr, flush=True)
-    record = folder.read_run()
     make = partial(
         WandbRun,
         folder.path,
-        run_id=str(record["run_id"]),
+        run_id=wandb_id,
         project=config.log.wandb_project,
         name=folder.path.name,
         config=config.model_dump(mode="json"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import netrc
 import os
 from collections.abc import Mapping
@@ -20,6 +22,29 @@ FINISH_SECONDS = 30.0
 """Longest wait for the last uploads at the end."""
 
 
+def place_of(folder: Path) -> dict[str, Any]:
+    """What tells a run's folder from a copy of it; stands in ``run.json``."""
+    return {"folder": os.path.realpath(folder), "inode": folder.stat().st_ino}
+
+
+def wandb_id_of(record: Mapping[str, Any], folder: Path) -> str:
+    """W&B's id of the run in a folder: that of the run, and for a copy one of its own.
+
+    A folder that was renamed is still the one that it was. A copy that goes on beside its original
+    would write into the same charts.
+
+    Args:
+        record: ``run.json``.
+        folder: where it lies now.
+    """
+    kept = str(record.get("wandb_id") or record["run_id"])
+    place = place_of(folder)
+    if record.get("folder") in (None, place["folder"]) or record.get("inode") == place["inode"]:
+        return kept
+    digest = hashlib.blake2b(json.dumps(place).encode(), digest_size=4).hexdigest()
+    return f"{record['run_id']}-{digest}"
+
+
 class WandbRun(Tracker):
     """Rows with a ``step`` of their own, which every metric is drawn over.
 
@@ -27,7 +52,7 @@ class WandbRun(Tracker):
 
     Args:
         folder: W&B makes its ``wandb/`` in it.
-        run_id: Of the run; also W&B's id, so that a resumed run goes on in the same one.
+        run_id: W&B's id, so that a resumed run goes on in the same one.
         project: There.
         name: Shown there.
         config: The run's settings.

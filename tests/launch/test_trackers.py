@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from tandem.launch.preflight import check_trackers
 from tandem.launch.presets import load
 from tandem.launch.trackers.following import Following, Sent
 from tandem.launch.trackers.tracker import Tracker
-from tandem.launch.trackers.wandb_run import has_key, mode_of
+from tandem.launch.trackers.wandb_run import has_key, mode_of, place_of, wandb_id_of
 
 RUN_ID = "0123456789ab"
 
@@ -172,6 +173,7 @@ def test_wandb_goes_on_in_the_same_run(folder: RunFolder) -> None:
     wandb_file = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(wandb_file)
 
+    folder.write_run({**folder.read_run(), **place_of(folder.path)})
     write(folder, step(1), step(2), evaluation(0, 0.25))
     said = track(folder, "wandb", WANDB_API_KEY="")
     assert "W&B goes offline: there is no API key" in said
@@ -183,10 +185,39 @@ def test_wandb_goes_on_in_the_same_run(folder: RunFolder) -> None:
     first, second = (wandb_file.read(file) for file in files)
     for about, _ in (first, second):
         assert about == {"id": RUN_ID, "project": "tandem", "name": "mine"}
+    # A copy is a run of its own there, and gets every record.
+    copy = RunFolder(folder.path.with_name("copy"))
+    shutil.copytree(folder.path, copy.path, ignore=shutil.ignore_patterns("wandb"))
+    assert "4 records sent (4 in all)" in track(copy, "wandb", WANDB_API_KEY="")
+    (file,) = copy.wandb.glob("offline-run-*/run-*.wandb")
+    about, copied = wandb_file.read(file)
+    assert about["id"].startswith(f"{RUN_ID}-")
+    assert len(copied) == 4
     rows = [*first[1], *second[1]]
     assert [(row["_step"], row["step"]) for row in rows] == [(0, 1), (1, 2), (2, 0), (3, 3)]
     assert rows[2]["eval/heldout/accuracy"] == 0.25
     assert rows[3]["train/loss"] == 1.5
+
+
+def test_a_copy_is_a_run_of_its_own_in_wandb(folder: RunFolder) -> None:
+    """Also after it has been started, which writes where it lies into its record."""
+    folder.write_run({"run_id": RUN_ID, **place_of(folder.path)})
+    assert wandb_id_of(folder.read_run(), folder.path) == RUN_ID
+    copy = folder.path.with_name("copy")
+    shutil.copytree(folder.path, copy)
+    record = RunFolder(copy).read_run()
+    own = wandb_id_of(record, copy)
+    assert own.startswith(f"{RUN_ID}-")
+    assert wandb_id_of({**record, "wandb_id": own, **place_of(copy)}, copy) == own
+    again = copy.with_name("again")
+    shutil.copytree(copy, again)
+    assert wandb_id_of(record, again) not in (RUN_ID, own)
+
+
+def test_a_folder_that_was_renamed_goes_on_in_its_wandb_run(folder: RunFolder) -> None:
+    folder.write_run({"run_id": RUN_ID, **place_of(folder.path)})
+    moved = folder.path.rename(folder.path.with_name("moved"))
+    assert wandb_id_of(RunFolder(moved).read_run(), moved) == RUN_ID
 
 
 def test_no_key_means_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from tandem.common.errors import StoreError
+from tandem.learner import journal as journals
 from tandem.learner.journal import Journal, cut_back, read
 
 
@@ -37,6 +40,21 @@ def test_a_row_is_on_disk_once_its_wait_returns(path: Path) -> None:
     journal.applied(1, 1)()
     assert [r["kind"] for r in read(path)] == ["row", "applied"]
     assert len({r["digest"] for r in read(path)}) == 1
+
+
+def test_a_disk_that_takes_nothing_is_an_error_and_no_endless_wait(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(journals, "DISK_SECONDS", 0.02)
+    journal = Journal(path)
+    answers = threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda _: answers.wait(20))
+    written = journal.row(1, 1, row(1))
+    with pytest.raises(StoreError, match="the disk hasn't taken a record"):
+        written()
+    assert "waiting for the disk" in caplog.text
+    answers.set()
+    journal.close()
 
 
 def test_a_torn_last_line_is_cut_off_and_written_anew(path: Path) -> None:

@@ -65,3 +65,14 @@ def test_members_unheard_of_for_an_hour_are_forgotten(members: Members, store: S
 def test_a_beat_of_who_has_not_registered_is_an_error(members: Members):
     with pytest.raises(ValueError, match="rollout-9"):
         members.beat("rollout-9")
+
+
+def test_a_damaged_entry_is_told_once_and_not_at_each_look(
+    members: Members, store: Store, caplog: pytest.LogCaptureFixture
+):
+    members.register("rollout", "rollout-0", {})
+    members.register("rollout", "rollout-1", {})
+    store.redis.hset(store.key("members"), "rollout-0", b"damaged")
+    for _ in range(5):
+        assert [m.member for m in members.live()] == ["rollout-1"]
+    assert caplog.text.count("in the registry") == 1

@@ -212,6 +212,19 @@ def test_the_newest_term_is_the_learner() -> None:
     assert (found.member, found.term) == ("new", 4)
 
 
+def test_a_damaged_entry_hides_no_learner_and_is_an_error_alone() -> None:
+    class Entry:
+        def __init__(self, member: str, term: object) -> None:
+            self.member = member
+            self.info = {"endpoint": "tcp://x", "public_key": "k", "term": term}
+
+    found = newest_learner([Entry("damaged", "four"), Entry("whole", 3)])
+    assert found is not None
+    assert found.member == "whole"
+    with pytest.raises(WeightsError, match="the address of damaged in the registry"):
+        newest_learner([Entry("damaged", "four")])
+
+
 def test_the_weight_channel_never_listens_everywhere() -> None:
     for everywhere in ("0.0.0.0", "::"):
         with pytest.raises(ConfigError, match="no credentials of its own"):
