@@ -120,7 +120,9 @@ class Batch:
     def join(self, rows: Sequence[Row]) -> None:
         """Adds rows; where it raises, none was added."""
         lengths = np.array([len(row.context) for row in rows], dtype=np.int64)
-        budget = np.array([row.group.request.room(row.since) for row in rows])
+        requests = [row.group.request for row in rows]
+        begun = [len(r.prefix(row.index)) for r, row in zip(requests, rows, strict=True)]
+        budget = np.array([r.room(size) for r, size in zip(requests, begun, strict=True)])
         limit = np.minimum(lengths + budget, self._context)
         free = [place for place, row in enumerate(self._rows) if row is None][: len(rows)]
         places = free + list(range(len(self._rows), len(self._rows) + len(rows) - len(free)))
