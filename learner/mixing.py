@@ -85,7 +85,8 @@ def bucket_weights(group_size: int, *, mean: float | None = None, sigma: float =
     """``[group_size − 1]`` probabilities of the buckets of 1 … G − 1 successes, float64.
 
     Proportional to the normal density N(k; G/2, 1): replay is drawn most from problems that are
-    solved half of the time (ExGRPO, arXiv 2510.02245, ``normal`` in its code). With G = 8, k = 4: 0.3990.
+    solved half of the time (ExGRPO, arXiv 2510.02245, ``normal`` in its code, which leaves out
+    buckets that are empty). With G = 8, k = 4: 0.3990.
     """
     centre = group_size / 2 if mean is None else mean
     k = torch.arange(1, group_size, dtype=torch.float64)

@@ -121,9 +121,8 @@ class Batch:
         """Adds rows; where it raises, none was added."""
         lengths = np.array([len(row.context) for row in rows], dtype=np.int64)
         requests = [row.group.request for row in rows]
-        budget = np.array(
-            [r.room(n - len(r.prompt_tokens)) for r, n in zip(requests, lengths, strict=True)]
-        )
+        begun = [len(r.prefix(row.index)) for r, row in zip(requests, rows, strict=True)]
+        budget = np.array([r.room(size) for r, size in zip(requests, begun, strict=True)])
         limit = np.minimum(lengths + budget, self._context)
         free = [place for place, row in enumerate(self._rows) if row is None][: len(rows)]
         places = free + list(range(len(self._rows), len(self._rows) + len(rows) - len(free)))
