@@ -103,7 +103,8 @@ class VllmEngine:
         self._update_wait = update_wait
         self._version = version
         self._owns_process = owns_process
-        self._stop = sorted(facts.end_tokens)
+        # vLLM refuses ids that the model has no logit for, which a tokenizer may well have.
+        self._stop = sorted(t for t in facts.end_tokens if t < facts.vocabulary)
         self._versions: dict[str, Version] = {}
 
         # Owned by the front end's thread.

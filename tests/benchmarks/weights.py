@@ -339,7 +339,7 @@ async def measure_pause(case: Case, folder: Path, pairs: int) -> dict[str, Any]:
     async def consume(wanted: list[GroupRequest]) -> None:
         async for group in engine.generate(wanted):
             if group.error or len(group.samples[0].tokens) == 0:
-                raise SystemExit(f"a request was lost: {group.error}")
+                raise RuntimeError(f"a request was lost: {group.error}")
 
     async def work(updates: int) -> float:
         start = time.perf_counter()
