@@ -43,7 +43,10 @@ def group_range(values: Tensor, group: Tensor, groups: int, among: Tensor | None
         values, group = values[among], group[among]
     high = high.scatter_reduce(0, group, values, "amax")
     low = low.scatter_reduce(0, group, values, "amin")
-    return torch.where(high >= low, high - low, torch.zeros_like(high))
+    # Without a row they are still what they began as. A NaN among the values stays one: whatever is
+    # made of it has to be refused, and mustn't look like equal values.
+    nothing = (high == -torch.inf) & (low == torch.inf)
+    return torch.where(nothing, torch.zeros_like(high), high - low)
 
 
 def _mean(values: Tensor, group: Tensor, groups: int, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -340,7 +340,8 @@ class Updates:
             "rows_active": float(update.active),
             "micro_batches": float(len(update.micro_batches)),
             "forward_tokens": float(update.forward_tokens),
-            **self.objective.report(result.sums, scalars),
+            # Rows that the loss refuses have no sums to tell of.
+            **(self.objective.report(result.sums, scalars) if result.applied else {}),
             **looked,
             **update.measured,
             **self.coefficients.metrics,

@@ -136,3 +136,14 @@ def test_whitening_counts_every_token_of_a_row() -> None:
 def test_whitening_may_keep_the_mean() -> None:
     values = torch.tensor([1.0, 3.0], dtype=torch.float64)
     assert whiten(values, shift_mean=False).tolist() == pytest.approx([1.0, 3.0])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("baseline", ["group_mean", "group_mean_std", "own_mean", "leave_one_out"])
+def test_a_reward_that_is_no_number_is_no_equal_reward(bad: float, baseline: Any) -> None:
+    """It would silence its group, and the step would go on without a word."""
+    rewards = torch.tensor([1.0, bad, 0.0, 1.0, 1.0], dtype=torch.float64)
+    group = torch.tensor([0, 0, 0, 1, 1])
+    found = advantages(rewards, group, 3, torch.zeros(5, dtype=torch.bool), baseline)
+    assert not found[:3].isfinite().all()
+    assert found[3:].tolist() == [0.0, 0.0]

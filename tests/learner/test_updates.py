@@ -234,6 +234,21 @@ def test_the_kl_in_the_reward_is_taken_off_before_the_advantages(
     assert "train/k3_reference" not in found
 
 
+def test_a_reference_that_gives_no_numbers_changes_nothing(
+    learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = made_up.tiny_model(seed=5)
+    with torch.no_grad():
+        reference.model.embed_tokens.weight.fill_(float("nan"))
+    monkeypatch.setattr("tandem.learner.updates.load_model", lambda path, **kwargs: reference)
+    for key in ("kl_coefficient", "kl_reward_coefficient"):
+        updates = learner(learner={"objective": {key: 0.03}})
+        before = snapshot(updates)
+        assert not updates.train(1, groups_of(made_up, 2), {}, lr=1e-3).applied
+        after = snapshot(updates)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+
+
 def test_an_experts_tokens_cost_no_kl(
     learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,6 +382,26 @@ def test_every_objective_trains_whatever_the_micro_batches(
     for key in ("train/loss", "train/grad_norm"):
         assert np.isfinite(found[0][key])
         assert found[1][key] == pytest.approx(found[0][key], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(set(OBJECTIVES) - {"ppo"}))
+def test_log_probs_that_are_no_numbers_undo_a_step_of_any_objective(
+    name: str, learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is raised and no parameter changes: the step's groups are put aside, and on it goes."""
+    monkeypatch.setattr(
+        "tandem.learner.updates.load_model", lambda path, **kwargs: made_up.tiny_model()
+    )
+    updates = learner(learner={"objective": {"name": name}}, replay={"max_staleness": 0})
+    norm = dict(updates.engine.model.named_parameters())["model.norm.weight"]
+    with torch.no_grad():
+        norm.fill_(float("nan"))
+    before = snapshot(updates)
+    traces = {"a/0#0": made_up.trace(0)}
+    groups = [(group, ("a/0#0",)) for group, _ in groups_of(made_up, 1, size=3)]
+    assert not updates.train(1, groups, traces, lr=1e-3).applied
+    after = snapshot(updates)
+    assert all(torch.equal(after[key], before[key]) for key in before if "norm" not in key)
 
 
 def from_engine(
