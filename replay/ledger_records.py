@@ -1,0 +1,287 @@
+"""What goes into the ledger and comes out of it: settings, leases, rows, receipts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..common.config import Config
+from ..common.errors import StoreError
+from ..common.records import CommitResult
+from .answers import row_answer
+from .order import Order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerSettings:
+    """What a ledger is created with; the first part never changes in a run's life."""
+
+    sources: tuple[tuple[str, int, int], ...]
+    """Frozen. ``(name, problems, weight)`` of each source."""
+    seed: int
+    """Frozen. Of the order."""
+    data_digest: str
+    """Frozen. Digest of the problems and traces as ingested."""
+    group_size: int
+    """Frozen. G."""
+    groups_per_step: int
+    """Frozen. B."""
+    max_staleness: int
+    """Frozen. η."""
+    window: int = 1
+    """Frozen. Steps within which groups may be taken out of order; 1 = strict order."""
+    late: str = "wait"
+    """Frozen. ``wait`` or ``drop``: what a cut does about a lease that would become stale."""
+    max_attempts: int = 5
+    """Frozen. Failed attempts after which a group is rejected and listed."""
+    steps: int | None = None
+    """Rows of the run; None where ``passes`` ends it."""
+    passes: int | None = None
+    """Passes of the run; the last row may be short."""
+    lease_seconds: float = 120.0
+    """A lease that isn't renewed for so long goes to the next worker."""
+    group_deadline_seconds: float = 1800.0
+    """Cap on one lease, renewals included."""
+    max_inflight: int = 4096
+    """Greatest number of leases at a time."""
+    group_bytes: int = 0
+    """Worst case of one group's payload, for the stop before Redis is full."""
+    offline: bool = False
+    """Training doesn't read from the ledger: nothing is leased, and a reply says why."""
+
+    @classmethod
+    def of(
+        cls, config: Config, sources: Sequence[tuple[str, int, int]], data_digest: str
+    ) -> LedgerSettings:
+        """From a run's config and what was ingested: ``(name, problems, weight)`` a source."""
+        replay, rollout = config.replay, config.rollout
+        # 4 bytes of id, 4 of log-prob, 1 of source, and about 6 of text a token.
+        response = 15 * rollout.max_new_tokens
+        prompt = 10 * config.data.max_prompt_tokens
+        return cls(
+            sources=tuple((name, size, weight) for name, size, weight in sources),
+            seed=config.run.seed,
+            data_digest=data_digest,
+            group_size=rollout.group_size,
+            groups_per_step=replay.groups_per_step,
+            max_staleness=replay.max_staleness,
+            window=replay.window,
+            late=replay.late,
+            max_attempts=replay.max_attempts,
+            steps=config.run.steps,
+            passes=config.run.passes,
+            lease_seconds=replay.lease_seconds,
+            group_deadline_seconds=replay.group_deadline_seconds,
+            max_inflight=replay.max_inflight,
+            group_bytes=rollout.group_size * response + prompt,
+            offline=config.learner.source == "offline",
+        )
+
+    def order(self) -> Order:
+        """The order of problems."""
+        return Order(self.sources, self.seed)
+
+    def frozen_fields(self) -> dict[str, str]:
+        """As stored in Redis."""
+        return {
+            "sources": json.dumps([list(s) for s in self.sources]),
+            "seed": str(self.seed),
+            "data_digest": self.data_digest,
+            "group_size": str(self.group_size),
+            "groups_per_step": str(self.groups_per_step),
+            "max_staleness": str(self.max_staleness),
+            "window": str(self.window),
+            "late": self.late,
+            "max_attempts": str(self.max_attempts),
+            "pass_length": str(self.order().pass_length),
+        }
+
+    def changeable_fields(self) -> dict[str, str]:
+        """As stored in Redis."""
+        length = self.order().pass_length
+        return {
+            "steps": str(self.steps or 0),
+            "passes": str(self.passes or 0),
+            "total_groups": str((self.passes or 0) * length),
+            "lease_ms": str(int(self.lease_seconds * 1000)),
+            "group_deadline_ms": str(int(self.group_deadline_seconds * 1000)),
+            "max_inflight": str(self.max_inflight),
+            "group_bytes": str(self.group_bytes),
+            "offline": str(int(self.offline)),
+        }
+
+    @classmethod
+    def from_fields(cls, stored: Mapping[str, str]) -> LedgerSettings:
+        """Inverse of the two above."""
+        return cls(
+            sources=tuple((n, s, w) for n, s, w in json.loads(stored["sources"])),
+            seed=int(stored["seed"]),
+            data_digest=stored["data_digest"],
+            group_size=int(stored["group_size"]),
+            groups_per_step=int(stored["groups_per_step"]),
+            max_staleness=int(stored["max_staleness"]),
+            window=int(stored["window"]),
+            late=stored["late"],
+            max_attempts=int(stored["max_attempts"]),
+            steps=int(stored["steps"]) or None,
+            passes=int(stored["passes"]) or None,
+            lease_seconds=int(stored["lease_ms"]) / 1000,
+            group_deadline_seconds=int(stored["group_deadline_ms"]) / 1000,
+            max_inflight=int(stored["max_inflight"]),
+            group_bytes=int(stored["group_bytes"]),
+            offline=bool(int(stored["offline"])),
+        )
+
+    def check(self) -> None:
+        """Raises ``StoreError`` for values that don't go together."""
+        if (not self.steps) == (not self.passes):
+            raise StoreError("a ledger ends after steps or after passes: set exactly one of them")
+        if self.window > self.max_staleness + 1:
+            raise StoreError(
+                f"window={self.window} is over max_staleness + 1 = {self.max_staleness + 1}"
+            )
+        if self.late not in ("wait", "drop"):
+            raise StoreError(f"late={self.late!r} is neither 'wait' nor 'drop'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """One group to generate."""
+
+    group_id: str
+    """``<pass>-<position>``."""
+    attempt: int
+    """Which lease of this id it is, from 1."""
+    pass_: int
+    """Run over the data set, from 0."""
+    position: int
+    """In the pass."""
+    problem_id: str
+    """The problem at that position."""
+    deadline_ms: int
+    """The group's deadline by Redis ``TIME``: past it the finished samples are committed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseReply:
+    """What a worker gets when it asks for work."""
+
+    leases: tuple[Lease, ...]
+    """At most as many as were asked for."""
+    state: str
+    """State of the run: running, draining, finished or failed."""
+    wait: str
+    """Why there were no more; empty where there were."""
+    journalled: int
+    """J."""
+    now_ms: int
+    """Redis ``TIME``, ms."""
+    lease_seconds: float
+    """Renew at about a third of this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowEntry:
+    """One group of a row."""
+
+    group_id: str
+    """``<pass>-<position>``."""
+    attempt: int
+    """The lease that was committed."""
+    digest: str
+    """xxh3-64 of the payload, hexadecimal."""
+    nbytes: int
+    """Length of the payload."""
+    trace_ids: tuple[str, ...] = ()
+    """Expert traces that fill up the group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The batch of one step, as it was written."""
+
+    step: int
+    """n."""
+    ids: tuple[RowEntry, ...]
+    """Its groups, ascending by position."""
+    short: bool = False
+    """Fewer than B groups: the last row of a run that is set in passes."""
+    quarantined: str = ""
+    """Why it was not trained on; empty unless its loss or gradient wasn't finite."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, the same as Redis holds; for the journal."""
+        return {
+            "step": self.step,
+            "short": self.short,
+            "groups": [
+                {
+                    "id": entry.group_id,
+                    "attempt": entry.attempt,
+                    "digest": entry.digest,
+                    "bytes": entry.nbytes,
+                    "traces": list(entry.trace_ids),
+                }
+                for entry in self.ids
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any], quarantined: str = "") -> Row:
+        """Inverse of :meth:`to_dict`.
+
+        Raises:
+            StoreError: it isn't a row.
+        """
+        row = row_answer(plain)
+        return cls(
+            step=row["step"],
+            short=row["short"],
+            ids=tuple(
+                RowEntry(
+                    group_id=entry["id"],
+                    attempt=entry["attempt"],
+                    digest=entry["digest"],
+                    nbytes=entry["bytes"],
+                    trace_ids=tuple(entry["traces"]),
+                )
+                for entry in row["groups"]
+            ),
+            quarantined=quarantined,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """There is no row yet."""
+
+    group_id: str
+    """The first group that isn't there."""
+    state: str
+    """Its state: ``admitted`` or ``leased``."""
+    worker: str
+    """Who holds it, or held it last."""
+    reason: str
+    """One clause for a person."""
+    run_state: str = "running"
+    """State of the run."""
+    ended: bool = False
+    """No row will ever come: the run has taken all that it was to take."""
+
+    def __str__(self) -> str:
+        if self.ended:
+            return "the run has taken all its rows"
+        holder = f" ({self.worker})" if self.worker else ""
+        return f"waiting for group {self.group_id}, {self.state}{holder}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """The ledger's final word on a commit."""
+
+    result: CommitResult
+    """Committed, duplicate, superseded or rejected."""
+    detail: str = ""
+    """Why, where it was rejected."""
