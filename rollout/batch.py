@@ -274,8 +274,7 @@ class Batch:
         """Samples one token for every row; takes out those that it ended."""
         self._close_ranks()
         count = self._live
-        length = self._length[:count]
-        longest = int(length.max())
+        longest = int(self._length[:count].max())
         if longest >= self._tokens.shape[1]:
             # Geometric, so that copying stays a fraction of the work; no further than needed.
             capacity = max(longest + GROWTH, longest * 3 // 2)
@@ -283,7 +282,7 @@ class Batch:
             self._resize(count, max(longest + 1, min(capacity, limit)))
         if self._cache is None:
             raise RuntimeError("rows without a cache")
-        every = np.arange(count)
+        every, length = np.arange(count), self._length[:count]
         if self._next is None:
             self._next = self._on_device(self._tokens[every, length - 1])
         if self._seen is None:

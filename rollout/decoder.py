@@ -123,9 +123,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""
     if x.is_cuda or x.dtype != torch.float32:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    # On CPUs F.rms_norm is slow: 50 us for [64, 64], where this way takes under 10.
+    # On CPUs F.rms_norm is slower: 22 us for [64, 256], where this way takes 14.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    scale = torch.addcmul(norm.new_full((), eps), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
     return x.mul(scale).mul_(weight)
 
 
@@ -332,7 +332,10 @@ class DirectDecoder:
             mask = torch.zeros((), dtype=x.dtype, device=x.device)
         else:
             at = torch.from_numpy(positions).to(x.device)
-            rows = torch.arange(batch, device=x.device)
+            # Of [B, KV heads, capacity] in one dimension: an index_copy takes half of what an
+            # index_put takes.
+            heads = torch.arange(batch * self._kv_heads, device=x.device).view(batch, -1)
+            slots = (heads * cache.capacity + at[:, None]).flatten()
             cos, sin = self._cos[at], self._sin[at]
             mask = visible(positions, x.device, x.dtype).repeat_interleave(self._kv_heads, 0)
             mask = mask.unsqueeze(1)
@@ -343,8 +346,8 @@ class DirectDecoder:
                 store[0, :, :, end - 1] = k
                 store[1, :, :, end - 1] = v
             else:
-                store[0, rows, :, at] = k
-                store[1, rows, :, at] = v
+                store[0].view(-1, self._size).index_copy_(0, slots, k.reshape(-1, self._size))
+                store[1].view(-1, self._size).index_copy_(0, slots, v.reshape(-1, self._size))
             seen = store[:, :, :, :end].flatten(1, 2)
             scores = torch.baddbmm(
                 mask,

@@ -80,7 +80,7 @@ class Case:
     rows: int
     """Rows of a ``generate`` batch, places of an engine."""
     batches: int
-    """Batches of ``generate`` in one measurement of varied lengths; equal ones take half."""
+    """Batches of ``generate`` in one measurement of varied lengths; equal ones take a third."""
     prompt: int
     """Tokens of a prompt."""
     new: int
@@ -96,7 +96,7 @@ CASES = (
         vocabulary=2048,
         group=4,
         rows=64,
-        batches=4,
+        batches=6,
         prompt=32,
         new=96,
     ),
@@ -152,7 +152,7 @@ def lengths(case: Case, varied: bool) -> np.ndarray:
     """``[groups]`` New tokens of each group."""
     groups = case.rows * case.batches // case.group
     if not varied:
-        return np.full(max(case.batches // 2, 1) * case.rows // case.group, case.new)
+        return np.full(max(case.batches // 3, 1) * case.rows // case.group, case.new)
     # Evenly from an eighth to the whole, in a fixed random order.
     spread = np.linspace(case.new / SHORTEST, case.new, groups).round().astype(np.int64)
     return np.random.Generator(np.random.Philox(key=1)).permutation(spread)

@@ -103,6 +103,20 @@ def test_logprobs_are_those_of_a_full_forward_at_the_sampling_temperature(
             np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
 
 
+def test_long_responses_have_the_logprobs_of_a_full_forward(
+    new_engine: NewEngine, tiny: Any
+) -> None:
+    # Most end early; some outgrow what was reserved for them at first.
+    request = asks("0-0", count=12, new=200)
+    samples = generate(new_engine(tiny.model()), request)["0-0"].samples
+    longest = sorted(samples, key=lambda sample: len(sample.tokens))[-3:]
+    assert len(longest[-1].tokens) > 90
+    reference = tiny.model()
+    for sample in longest:
+        expected = forward_logprobs(reference, request, sample)
+        np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
+
+
 def test_a_group_alone_and_in_company_gives_the_same_samples(
     new_engine: NewEngine, tiny: Any, repeatable: float
 ) -> None:
