@@ -52,7 +52,7 @@ def specs_of(named: Named) -> list[tuple[str, tuple[int, ...], str]]:
 
 def as_bytes(named: Named) -> dict[str, bytes]:
     """Every bit of the tensors."""
-    return {name: tensor.detach().numpy().tobytes() for name, tensor in named}
+    return {name: tensor.detach().cpu().numpy().tobytes() for name, tensor in named}
 
 
 class FlippedByte(GlooTransport):
@@ -118,7 +118,10 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
     if options.get("blind"):
         weights.map_segment = sees_nothing
     store = connect(join, name=member)
-    more = {"transports": StopsHalfWay(pipe)} if options.get("half") else {}
+    more: dict[str, Any] = {"transports": StopsHalfWay(pipe)} if options.get("half") else {}
+    for name in ("device", "on_host"):
+        if name in options:
+            more[name] = options[name]
     receiver = WeightReceiver(
         store, member, options["specs"], commit, config=options["config"], **more
     )
