@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import zmq
 from ..common.config import WeightsConfig
 from ..common.errors import TandemError, WeightsError, WireError
 from ..common.records import Version
-from ..common.weights import snapshots
 from ..common.weights.link import Job, Link
 from ..common.weights.mailbox import Mailbox
 from ..common.weights.manifest import WeightManifest
@@ -42,7 +40,7 @@ from ..common.weights.protocol import (
 )
 from ..common.weights.segment import shared_memory_name
 from ..common.weights.staging import Pin, StagingSlots
-from ..common.weights.states import Backoff, ReceiverState
+from ..common.weights.states import ReceiverState
 from ..common.weights.transport import (
     PULLED,
     Meeting,
@@ -51,6 +49,8 @@ from ..common.weights.transport import (
     possible_transports,
 )
 from ..common.weights.waiting import Wait
+from .snapshotter import Snapshotter
+from .weight_peers import Gathering, Peer, Round, Served
 
 log = logging.getLogger("tandem.learner.weights")
 
@@ -60,35 +60,6 @@ JOIN_SECONDS = 0.05
 """Between two looks whether a broadcast that is under way has ended."""
 FAILURES_EACH = 2
 """Failures with one transport after which ``auto`` tries a worker's next one."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Served:
-    """What the last transfer to a worker took."""
-
-    version: Version
-    """Which version."""
-    transport: str
-    """By what; ``none`` where only its name changed."""
-    nbytes: int
-    """Bytes sent."""
-    seconds: float
-    """From PREPARE to STAGED."""
-    paused: float
-    """Seconds in which the engine sampled nothing on account of it."""
-    late: float
-    """From the end of the copy out of the model to COMMITTED."""
-
-    def told(self) -> dict[str, Any]:
-        """For reports."""
-        return {
-            "version": [self.version.term, self.version.step],
-            "transport": self.transport,
-            "seconds": round(self.seconds, 6),
-            "gb_per_second": round(self.nbytes / max(self.seconds, 1e-9) / 1e9, 4),
-            "pause_seconds": round(self.paused, 6),
-            "latency_seconds": round(self.late, 6),
-        }
 
 
 class WeightService:
@@ -130,11 +101,11 @@ class WeightService:
         self._transports = transports
         self._interface = interface
         self._silent_seconds = silent_seconds
-        self._peers: dict[bytes, _Peer] = {}
+        self._peers: dict[bytes, Peer] = {}
         self._rounds = 0
         self._meeting: MeetingPoint | None = None
-        self._gathering: _Gathering | None = None
-        self._snapshots = _Snapshotter(mailbox, snapshot_folder, run_id)
+        self._gathering: Gathering | None = None
+        self._snapshots = Snapshotter(mailbox, snapshot_folder, run_id)
         self._last_snapshot: tuple[WeightManifest, Path] | None = None
         self._stopping = False
 
@@ -193,7 +164,7 @@ class WeightService:
                 times.append(peer.next_try)
         return max(0.0, min(times) - now)
 
-    def _behind(self, peer: _Peer) -> bool:
+    def _behind(self, peer: Peer) -> bool:
         newest = self._slots.newest
         return newest is not None and peer.version != newest
 
@@ -258,7 +229,7 @@ class WeightService:
                     f"{peer.member} sent a {type(message).__name__}, which only learners send"
                 )
 
-    def _send(self, peer: _Peer, message: Message) -> None:
+    def _send(self, peer: Peer, message: Message) -> None:
         try:
             self._router.send_multipart([peer.identity, *pack(message)], zmq.NOBLOCK)
         except zmq.Again:
@@ -284,7 +255,7 @@ class WeightService:
             for other in list(self._peers.values()):
                 if other.member == message.member:
                     self._forget(other, "a newer process of that name has joined")
-            peer = _Peer(
+            peer = Peer(
                 identity=identity,
                 member=message.member,
                 device=message.device,
@@ -307,14 +278,14 @@ class WeightService:
             peer.content = message.content
         self._note_held(peer)
 
-    def _note_held(self, peer: _Peer) -> None:
+    def _note_held(self, peer: Peer) -> None:
         with self.served:
             self.held[peer.member] = peer.version
             self.served.notify_all()
 
     # A round: PREPARE.
 
-    def _begin(self, peer: _Peer) -> None:
+    def _begin(self, peer: Peer) -> None:
         pinned = self._slots.pin_newest(begin=False)
         if pinned is None:
             return
@@ -357,7 +328,7 @@ class WeightService:
         if together:
             gathering = self._gathering
             if gathering is None:
-                gathering = _Gathering(
+                gathering = Gathering(
                     id=f"{version}/{self._rounds}",
                     version=version,
                     transport=transport,
@@ -367,7 +338,7 @@ class WeightService:
             gathering.members[peer.identity] = None
         else:
             gathering = None
-        peer.round = _Round(
+        peer.round = Round(
             id=gathering.id if gathering is not None else f"{version}/{self._rounds}",
             manifest=manifest,
             transport=transport,
@@ -387,7 +358,7 @@ class WeightService:
             ),
         )
 
-    def _transport_for(self, peer: _Peer, pin: Pin) -> str:
+    def _transport_for(self, peer: Peer, pin: Pin) -> str:
         memory = shared_memory_name()
         possible = possible_transports(
             self._settings.transport,
@@ -402,7 +373,7 @@ class WeightService:
 
     # A round: its bytes.
 
-    def _on_ack(self, peer: _Peer, current: _Round, message: Ack) -> None:
+    def _on_ack(self, peer: Peer, current: Round, message: Ack) -> None:
         version = current.manifest.version
         if not current.bytes_follow or current.transport in PULLED:
             what = f"fetch and check version {version}" if current.bytes_follow else "check it"
@@ -425,7 +396,7 @@ class WeightService:
             self._expect_staged(peer, current)
         link.put(Job(current.id, None, current.pin.again(), self._settings.stage_seconds))
 
-    def _open(self, peers: list[_Peer], current: _Round) -> Link | None:
+    def _open(self, peers: list[Peer], current: Round) -> Link | None:
         """Begins a channel to these workers; None where that failed, and with it their rounds."""
         settings = self._settings
         try:
@@ -463,7 +434,7 @@ class WeightService:
         link.put(Job(current.id, meeting, None, settings.open_seconds))
         return link
 
-    def _expect_staged(self, peer: _Peer, current: _Round) -> None:
+    def _expect_staged(self, peer: Peer, current: Round) -> None:
         what = f"receive and check version {current.manifest.version}"
         current.wait = Wait(peer.member, what, self._settings.stage_seconds)
 
@@ -478,7 +449,7 @@ class WeightService:
             if peer.round is not None and peer.round.id == round_id:
                 self._fail(peer, reason, drop_link=True)
 
-    def _linked(self, link: Link) -> list[_Peer]:
+    def _linked(self, link: Link) -> list[Peer]:
         peers = [self._peers.get(identity) for identity in link.members]
         return [peer for peer in peers if peer is not None and peer.link is link]
 
@@ -492,7 +463,7 @@ class WeightService:
             and gathering.version == version
         )
 
-    def _mind(self, gathering: _Gathering) -> None:
+    def _mind(self, gathering: Gathering) -> None:
         """Begins to send once all have acknowledged or their time is up; ends when all have it."""
         rounds = {
             identity: peer
@@ -559,7 +530,7 @@ class WeightService:
 
     # A round: its end.
 
-    def _on_staged(self, peer: _Peer, current: _Round, message: Staged) -> None:
+    def _on_staged(self, peer: Peer, current: Round, message: Staged) -> None:
         manifest = current.manifest
         if message.digest != manifest.digest:
             self._fail(peer, f"{peer.member} staged digest {message.digest}", drop_link=True)
@@ -569,7 +540,7 @@ class WeightService:
         current.wait = Wait(peer.member, what, self._settings.commit_seconds)
         self._send(peer, Commit(round=current.id, run_id=self._run_id, version=manifest.version))
 
-    def _on_committed(self, peer: _Peer, current: _Round, message: Committed) -> None:
+    def _on_committed(self, peer: Peer, current: Round, message: Committed) -> None:
         peer.version = message.version
         peer.content = current.manifest.content
         peer.round = None
@@ -592,18 +563,18 @@ class WeightService:
         )
         self._note_held(peer)
 
-    def _on_refused(self, peer: _Peer, message: Refused) -> None:
+    def _on_refused(self, peer: Peer, message: Refused) -> None:
         self.counts["refused"] += 1
         peer.idle = True
         reason = f"{peer.member} refused at {message.stage}: {message.reason}"
         self._fail(peer, reason, drop_link=message.stage not in ("prepare", "commit"), tell=False)
 
-    def _postpone(self, peer: _Peer) -> float:
+    def _postpone(self, peer: Peer) -> float:
         pause = peer.backoff.next()
         peer.next_try = time.monotonic() + pause
         return pause
 
-    def _fail(self, peer: _Peer, reason: str, *, drop_link: bool, tell: bool = True) -> None:
+    def _fail(self, peer: Peer, reason: str, *, drop_link: bool, tell: bool = True) -> None:
         """Ends a round without success; the worker is served again after a pause."""
         current, peer.round = peer.round, None
         if drop_link:
@@ -622,7 +593,7 @@ class WeightService:
             f"{current.manifest.version}: {reason}; again in {pause:.1f} s"
         )
 
-    def _forget(self, peer: _Peer, reason: str) -> None:
+    def _forget(self, peer: Peer, reason: str) -> None:
         self._fail(peer, reason, drop_link=True)
         self._drop_link(peer)
         self._peers.pop(peer.identity, None)
@@ -631,147 +602,7 @@ class WeightService:
             self.last.pop(peer.member, None)
             self.served.notify_all()
 
-    def _drop_link(self, peer: _Peer) -> None:
+    def _drop_link(self, peer: Peer) -> None:
         link, peer.link = peer.link, None
         if link is not None:
             link.leave()
-
-
-class _Snapshotter:
-    """Writes snapshots in a thread of its own: a disk may take its time. Latest wins."""
-
-    def __init__(self, mailbox: Mailbox[tuple[Any, ...]], folder: Path, run_id: str) -> None:
-        self._mailbox = mailbox
-        self._folder = folder
-        self._run_id = run_id
-        self._changed = threading.Condition()
-        self._asked: tuple[Pin, Version] | None = None
-        self._writing: Version | None = None
-        self._stopped = False
-        self._thread: threading.Thread | None = None
-
-    def ask(self, pin: Pin, version: Version) -> None:
-        """Asks for a version, in place of one that isn't begun."""
-        with self._changed:
-            if version == self._writing or (self._asked and version == self._asked[1]):
-                pin.release()
-                return
-            if self._asked is not None:
-                self._asked[0].release()
-            self._asked = (pin, version)
-            self._changed.notify()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="weights-snapshot", daemon=True)
-            self._thread.start()
-
-    def stop(self) -> None:
-        """Lets the thread end once it has written what it is at."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while self._asked is None and not self._stopped:
-                    self._changed.wait(60.0)
-                if self._asked is None or self._stopped:
-                    return
-                (pin, version), self._asked = self._asked, None
-                self._writing = version
-            try:
-                manifest = pin.slot.manifest_of(self._run_id, version)
-                path = snapshots.write(self._folder, manifest, pin.slot.on_host())
-                self._mailbox.post(("snapshot", manifest, path))
-            except (TandemError, RuntimeError) as error:
-                self._mailbox.post(("no_snapshot", str(error)))
-            finally:
-                pin.release()
-                self._writing = None
-
-
-@dataclass(slots=True, kw_only=True)
-class _Gathering:
-    """A broadcast in the making, or under way."""
-
-    id: str
-    """Round id of all its members."""
-    version: Version
-    """What is sent."""
-    transport: str
-    """By what."""
-    until: float
-    """``monotonic`` at which it goes on with those that are there."""
-    members: dict[bytes, str | None] = field(default_factory=dict)
-    """Channel that each member holds, as its ACK says; None before that."""
-    link: Link | None = None
-    """Its channel, once bytes are under way."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Round:
-    """One transfer under way."""
-
-    id: str
-    """Names it on the wire."""
-    manifest: WeightManifest
-    """What is sent."""
-    transport: str
-    """By what."""
-    bytes_follow: bool
-    """False for a re-stamp."""
-    pin: Pin
-    """Holds the buffer."""
-    published: float
-    """``perf_counter`` at the end of the copy."""
-    wait: Wait
-    """What the worker should do next."""
-    begun: float = field(default_factory=time.perf_counter)
-    """``perf_counter`` at PREPARE."""
-    staged: float = 0.0
-    """Seconds from PREPARE to STAGED; 0 before that."""
-    unknown: int = 0
-    """HAVEs since PREPARE that don't know of it."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Peer:
-    """One life of one worker."""
-
-    identity: bytes
-    """ZeroMQ's name of it: member id and incarnation."""
-    member: str
-    """Member id."""
-    device: str
-    """Where it stages."""
-    transports: tuple[str, ...]
-    """What it can do."""
-    memory: str
-    """The shared memory that it sees."""
-    silent_seconds: float
-    """Silence after which it is given up."""
-    version: Version | None = None
-    """What it serves."""
-    content: str = ""
-    """Content digest of what it serves."""
-    idle: bool = True
-    """It could begin a round."""
-    round: _Round | None = None
-    """The transfer under way."""
-    link: Link | None = None
-    """Its channel."""
-    failures: int = 0
-    """Rounds that failed; they decide on the transport that ``auto`` takes."""
-    next_try: float = 0.0
-    """``monotonic`` before which no round begins."""
-    backoff: Backoff = field(default_factory=Backoff)
-    """Pauses after failures."""
-    silence: Wait = field(init=False)
-    """Since it was last heard."""
-
-    def __post_init__(self) -> None:
-        self.heard()
-
-    def heard(self) -> None:
-        """It spoke."""
-        self.silence = Wait(self.member, "say that it is alive", self.silent_seconds)

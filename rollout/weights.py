@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,13 +23,10 @@ from ..common.config import Config
 from ..common.errors import DeadlineError, StoreError, TandemError, WeightsError, WireError
 from ..common.records import Version
 from ..common.sockets import CurveKeys, check_address, connect_dealer
-from ..common.weights import snapshots
-from ..common.weights.buffer import StagedTensors, flat_buffer, views
-from ..common.weights.checksum import checksum
+from ..common.weights.buffer import StagedTensors
 from ..common.weights.directory import ROLE, LearnerAddress, Registry, newest_learner
 from ..common.weights.mailbox import Mailbox
 from ..common.weights.manifest import (
-    SegmentPlace,
     WeightManifest,
     check_manifest,
     first_difference,
@@ -50,8 +46,6 @@ from ..common.weights.protocol import (
     unpack,
 )
 from ..common.weights.segment import (
-    Segment,
-    map_segment,
     remove_left_behind,
     shared_memory_name,
 )
@@ -65,6 +59,7 @@ from ..common.weights.transport import (
     offered_transports,
 )
 from ..common.weights.waiting import Wait
+from .arrivals import Arrivals, DamagedError
 
 if TYPE_CHECKING:
     from ..replay.connection import Store
@@ -77,9 +72,6 @@ LOOK_SECONDS = 0.5
 """Between two looks into the registry."""
 EXIT_HALF_LOADED = 70
 """Exit status of a process whose engine may hold half of two versions (EX_SOFTWARE)."""
-
-MAPPED = 4
-"""Segments of the learner's that are kept mapped; it uses two or three in turn."""
 
 CommitFunction = Callable[[StagedTensors, Version], float]
 
@@ -592,11 +584,7 @@ class _Stager:
         self.transport = ""
         self._left = False
         self._open: Transport | None = None
-        self._buffer: torch.Tensor | None = None
-        self._segment: Segment | None = None
-        self._mapped: dict[str, torch.Tensor] = {}
-        self._tensors = StagedTensors()
-        self._manifest: WeightManifest | None = None
+        self._arrivals = Arrivals(receiver._device, on_host=receiver._on_host)
         self._thread = threading.Thread(target=self._run, name="weights-stager", daemon=True)
         self._thread.start()
 
@@ -626,8 +614,7 @@ class _Stager:
                 else:
                     self._load(round_id, content)
             except (TandemError, RuntimeError) as error:
-                self._tensors = StagedTensors()
-                self._manifest = None
+                self._arrivals.forget()
                 post(("failed", self, round_id, _stage_of(kind, error), str(error)))
                 if kind in ("open", "receive"):
                     break
@@ -635,8 +622,7 @@ class _Stager:
         if self._open is not None:
             self._open.close()
             self._open = None
-        if self._segment is not None:
-            self._segment.close()
+        self._arrivals.close()
 
     def _enter(self, message: Open) -> None:
         settings = self._receiver._settings
@@ -656,95 +642,20 @@ class _Stager:
         self.channel = message.channel
 
     def _receive(self, manifest: WeightManifest) -> None:
-        receiver = self._receiver
         if self._open is None:
             raise WeightsError("the weight channel isn't open")
         start = time.perf_counter()
-        on_gpu = self._open.name == "nccl"
-        device = receiver._device if on_gpu and not receiver._on_host else torch.device("cpu")
-        buffer = self._own_buffer(manifest, device)
-        pieces = _cut(buffer, manifest)
-        arriving = pieces
-        if on_gpu and receiver._on_host:
-            # Runs on GPUs only: each bucket passes through one piece of GPU memory.
-            most = max(bucket.nbytes for bucket in manifest.buckets)
-            passage = flat_buffer(most, receiver._device)
-            arriving = [passage[: piece.numel()] for piece in pieces]
-        for index in self._open.receive(arriving, receiver._settings.stage_seconds):
-            _check(arriving[index], index, manifest)
-            if arriving is not pieces:
-                pieces[index].copy_(arriving[index])
-        self._hold(manifest, buffer, str(self._segment.path) if self._segment else "", start)
+        self._arrivals.receive(self._open, manifest, self._receiver._settings.stage_seconds)
+        self._count(manifest, start)
 
     def _fetch(self, offer: Prepare) -> None:
-        """Takes a version from where PREPARE says that it is."""
         start = time.perf_counter()
-        manifest = offer.manifest
-        if offer.transport == "shared_memory":
-            place = offer.place
-            buffer = self._map(place, manifest.total_bytes)
-        else:
-            buffer = self._own_buffer(manifest, torch.device("cpu"))
-            snapshots.read(Path(offer.place), manifest, buffer)
-            place = str(self._segment.path) if self._segment else ""
-        for index, piece in enumerate(_cut(buffer, manifest)):
-            _check(piece, index, manifest)
-        self._hold(manifest, buffer, place, start)
+        self._arrivals.fetch(offer)
+        self._count(offer.manifest, start)
 
-    def _map(self, place: str, nbytes: int) -> torch.Tensor:
-        """The learner's buffer. It is read where it lies: the learner never writes into one that
-        a worker may still read (``StagingSlot.retired``)."""
-        found = self._mapped.pop(place, None)
-        # A mapping holds its memory, also when the learner has no more use for it.
-        for path in [p for p in self._mapped if not os.path.exists(p)]:
-            del self._mapped[path]
-        while len(self._mapped) >= MAPPED:
-            del self._mapped[next(iter(self._mapped))]
-        # Pages that an engine wrote to are copies, which see nothing of what follows.
-        if found is None or found.numel() != nbytes or found._version:
-            found = map_segment(place, nbytes)
-        self._mapped[place] = found
-        return found
-
-    def _own_buffer(self, manifest: WeightManifest, device: torch.device) -> torch.Tensor:
-        """This worker's staging buffer; on the host in shared memory where there is room."""
-        buffer, nbytes = self._buffer, manifest.total_bytes
-        if buffer is not None and buffer.numel() == nbytes and buffer.device == device:
-            return buffer
-        self._tensors = StagedTensors()
-        self._manifest = None
-        self._buffer = None
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
-        if device.type == "cpu":
-            try:
-                self._segment = Segment(manifest.total_bytes)
-            except (WeightsError, OSError) as error:
-                log.info(f"weights are staged in memory that isn't shared: {error}")
-        if self._segment is not None:
-            self._buffer = self._segment.buffer
-        else:
-            self._buffer = flat_buffer(manifest.total_bytes, device)
-        return self._buffer
-
-    def _hold(
-        self, manifest: WeightManifest, buffer: torch.Tensor, place: str, start: float
-    ) -> None:
-        """A verified version, ready to be committed."""
-        receiver = self._receiver
-        if (
-            self._manifest is None
-            or self._manifest.layout != manifest.layout
-            or (self._tensors.place.path if self._tensors.place else "") != place
-        ):
-            where = SegmentPlace(path=place, nbytes=buffer.numel(), layout=manifest.layout)
-            self._tensors = StagedTensors(
-                views(buffer, manifest.params), place=where if place else None
-            )
-        self._manifest = manifest
-        receiver._counts["bytes"] += manifest.total_bytes
-        receiver._seconds["stage"] = time.perf_counter() - start
+    def _count(self, manifest: WeightManifest, start: float) -> None:
+        self._receiver._counts["bytes"] += manifest.total_bytes
+        self._receiver._seconds["stage"] = time.perf_counter() - start
 
     def _load(self, round_id: str, offer: Prepare) -> None:
         receiver = self._receiver
@@ -754,11 +665,7 @@ class _Stager:
             raise WeightsError(
                 f"version {version} is of term {version.term}, which is over: term {term} has begun"
             )
-        tensors = StagedTensors()
-        if offer.bytes_follow:
-            if self._manifest is None or self._manifest.digest != offer.manifest.digest:
-                raise WeightsError(f"version {version} isn't what the buffer holds")
-            tensors = self._tensors
+        tensors = self._arrivals.held(offer.manifest) if offer.bytes_follow else StagedTensors()
         if not receiver._begin_commit(self, round_id):
             return
         start = time.perf_counter()
@@ -776,27 +683,8 @@ class _Stager:
         receiver._end_commit(offer, time.perf_counter() - start, paused)
 
 
-def _cut(buffer: torch.Tensor, manifest: WeightManifest) -> list[torch.Tensor]:
-    return [buffer[b.offset : b.offset + b.nbytes] for b in manifest.buckets]
-
-
-def _check(piece: torch.Tensor, index: int, manifest: WeightManifest) -> None:
-    bucket = manifest.buckets[index]
-    found = checksum(piece, manifest.checksum)
-    if found != bucket.checksum:
-        raise _Damaged(
-            f"bucket {index} of version {manifest.version} (bytes {bucket.offset:,} to "
-            f"{bucket.offset + bucket.nbytes:,}) was damaged: its checksum is "
-            f"{found:016x}, the manifest's is {bucket.checksum:016x}"
-        )
-
-
-class _Damaged(WeightsError):
-    """A bucket whose checksum is wrong."""
-
-
 def _stage_of(kind: str, error: Exception) -> str:
-    return "verify" if isinstance(error, _Damaged) else kind
+    return "verify" if isinstance(error, DamagedError) else kind
 
 
 def _registry_of(store: Store | None) -> Registry:

@@ -15,7 +15,8 @@ from tandem.common.run_folder import JoinInfo
 from tandem.common.weights.buffer import StagedTensors
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger
-from tandem.rollout import weights
+from tandem.rollout import arrivals
+from tandem.rollout.weights import WeightReceiver
 
 
 class Holds:
@@ -66,15 +67,15 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
         holds("staged")
         return ledger.term()
 
-    checksum = weights.checksum
+    checksum = arrivals.checksum
 
     def checked(data: torch.Tensor, algorithm: str) -> int:
         found = checksum(data, algorithm)
         holds("bucket")
         return found
 
-    weights.checksum = checked
-    receiver = weights.WeightReceiver(
+    arrivals.checksum = checked
+    receiver = WeightReceiver(
         store,
         member,
         options["specs"],

@@ -19,7 +19,7 @@ from tandem.common.weights.gloo import GlooTransport
 from tandem.common.weights.transport import Transport
 from tandem.learner.publish import WeightPublisher
 from tandem.replay.connection import connect
-from tandem.rollout import weights
+from tandem.rollout import arrivals
 from tandem.rollout.weights import WeightReceiver
 
 Named = list[tuple[str, torch.Tensor]]
@@ -116,7 +116,7 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
         raise WeightsError(f"{path} can't be mapped: a container of its own")
 
     if options.get("blind"):
-        weights.map_segment = sees_nothing
+        arrivals.map_segment = sees_nothing
     store = connect(join, name=member)
     more: dict[str, Any] = {"transports": StopsHalfWay(pipe)} if options.get("half") else {}
     for name in ("device", "on_host"):

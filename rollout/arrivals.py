@@ -1,0 +1,170 @@
+"""Where a version of the weights arrives and waits, checked, until it is committed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from ..common.errors import WeightsError
+from ..common.weights import snapshots
+from ..common.weights.buffer import StagedTensors, flat_buffer, views
+from ..common.weights.checksum import checksum
+from ..common.weights.manifest import SegmentPlace, WeightManifest
+from ..common.weights.protocol import Prepare
+from ..common.weights.segment import Segment, map_segment
+from ..common.weights.transport import Transport
+
+log = logging.getLogger("tandem.rollout.weights")
+
+MAPPED = 4
+"""Segments of the learner's that are kept mapped; it uses two or three in turn."""
+
+
+class DamagedError(WeightsError):
+    """A bucket whose checksum is wrong."""
+
+
+class Arrivals:
+    """One version at a time; each overwrites the one before. Used by one thread.
+
+    Args:
+        device: where buckets of NCCL arrive; all else arrives in the host's memory.
+        on_host: a version is held in the host's memory, wherever it arrives.
+    """
+
+    def __init__(self, device: torch.device, *, on_host: bool) -> None:
+        self._device = device
+        self._on_host = on_host
+        self._own: torch.Tensor | None = None
+        self._segment: Segment | None = None
+        self._mapped: dict[str, torch.Tensor] = {}
+        self._manifest: WeightManifest | None = None
+        self._buffer: torch.Tensor | None = None
+        self._tensors = StagedTensors()
+
+    def receive(self, channel: Transport, manifest: WeightManifest, seconds: float) -> None:
+        """Takes a version from a channel within some seconds.
+
+        Raises:
+            DamagedError: a checksum is wrong.
+            WeightsError: it didn't come.
+        """
+        by_gpu = channel.name == "nccl"
+        buffer = self._own_buffer(manifest, on_host=self._on_host or not by_gpu)
+        pieces = _cut(buffer, manifest)
+        arriving = pieces
+        if by_gpu and self._on_host:
+            # Runs on GPUs only: each bucket passes through one piece of GPU memory.
+            most = max(bucket.nbytes for bucket in manifest.buckets)
+            passage = flat_buffer(most, self._device)
+            arriving = [passage[: piece.numel()] for piece in pieces]
+        for index in channel.receive(arriving, seconds):
+            _check(arriving[index], index, manifest)
+            if arriving is not pieces:
+                pieces[index].copy_(arriving[index])
+        self._hold(manifest, buffer, str(self._segment.path) if self._segment else "")
+
+    def fetch(self, offer: Prepare) -> None:
+        """Takes a version from where PREPARE says that it is.
+
+        Raises:
+            DamagedError: a checksum is wrong.
+            WeightsError: it isn't to be had there.
+        """
+        manifest = offer.manifest
+        if offer.transport == "shared_memory":
+            place = offer.place
+            buffer = self._map(place, manifest.total_bytes)
+        else:
+            buffer = self._own_buffer(manifest, on_host=True)
+            snapshots.read(Path(offer.place), manifest, buffer)
+            place = str(self._segment.path) if self._segment else ""
+        for index, piece in enumerate(_cut(buffer, manifest)):
+            _check(piece, index, manifest)
+        self._hold(manifest, buffer, place)
+
+    def held(self, manifest: WeightManifest) -> StagedTensors:
+        """What was received and checked.
+
+        Raises:
+            WeightsError: it is another version.
+        """
+        if self._manifest is None or self._manifest.digest != manifest.digest:
+            raise WeightsError(f"version {manifest.version} isn't what the buffer holds")
+        return self._tensors
+
+    def forget(self) -> None:
+        """What is held, whole or not, isn't to be committed."""
+        self._manifest = None
+        self._buffer = None
+        self._tensors = StagedTensors()
+
+    def close(self) -> None:
+        """Removes the segment's file."""
+        if self._segment is not None:
+            self._segment.close()
+
+    def _map(self, place: str, nbytes: int) -> torch.Tensor:
+        """The learner's buffer. It is read where it lies: the learner never writes into one that
+        a worker may still read (``StagingSlot.retired``)."""
+        found = self._mapped.pop(place, None)
+        # A mapping holds its memory, also when the learner has no more use for it.
+        for path in [p for p in self._mapped if not os.path.exists(p)]:
+            del self._mapped[path]
+        while len(self._mapped) >= MAPPED:
+            del self._mapped[next(iter(self._mapped))]
+        # Pages that an engine wrote to are copies, which see nothing of what follows.
+        if found is None or found.numel() != nbytes or found._version:
+            found = map_segment(place, nbytes)
+        self._mapped[place] = found
+        return found
+
+    def _own_buffer(self, manifest: WeightManifest, *, on_host: bool) -> torch.Tensor:
+        """This worker's own buffer; on the host in shared memory where there is room."""
+        device = torch.device("cpu") if on_host else self._device
+        own, nbytes = self._own, manifest.total_bytes
+        if own is not None and own.numel() == nbytes and own.device.type == device.type:
+            return own
+        self.forget()
+        self._own = None
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+        if on_host:
+            try:
+                self._segment = Segment(nbytes)
+            except (WeightsError, OSError) as error:
+                log.info(f"weights are staged in memory that isn't shared: {error}")
+        if self._segment is not None:
+            self._own = self._segment.buffer
+        else:
+            self._own = flat_buffer(nbytes, device)
+        return self._own
+
+    def _hold(self, manifest: WeightManifest, buffer: torch.Tensor, place: str) -> None:
+        layout = self._manifest.layout if self._manifest is not None else None
+        if layout != manifest.layout or self._buffer is not buffer:
+            where = SegmentPlace(path=place, nbytes=buffer.numel(), layout=manifest.layout)
+            self._tensors = StagedTensors(
+                views(buffer, manifest.params), place=where if place else None
+            )
+        self._manifest = manifest
+        self._buffer = buffer
+
+
+def _cut(buffer: torch.Tensor, manifest: WeightManifest) -> list[torch.Tensor]:
+    return [buffer[b.offset : b.offset + b.nbytes] for b in manifest.buckets]
+
+
+def _check(piece: torch.Tensor, index: int, manifest: WeightManifest) -> None:
+    bucket = manifest.buckets[index]
+    found = checksum(piece, manifest.checksum)
+    if found != bucket.checksum:
+        raise DamagedError(
+            f"bucket {index} of version {manifest.version} (bytes {bucket.offset:,} to "
+            f"{bucket.offset + bucket.nbytes:,}) was damaged: its checksum is "
+            f"{found:016x}, the manifest's is {bucket.checksum:016x}"
+        )
