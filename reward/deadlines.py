@@ -92,7 +92,7 @@ class Patience:
 
     def __init__(self, count: int, now: float) -> None:
         self._most = 2.0 * count
-        self._left = max(2.0, count / 2)
+        self._left = max(2.0, float(count))
         self._since = now
 
     def take(self, now: float) -> bool:

@@ -80,7 +80,7 @@ def test_the_number_of_busy_graders_is_an_average_over_the_request() -> None:
 
 
 def test_hangs_use_the_patience_up_and_late_answers_earn_it_back() -> None:
-    patience = Patience(4, 100.0)
+    patience = Patience(2, 100.0)
     assert [patience.take(100.0) for _ in range(3)] == [True, True, False]
     patience.earn()
     assert [patience.take(100.0) for _ in range(3)] == [True, True, False]
