@@ -48,8 +48,10 @@ CLIENTS = 40
 """Requests that run at a time, so that those in between two don't make them less than 32."""
 BUSY = 36
 """Requests in the engine when new weights are to come."""
-TOKENS = 3
-"""Token steps that they have had together by then."""
+WAVE = 8
+"""Clients that begin at one time."""
+STEPS = 2
+"""Token steps that are looked at."""
 NEW_TOKENS = 64
 """Of the longest request."""
 
@@ -64,7 +66,7 @@ def config(folder: str, engine: str, transport: str) -> Config:
             "rollout": {
                 "engine": engine,
                 "max_new_tokens": NEW_TOKENS,
-                "vllm": {"kv_cache_mb": 256, "max_num_seqs": 64},
+                "vllm": {"kv_cache_mb": 256, "max_num_seqs": 128},
             },
             "weights": {
                 "transport": transport,
@@ -259,7 +261,7 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         settings = config(self._folder, self._name, "auto")
         self._engine = make_engine(
-            settings.model, settings.rollout, max_rows=64, max_prompt_tokens=32
+            settings.model, settings.rollout, max_rows=128, max_prompt_tokens=32
         )
         await self._engine.start()
 
@@ -282,7 +284,10 @@ class Worker:
             client = asyncio.create_task(self._client(version, number))
             self._clients.add(client)
             client.add_done_callback(self._clients.discard)
-        await self._until_busy()
+            if number % WAVE == WAVE - 1:
+                # Those that begin together end together.
+                await self._until_busy(WAVE)
+        await self._until_busy(BUSY)
 
     async def served(self, version: Version) -> None:
         """Returns when the engine serves it."""
@@ -350,18 +355,18 @@ class Worker:
                     )
             turn += 1
 
-    async def _until_busy(self) -> int:
-        """Returns when the requests run and have been given some tokens."""
+    async def _until_busy(self, least: int) -> int:
+        """Returns when so many requests have been given a token each at every step of late."""
         end = time.monotonic() + SECONDS
-        steps = None
+        before = self._engine.stats()
         while True:
             stats = self._engine.stats()
-            if stats.running_rows < BUSY:
-                steps = None
-            elif steps is None:
-                steps = stats.decode_steps
-            elif stats.decode_steps >= steps + TOKENS:
-                return int(stats.running_rows)
+            steps = stats.decode_steps - before.decode_steps
+            if steps >= STEPS:
+                rows = (stats.sampled_tokens - before.sampled_tokens) / steps
+                if rows >= least and stats.running_rows >= least:
+                    return int(rows)
+                before = stats
             if time.monotonic() > end:
                 raise AssertionError(f"{stats.running_rows} of {CLIENTS} requests run")
             await asyncio.sleep(0.001)
@@ -372,7 +377,7 @@ class Worker:
         async def change() -> float:
             before = self._engine.stats().load_seconds
             if version == self._wanted:
-                self._running[version] = await self._until_busy()
+                self._running[version] = await self._until_busy(BUSY)
             if tensors:
                 await self._engine.load(NamedWeights(dict(tensors), tensors.place), version)
             else:

@@ -24,6 +24,7 @@ import weight_processes as processes  # noqa: E402
 
 from tandem.common.config import Config  # noqa: E402
 from tandem.common.run_folder import JoinInfo  # noqa: E402
+from tandem.common.weights.segment import remove_left_behind  # noqa: E402
 from tandem.learner.publish import WeightPublisher  # noqa: E402
 from tandem.replay.connection import Store, connect  # noqa: E402
 from tandem.replay.ledger import Ledger, LedgerSettings  # noqa: E402
@@ -163,6 +164,8 @@ class Run:
         for publisher in self._publishers:
             publisher.close()
         self.store.close()
+        # Who is killed leaves its segment to whoever starts next.
+        remove_left_behind()
 
 
 @pytest.fixture
