@@ -28,6 +28,8 @@ class Served:
     """From PREPARE to STAGED."""
     paused: float
     """Seconds in which the engine sampled nothing on account of it."""
+    arrived: float
+    """From the end of the copy out of the model to STAGED."""
     late: float
     """From the end of the copy out of the model to COMMITTED."""
 
@@ -39,6 +41,7 @@ class Served:
             "seconds": round(self.seconds, 6),
             "gb_per_second": round(self.nbytes / max(self.seconds, 1e-9) / 1e9, 4),
             "pause_seconds": round(self.paused, 6),
+            "arrival_seconds": round(self.arrived, 6),
             "latency_seconds": round(self.late, 6),
         }
 
@@ -83,6 +86,8 @@ class Round:
     """``perf_counter`` at PREPARE."""
     staged: float = 0.0
     """Seconds from PREPARE to STAGED; 0 before that."""
+    arrived: float = 0.0
+    """Seconds from the end of the copy out of the model to STAGED."""
     unknown: int = 0
     """HAVEs since PREPARE that don't know of it."""
 

@@ -535,7 +535,9 @@ class WeightService:
         if message.digest != manifest.digest:
             self._fail(peer, f"{peer.member} staged digest {message.digest}", drop_link=True)
             return
-        current.staged = time.perf_counter() - current.begun
+        now = time.perf_counter()
+        current.staged = now - current.begun
+        current.arrived = now - current.published
         what = f"commit version {manifest.version}"
         current.wait = Wait(peer.member, what, self._settings.commit_seconds)
         self._send(peer, Commit(round=current.id, run_id=self._run_id, version=manifest.version))
@@ -559,6 +561,7 @@ class WeightService:
             nbytes=nbytes,
             seconds=current.staged,
             paused=message.paused,
+            arrived=current.arrived,
             late=self.latency,
         )
         self._note_held(peer)

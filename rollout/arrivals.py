@@ -41,8 +41,8 @@ class Arrivals:
         self._own: torch.Tensor | None = None
         self._segment: Segment | None = None
         self._mapped: dict[str, torch.Tensor] = {}
+        self._views: dict[str, tuple[torch.Tensor, str, StagedTensors]] = {}
         self._manifest: WeightManifest | None = None
-        self._buffer: torch.Tensor | None = None
         self._tensors = StagedTensors()
 
     def receive(self, channel: Transport, manifest: WeightManifest, seconds: float) -> None:
@@ -99,7 +99,7 @@ class Arrivals:
     def forget(self) -> None:
         """What is held, whole or not, isn't to be committed."""
         self._manifest = None
-        self._buffer = None
+        self._views = {}
         self._tensors = StagedTensors()
 
     def close(self) -> None:
@@ -145,14 +145,21 @@ class Arrivals:
         return self._own
 
     def _hold(self, manifest: WeightManifest, buffer: torch.Tensor, place: str) -> None:
-        layout = self._manifest.layout if self._manifest is not None else None
-        if layout != manifest.layout or self._buffer is not buffer:
+        known = self._views.get(place)
+        if known is None or known[0] is not buffer or known[1] != manifest.layout:
             where = SegmentPlace(path=place, nbytes=buffer.numel(), layout=manifest.layout)
-            self._tensors = StagedTensors(
-                views(buffer, manifest.params), place=where if place else None
-            )
+            tensors = StagedTensors(views(buffer, manifest.params), where if place else None)
+            known = (buffer, manifest.layout, tensors)
+            # Views hold their memory: those of buffers that are no longer in use go.
+            live = [self._own, *self._mapped.values()]
+            self._views = {
+                path: found
+                for path, found in self._views.items()
+                if any(found[0] is one for one in live)
+            }
+            self._views[place] = known
         self._manifest = manifest
-        self._buffer = buffer
+        self._tensors = known[2]
 
 
 def _cut(buffer: torch.Tensor, manifest: WeightManifest) -> list[torch.Tensor]:

@@ -79,7 +79,7 @@ class Link:
                     job.pin.release()
         self._transport.close()
         while not self._jobs.empty():
-            rest = self._jobs.get()
+            rest = self._jobs.get_nowait()
             if rest is not None:
                 self._drop(rest, "its channel was closed")
 

@@ -249,9 +249,9 @@ def measure_shared_memory(folder: Path, pairs: int) -> dict[str, Any]:
             publisher.wait_served(version, SECONDS)
             whole.append(time.perf_counter() - start)
             last = publisher.stats()["transfers"]["rollout-0"]
-            # Up to STAGED: what follows is the engine's affair. The wait of the service for its
-            # turn and the checksums are in `latency`, which ends with COMMITTED.
-            return copied + last["latency_seconds"]
+            # Up to STAGED, checksums and the service's wait for its turn included; what follows
+            # is the engine's affair.
+            return float(copied + last["arrival_seconds"])
 
         def bare() -> float:
             return timed(lambda: (target.copy_(source), checksum(target, "xxh3")))
