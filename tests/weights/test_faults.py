@@ -127,7 +127,13 @@ def test_a_killed_worker_costs_nobody_else_and_gets_the_version_anew(
 def test_a_worker_stopped_beyond_the_deadline_ends_on_the_newest_version(
     setting: Setting, place: str, patient: bool
 ) -> None:
-    short = config(transport=setting.transport, open_seconds=2, stage_seconds=2, commit_seconds=2)
+    seconds = 1 if patient else 2
+    short = config(
+        transport=setting.transport,
+        open_seconds=seconds,
+        stage_seconds=seconds,
+        commit_seconds=seconds,
+    )
     publisher = setting.publisher(config=short)
     # Its own deadline may have passed, too, when it goes on; or it goes on as if nothing were.
     own = setting.config if patient else short
