@@ -63,6 +63,7 @@ class Batch:
         facts: ModelFacts,
         device: torch.device,
         *,
+        max_rows: int,
         prefill_tokens: int,
         version: Version | None,
     ) -> None:
@@ -72,6 +73,7 @@ class Batch:
             decoder: of the model.
             facts: of the model.
             device: of the model.
+            max_rows: places beyond it are made for rows that come at once and no others.
             prefill_tokens: most padded tokens of one prefill pass.
             version: of the weights in use.
         """
@@ -79,6 +81,7 @@ class Batch:
         self._context = facts.context
         self._stop = np.array(sorted(facts.end_tokens), dtype=np.int64)
         self._device = device
+        self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
         self.version = version
         """Of the weights in use; changed by :meth:`restamp`."""
@@ -212,10 +215,11 @@ class Batch:
 
     def _resize(self, places: int, capacity: int) -> None:
         """Room for so many places and slots, at least."""
-        more = places - len(self._length)
-        if more > 0 and len(self._length):
-            more = max(more, len(self._length) // 2)  # Copying stays a fraction of the work.
-        more = max(more, 0)
+        had = len(self._length)
+        more = max(places - had, 0)
+        if more and had:
+            # Geometric, so that copying stays a fraction of the work.
+            more = max(more, min(had // 2, self._max_rows - had))
         wider = max(capacity - self._tokens.shape[1], 0)
         if not (more or wider):
             return

@@ -79,6 +79,7 @@ class TorchEngine:
             choose(model, decoder),
             self._facts,
             model.get_input_embeddings().weight.device,
+            max_rows=max_rows,
             prefill_tokens=prefill_tokens,
             version=version,
         )

@@ -373,7 +373,12 @@ def main() -> int:
     """Measures, prints the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="*", choices=[c.name for c in CASES], help="these only")
-    parser.add_argument("--pairs", type=int, default=3, help="interleaved measurements (default 3)")
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=3,
+        help="interleaved measurements (default 3); 0 = only the worker",
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of every side")
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
     parser.add_argument("--worker-pairs", type=int, default=2, help="of the worker; 0 = not at all")
@@ -407,7 +412,7 @@ def main() -> int:
             continue
         changed = {name: getattr(given, name) for name in ("rows", "new") if getattr(given, name)}
         cases.append(dataclasses.replace(case, **changed))
-    for case in cases:
+    for case in cases if given.pairs else ():
         report["engines"] += measure(case, given, sides)
     if given.worker_pairs:
         print("\nThe rollout worker beside its engine alone:\n")

@@ -332,6 +332,32 @@ def test_more_groups_than_rows_wait_their_turn(
     assert all(same_tokens(roomy[i], narrow[i]) for i in roomy)
 
 
+def test_rows_that_come_and_go_leave_the_others_alone(
+    new_engine: NewEngine, tiny: Any, repeatable: float
+) -> None:
+    # Unlike lengths, limits and sampling: places are taken over, and rows move, all the time.
+    requests = [
+        asks(
+            f"0-{i}",
+            length=3 + 7 * i % 40,
+            key=i,
+            count=1 + i % 3,
+            new=5 + 17 * i % 60,
+            temperature=repeatable * (0.5 if i % 4 == 3 else 1.0),
+        )
+        for i in range(12)
+    ]
+    together = generate(new_engine(tiny.model(), max_rows=6), *requests)
+    reference = tiny.model()
+    for request in requests:
+        for sample in together[request.group_id].samples:
+            expected = forward_logprobs(reference, request, sample)
+            np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
+    for request in requests[4::3]:
+        alone = generate(new_engine(tiny.model()), request)
+        assert same_tokens(together[request.group_id], alone[request.group_id])
+
+
 def test_abort_yields_partial_samples(new_engine: NewEngine, tiny: Any, repeatable: float) -> None:
     request = asks("0-0", new=200, count=16, temperature=repeatable)
 
