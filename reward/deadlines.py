@@ -14,7 +14,7 @@ core, which the kernel counts by process. ``fair`` is what the graders left each
 ``1`` up to as many of them as there are cores, then ``cores / busy``. A grader that is left a
 quarter of what it could have had is killed at its deadline to the millisecond, so ``ceil(K / N)``
 deadlines still bound K hangs on N graders wherever the machine isn't starved. On one that is, hangs
-soon use up the pool's :class:`Patience`, and then end at their deadline, too.
+soon use up the pool's :class:`Patience`; then ``HURRIED`` stands for ``SHARE``.
 
 A loop or a sleep with a core of its own, one with ten neighbours on it, and one that never gets on:
 
@@ -33,10 +33,12 @@ import os
 SHARE = 1 / 4
 """Of a deadline that a grader must have had, less what the other graders took from it. A quarter
 of the default 3 s is half as much again as the slowest right answer of our facts computes."""
+HURRIED = 1 / 16
+"""The same where the pool's patience is at an end: what good requests take, and few hangs don't get."""
 LONGEST = 3.0
 """Deadlines of wall time after which a request is ended even so: on a machine where a grader gets
 less than a twelfth of a core, a pool that goes on is worth more than the last right answer."""
-LOOK_AGAIN = 0.02
+LOOK_AGAIN = 0.05
 """Least seconds between two looks at a request whose deadline was put off."""
 RECOVERY_SECONDS = 30.0
 """In which one more deadline may be put off, whatever became of those before."""
@@ -44,7 +46,9 @@ SLOW = 1 / 8
 """Of its deadline: a request that runs for longer holds its grader up (see :func:`relief`)."""
 
 
-def kills(*, elapsed: float, waited: float, deadline: float, fair: float) -> bool:
+def kills(
+    *, elapsed: float, waited: float, deadline: float, fair: float, share: float = SHARE
+) -> bool:
     """Whether a request has had its time.
 
     Args:
@@ -52,15 +56,11 @@ def kills(*, elapsed: float, waited: float, deadline: float, fair: float) -> boo
         waited: seconds of them that its grader stood in line for a core.
         deadline: the request's, in seconds.
         fair: share of a core that the graders leave each other (:func:`fair_share`).
+        share: of the deadline that its grader must have had.
     """
     if elapsed < deadline:
         return False
-    return elapsed >= LONGEST * deadline or missing(elapsed, waited, deadline, fair) <= 0.0
-
-
-def missing(elapsed: float, waited: float, deadline: float, fair: float) -> float:
-    """Seconds that a grader must still have before its request may be ended."""
-    return SHARE * fair * deadline - (elapsed - waited)
+    return elapsed >= LONGEST * deadline or share * fair * deadline <= elapsed - waited
 
 
 def fair_share(busy: float, cores: int) -> float:

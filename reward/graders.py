@@ -23,19 +23,21 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..common.errors import TandemError, WireError
 from ..common.records import Verdict
 from .deadlines import (
+    HURRIED,
     LOOK_AGAIN,
+    SHARE,
     SLOW,
     Busy,
     InLine,
     Patience,
     fair_share,
     kills,
-    missing,
     relief,
     usable_cores,
 )
@@ -442,20 +444,15 @@ class GraderProcesses:
         elapsed, deadline = now - request.dispatched, request.deadline
         waited = slot.in_line.seconds() - slot.stood if slot.in_line is not None else 0.0
         fair = fair_share((self._busy.area(now) - slot.area) / elapsed, self._cores)
-        if kills(elapsed=elapsed, waited=waited, deadline=deadline, fair=fair):
-            self._time_out(slot, request)
+        over = partial(kills, elapsed=elapsed, waited=waited, deadline=deadline, fair=fair)
+        if not over(share=SHARE) and not request.put_off and over(share=HURRIED):
+            request.put_off = self._patience.take(now)
+        if over(share=SHARE if request.put_off else HURRIED):
+            self._replace(slot, "deadline")
+            request.finish(Verdict.TIMEOUT)
             return
-        if not request.put_off:
-            if not self._patience.take(now):
-                self._time_out(slot, request)
-                return
-            request.put_off = True
-            self._starved(slot, elapsed, waited)
-        request.due = now + max(LOOK_AGAIN, missing(elapsed, waited, deadline, fair))
-
-    def _time_out(self, slot: Slot, request: Request) -> None:
-        self._replace(slot, "deadline")
-        request.finish(Verdict.TIMEOUT)
+        self._starved(slot, elapsed, waited)
+        request.due = now + LOOK_AGAIN
 
     def _starved(self, slot: Slot, elapsed: float, waited: float) -> None:
         """Tells of it, once a minute."""

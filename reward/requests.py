@@ -70,7 +70,7 @@ class Request:
     due: float = 0.0
     """``time.monotonic`` at which it is to be ended, or looked at again."""
     put_off: bool = False
-    """Its grader was kept from its core until its deadline."""
+    """Past its deadline it goes on to the whole of its share."""
     told: str = ""
 
     def finish(self, failure: Verdict | None, result: Any = None) -> None:

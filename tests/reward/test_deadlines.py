@@ -14,7 +14,16 @@ import pytest
 
 from tandem.common.config import ComponentConfig, RewardConfig
 from tandem.common.records import Verdict
-from tandem.reward.deadlines import Busy, InLine, Patience, fair_share, kills, relief, usable_cores
+from tandem.reward.deadlines import (
+    HURRIED,
+    Busy,
+    InLine,
+    Patience,
+    fair_share,
+    kills,
+    relief,
+    usable_cores,
+)
 from tandem.reward.grading import Grade, GradeItem, Grader
 
 linux = pytest.mark.skipif(
@@ -54,6 +63,11 @@ def test_a_request_that_stood_in_line_is_put_off_until_it_has_had_a_quarter() ->
     assert not kills(elapsed=3.0, waited=2.7, deadline=3.0, fair=1.0)
     assert not kills(elapsed=7.0, waited=6.3, deadline=3.0, fair=1.0)
     assert kills(elapsed=7.5, waited=6.75, deadline=3.0, fair=1.0)
+
+
+def test_without_patience_a_sixteenth_must_do() -> None:
+    assert not kills(elapsed=3.0, waited=2.9, deadline=3.0, fair=1.0, share=HURRIED)
+    assert kills(elapsed=3.0, waited=2.8, deadline=3.0, fair=1.0, share=HURRIED)
 
 
 def test_nothing_runs_for_longer_than_three_deadlines() -> None:
