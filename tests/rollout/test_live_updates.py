@@ -101,7 +101,7 @@ class History:
         self.asked: list[tuple[str, int]] = []
         self.answered: list[tuple[Any, ...]] = []
         self.running: dict[Version, int] = {}
-        self.differences: dict[Version, float] = {}
+        self.differences: dict[Version, list[float]] = {}
 
     @property
     def live(self) -> list[Version]:
@@ -250,4 +250,10 @@ def test_greedy_requests_are_of_the_newest_version_alone(history: History) -> No
 
 def test_logprobs_are_those_of_the_learners_own_forward(history: History) -> None:
     assert set(history.differences) >= set(history.live)
-    assert max(history.differences.values()) < 1e-4, history.differences
+    apart = sorted(d for found in history.differences.values() for d in found)
+    over = [d for d in apart if d >= 1e-4]
+    # Single precision: of 29,000 tokens one or two that were most unlikely to be drawn are off by up
+    # to 2.6e-4, with the torch engine as with vLLM. Another version's weights, or its keys for one
+    # token of the context, are off by 1e-3 and more in most tokens.
+    assert len(over) <= len(apart) / 5000, over
+    assert apart[-1] < 1e-3

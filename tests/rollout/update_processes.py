@@ -42,8 +42,6 @@ NOISE = 0.01
 """Relative to each weight, so that all tensors of all versions differ."""
 CLEAR = 2e-3
 """Least distance of the two best logits along the greedy continuations of a version."""
-ROUNDING = 3e-5
-"""Differences of log-probs that are looked at more closely."""
 CLIENTS = 40
 """Requests that run at a time, so that those in between two don't make them less than 32."""
 BUSY = 36
@@ -142,15 +140,12 @@ class Learner:
         name: str = self._publisher.stats()["transfers"]["rollout-0"]["transport"]
         return name
 
-    def differences(self, rows: list[tuple[Any, ...]]) -> dict[Version, float]:
-        """Each version's greatest difference between log-probs of its spans and the model's own.
-
-        Where they seem to differ, its own are taken again in double precision, and by how much
-        its single precision is off in the same text isn't counted: that is rounding.
+    def differences(self, rows: list[tuple[Any, ...]]) -> dict[Version, list[float]]:
+        """How far each token's log-prob is from the model's own, for each version's spans.
 
         ``rows``: (prompt, response, log-probs of the response, spans).
         """
-        found: dict[Version, float] = {}
+        found: dict[Version, list[float]] = {}
         for version, attempt in self._attempts.items():
             mine = [
                 (prompt, tokens, logprobs, span)
@@ -160,7 +155,7 @@ class Learner:
             ]
             if mine:
                 self._take_on(version, attempt)
-                found[version] = self._difference(mine)
+                found[version] = self._differences(mine)
         return found
 
     def close(self) -> None:
@@ -209,18 +204,11 @@ class Learner:
             distance = min(distance, float(apart[:length].min()))
         return continued, distance
 
-    def _difference(self, mine: list[tuple[Any, ...]]) -> float:
+    def _differences(self, mine: list[tuple[Any, ...]]) -> list[float]:
         mine = sorted(mine, key=lambda row: len(row[0]) + row[3].end)
         told = [logprobs[span.start : span.end] for _, _, logprobs, span in mine]
         own = self._own(mine)
-        apart = [float(np.abs(a - b).max()) for a, b in zip(told, own, strict=True)]
-        doubtful = [row for row, by in enumerate(apart) if by > ROUNDING]
-        self._model.double()
-        for row, exact in zip(doubtful, self._own([mine[i] for i in doubtful]), strict=True):
-            rounding = float(np.abs(own[row] - exact).max())
-            apart[row] = max(0.0, float(np.abs(told[row] - exact).max()) - rounding)
-        self._model.float()
-        return max(apart)
+        return [float(d) for a, b in zip(told, own, strict=True) for d in np.abs(a - b)]
 
     def _own(self, mine: list[tuple[Any, ...]]) -> list[np.ndarray]:
         """The model's log-probs of each span."""
