@@ -349,8 +349,15 @@ class VllmEngine:
                 self._let_in()
 
     async def _freeze(self) -> None:
+        llm = self._process.llm
+        pause = getattr(getattr(llm, "engine_core", None), "pause_scheduler_async", None)
         async with asyncio.timeout(RPC_SECONDS):
-            await self._process.llm.pause_generation(mode="keep", clear_cache=False)
+            if pause is not None and self._says_versions:
+                # All that `pause_generation` does but for a sleep of 20 ms, for callers who want the
+                # last step's outputs before it returns.
+                await pause(mode="keep", clear_cache=False)
+            else:
+                await llm.pause_generation(mode="keep", clear_cache=False)
 
     async def _thaw(self) -> None:
         async with asyncio.timeout(RPC_SECONDS):
@@ -399,10 +406,10 @@ class VllmEngine:
             self._changing = True
             if self._tasks and self._update_wait and not self._paused:
                 await asyncio.wait(self._tasks, timeout=self._update_wait)
-            since = time.perf_counter()
             try:
                 if not self._paused:
                     await self._freeze()
+                since = time.perf_counter()
                 await self._commit(count, version)
                 if not self._paused:
                     await self._thaw()
@@ -442,8 +449,11 @@ class VllmEngine:
             loaded = await llm.collective_rpc("tandem_load")
         if not loaded or any(number != count for number in loaded):
             raise TandemError(f"the workers loaded {loaded} of {count} tensors")
-        await self._name(version)
         self._loads += 1
         async with asyncio.timeout(RPC_SECONDS):
-            # False where samples run and are to keep their keys: their salt keeps others off them.
-            await llm.reset_prefix_cache(reset_running_requests=self._recompute)
+            # Both at once: vLLM takes them in this order. The second answers False where samples run
+            # and are to keep their keys: their salt keeps others off them.
+            await asyncio.gather(
+                self._name(version),
+                llm.reset_prefix_cache(reset_running_requests=self._recompute),
+            )

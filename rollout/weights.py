@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tandem.rollout.weights")
 
+POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 HAVE_SECONDS = 1.0
 """Between two HAVEs; the learner takes a member for dead after ten."""
 LOOK_SECONDS = 0.5
@@ -274,12 +275,12 @@ class WeightReceiver:
 
     def _turn(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._mailbox.fd, zmq.POLLIN)
+        poller.register(self._mailbox.fd, POLLIN)
         now = time.monotonic()
         times = [now + HAVE_SECONDS]
         if self._dealer is not None:
             # Until the first HAVE is out, the socket's becoming writable is the connection.
-            poller.register(self._dealer, zmq.POLLIN | (0 if self._greeted else zmq.POLLOUT))
+            poller.register(self._dealer, POLLIN | (0 if self._greeted else POLLOUT))
             if self._greeted:
                 times.append(self._next_have)
         if (wait := self._wait) is not None:
@@ -289,7 +290,7 @@ class WeightReceiver:
             getattr(self, f"_on_{item[0]}")(*item[1:])
         if self._dealer is not None:
             self._read(self._dealer)
-            if (not self._greeted and ready.get(self._dealer, 0) & zmq.POLLOUT) or (
+            if (not self._greeted and ready.get(self._dealer, 0) & POLLOUT) or (
                 self._greeted and time.monotonic() >= self._next_have
             ):
                 self._greet()
@@ -427,8 +428,9 @@ class WeightReceiver:
             self._states.step(ReceiverState.STAGING)
             what = f"be done with fetching version {manifest.version}"
             self._wait = Wait("the stager", what, self._settings.stage_seconds)
-            self._send(Ack(round=message.round, channel=""))
+            # Nobody waits for this ACK: the bytes are there already.
             self._stager.jobs.put(("fetch", message.round, message))
+            self._send(Ack(round=message.round, channel=""))
             return
         stager = self._stager
         warm = stager is not None and stager.channel and stager.transport == message.transport
