@@ -173,6 +173,7 @@ def verdict_of(grader: Grader, text: str) -> Verdict:
     return Verdict.TIMEOUT if grade.reward == -1.0 else Verdict.CORRECT
 
 
+@pytest.mark.byhand
 @linux
 def test_a_sleeper_has_its_time_wherever_it_sleeps(
     grader: Grader, caplog: pytest.LogCaptureFixture
@@ -195,6 +196,7 @@ def test_a_starved_grader_gets_its_time(grader: Grader, caplog: pytest.LogCaptur
     assert "of a core" in caplog.text
 
 
+@pytest.mark.byhand
 @linux
 def test_a_loop_ends_on_a_starved_machine_too(grader: Grader) -> None:
     with busy_neighbours(grader):

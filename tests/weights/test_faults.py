@@ -122,6 +122,9 @@ def test_a_killed_worker_costs_nobody_else_and_gets_the_version_anew(
     publish(publisher, 5, others=(other,))
 
 
+@pytest.mark.parametrize(
+    "setting", [pytest.param("gloo", marks=pytest.mark.byhand), "shared_memory"], indirect=True
+)
 @pytest.mark.parametrize("patient", [True, False], ids=["patient", "punctual"])
 @pytest.mark.parametrize("place", ["bucket", "staged", "commit"])
 def test_a_worker_stopped_beyond_the_deadline_ends_on_the_newest_version(

@@ -50,7 +50,10 @@ def tell(script: Path, step: int, *messages: str) -> None:
     os.replace(temporary, script)
 
 
-@pytest.mark.parametrize(("columns", "other", "rows"), [(80, 120, 40), (120, 60, 20)])
+@pytest.mark.parametrize(
+    ("columns", "other", "rows"),
+    [(80, 120, 40), pytest.param(120, 60, 20, marks=pytest.mark.byhand)],
+)
 def test_a_resize_in_the_middle(
     start: Start, script: Path, columns: int, other: int, rows: int
 ) -> None:
