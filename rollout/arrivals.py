@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import torch
@@ -14,13 +13,10 @@ from ..common.weights.buffer import StagedTensors, flat_buffer, views
 from ..common.weights.checksum import checksum
 from ..common.weights.manifest import SegmentPlace, WeightManifest
 from ..common.weights.protocol import Prepare
-from ..common.weights.segment import Segment, map_segment
+from ..common.weights.segment import Mappings, Segment
 from ..common.weights.transport import Transport
 
 log = logging.getLogger("tandem.rollout.weights")
-
-MAPPED = 4
-"""Segments of the learner's that are kept mapped; it uses two or three in turn."""
 
 
 class DamagedError(WeightsError):
@@ -40,7 +36,7 @@ class Arrivals:
         self._on_host = on_host
         self._own: torch.Tensor | None = None
         self._segment: Segment | None = None
-        self._mapped: dict[str, torch.Tensor] = {}
+        self._mapped = Mappings()
         self._views: dict[str, tuple[torch.Tensor, str, StagedTensors]] = {}
         self._manifest: WeightManifest | None = None
         self._tensors = StagedTensors()
@@ -76,8 +72,10 @@ class Arrivals:
         """
         manifest = offer.manifest
         if offer.transport == "shared_memory":
+            # It is read where it lies: the learner never writes into a segment that a worker may
+            # still read (``StagingSlot.retired``).
             place = offer.place
-            buffer = self._map(place, manifest.total_bytes)
+            buffer = self._mapped.get(place, manifest.total_bytes)
         else:
             buffer = self._own_buffer(manifest, on_host=True)
             snapshots.read(Path(offer.place), manifest, buffer)
@@ -106,21 +104,6 @@ class Arrivals:
         """Removes the segment's file."""
         if self._segment is not None:
             self._segment.close()
-
-    def _map(self, place: str, nbytes: int) -> torch.Tensor:
-        """The learner's buffer. It is read where it lies: the learner never writes into one that
-        a worker may still read (``StagingSlot.retired``)."""
-        found = self._mapped.pop(place, None)
-        # A mapping holds its memory, also when the learner has no more use for it.
-        for path in [p for p in self._mapped if not os.path.exists(p)]:
-            del self._mapped[path]
-        while len(self._mapped) >= MAPPED:
-            del self._mapped[next(iter(self._mapped))]
-        # Pages that an engine wrote to are copies, which see nothing of what follows.
-        if found is None or found.numel() != nbytes or found._version:
-            found = map_segment(place, nbytes)
-        self._mapped[place] = found
-        return found
 
     def _own_buffer(self, manifest: WeightManifest, *, on_host: bool) -> torch.Tensor:
         """This worker's own buffer; on the host in shared memory where there is room."""
@@ -151,7 +134,7 @@ class Arrivals:
             tensors = StagedTensors(views(buffer, manifest.params), where if place else None)
             known = (buffer, manifest.layout, tensors)
             # Views hold their memory: those of buffers that are no longer in use go.
-            live = [self._own, *self._mapped.values()]
+            live = [self._own, *self._mapped.buffers()]
             self._views = {
                 path: found
                 for path, found in self._views.items()

@@ -17,10 +17,6 @@ OWNER = "TANDEM_ENGINE_OWNER"
 """Environment variable with the process id of the rollout worker that the engine belongs to."""
 
 
-MAPPED = 4
-"""Segments that are kept mapped; two or three are used in turn."""
-
-
 class WorkerExtension:
     """Methods of the worker's, called ``tandem_…`` because the two classes share their names."""
 
@@ -38,19 +34,10 @@ class WorkerExtension:
         """
         from ..common.weights.buffer import views
         from ..common.weights.manifest import read_layout
-        from ..common.weights.segment import map_segment
+        from ..common.weights.segment import Mappings
 
-        mapped: dict[str, Any] = self.__dict__.setdefault("_tandem_mapped", {})
-        buffer = mapped.pop(path, None)
-        # A mapping holds its memory, also when nobody else has any use for it.
-        for other in [other for other in mapped if not os.path.exists(other)]:
-            del mapped[other]
-        while len(mapped) >= MAPPED:
-            del mapped[next(iter(mapped))]
-        # Pages that a model's loader wrote to are copies, which see nothing of what follows.
-        if buffer is None or buffer.numel() != nbytes or buffer._version:
-            buffer = map_segment(path, nbytes)
-        mapped[path] = buffer
+        mapped: Mappings = self.__dict__.setdefault("_tandem_mapped", Mappings())
+        buffer = mapped.get(path, nbytes)
         self._tandem_staged = views(buffer, read_layout(layout))
         return len(self._tandem_staged)
 

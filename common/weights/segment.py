@@ -29,6 +29,8 @@ SHARED_MEMORY = Path("/dev/shm")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 """All pages at once, rather than one by one when they are first touched. Linux alone has it."""
+MAPPED = 4
+"""Segments of others that a process keeps mapped."""
 MADV_POPULATE_READ = 22
 """The same for reading (linux/mman.h): a populated private mapping would be a copy."""
 
@@ -141,6 +143,31 @@ def map_segment(path: str | Path, nbytes: int) -> torch.Tensor:
     finally:
         os.close(descriptor)
     return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+class Mappings:
+    """Other processes' segments, kept mapped: their owner uses two or three in turn."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def get(self, path: str, nbytes: int) -> torch.Tensor:
+        """``[nbytes]`` uint8, as :func:`map_segment` gives it, which is asked only if need be."""
+        found = self._kept.pop(path, None)
+        # A mapping holds its memory, also when the segment's owner has no more use for it.
+        for other in [other for other in self._kept if not os.path.exists(other)]:
+            del self._kept[other]
+        while len(self._kept) >= MAPPED:
+            del self._kept[next(iter(self._kept))]
+        # Pages that a reader wrote to are copies, which see nothing of what follows.
+        if found is None or found.numel() != nbytes or found._version:
+            found = map_segment(path, nbytes)
+        self._kept[path] = found
+        return found
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Those that are kept."""
+        return list(self._kept.values())
 
 
 def _place(needed: int, folders: Sequence[Path]) -> Path:

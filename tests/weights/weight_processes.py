@@ -15,11 +15,11 @@ from tandem.common.config import Config, build
 from tandem.common.errors import WeightsError
 from tandem.common.records import Version
 from tandem.common.run_folder import JoinInfo
+from tandem.common.weights import segment
 from tandem.common.weights.gloo import GlooTransport
 from tandem.common.weights.transport import Transport
 from tandem.learner.publish import WeightPublisher
 from tandem.replay.connection import connect
-from tandem.rollout import arrivals
 from tandem.rollout.weights import WeightReceiver
 
 Named = list[tuple[str, torch.Tensor]]
@@ -116,7 +116,7 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
         raise WeightsError(f"{path} can't be mapped: a container of its own")
 
     if options.get("blind"):
-        arrivals.map_segment = sees_nothing
+        segment.map_segment = sees_nothing
     store = connect(join, name=member)
     more: dict[str, Any] = {"transports": StopsHalfWay(pipe)} if options.get("half") else {}
     for name in ("device", "on_host"):
