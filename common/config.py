@@ -633,6 +633,11 @@ class Config(Section):
     launch: LaunchConfig = LaunchConfig()
     log: LogConfig = LogConfig()
 
+    @property
+    def may_use_nccl(self) -> bool:
+        """Whether NCCL may carry weights on GPUs, which learner and engine then don't share."""
+        return self.weights.transport in ("auto", "nccl") and not self.launch.share_gpu
+
     @model_validator(mode="before")
     @classmethod
     def _deterministic(cls, tree: Any) -> Any:

@@ -103,7 +103,7 @@ class WeightPublisher:
                 f"tandem-{join.run_id}-weights"
             )
         # NCCL alone reads a GPU's memory; whoever shares a GPU can't use it.
-        self._on_gpu = config.weights.transport in ("auto", "nccl") and not config.launch.share_gpu
+        self._on_gpu = config.may_use_nccl
         self._shared = config.weights.transport in ("auto", "shared_memory")
 
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -235,7 +235,7 @@ class WeightPublisher:
 
         ``copy_seconds``: of the training thread, last publication. ``latency_seconds``: from
         the end of the last copy to the last COMMITTED of that version. ``transfers``: each live
-        worker's last one, see :class:`~tandem.learner.weight_service.Served`.
+        worker's last one, see :class:`~tandem.learner.weight_peers.Served`.
         """
         found: dict[str, Any] = {
             "published": self._published,

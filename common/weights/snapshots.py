@@ -114,15 +114,6 @@ def read(place: Path, manifest: WeightManifest, buffer: torch.Tensor) -> None:
         raise WeightsError(f"the snapshot {place} can't be read here: {error}") from None
 
 
-def latest(folder: Path) -> Path | None:
-    """The newest snapshot's folder, or None."""
-    try:
-        name = (folder / LATEST).read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return None
-    return folder / name if _NAME.fullmatch(name) and (folder / name).is_dir() else None
-
-
 def _versions(folder: Path) -> list[tuple[tuple[int, int], Path]]:
     found = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     return sorted(((int(match[1]), int(match[2])), path) for match, path in found)

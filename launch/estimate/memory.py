@@ -72,8 +72,7 @@ def uses_vllm(config: Config, device: str) -> bool:
 
 def stages_on_gpu(config: Config, device: str) -> bool:
     """Whether weights are staged in GPU memory: wherever NCCL may carry them."""
-    by_nccl = config.weights.transport in ("auto", "nccl")
-    return device == "cuda" and by_nccl and not config.launch.share_gpu
+    return device == "cuda" and config.may_use_nccl
 
 
 def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) -> Holding:
