@@ -22,7 +22,7 @@ from ..common.errors import TandemError, WeightsError, WireError
 from ..common.records import Version
 from ..common.weights.link import Job, Link
 from ..common.weights.mailbox import Mailbox
-from ..common.weights.manifest import WeightManifest
+from ..common.weights.manifest import WeightManifest, first_damage
 from ..common.weights.meeting import MeetingPoint
 from ..common.weights.protocol import (
     Abort,
@@ -293,8 +293,11 @@ class WeightService:
         place = ""
         try:
             transport = self._transport_for(peer, pin)
-            manifest = pin.slot.manifest_of(self._run_id, version, on_host=transport != "nccl")
-            bytes_follow = peer.content != manifest.content
+            if transport == "shared_memory":
+                manifest = pin.slot.outline_of(self._run_id, version)
+            else:
+                manifest = pin.slot.manifest_of(self._run_id, version, on_host=transport != "nccl")
+            bytes_follow = manifest.is_outline or peer.content != manifest.content
             if not bytes_follow:
                 transport = "none"
             if transport == "shared_memory":
@@ -358,6 +361,13 @@ class WeightService:
             ),
         )
 
+    def _take_checksums(self, peer: Peer, current: Round) -> None:
+        try:
+            version = current.manifest.version
+            current.manifest = current.pin.slot.manifest_of(self._run_id, version)
+        except (WeightsError, RuntimeError) as error:
+            self._fail(peer, str(error), drop_link=True)
+
     def _transport_for(self, peer: Peer, pin: Pin) -> str:
         memory = shared_memory_name()
         possible = possible_transports(
@@ -378,6 +388,10 @@ class WeightService:
         if not current.bytes_follow or current.transport in PULLED:
             what = f"fetch and check version {version}" if current.bytes_follow else "check it"
             current.wait = Wait(peer.member, what, self._settings.stage_seconds)
+            if current.manifest.is_outline:
+                # The worker takes its own meanwhile. Not before the ACK: who sums on after a
+                # send keeps ZeroMQ's thread off this core, and PREPARE from leaving.
+                self._take_checksums(peer, current)
             return
         gathering = self._gathering
         if gathering is not None and current.id == gathering.id:
@@ -533,7 +547,9 @@ class WeightService:
     def _on_staged(self, peer: Peer, current: Round, message: Staged) -> None:
         manifest = current.manifest
         if message.digest != manifest.digest:
-            self._fail(peer, f"{peer.member} staged digest {message.digest}", drop_link=True)
+            problem = first_damage(manifest, message.checksums)
+            problem = problem or f"its manifest has digest {message.digest}"
+            self._fail(peer, f"{peer.member} staged something else: {problem}", drop_link=True)
             return
         now = time.perf_counter()
         current.staged = now - current.begun

@@ -11,7 +11,12 @@ from ..common.errors import WeightsError
 from ..common.weights import snapshots
 from ..common.weights.buffer import StagedTensors, flat_buffer, views
 from ..common.weights.checksum import checksum
-from ..common.weights.manifest import SegmentPlace, WeightManifest
+from ..common.weights.manifest import (
+    SegmentPlace,
+    WeightManifest,
+    first_damage,
+    with_checksums,
+)
 from ..common.weights.protocol import Prepare
 from ..common.weights.segment import Mappings, Segment
 from ..common.weights.transport import Transport
@@ -63,8 +68,12 @@ class Arrivals:
                 pieces[index].copy_(arriving[index])
         self._hold(manifest, buffer, str(self._segment.path) if self._segment else "")
 
-    def fetch(self, offer: Prepare) -> None:
+    def fetch(self, offer: Prepare) -> tuple[WeightManifest, tuple[int, ...]]:
         """Takes a version from where PREPARE says that it is.
+
+        Returns:
+            The manifest, filled in where PREPARE brought an outline; then also the checksums,
+            which the learner compares with its own.
 
         Raises:
             DamagedError: a checksum is wrong.
@@ -80,9 +89,16 @@ class Arrivals:
             buffer = self._own_buffer(manifest, on_host=True)
             snapshots.read(Path(offer.place), manifest, buffer)
             place = str(self._segment.path) if self._segment else ""
-        for index, piece in enumerate(_cut(buffer, manifest)):
-            _check(piece, index, manifest)
+        pieces = _cut(buffer, manifest)
+        sums: tuple[int, ...] = ()
+        if manifest.is_outline:
+            sums = tuple(checksum(piece, manifest.checksum) for piece in pieces)
+            manifest = with_checksums(manifest, sums)
+        else:
+            for index, piece in enumerate(pieces):
+                _check(piece, index, manifest)
         self._hold(manifest, buffer, place)
+        return manifest, sums
 
     def held(self, manifest: WeightManifest) -> StagedTensors:
         """What was received and checked.
@@ -150,11 +166,8 @@ def _cut(buffer: torch.Tensor, manifest: WeightManifest) -> list[torch.Tensor]:
 
 
 def _check(piece: torch.Tensor, index: int, manifest: WeightManifest) -> None:
-    bucket = manifest.buckets[index]
     found = checksum(piece, manifest.checksum)
-    if found != bucket.checksum:
-        raise DamagedError(
-            f"bucket {index} of version {manifest.version} (bytes {bucket.offset:,} to "
-            f"{bucket.offset + bucket.nbytes:,}) was damaged: its checksum is "
-            f"{found:016x}, the manifest's is {bucket.checksum:016x}"
-        )
+    if found != manifest.buckets[index].checksum:
+        sums = [b.checksum for b in manifest.buckets]
+        sums[index] = found
+        raise DamagedError(first_damage(manifest, sums))

@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
@@ -408,6 +409,8 @@ class WeightReceiver:
                         self._fitting = manifest.layout
             except WeightsError as error:
                 reason = str(error)
+        if reason is None and manifest.is_outline and message.transport != "shared_memory":
+            reason = f"a manifest without checksums, which don't come by {message.transport}"
         if reason is None and not message.bytes_follow and manifest.content != self._content:
             reason = "a re-stamp of weights that this worker doesn't hold"
         if reason is not None:
@@ -420,7 +423,7 @@ class WeightReceiver:
             if self._stager is None:
                 self._stager = _Stager(self)
             self._send(Ack(round=message.round, channel=""))
-            self._on_staged(self._stager, message.round)
+            self._on_staged(message.round)
             return
         if message.transport in PULLED:
             if self._stager is None:
@@ -428,9 +431,9 @@ class WeightReceiver:
             self._states.step(ReceiverState.STAGING)
             what = f"be done with fetching version {manifest.version}"
             self._wait = Wait("the stager", what, self._settings.stage_seconds)
-            # Nobody waits for this ACK: the bytes are there already.
-            self._stager.jobs.put(("fetch", message.round, message))
+            # At the ACK the learner takes its checksums, at the same time as the stager.
             self._send(Ack(round=message.round, channel=""))
+            self._stager.jobs.put(("fetch", message.round, message))
             return
         stager = self._stager
         warm = stager is not None and stager.channel and stager.transport == message.transport
@@ -459,12 +462,28 @@ class WeightReceiver:
     def _on_received(self, stager: _Stager, round_id: str) -> None:
         if stager is self._stager and self._current(round_id, ReceiverState.STAGING):
             self._states.step(ReceiverState.STAGED)
-            self._on_staged(stager, round_id)
+            self._on_staged(round_id)
 
-    def _on_staged(self, stager: _Stager, round_id: str) -> None:
+    def _on_fetched(
+        self,
+        stager: _Stager,
+        round_id: str,
+        manifest: WeightManifest,
+        checksums: tuple[int, ...],
+    ) -> None:
+        if stager is self._stager and self._current(round_id, ReceiverState.STAGING):
+            assert self._offer is not None
+            # What an outline's weights are is known only now: they may be those that are served.
+            known = manifest.content == self._content
+            self._offer = replace(self._offer, manifest=manifest, bytes_follow=not known)
+            self._states.step(ReceiverState.STAGED)
+            self._on_staged(round_id, checksums)
+
+    def _on_staged(self, round_id: str, checksums: tuple[int, ...] = ()) -> None:
         assert self._offer is not None
         self._expect(f"commit version {self._states.offered}", self._settings.commit_seconds)
-        self._send(Staged(round=round_id, digest=self._offer.manifest.digest))
+        digest = self._offer.manifest.digest
+        self._send(Staged(round=round_id, digest=digest, checksums=checksums))
 
     def _on_failed(self, stager: _Stager, round_id: str, stage: str, reason: str) -> None:
         if stager is self._stager and round_id == self._states.round:
@@ -611,8 +630,7 @@ class _Stager:
                     self._receive(content)
                     post(("received", self, round_id))
                 elif kind == "fetch":
-                    self._fetch(content)
-                    post(("received", self, round_id))
+                    post(("fetched", self, round_id, *self._fetch(content)))
                 else:
                     self._load(round_id, content)
             except (TandemError, RuntimeError) as error:
@@ -650,10 +668,11 @@ class _Stager:
         self._arrivals.receive(self._open, manifest, self._receiver._settings.stage_seconds)
         self._count(manifest, start)
 
-    def _fetch(self, offer: Prepare) -> None:
+    def _fetch(self, offer: Prepare) -> tuple[WeightManifest, tuple[int, ...]]:
         start = time.perf_counter()
-        self._arrivals.fetch(offer)
+        found = self._arrivals.fetch(offer)
         self._count(offer.manifest, start)
+        return found
 
     def _count(self, manifest: WeightManifest, start: float) -> None:
         self._receiver._counts["bytes"] += manifest.total_bytes

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -97,7 +97,8 @@ class WeightManifest:
     total_bytes: int
     """Of the flat buffer."""
     content: str
-    """SHA-256 over layout and buckets: equal contents are equal weights, whatever the version."""
+    """SHA-256 over layout and buckets: equal contents are equal weights, whatever the version.
+    Empty in an outline, whose checksums are all 0 because they are still being taken."""
     digest: str
     """SHA-256 over run id, version and content; it travels over CURVE, the bytes do not."""
 
@@ -105,6 +106,11 @@ class WeightManifest:
     def params(self) -> tuple[TensorEntry, ...]:
         """The tensors, in the buffer's order."""
         return read_layout(self.layout)
+
+    @property
+    def is_outline(self) -> bool:
+        """Whether its checksums are still being taken."""
+        return not self.content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,35 +244,40 @@ def make_manifest(
     run_id: str, version: Version, layout: Layout, checksums: Sequence[int], kind: str
 ) -> WeightManifest:
     """The manifest of one version, from the layout and the checksums of its buckets."""
-    buckets = tuple(
-        Bucket(offset=offset, nbytes=nbytes, checksum=value)
-        for (offset, nbytes), value in zip(layout.ranges, checksums, strict=True)
-    )
-    content = content_digest(layout.text, buckets, kind)
+    return with_checksums(make_outline(run_id, version, layout, kind), checksums)
+
+
+def make_outline(run_id: str, version: Version, layout: Layout, kind: str) -> WeightManifest:
+    """A manifest without checksums: a reader of the same memory takes its own meanwhile."""
     return WeightManifest(
         run_id=run_id,
         version=version,
         layout=layout.text,
-        buckets=buckets,
+        buckets=tuple(
+            Bucket(offset=offset, nbytes=nbytes, checksum=0) for offset, nbytes in layout.ranges
+        ),
         checksum=kind,
         total_bytes=layout.total_bytes,
-        content=content,
-        digest=manifest_digest(run_id, version, content),
+        content="",
+        digest=manifest_digest(run_id, version, ""),
     )
+
+
+def with_checksums(outline: WeightManifest, checksums: Sequence[int]) -> WeightManifest:
+    """The manifest of these checksums, one a bucket."""
+    buckets = tuple(
+        Bucket(offset=b.offset, nbytes=b.nbytes, checksum=value)
+        for b, value in zip(outline.buckets, checksums, strict=True)
+    )
+    content = content_digest(outline.layout, buckets, outline.checksum)
+    digest = manifest_digest(outline.run_id, outline.version, content)
+    return replace(outline, buckets=buckets, content=content, digest=digest)
 
 
 def restamped(manifest: WeightManifest, version: Version) -> WeightManifest:
     """The same weights under another version."""
-    return WeightManifest(
-        run_id=manifest.run_id,
-        version=version,
-        layout=manifest.layout,
-        buckets=manifest.buckets,
-        checksum=manifest.checksum,
-        total_bytes=manifest.total_bytes,
-        content=manifest.content,
-        digest=manifest_digest(manifest.run_id, version, manifest.content),
-    )
+    digest = manifest_digest(manifest.run_id, version, manifest.content)
+    return replace(manifest, version=version, digest=digest)
 
 
 def check_manifest(manifest: WeightManifest) -> None:
@@ -290,7 +301,10 @@ def check_manifest(manifest: WeightManifest) -> None:
             f"{manifest.total_bytes:,}"
         )
     _check_places(manifest.layout, manifest.total_bytes)
-    if manifest.content != content_digest(manifest.layout, manifest.buckets, manifest.checksum):
+    if manifest.is_outline:
+        if any(b.checksum for b in manifest.buckets):
+            raise WeightsError(f"the manifest of {manifest.version} has checksums and no content")
+    elif manifest.content != content_digest(manifest.layout, manifest.buckets, manifest.checksum):
         raise WeightsError(f"the manifest of {manifest.version} has a wrong content digest")
     if manifest.digest != manifest_digest(manifest.run_id, manifest.version, manifest.content):
         raise WeightsError(f"the manifest of {manifest.version} has a wrong digest")
@@ -321,6 +335,26 @@ def _check_places(layout: str, total_bytes: int) -> None:
     # More would be allocated for nothing.
     if end != total_bytes:
         raise WeightsError(f"the tensors end at byte {end:,} of a buffer of {total_bytes:,} bytes")
+
+
+def first_damage(manifest: WeightManifest, checksums: Sequence[int]) -> str | None:
+    """Names the first bucket that isn't what the manifest says.
+
+    Args:
+        manifest: with its checksums.
+        checksums: found, one a bucket; those that are missing aren't looked at.
+
+    Returns:
+        One sentence, or None where all that are there agree.
+    """
+    for index, (b, found) in enumerate(zip(manifest.buckets, checksums, strict=False)):
+        if found != b.checksum:
+            return (
+                f"bucket {index} of version {manifest.version} (bytes {b.offset:,} to "
+                f"{b.offset + b.nbytes:,}) was damaged: its checksum is {found:016x}, the "
+                f"manifest's is {b.checksum:016x}"
+            )
+    return None
 
 
 def first_difference(

@@ -8,7 +8,7 @@ One round, ROUTER at the learner, DEALER at the rollout worker::
       ACK(channel)       ──────►            manifest fits the engine; names its open channel
                          ◄──────  OPEN(meeting point)        only where no channel is open
                          ◄══════  buckets, over the channel; or the worker fetches them itself
-      STAGED(digest)     ──────►            every checksum was right
+      STAGED(digest)     ──────►            every checksum was right, or the learner compares it
                          ◄──────  COMMIT
       COMMITTED(seconds) ──────►            the engine serves the new version
 
@@ -116,12 +116,14 @@ class Open:
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """Worker: I hold every byte, and every checksum is right."""
+    """Worker: I hold every byte, and every checksum is right, or is yours to compare."""
 
     round: str
     """Of the PREPARE."""
     digest: str
-    """Of the manifest that it checked against."""
+    """Of the manifest that it checked against, or filled in where it was an outline."""
+    checksums: tuple[int, ...] = ()
+    """The worker's own, one a bucket, where PREPARE brought an outline."""
 
 
 @register

@@ -12,7 +12,7 @@ from ..errors import WeightsError
 from ..records import Version
 from .buffer import flat_buffer, views
 from .checksum import algorithm_for, checksum
-from .manifest import Layout, WeightManifest, make_manifest, restamped
+from .manifest import Layout, WeightManifest, make_manifest, make_outline, restamped
 from .segment import SHARED_MEMORY, Segment
 
 log = logging.getLogger("tandem.learner.weights")
@@ -93,6 +93,14 @@ class StagingSlot:
             manifest = make_manifest(run_id, version, self.layout, sums, kind)
             self._manifests[buffer.device.type] = manifest
         return manifest if manifest.version == version else restamped(manifest, version)
+
+    def outline_of(self, run_id: str, version: Version) -> WeightManifest:
+        """What a worker that reads the same host memory needs to begin; has the checksums at once
+        where they were taken before."""
+        known = self._manifests.get("cpu")
+        if known is not None:
+            return known if known.version == version else restamped(known, version)
+        return make_outline(run_id, version, self.layout, algorithm_for(torch.device("cpu")))
 
     def pieces(self, on_host: bool) -> list[torch.Tensor]:
         """The buckets, where a transport can read them."""

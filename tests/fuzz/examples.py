@@ -134,7 +134,7 @@ MESSAGES: list[Any] = [
     protocol.Open(
         round="r", channel="c", transport="gloo", host="127.0.0.1", port=5, rank=1, world_size=2
     ),
-    protocol.Staged(round="r", digest="d"),
+    protocol.Staged(round="r", digest="d", checksums=(0, (1 << 64) - 1)),
     protocol.Commit(round="r", run_id="run", version=Version(term=1, step=2)),
     protocol.Committed(round="r", version=Version(term=1, step=2), seconds=0.5),
     protocol.Refused(round="r", stage="open", reason="é"),
