@@ -26,6 +26,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..common.errors import TandemError
+from .products import linear
 
 log = logging.getLogger("tandem.rollout")
 
@@ -225,9 +226,9 @@ def why_not_direct(model: Any) -> str | None:
             layer.mlp.up_proj,
             layer.mlp.down_proj,
         )
-        for linear in linears:
-            if type(linear) is not nn.Linear:
-                return f"a {type(linear).__name__} in place of a plain linear layer"
+        for module in linears:
+            if type(module) is not nn.Linear:
+                return f"a {type(module).__name__} in place of a plain linear layer"
         if any(m.bias is not None for m in linears[4:]):
             return "an MLP with biases"
         if len({m.bias is None for m in linears[:3]}) > 1:
@@ -273,7 +274,7 @@ class DirectDecoder:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[N, heads, size]``, keys and values ``[N, KV heads, size]`` of N tokens."""
         h = rms_norm(x, layer.attention_norm, layer.attention_eps)
-        qkv = F.linear(h, layer.qkv, layer.qkv_bias)
+        qkv = linear(h, layer.qkv, layer.qkv_bias)
         heads = qkv.view(len(x), -1, self._size)
         turning = self._heads + self._kv_heads
         rotary = heads[:, :turning]
@@ -295,7 +296,7 @@ class DirectDecoder:
         if layer.out_bias is not None:
             x.add_(layer.out_bias)
         h = rms_norm(x, layer.mlp_norm, layer.mlp_eps)
-        gate, up = F.linear(h, layer.gate_up).chunk(2, -1)
+        gate, up = linear(h, layer.gate_up).chunk(2, -1)
         return x.addmm_(layer.act(gate).mul_(up), layer.down.t())
 
     def prefill(self, tokens: Tensor, lengths: Tensor) -> KeyValues:
@@ -362,7 +363,7 @@ class DirectDecoder:
                 weights = scores.softmax(-1)
             x = self._finish(layer, x, torch.bmm(weights, seen[1]).view(batch, -1))
         x = rms_norm(x, self._norm, self._eps)
-        return F.linear(x, self._head)
+        return linear(x, self._head)
 
 
 class _SlotLayer(CacheLayerMixin):
