@@ -172,10 +172,16 @@ class WeightPublisher:
             parameters = self._lay_out(parameters)
         assert self._layout is not None
         slot = self._slots.take(self._layout, self._device, shared=self._shared, pin=self._pin)
+        along = slot.segment is not None and not self._pin
+        if along:
+            # Workers of this host read along. (What a GPU copies is there at some later time.)
+            self._mailbox.post(("begun", self._slots.pin(slot), version))
         try:
             on_gpu = self._copy(slot, parameters)
         except BaseException:
             self._slots.give_back(slot)
+            if along:
+                self._mailbox.post(("broken_off", slot))
             raise
         if on_gpu:
             # What trains next is queued behind the copies on the same stream.
@@ -324,7 +330,10 @@ class WeightPublisher:
                         f"had {expected or 'no more'} {list(view.shape) if view is not None else ''}"
                     )
                 view.copy_(tensor, non_blocking=True)
-                on_gpu |= tensor.is_cuda
+                if tensor.is_cuda:
+                    on_gpu = True
+                else:
+                    slot.filled(slot.ends[count])
                 count += 1
         if count != len(slot.tensors):
             raise WeightsError(f"{slot.tensors[count][0]} is missing: only {count} parameters came")

@@ -9,6 +9,7 @@ from typing import Any
 from ..common.records import Version
 from ..common.weights.link import Link
 from ..common.weights.manifest import WeightManifest
+from ..common.weights.protocol import Staged
 from ..common.weights.staging import Pin
 from ..common.weights.states import Backoff
 from ..common.weights.waiting import Wait
@@ -79,7 +80,7 @@ class Round:
     pin: Pin
     """Holds the buffer."""
     published: float
-    """``perf_counter`` at the end of the copy."""
+    """``perf_counter`` at the end of the copy; 0 where the worker began before it."""
     wait: Wait
     """What the worker should do next."""
     begun: float = field(default_factory=time.perf_counter)
@@ -90,6 +91,10 @@ class Round:
     """Seconds from the end of the copy out of the model to STAGED."""
     unknown: int = 0
     """HAVEs since PREPARE that don't know of it."""
+    acknowledged: bool = False
+    """ACK came."""
+    told: Staged | None = None
+    """STAGED, where it came before the learner had the checksums to compare."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -39,7 +39,7 @@ from ..common.weights.protocol import (
     unpack,
 )
 from ..common.weights.segment import shared_memory_name
-from ..common.weights.staging import Pin, StagingSlots
+from ..common.weights.staging import Pin, StagingSlot, StagingSlots
 from ..common.weights.states import ReceiverState
 from ..common.weights.transport import (
     PULLED,
@@ -239,7 +239,42 @@ class WeightService:
     def _on_stop(self) -> None:
         self._stopping = True
 
+    def _on_begun(self, pin: Pin, version: Version) -> None:
+        """A version is on its way into a segment: who has it mapped may read along."""
+        now = time.monotonic()
+        for peer in self._peers.values():
+            if peer.round is not None or not peer.idle or now < peer.next_try:
+                continue
+            try:
+                if self._transport_for(peer, pin) != "shared_memory":
+                    continue
+                manifest, place = pin.slot.outline_of(self._run_id, version), pin.slot.place()
+            except (WeightsError, RuntimeError):
+                continue  # Once the version is there it is tried again, and told.
+            pin.slot.started = True
+            self._prepare(
+                peer,
+                pin.again(),
+                manifest,
+                "shared_memory",
+                place=place,
+                counted_from=pin.slot.counted_from,
+            )
+        pin.release()
+
+    def _on_broken_off(self, slot: StagingSlot) -> None:
+        for peer in self._peers.values():
+            if peer.round is not None and peer.round.pin.slot is slot:
+                version = peer.round.manifest.version
+                self._fail(peer, f"version {version} wasn't copied to its end", drop_link=True)
+
     def _on_newest(self) -> None:
+        for peer in self._peers.values():
+            current = peer.round
+            if current is not None and current.told is not None:
+                self._on_staged(peer, current, current.told)
+            elif current is not None and current.acknowledged:
+                self._take_checksums(peer, current)
         # `_look` begins the rounds.
         every = self._settings.snapshot_every
         newest = self._slots.newest
@@ -326,23 +361,47 @@ class WeightService:
             pin.release()
             return
         pin.slot.started = True
-        self._rounds += 1
-        self.counts["rounds"] += 1
+        gathering = None
         if together:
             gathering = self._gathering
             if gathering is None:
                 gathering = Gathering(
-                    id=f"{version}/{self._rounds}",
+                    id=f"{version}/{self._rounds + 1}",
                     version=version,
                     transport=transport,
                     until=time.monotonic() + min(GATHER_SECONDS, self._settings.open_seconds),
                 )
                 self._gathering = gathering
             gathering.members[peer.identity] = None
-        else:
-            gathering = None
+        self._prepare(
+            peer,
+            pin,
+            manifest,
+            transport,
+            bytes_follow=bytes_follow,
+            place=place,
+            published=published,
+            round_id=gathering.id if gathering is not None else "",
+        )
+
+    def _prepare(
+        self,
+        peer: Peer,
+        pin: Pin,
+        manifest: WeightManifest,
+        transport: str,
+        *,
+        bytes_follow: bool = True,
+        place: str = "",
+        counted_from: int = -1,
+        published: float = 0.0,
+        round_id: str = "",
+    ) -> None:
+        version = manifest.version
+        self._rounds += 1
+        self.counts["rounds"] += 1
         peer.round = Round(
-            id=gathering.id if gathering is not None else f"{version}/{self._rounds}",
+            id=round_id or f"{version}/{self._rounds}",
             manifest=manifest,
             transport=transport,
             bytes_follow=bytes_follow,
@@ -358,10 +417,14 @@ class WeightService:
                 transport=transport,
                 bytes_follow=bytes_follow,
                 place=place,
+                counted_from=counted_from,
             ),
         )
 
     def _take_checksums(self, peer: Peer, current: Round) -> None:
+        """Fills an outline in, if all bytes are there."""
+        if not current.manifest.is_outline or current.pin.slot.version is None:
+            return
         try:
             version = current.manifest.version
             current.manifest = current.pin.slot.manifest_of(self._run_id, version)
@@ -388,10 +451,10 @@ class WeightService:
         if not current.bytes_follow or current.transport in PULLED:
             what = f"fetch and check version {version}" if current.bytes_follow else "check it"
             current.wait = Wait(peer.member, what, self._settings.stage_seconds)
-            if current.manifest.is_outline:
-                # The worker takes its own meanwhile. Not before the ACK: who sums on after a
-                # send keeps ZeroMQ's thread off this core, and PREPARE from leaving.
-                self._take_checksums(peer, current)
+            # The worker takes its own meanwhile. Not before the ACK: who sums on after a send keeps
+            # ZeroMQ's thread off this core, and PREPARE from leaving.
+            current.acknowledged = True
+            self._take_checksums(peer, current)
             return
         gathering = self._gathering
         if gathering is not None and current.id == gathering.id:
@@ -545,7 +608,14 @@ class WeightService:
     # A round: its end.
 
     def _on_staged(self, peer: Peer, current: Round, message: Staged) -> None:
+        self._take_checksums(peer, current)
+        if peer.round is not current:
+            return
         manifest = current.manifest
+        if manifest.is_outline:
+            # It read along, and was told of the last byte before this thread was.
+            current.told = message
+            return
         if message.digest != manifest.digest:
             problem = first_damage(manifest, message.checksums)
             problem = problem or f"its manifest has digest {message.digest}"
@@ -553,6 +623,7 @@ class WeightService:
             return
         now = time.perf_counter()
         current.staged = now - current.begun
+        current.published = current.published or current.pin.slot.published
         current.arrived = now - current.published
         what = f"commit version {manifest.version}"
         current.wait = Wait(peer.member, what, self._settings.commit_seconds)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,6 +24,10 @@ from ..common.weights.segment import Mappings, Segment
 from ..common.weights.transport import Transport
 
 log = logging.getLogger("tandem.rollout.weights")
+
+
+SHORTEST_PAUSE, LONGEST_PAUSE = 20e-6, 2e-3
+"""Seconds between two looks at how far a segment is filled."""
 
 
 class DamagedError(WeightsError):
@@ -68,8 +74,15 @@ class Arrivals:
                 pieces[index].copy_(arriving[index])
         self._hold(manifest, buffer, str(self._segment.path) if self._segment else "")
 
-    def fetch(self, offer: Prepare) -> tuple[WeightManifest, tuple[int, ...]]:
+    def fetch(
+        self, offer: Prepare, seconds: float, left: Callable[[], bool] = lambda: False
+    ) -> tuple[WeightManifest, tuple[int, ...]]:
         """Takes a version from where PREPARE says that it is.
+
+        Args:
+            offer: the PREPARE.
+            seconds: deadline for bytes that aren't there yet.
+            left: whether nobody wants them any more.
 
         Returns:
             The manifest, filled in where PREPARE brought an outline; then also the checksums,
@@ -92,13 +105,31 @@ class Arrivals:
         pieces = _cut(buffer, manifest)
         sums: tuple[int, ...] = ()
         if manifest.is_outline:
-            sums = tuple(checksum(piece, manifest.checksum) for piece in pieces)
+            until = time.monotonic() + seconds
+            found: list[int] = []
+            for piece, b in zip(pieces, manifest.buckets, strict=True):
+
+                def ready(end: int, before: int = offer.counted_from + b.offset) -> None:
+                    self._await_count(place, before + end, until, left)
+
+                along = ready if offer.counted_from >= 0 else None
+                found.append(checksum(piece, manifest.checksum, along))
+            sums = tuple(found)
             manifest = with_checksums(manifest, sums)
         else:
             for index, piece in enumerate(pieces):
                 _check(piece, index, manifest)
         self._hold(manifest, buffer, place)
         return manifest, sums
+
+    def _await_count(self, place: str, least: int, until: float, left: Callable[[], bool]) -> None:
+        """Returns when so many bytes were counted in a mapped segment."""
+        since = time.monotonic()
+        while (count := self._mapped.count(place)) < least:
+            now = time.monotonic()
+            if left() or now > until:
+                raise WeightsError(f"{least - count:,} bytes of {place} weren't filled in time")
+            time.sleep(min(max(SHORTEST_PAUSE, (now - since) / 16), LONGEST_PAUSE))
 
     def held(self, manifest: WeightManifest) -> StagedTensors:
         """What was received and checked.

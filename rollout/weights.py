@@ -411,6 +411,8 @@ class WeightReceiver:
                 reason = str(error)
         if reason is None and manifest.is_outline and message.transport != "shared_memory":
             reason = f"a manifest without checksums, which don't come by {message.transport}"
+        if reason is None and message.counted_from >= 0 and not manifest.is_outline:
+            reason = "a manifest with checksums of bytes that aren't all there yet"
         if reason is None and not message.bytes_follow and manifest.content != self._content:
             reason = "a re-stamp of weights that this worker doesn't hold"
         if reason is not None:
@@ -670,7 +672,8 @@ class _Stager:
 
     def _fetch(self, offer: Prepare) -> tuple[WeightManifest, tuple[int, ...]]:
         start = time.perf_counter()
-        found = self._arrivals.fetch(offer)
+        seconds = self._receiver._settings.stage_seconds
+        found = self._arrivals.fetch(offer, seconds, lambda: self._left)
         self._count(offer.manifest, start)
         return found
 

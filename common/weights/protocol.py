@@ -73,6 +73,13 @@ class Prepare:
     place: str = ""
     """Where the worker finds the bytes: a file in shared memory, or a snapshot's folder. Empty
     where they come over a channel."""
+    counted_from: int = -1
+    """Shared memory that is still being filled: what its count was before this version's first
+    byte, so the bytes that are there are those counted since. -1 where all are there."""
+
+    def __post_init__(self) -> None:
+        if not -1 <= self.counted_from < 1 << 62:
+            raise ValueError(f"a segment's count can't be {self.counted_from}")
 
 
 @register

@@ -33,6 +33,7 @@ MAPPED = 4
 """Segments of others that a process keeps mapped."""
 MADV_POPULATE_READ = 22
 """The same for reading (linux/mman.h): a populated private mapping would be a copy."""
+_PAGE = 4096
 
 
 def places() -> tuple[Path, ...]:
@@ -71,8 +72,16 @@ def remove_left_behind() -> int:
     return removed
 
 
+def _count_at(nbytes: int) -> int:
+    """Where in a segment's file its count lies: on a page of its own, after the buffer."""
+    return -(-nbytes // _PAGE) * _PAGE
+
+
 class Segment:
     """A zeroed flat buffer ``[n]`` uint8 and the file through which others can map it.
+
+    Behind the buffer lies a count of bytes, which its creator alone raises: readers may watch it
+    to read along while the buffer is filled.
 
     Args:
         nbytes: its size, at least one.
@@ -84,19 +93,30 @@ class Segment:
 
     def __init__(self, nbytes: int, where: Sequence[Path] | None = None) -> None:
         folders = places() if where is None else tuple(where)
-        folder = _place(nbytes, folders)
+        size = _count_at(nbytes) + _PAGE
+        folder = _place(size, folders)
         self.path = folder / f"{PREFIX}{secrets.token_hex(8)}{SUFFIX}"
         self._descriptor = _create(self.path)
         try:
             # Without its blocks, a file in a full /dev/shm ends the process by SIGBUS.
-            os.posix_fallocate(self._descriptor, 0, nbytes)
-            mapping = mmap.mmap(self._descriptor, nbytes, flags=mmap.MAP_SHARED | MAP_POPULATE)
+            os.posix_fallocate(self._descriptor, 0, size)
+            mapping = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED | MAP_POPULATE)
         except OSError as error:
             self.close()
             raise WeightsError(
                 f"weights of {nbytes:,} bytes can't be written to {self.path}: {error.strerror}"
             ) from None
-        self.buffer = torch.frombuffer(mapping, dtype=torch.uint8)
+        self.buffer = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
+        self._count = memoryview(mapping)[_count_at(nbytes) : size].cast("q")
+
+    @property
+    def count(self) -> int:
+        """Bytes that were ever put into the buffer, whatever they replaced."""
+        return self._count[0]
+
+    @count.setter
+    def count(self, value: int) -> None:
+        self._count[0] = value
 
     def close(self) -> None:
         """Removes the file. Who has it mapped keeps the memory; safe to call twice."""
@@ -116,6 +136,12 @@ def map_segment(path: str | Path, nbytes: int) -> torch.Tensor:
     Raises:
         WeightsError: there is no such segment, it isn't this user's or it has another size.
     """
+    return _map(path, nbytes)[0]
+
+
+def _map(path: str | Path, nbytes: int) -> tuple[torch.Tensor, memoryview[int]]:
+    """The buffer, and the count."""
+    size = _count_at(nbytes) + _PAGE
     path = Path(path)
     if path.parent not in places() or not path.name.startswith(PREFIX):
         raise WeightsError(f"{path} isn't a place where weights are shared")
@@ -127,12 +153,14 @@ def map_segment(path: str | Path, nbytes: int) -> torch.Tensor:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
             raise WeightsError(f"{path} isn't this user's: its weights aren't loaded")
-        if found.st_size != nbytes:
-            raise WeightsError(f"{path} has {found.st_size:,} bytes, not {nbytes:,}")
+        if found.st_size != size:
+            raise WeightsError(
+                f"{path} has {found.st_size:,} bytes, not the {size:,} of {nbytes:,} bytes of weights"
+            )
         # A private mapping sees what the file holds, and a slip of the pen here (some models'
         # loaders change what they are given) makes a copy of the page and harms nobody.
         mapping = mmap.mmap(
-            descriptor, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
         try:
             mapping.madvise(MADV_POPULATE_READ)
@@ -142,14 +170,15 @@ def map_segment(path: str | Path, nbytes: int) -> torch.Tensor:
         raise WeightsError(f"the weights in {path} can't be mapped: {error.strerror}") from None
     finally:
         os.close(descriptor)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
+    buffer = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
+    return buffer, memoryview(mapping)[_count_at(nbytes) : size].toreadonly().cast("q")
 
 
 class Mappings:
     """Other processes' segments, kept mapped: their owner uses two or three in turn."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}
+        self._kept: dict[str, tuple[torch.Tensor, memoryview[int]]] = {}
 
     def get(self, path: str, nbytes: int) -> torch.Tensor:
         """``[nbytes]`` uint8, as :func:`map_segment` gives it, which is asked only if need be."""
@@ -160,14 +189,18 @@ class Mappings:
         while len(self._kept) >= MAPPED:
             del self._kept[next(iter(self._kept))]
         # Pages that a reader wrote to are copies, which see nothing of what follows.
-        if found is None or found.numel() != nbytes or found._version:
-            found = map_segment(path, nbytes)
+        if found is None or found[0].numel() != nbytes or found[0]._version:
+            found = _map(path, nbytes)
         self._kept[path] = found
-        return found
+        return found[0]
+
+    def count(self, path: str) -> int:
+        """What the owner of a segment that is mapped has counted in it."""
+        return self._kept[path][1][0]
 
     def buffers(self) -> list[torch.Tensor]:
         """Those that are kept."""
-        return list(self._kept.values())
+        return [buffer for buffer, _ in self._kept.values()]
 
 
 def _place(needed: int, folders: Sequence[Path]) -> Path:

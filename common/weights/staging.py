@@ -57,6 +57,11 @@ class StagingSlot:
         """Somebody who doesn't answer may still read the segment, or load from it: it is never
         overwritten. Its mapping keeps the old bytes, and the learner takes a new one."""
         self.copied: torch.cuda.Event | None = None
+        self.counted_from = 0
+        """Of the segment, before the version's first byte."""
+        ends = [p.offset for p in layout.params[1:]]
+        self.ends = [*ends, layout.total_bytes]
+        """Where each tensor's bytes end, padding included."""
         self._manifests: dict[str, WeightManifest] = {}
         self._host: torch.Tensor | None = None
         self._host_lock = threading.Lock()
@@ -67,6 +72,13 @@ class StagingSlot:
         self.started = False
         self._manifests = {}
         self._host = None
+        if self.segment is not None:
+            self.counted_from = self.segment.count
+
+    def filled(self, end: int) -> None:
+        """Tells readers of the segment that the version's bytes up to ``end`` are there."""
+        if self.segment is not None:
+            self.segment.count = self.counted_from + end
 
     def close(self) -> None:
         """Removes the segment's file."""
@@ -267,6 +279,12 @@ class StagingSlots:
         if count > 3:
             log.warning(f"{count} staging buffers are held: slow workers pin old versions")
         return slot
+
+    def pin(self, slot: StagingSlot) -> Pin:
+        """A hold on a slot that was taken."""
+        with self._lock:
+            slot.pins += 1
+            return Pin(slot, self._lock)
 
     def give_back(self, slot: StagingSlot) -> None:
         """Undoes :meth:`take`: it couldn't be filled."""

@@ -69,8 +69,8 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
 
     checksum = arrivals.checksum
 
-    def checked(data: torch.Tensor, algorithm: str) -> int:
-        found = checksum(data, algorithm)
+    def checked(data: torch.Tensor, algorithm: str, ready: Any = None) -> int:
+        found = checksum(data, algorithm, ready)
         holds("bucket")
         return found
 

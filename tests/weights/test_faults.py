@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -187,10 +188,15 @@ def test_a_flipped_byte_is_refused_and_the_next_version_arrives(
     publish(publisher, 1)
     holds(held, "bucket")
     if not over_wire:
-        # The first of its buckets is checked, the last one not yet.
-        publisher._slots._newest.buffer[-1] ^= 1
+        # The worker has read the first of its buckets, and the last one not yet.
+        slot = publisher._slots._newest
+        end = time.monotonic() + DEADLINE
+        while not slot._manifests and time.monotonic() < end:
+            time.sleep(0.01)
+        slot.buffer[-1] ^= 1
     held.pipe.send("go on")
-    setting.run.lines.wait_for("rollout-0 stays on no version", "refused at verify", "was damaged")
+    who = "refused at verify" if over_wire else "rollout-0 staged something else"
+    setting.run.lines.wait_for("rollout-0 stays on no version", who, "was damaged")
     publish(publisher, 2)
     assert ends_on(held, v(2))
     publish(publisher, 3, 4, others=(held,))

@@ -112,11 +112,11 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
             pipe.recv()
         return 0.0
 
-    def sees_nothing(path: str, nbytes: int) -> torch.Tensor:
+    def sees_nothing(path: str, nbytes: int) -> None:
         raise WeightsError(f"{path} can't be mapped: a container of its own")
 
     if options.get("blind"):
-        segment.map_segment = sees_nothing
+        segment._map = sees_nothing  # type: ignore[assignment]
     store = connect(join, name=member)
     more: dict[str, Any] = {"transports": StopsHalfWay(pipe)} if options.get("half") else {}
     for name in ("device", "on_host"):
@@ -130,7 +130,10 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
 
 
 def learner(pipe: Connection, join: JoinInfo, term: int, options: dict[str, Any]) -> None:
-    """A learner that publishes ``model(seed)`` as each version that it is told."""
+    """A learner that publishes ``model(seed)`` as each version that it is told.
+
+    With ``halfway`` it says ``half`` in the midst of copying that version's tensors, and goes no further.
+    """
     torch.set_num_threads(1)
     store = connect(join, name="learner-0")
     more = {"transports": StopsHalfWay(pipe)} if options.get("half") else {}
@@ -138,7 +141,16 @@ def learner(pipe: Connection, join: JoinInfo, term: int, options: dict[str, Any]
     publisher.start()
     while True:
         step, seed = pipe.recv()
-        publisher.publish(Version(term=term, step=step), model(seed, big=options.get("big", False)))
+        named = model(seed, big=options.get("big", False))
+
+        def gathered(stop: bool, named: Named = named) -> Iterator[tuple[str, torch.Tensor]]:
+            for number, item in enumerate(named):
+                if stop and number == len(named) // 2:
+                    pipe.send("half")
+                    threading.Event().wait(60)
+                yield item
+
+        publisher.publish(Version(term=term, step=step), gathered(step == options.get("halfway")))
 
 
 def listening(pid: int) -> list[str]:
