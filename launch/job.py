@@ -144,7 +144,7 @@ class Job:
         config = self._config
         placement = place(config, self._machine)
         check_trackers(config)
-        check_engine(config)
+        check_engine(config, placement)
         model = check_model(config)
         for problem in problems_on_paper(config, self._machine, placement):
             self._say(f"on paper: {problem}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.errors import ConfigError, DataError
+from ..rollout import vllm_version
 from .hardware import Machine, free_bytes
 from .sizes import human
 
@@ -152,15 +153,13 @@ def shown_python() -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def check_engine(config: Config) -> None:
-    """Raises ``ConfigError`` where workers are to be started with a vLLM that isn't here."""
-    if config.rollout.engine != "vllm" or not workers_of(config):
-        return
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "rollout.engine=vllm: vLLM is not installed: run bash launch/setup.sh --vllm, or set "
-            "rollout.engine=torch"
-        )
+def check_engine(config: Config, placement: Placement) -> None:
+    """Raises ``ConfigError`` where workers are to be started with a vLLM that can't serve them."""
+    engine = config.rollout.engine
+    # What `auto` comes to in a worker: vLLM where it is installed and there is a GPU.
+    chosen = engine == "auto" and any(placement.rollout) and vllm_version.installed()
+    if workers_of(config) and (chosen or engine == "vllm"):
+        vllm_version.require()
 
 
 def weight_files(path: Path) -> list[Path]:

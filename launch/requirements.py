@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.errors import TandemError
+from ..rollout import vllm_version
 from . import surroundings
 from .estimate.memory import uses_vllm
 from .estimate.sizes import ModelShape, local_folder, shape_of
@@ -133,8 +134,11 @@ def _packages(config: Config, machine: Machine) -> list[Finding]:
         # The CPU build of vLLM is a package of another name.
         told = version(name) or version(f"{name}-cpu") or ("there" if there else "not installed")
         state = "ok" if there else "missing" if needed else "note"
+        wrong = vllm_version.misfit() if there and name == "vllm" else None
+        if wrong is not None:
+            state, (why, mend) = "missing" if needed else "note", wrong
         found.append(
-            Finding(name=name, found=told, state=state, why=why, mend="" if there else mend)
+            Finding(name=name, found=told, state=state, why=why, mend="" if state == "ok" else mend)
         )
     return found
 

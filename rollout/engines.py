@@ -56,9 +56,9 @@ def choose_engine(rollout: RolloutConfig) -> str:
     """``torch``, ``vllm`` or an import path, as the config says; see ``rollout.engine``."""
     if rollout.engine != "auto":
         return rollout.engine
-    from .vllm_process import installed
+    from . import vllm_version
 
-    if not installed():
+    if not vllm_version.installed():
         return "torch"
     import torch
 
@@ -88,11 +88,12 @@ def _vllm(
     model: ModelConfig, rollout: RolloutConfig, rows: int, max_prompt_tokens: int | None
 ) -> Engine:
     from ..common.models import load_tokenizer, resolve
+    from . import vllm_version
     from .model_facts import model_facts
     from .vllm_engine import VllmEngine
-    from .vllm_process import VllmProcess, require
+    from .vllm_process import VllmProcess
 
-    require()
+    vllm_version.require()
     import torch
 
     settings = rollout.vllm

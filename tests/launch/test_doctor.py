@@ -101,6 +101,26 @@ def test_a_package_is_missing_only_for_who_wants_it(
     assert state(setting) == "missing"
 
 
+@pytest.mark.parametrize(("setting", "state"), [("torch", "note"), ("vllm", "missing")])
+def test_a_vllm_of_another_version_is_told_with_the_command_that_mends_it(
+    setting: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = requirements.importlib.util.find_spec
+    monkeypatch.setattr(
+        requirements.importlib.util,
+        "find_spec",
+        lambda name, *more: real("json") if name == "vllm" else real(name, *more),
+    )
+    monkeypatch.setattr(requirements.vllm_version, "found", lambda: ("vllm", "0.35.0"))
+    config = load("miniature").resolve([f"rollout.engine={setting}"])
+    here = Machine(gpus=(), cores=1, memory_mb=1 << 20)
+    found = requirements.examine(config, here, tmp_path, beside=False)
+    (vllm,) = [one for one in found if one.name == "vllm"]
+    assert vllm.state == state
+    assert "vllm 0.35.0 is newer" in vllm.why
+    assert "pip install 'vllm>=0.28,<0.34'" in vllm.mend
+
+
 def test_torch_and_driver_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("qwen2.5-0.5b-grpo-1gpu").resolve([])
     answer = {"available": True, "gpus": 1, "bf16": True}

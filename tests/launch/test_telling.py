@@ -16,6 +16,7 @@ from tandem.launch.idle import IdleShares, waiting_share
 from tandem.launch.presets import load
 from tandem.launch.progress import MetricsTail, Progress
 from tandem.launch.summary import Findings
+from tandem.rollout import vllm_version
 
 
 def record(step: int, **more: object) -> str:
@@ -262,15 +263,37 @@ def test_too_few_gpus_are_refused_or_left_alone_as_the_preset_says() -> None:
     assert preflight.place(load("miniature").resolve([]), all_eight).learner == ((),)
 
 
+CPUS = preflight.Placement(learner=((),), rollout=((),))
+ONE_GPU = preflight.Placement(learner=((0,),), rollout=((1,),))
+
+
 def test_vllm_that_is_not_installed_is_told_before_anything_is_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = load("miniature").resolve(["rollout.engine=vllm"])
     with pytest.raises(ConfigError, match=r"setup\.sh --vllm"):
-        preflight.check_engine(config)
-    preflight.check_engine(load("miniature").resolve(["rollout.engine=vllm", "rollout.workers=0"]))
-    preflight.check_engine(load("miniature").resolve(["rollout.engine=torch"]))
+        preflight.check_engine(config, CPUS)
+    for others in (["rollout.engine=vllm", "rollout.workers=0"], ["rollout.engine=torch"]):
+        preflight.check_engine(load("miniature").resolve(others), CPUS)
+    preflight.check_engine(load("miniature").resolve(["rollout.engine=auto"]), ONE_GPU)
+
+
+def test_a_vllm_that_is_too_old_or_too_new_is_told_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_version, "installed", lambda: True)
+    monkeypatch.setattr(vllm_version, "found", lambda: ("vllm", "0.27.1"))
+    auto = load("miniature").resolve(["rollout.engine=auto"])
+    for config, place in (
+        (load("miniature").resolve(["rollout.engine=vllm"]), CPUS),
+        (auto, ONE_GPU),
+    ):
+        with pytest.raises(ConfigError, match=r"vllm 0\.27\.1 is older: .*rollout\.engine=torch"):
+            preflight.check_engine(config, place)
+    preflight.check_engine(auto, CPUS)
+    monkeypatch.setattr(vllm_version, "found", lambda: ("vllm", "0.28.0"))
+    preflight.check_engine(auto, ONE_GPU)
 
 
 def test_the_disk_that_a_run_may_need_grows_with_its_checkpoints() -> None:

