@@ -12,8 +12,8 @@ Up to "load" a failure leaves everything as it was. A failure from there on leav
 paused for good, since it may hold half of two versions: :meth:`VllmEngine.load` raises something
 other than ``WeightsError``, and whoever called it ends the process.
 
-Versions of vLLM that don't say which weights sampled which tokens are asked for an output each step
-(see :mod:`.vllm_requests`); the counts are taken while the engine is paused.
+Versions of vLLM that don't say which weights sampled which tokens (before 0.32) are asked for an
+output each step (see :mod:`.vllm_requests`); the counts are taken while the engine is paused.
 
 What differs from the torch engine: noise comes from vLLM's own generators, so ``keyed_noise`` is
 False and a repeated run samples other tokens. A group isn't seen between its beginning and its

