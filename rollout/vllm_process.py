@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from ..common.config import VLLM_RANKS
 from ..common.errors import ConfigError, DeadlineError, TandemError
 from ..common.weights.segment import remove_left_behind
 from .vllm_extension import OWNER
@@ -43,8 +44,8 @@ EXTENSION = "tandem.rollout.vllm_extension.WorkerExtension"
 """As vLLM's workers import it."""
 CPU_CACHE_MB = 1024
 """Memory for keys and values where there is no GPU and nothing is set."""
-SHUTDOWN_SECONDS = 5.0
-"""How long vLLM's processes may take to end before it kills them itself."""
+SHUTDOWN_SECONDS = 10.0
+"""How long vLLM's processes may take to end before it kills them itself; ranks take five."""
 END_SECONDS = 15.0
 """How long all that may take before they are killed from here."""
 
@@ -264,15 +265,13 @@ def make_llm(arguments: Mapping[str, Any], counters: Counters) -> Any:
         "worker_extension_cls": EXTENSION,
     }
     if current_platform.is_cpu():
-        settings |= {
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": CPU_CACHE_MB << 20,
+        settings |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_MB << 20}
+        if not shared_out(arguments):
             # The model in the engine core's own process: one process and one copy of vLLM less,
             # and no queue between the two on which both would spin.
-            "distributed_executor_backend": "uni",
-        }
-        # Else vLLM insists on a process of its own for the model, to bind its threads to cores.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+            settings["distributed_executor_backend"] = "uni"
+            # Else vLLM insists on a process of its own for the model, to bind its threads to cores.
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # Compiling wants a C++ compiler and half a minute in the midst of the first step: one of
         # the sampler's functions is compiled whatever enforce_eager says.
         if arguments.get("enforce_eager") is not False:
@@ -291,6 +290,11 @@ def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> Non
                 f"rollout.vllm.args.{name}: the vLLM that is installed has no engine argument of "
                 f"this name; {meant}"
             )
+
+
+def shared_out(arguments: Mapping[str, Any]) -> bool:
+    """Whether the arguments ask for more ranks than one, each of which is a process."""
+    return any((arguments.get(name) or 1) != 1 for name in VLLM_RANKS)
 
 
 def _counter(counters: Counters) -> Any:
@@ -326,6 +330,8 @@ def _prepare_environment() -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # All ranks of an engine are on this host; no address beyond it is to be bound.
         "VLLM_HOST_IP": "127.0.0.1",
+        # On CPUs the ranks talk over gloo, which would listen where the host's name points to.
+        "GLOO_SOCKET_IFNAME": "lo",
         # Several workers share the host: each has the threads that it was given, on any core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }.items():

@@ -59,6 +59,11 @@ def element(config: Config) -> int:
     return 2 if config.model.dtype == "bfloat16" else 4
 
 
+def engine_element(config: Config) -> int:
+    """Bytes of one weight in an engine and on its way there."""
+    return 2 if config.engine_dtype == "bfloat16" else 4
+
+
 def vllm_setting(config: Config, key: str, default: Any) -> Any:
     """A value of ``rollout.vllm``, or what it is where it isn't set."""
     found = config.model_dump()["rollout"]["vllm"].get(key)
@@ -93,6 +98,7 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
     if e == 2 and stage == 0:
         moments = 8 * n
     gradients = (4 if e == 2 and stage else e) * n
+    staged = SLOTS * engine_element(config) * n
     if stage >= 2:
         gradients = gradients // ranks + 4 * min(BUCKET, n)
     elif stage == 1 and e == 2:
@@ -104,7 +110,7 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
         "optimizer": moments // (ranks if stage else 1),
         "activations": activations(config, shape),
         "logits": logits(config, shape, device),
-        "weight staging": SLOTS * e * n if staged_here or (rank == 0 and device == "cpu") else 0,
+        "weight staging": staged if staged_here or (rank == 0 and device == "cpu") else 0,
         "runtime": RUNTIME[device],
     }
     if config.learner.objective.needs_reference:
@@ -114,7 +120,7 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
         # Libraries, and the weights on their way to the GPU at the start.
         host = (3 << 30) + e * n
         if rank == 0 and not staged_here:
-            host = (3 << 30) + SLOTS * e * n
+            host = (3 << 30) + staged
     return Holding(device=device, parts=parts, host=host)
 
 
@@ -164,7 +170,7 @@ def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holdi
     cache what weights and workspace leave of it. The torch engine's cache grows to what its
     rows need. New weights are staged beside it.
     """
-    n, e = shape.parameters, element(config)
+    n, e = shape.parameters, engine_element(config)
     across = config.rollout.gpus_per_worker if device == "cuda" else 1
     weights = e * n // across
     per_token = max(1, shape.kv_bytes(e) // across)
