@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import psutil
+from pydantic import ValidationError
 
-from ..common.config import VLLM_RANKS
+from ..common.config import VLLM_RANKS, VLLM_SETTINGS
 from ..common.errors import ConfigError, DeadlineError, TandemError
 from ..common.weights.segment import remove_left_behind
 from .vllm_extension import OWNER
@@ -242,7 +243,7 @@ def make_llm(arguments: Mapping[str, Any], counters: Counters) -> Any:
     """An ``AsyncLLM``; blocks until its processes are up. Call it in the loop that will use it.
 
     Raises:
-        ConfigError: vLLM has no such argument; nothing was started.
+        ConfigError: vLLM has no such argument, or refuses its value; nothing was started.
     """
     _prepare_environment()
     from vllm import AsyncEngineArgs
@@ -277,7 +278,14 @@ def make_llm(arguments: Mapping[str, Any], counters: Counters) -> Any:
         if arguments.get("enforce_eager") is not False:
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     settings |= {name: value for name, value in arguments.items() if value is not None}
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**settings), stat_loggers=[_counter(counters)])
+    try:
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**settings), stat_loggers=[_counter(counters)]
+        )
+    except ValidationError as error:
+        # Of its configuration, which it reads before it starts anything: trying again won't help.
+        told = "; ".join(refused(each) for each in error.errors(include_url=False))
+        raise ConfigError(f"vLLM refuses its settings (rollout.vllm): {told}") from None
 
 
 def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> None:
@@ -286,10 +294,19 @@ def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> Non
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             meant = f"did you mean {near[0]}?" if near else "see AsyncEngineArgs in vLLM's manual"
+            if near and near[0] in VLLM_SETTINGS:
+                meant = f"did you mean {VLLM_SETTINGS[near[0]]}?"
             raise ConfigError(
                 f"rollout.vllm.args.{name}: the vLLM that is installed has no engine argument of "
                 f"this name; {meant}"
             )
+
+
+def refused(error: Mapping[str, Any]) -> str:
+    """One of pydantic's complaints, with the value where it says little without."""
+    where = ".".join(map(str, error["loc"]))
+    told = f"{where}={error['input']!r}: " if where else ""
+    return told + str(error["msg"]).removeprefix("Value error, ")
 
 
 def shared_out(arguments: Mapping[str, Any]) -> bool:

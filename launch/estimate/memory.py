@@ -8,10 +8,12 @@ are estimates: fragmentation and what kernels use on the way are covered by :dat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...common.config import VLLM_RANKS
 from .sizes import ModelShape
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ RUNTIME = {"cpu": 700 << 20, "cuda": 2 << 30}
 """CUDA context, communication buffers and the allocator's slack; on a CPU the libraries."""
 VLLM_WORKSPACE = 2 << 30
 """What vLLM keeps of its share for activations and CUDA graphs, roughly."""
+VLLM_CPU_CACHE_MB = 1024
+"""What a rank sets apart for keys and values without a GPU, where nothing is set."""
 VLLM_SHARE = 0.9
 """vLLM's own default of ``gpu_memory_utilization``."""
 SLOTS = 2
@@ -176,7 +180,13 @@ def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holdi
     per_token = max(1, shape.kv_bytes(e) // across)
     rows = config.rollout.groups_per_batch * config.rollout.group_size
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if uses_vllm(config, device) and device == "cuda":
+    if uses_vllm(config, device) and device == "cpu":
+        # Front end, engine core, and a process for each rank where there are several.
+        ranks = math.prod(int(config.rollout.vllm.args.get(name, 1)) for name in VLLM_RANKS)
+        processes = 2 + (ranks if ranks > 1 else 0)
+        cache = ranks * (int(vllm_setting(config, "kv_cache_mb", VLLM_CPU_CACHE_MB)) << 20)
+        work = processes * RUNTIME[device]
+    elif uses_vllm(config, device):
         share = float(vllm_setting(config, "gpu_memory_utilization", VLLM_SHARE))
         cache = max(0, int(share * memory) - weights - VLLM_WORKSPACE)
         work = VLLM_WORKSPACE

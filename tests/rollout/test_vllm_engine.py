@@ -159,7 +159,9 @@ class TestWithoutVllm:
     def test_a_mistyped_argument_is_told_with_the_nearest_one(self) -> None:
         known = ["model", "max_num_seqs", "quantization"]
         vllm_process.check_arguments({"model": "m", "max_num_seqs": 4}, known)
-        with pytest.raises(ConfigError, match=r"args\.max_num_seq: .* did you mean max_num_seqs\?"):
+        with pytest.raises(ConfigError, match=r"args\.quantisation: .* mean quantization\?"):
+            vllm_process.check_arguments({"model": "m", "quantisation": "fp8"}, known)
+        with pytest.raises(ConfigError, match=r"did you mean rollout\.vllm\.max_num_seqs\?"):
             vllm_process.check_arguments({"model": "m", "max_num_seq": 4}, known)
         with pytest.raises(ConfigError, match=r"args\.zzz: .* see AsyncEngineArgs"):
             vllm_process.check_arguments({"zzz": 4}, known)
@@ -212,6 +214,25 @@ def test_a_mistyped_argument_is_an_error_before_vllm_starts(
     arguments = {**vllm_engines.arguments(tmp_path, 256), "quantisation": "fp8"}
     process = vllm_process.VllmProcess(arguments)
     with pytest.raises(ConfigError, match=r"rollout\.vllm\.args\.quantisation.*quantization\?"):
+        asyncio.run(process.start())
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("argument", "value", "told"),
+    [
+        ("max_num_batched_tokens", "many", r"max_num_batched_tokens='many': .*valid integer"),
+        ("tensor_parallel_size", 3, r"heads .*divisible"),
+    ],
+)
+def test_a_value_that_vllm_refuses_is_an_error_before_it_starts(
+    vllm_engines: Any, argument: str, value: Any, told: str
+) -> None:
+    facts = vllm_engines.facts
+    arguments = {**vllm_engines.arguments(vllm_engines.folder, facts.context), argument: value}
+    process = vllm_process.VllmProcess(arguments)
+    with pytest.raises(ConfigError, match=f"vLLM refuses its settings .*{told}"):
         asyncio.run(process.start())
 
 
