@@ -139,6 +139,12 @@ class VllmEngine:
         """Version of the weights in use."""
         return self._version
 
+    @property
+    def broken(self) -> str:
+        """Why no group will ever be finished again; empty where that isn't so."""
+        llm = self._process.llm
+        return self._broken or ("vLLM has died" if llm is not None and llm.errored else "")
+
     async def start(self) -> None:
         """Starts vLLM, unless somebody has."""
         if not self._process.started:
@@ -230,7 +236,7 @@ class VllmEngine:
     async def _submit(self, groups: list[_Running]) -> None:
         enter(groups, self._groups)
         for group in groups:
-            group.error = self._broken or refusal(group.request, self._facts)
+            group.error = self.broken or refusal(group.request, self._facts)
             if group.error is not None or group.request.count == 0:
                 self._deliver(group)
             elif self._paused or self._changing:

@@ -185,7 +185,10 @@ def test_a_rank_that_is_killed_while_it_loads_ends_vllm(ranks: Ranks, tiny: Any)
         return (await running)["running"], (await collect(engine, asks("after")))["after"]
 
     family = ranks.shared.process._relatives()
-    during, after = in_engine(ranks.shared.make(tiny.model(), version=V1), scenario)
+    engine = ranks.shared.make(tiny.model(), version=V1)
+    assert not engine.broken
+    during, after = in_engine(engine, scenario)
+    assert engine.broken
     assert versions(during) <= {(1, 1)}
     assert "half of it" in (after.error or "")
     ranks.shared.close()
