@@ -38,7 +38,7 @@ class FailingRank(WorkerExtension):
     def _tandem_map(self, path: str, nbytes: int, layout: str) -> list[tuple[str, Any]]:
         if self._tandem_fails("map"):
             # Damaged for this rank alone: a segment of another size.
-            nbytes += 256
+            nbytes += 1 << 20
         return super()._tandem_map(path, nbytes, layout)
 
     def _tandem_take(self, tensors: list[tuple[str, Any]]) -> None:
