@@ -49,6 +49,36 @@ def _engine(name: str) -> str:
 EngineName = Annotated[str, AfterValidator(_engine)]
 
 
+VLLM_SETTINGS = {
+    "model": "model.path",
+    "dtype": "rollout.dtype",
+    **{
+        name: f"rollout.vllm.{name}"
+        for name in ("max_model_len", "max_num_seqs", "gpu_memory_utilization", "enforce_eager")
+    },
+    "kv_cache_memory_bytes": "rollout.vllm.kv_cache_mb",
+    "data_parallel_size": "rollout.workers",
+}
+"""Engine arguments of vLLM's that are settings of Tandem's."""
+VLLM_FIXED = ("generation_config", "logprobs_mode", "skip_tokenizer_init", "worker_extension_cls")
+"""Those on whose values its correctness rests."""
+
+VLLM_RANKS = ("tensor_parallel_size", "pipeline_parallel_size")
+"""Their product is an engine's ranks."""
+
+
+def _no_settings(args: Mapping[str, Any]) -> Mapping[str, Any]:
+    """vLLM's arguments, none of which Tandem sets itself."""
+    for name in args:
+        if name in VLLM_SETTINGS:
+            raise ValueError(f"{name} is set by {VLLM_SETTINGS[name]}")
+        if name in VLLM_FIXED:
+            raise ValueError(f"{name} is Tandem's to set: right log-probs and weights rest on it")
+        if name in VLLM_RANKS and (type(args[name]) is not int or args[name] < 1):
+            raise ValueError(f"{name} should be a positive number, not {args[name]!r}")
+    return args
+
+
 def _on_or_off(value: Any) -> Any:
     """YAML reads a bare ``off`` as false and ``on`` as true."""
     return {True: "online", False: "off"}[value] if isinstance(value, bool) else value
@@ -177,9 +207,9 @@ class VllmConfig(Section):
     a GPU."""
     start_seconds: Seconds = 900.0
     """Deadline for vLLM to load the model and to be ready."""
-    args: Mapping[str, Any] = Field(default_factory=dict)
+    args: Annotated[Mapping[str, Any], AfterValidator(_no_settings)] = Field(default_factory=dict)
     """Further fields of vLLM's ``AsyncEngineArgs``, passed on as they are, such as
-    ``quantization: fp8``; they win over what Tandem sets."""
+    ``quantization: fp8`` or, for ranks on CPUs, ``tensor_parallel_size: 2``."""
 
 
 class RolloutConfig(Section):
@@ -204,6 +234,9 @@ class RolloutConfig(Section):
     """Training refuses anything under 1 (the learner's log-probs are over all tokens)."""
     threads: Positive = 1
     """CPU threads of one worker."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the engine's weights and arithmetic, and so of new weights on their way to it; None =
+    ``model.dtype``."""
     recompute_kv: bool = True
     """Recompute the KV cache of running requests when the weights change."""
     update_wait_seconds: Annotated[float, Field(ge=0)] = 0.0
@@ -632,6 +665,11 @@ class Config(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     launch: LaunchConfig = LaunchConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def engine_dtype(self) -> str:
+        """Of the engines' weights."""
+        return self.rollout.dtype or self.model.dtype
 
     @property
     def may_use_nccl(self) -> bool:

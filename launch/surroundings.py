@@ -262,8 +262,8 @@ def cuda(config: Config, machine: Machine) -> list[Finding]:
             told += f"; torch itself didn't answer within {TORCH_SECONDS:.0f} s"
         elif not answer["available"]:
             problem = "torch sees no GPU"
-        elif config.model.dtype == "bfloat16" and not answer["bf16"]:
-            problem = "model.dtype=bfloat16 needs GPUs of compute capability 8.0 or newer"
+        elif "bfloat16" in (config.model.dtype, config.engine_dtype) and not answer["bf16"]:
+            problem = "bfloat16 needs GPUs of compute capability 8.0 or newer"
         else:
             told += f", torch sees {answer['gpus']}"
     if problem is None:

@@ -58,7 +58,7 @@ class WeightPublisher:
         term: this learner's.
         member: member id of this learner.
         dtype: of floating-point tensors on the wire, which is the engine's; None = that of
-            ``model.dtype``.
+            the config.
         registry: in place of the store's.
         client: the run's client keys, in place of the store's.
         transports: makes a transport by name and interface.
@@ -86,7 +86,7 @@ class WeightPublisher:
         self._term = term
         self._member = member
         self._dtype: torch.dtype = (
-            dtype if dtype is not None else getattr(torch, config.model.dtype)
+            dtype if dtype is not None else getattr(torch, config.engine_dtype)
         )
         self._registry = registry if registry is not None else _registry_of(store)
         self._client = client if client is not None else _client_of(store)

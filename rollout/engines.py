@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ..common.config import ModelConfig, RolloutConfig
+from ..common.config import VLLM_RANKS, ModelConfig, RolloutConfig
 from ..common.errors import ConfigError
 from .engine import Engine
 
@@ -74,7 +74,9 @@ def _torch(model: ModelConfig, rollout: RolloutConfig, rows: int) -> Engine:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # The engine keeps its own cache, which flash attention's kernels can't read.
     attention = "eager" if model.attention == "eager" else "sdpa"
-    loaded = load_model(model.path, dtype=model.dtype, attention=attention, device=device)
+    loaded = load_model(
+        model.path, dtype=rollout.dtype or model.dtype, attention=attention, device=device
+    )
     return TorchEngine(
         loaded,
         load_tokenizer(model.path),
@@ -102,12 +104,13 @@ def _vllm(
         context = max_prompt_tokens + rollout.max_new_tokens
     tokenizer = load_tokenizer(model.path)
     path = resolve(model.path)
-    facts = model_facts(path, dtype=model.dtype, context=context, tokenizer=tokenizer)
+    dtype = rollout.dtype or model.dtype
+    facts = model_facts(path, dtype=dtype, context=context, tokenizer=tokenizer)
     cache = settings.kv_cache_mb
     arguments: dict[str, Any] = {
         "model": path,
-        "dtype": model.dtype,
-        "tensor_parallel_size": rollout.gpus_per_worker if torch.cuda.is_available() else 1,
+        "dtype": dtype,
+        **ranks(rollout, gpus=torch.cuda.is_available()),
         "max_model_len": facts.context,
         "max_num_seqs": settings.max_num_seqs or rows,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
@@ -116,7 +119,7 @@ def _vllm(
     }
     return VllmEngine(
         VllmProcess(
-            {**arguments, **settings.args},
+            {**settings.args, **arguments},
             start_seconds=settings.start_seconds,
         ),
         tokenizer,
@@ -124,6 +127,24 @@ def _vllm(
         recompute_kv=rollout.recompute_kv,
         update_wait=rollout.update_wait_seconds,
     )
+
+
+def ranks(rollout: RolloutConfig, *, gpus: bool) -> dict[str, int]:
+    """How an engine is shared out, as arguments of vLLM's.
+
+    Raises:
+        ConfigError: into more or fewer ranks than there are GPUs for it.
+    """
+    pipeline = int(rollout.vllm.args.get("pipeline_parallel_size", 1))
+    across = rollout.gpus_per_worker // pipeline if gpus else 1
+    tensor = int(rollout.vllm.args.get("tensor_parallel_size", across))
+    if gpus and tensor * pipeline != rollout.gpus_per_worker:
+        raise ConfigError(
+            f"rollout.vllm.args asks for {tensor} x {pipeline} ranks (tensor_parallel_size x "
+            f"pipeline_parallel_size), and rollout.gpus_per_worker is {rollout.gpus_per_worker}: "
+            f"set it to {tensor * pipeline}, or leave tensor_parallel_size out"
+        )
+    return dict(zip(VLLM_RANKS, (tensor, pipeline), strict=True))
 
 
 def _imported(path: str, model: ModelConfig, rollout: RolloutConfig, max_rows: int) -> Engine:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from . import handover, vllm_requests
 from .contract import NOTHING, Running, enter, fitting, refusal, stream
 from .engine import EngineStats, FinishedGroup, GroupRequest, ParameterSpec, StagedWeights
 from .model_facts import ModelFacts
+from .vllm_extension import Reply
 from .vllm_process import VllmProcess
 
 log = logging.getLogger("tandem.rollout")
@@ -137,6 +139,12 @@ class VllmEngine:
         """Version of the weights in use."""
         return self._version
 
+    @property
+    def broken(self) -> str:
+        """Why no group will ever be finished again; empty where that isn't so."""
+        llm = self._process.llm
+        return self._broken or ("vLLM has died" if llm is not None and llm.errored else "")
+
     async def start(self) -> None:
         """Starts vLLM, unless somebody has."""
         if not self._process.started:
@@ -228,7 +236,7 @@ class VllmEngine:
     async def _submit(self, groups: list[_Running]) -> None:
         enter(groups, self._groups)
         for group in groups:
-            group.error = self._broken or refusal(group.request, self._facts)
+            group.error = self.broken or refusal(group.request, self._facts)
             if group.error is not None or group.request.count == 0:
                 self._deliver(group)
             elif self._paused or self._changing:
@@ -402,7 +410,8 @@ class VllmEngine:
         async with self._in_order():
             if self._broken:
                 raise TandemError(self._broken)
-            await self._stage(place, count, version)
+            ticket = f"{version}/{secrets.token_hex(4)}"
+            await self._stage(ticket, place, count, version)
             self._changing = True
             if self._tasks and self._update_wait and not self._paused:
                 await asyncio.wait(self._tasks, timeout=self._update_wait)
@@ -410,7 +419,7 @@ class VllmEngine:
                 if not self._paused:
                     await self._freeze()
                 since = time.perf_counter()
-                await self._commit(count, version)
+                await self._commit(ticket, count, version)
                 if not self._paused:
                     await self._thaw()
                 self._load_seconds += time.perf_counter() - since
@@ -426,16 +435,14 @@ class VllmEngine:
             if not self._paused:
                 self._let_in()
 
-    async def _stage(self, place: SegmentPlace, count: int, version: Version) -> None:
+    async def _stage(self, ticket: str, place: SegmentPlace, count: int, version: Version) -> None:
         """Every rank maps the weights, or none loads them."""
-        problem = ""
         try:
             async with asyncio.timeout(RPC_SECONDS):
-                staged = await self._process.llm.collective_rpc(
-                    "tandem_stage", args=(place.path, place.nbytes, place.layout)
+                replies = await self._process.llm.collective_rpc(
+                    "tandem_stage", args=(ticket, place.path, place.nbytes, place.layout)
                 )
-            if not staged or any(number != count for number in staged):
-                problem = f"its ranks found {staged} of {count} tensors"
+            problem = complaint(replies, ticket, count)
         except Exception as error:  # vLLM wraps what a rank raises in something of its own.
             if self._process.llm is None or self._process.llm.errored:
                 raise TandemError(f"vLLM has died: {error}") from error
@@ -443,12 +450,12 @@ class VllmEngine:
         if problem:
             raise WeightsError(f"version {version} can't be read by vLLM: {problem}")
 
-    async def _commit(self, count: int, version: Version) -> None:
+    async def _commit(self, ticket: str, count: int, version: Version) -> None:
         llm: Any = self._process.llm
         async with asyncio.timeout(LOAD_SECONDS):
-            loaded = await llm.collective_rpc("tandem_load")
-        if not loaded or any(number != count for number in loaded):
-            raise TandemError(f"the workers loaded {loaded} of {count} tensors")
+            replies = await llm.collective_rpc("tandem_load", args=(ticket,))
+        if problem := complaint(replies, ticket, count):
+            raise TandemError(problem)
         self._loads += 1
         async with asyncio.timeout(RPC_SECONDS):
             # Both at once: vLLM takes them in this order. The second answers False where samples run
@@ -457,3 +464,15 @@ class VllmEngine:
                 self._name(version),
                 llm.reset_prefix_cache(reset_running_requests=self._recompute),
             )
+
+
+def complaint(replies: Sequence[Reply], ticket: str, count: int) -> str:
+    """What is wrong with the ranks' replies to one order; empty where all took all tensors."""
+    found = [
+        f"rank {rank}: " + (problem or f"took {number} of {count} tensors")
+        if answered == ticket
+        else f"rank {rank} answered another order"
+        for rank, (answered, number, problem) in enumerate(replies)
+        if (answered, number, problem) != (ticket, count, "")
+    ]
+    return "; ".join(found) if replies else "no rank answered"

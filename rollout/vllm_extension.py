@@ -17,40 +17,59 @@ OWNER = "TANDEM_ENGINE_OWNER"
 """Environment variable with the process id of the rollout worker that the engine belongs to."""
 
 
+Reply = tuple[str, int, str]
+"""What a rank made of an order: the order's ticket, how many tensors it took, and what went wrong.
+
+vLLM stops reading the ranks' replies at the first that is an exception, and takes those it left for
+replies to its next call, and so on for ever: a rank that failed would be believed to have succeeded.
+So a rank doesn't raise, and each reply names what it replies to.
+"""
+
+
 class WorkerExtension:
     """Methods of the worker's, called ``tandem_…`` because the two classes share their names."""
 
     reload_weights: Any
     """The worker's own, as the next one; declared for type checkers, absent from this class."""
     get_model: Any
-    _tandem_staged: list[tuple[str, Any]]
-    """Weights to be loaded next: views of shared memory."""
+    _tandem_staged: tuple[str, list[tuple[str, Any]]] = ("", [])
+    """A ticket, and the weights to be loaded with it: views of shared memory."""
 
-    def tandem_stage(self, path: str, nbytes: int, layout: str) -> int:
-        """Maps the weights in a segment, beside those in use; returns how many tensors there are.
+    def tandem_stage(self, ticket: str, path: str, nbytes: int, layout: str) -> Reply:
+        """Maps the weights in a segment, beside those in use."""
+        self._tandem_staged = ("", [])
+        try:
+            self._tandem_staged = (ticket, self._tandem_map(path, nbytes, layout))
+        except Exception as error:  # noqa: BLE001 - see Reply
+            return (ticket, 0, f"{type(error).__name__}: {error}")
+        return (ticket, len(self._tandem_staged[1]), "")
 
-        Raises:
-            WeightsError: they can't be mapped from here.
+    def tandem_load(self, ticket: str) -> Reply:
+        """Loads what was staged with this ticket, and nothing else.
+
+        Goes through vLLM's own reloading, which repacks what its kernels want packed, keeps the
+        addresses that CUDA graphs hold, and takes this rank's share of each tensor.
         """
+        (staged, tensors), self._tandem_staged = self._tandem_staged, ("", [])
+        if staged != ticket:
+            return (ticket, 0, f"what is staged has ticket {staged or '(none)'}")
+        try:
+            self._tandem_take(tensors)
+        except Exception as error:  # noqa: BLE001 - see Reply
+            return (ticket, 0, f"{type(error).__name__}: {error}")
+        return (ticket, len(tensors), "")
+
+    def _tandem_map(self, path: str, nbytes: int, layout: str) -> list[tuple[str, Any]]:
         from ..common.weights.buffer import views
         from ..common.weights.manifest import read_layout
         from ..common.weights.segment import Mappings
 
         mapped: Mappings = self.__dict__.setdefault("_tandem_mapped", Mappings())
-        buffer = mapped.get(path, nbytes)
-        self._tandem_staged = views(buffer, read_layout(layout))
-        return len(self._tandem_staged)
+        return views(mapped.get(path, nbytes), read_layout(layout))
 
-    def tandem_load(self) -> int:
-        """Loads what was staged; returns how many tensors there were.
-
-        Goes through vLLM's own reloading, which repacks what its kernels want packed, keeps the
-        addresses that CUDA graphs hold, and takes this rank's share of each tensor.
-        """
-        tensors, self._tandem_staged = self._tandem_staged, []
+    def _tandem_take(self, tensors: list[tuple[str, Any]]) -> None:
         self.reload_weights(weights_iterator=iter(tensors))
         _repack_tied(self.get_model())
-        return len(tensors)
 
 
 def _repack_tied(model: Any) -> None:

@@ -27,7 +27,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import psutil
+from pydantic import ValidationError
 
+from ..common.config import VLLM_RANKS, VLLM_SETTINGS
 from ..common.errors import ConfigError, DeadlineError, TandemError
 from ..common.weights.segment import remove_left_behind
 from . import vllm_version
@@ -41,8 +43,8 @@ EXTENSION = "tandem.rollout.vllm_extension.WorkerExtension"
 """As vLLM's workers import it."""
 CPU_CACHE_MB = 1024
 """Memory for keys and values where there is no GPU and nothing is set."""
-SHUTDOWN_SECONDS = 5.0
-"""How long vLLM's processes may take to end before it kills them itself."""
+SHUTDOWN_SECONDS = 10.0
+"""How long vLLM's processes may take to end before it kills them itself; ranks take five."""
 END_SECONDS = 15.0
 """How long all that may take before they are killed from here."""
 
@@ -211,7 +213,7 @@ def make_llm(arguments: Mapping[str, Any], counters: Counters) -> Any:
     """An ``AsyncLLM``; blocks until its processes are up. Call it in the loop that will use it.
 
     Raises:
-        ConfigError: vLLM has no such argument; nothing was started.
+        ConfigError: vLLM has no such argument, or refuses its value; nothing was started.
     """
     _prepare_environment()
     from vllm import AsyncEngineArgs
@@ -234,21 +236,26 @@ def make_llm(arguments: Mapping[str, Any], counters: Counters) -> Any:
         "worker_extension_cls": EXTENSION,
     }
     if current_platform.is_cpu():
-        settings |= {
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": CPU_CACHE_MB << 20,
+        settings |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_MB << 20}
+        if not shared_out(arguments):
             # The model in the engine core's own process: one process and one copy of vLLM less,
             # and no queue between the two on which both would spin.
-            "distributed_executor_backend": "uni",
-        }
-        # Else vLLM insists on a process of its own for the model, to bind its threads to cores.
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+            settings["distributed_executor_backend"] = "uni"
+            # Else vLLM insists on a process of its own for the model, to bind its threads to cores.
+            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # Compiling wants a C++ compiler and half a minute in the midst of the first step: one of
         # the sampler's functions is compiled whatever enforce_eager says.
         if arguments.get("enforce_eager") is not False:
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     settings |= {name: value for name, value in arguments.items() if value is not None}
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**settings), stat_loggers=[_counter(counters)])
+    try:
+        return AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**settings), stat_loggers=[_counter(counters)]
+        )
+    except ValidationError as error:
+        # Of its configuration, which it reads before it starts anything: trying again won't help.
+        told = "; ".join(refused(each) for each in error.errors(include_url=False))
+        raise ConfigError(f"vLLM refuses its settings (rollout.vllm): {told}") from None
 
 
 def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> None:
@@ -257,10 +264,24 @@ def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> Non
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             meant = f"did you mean {near[0]}?" if near else "see AsyncEngineArgs in vLLM's manual"
+            if near and near[0] in VLLM_SETTINGS:
+                meant = f"did you mean {VLLM_SETTINGS[near[0]]}?"
             raise ConfigError(
                 f"rollout.vllm.args.{name}: the vLLM that is installed has no engine argument of "
                 f"this name; {meant}"
             )
+
+
+def refused(error: Mapping[str, Any]) -> str:
+    """One of pydantic's complaints, with the value where it says little without."""
+    where = ".".join(map(str, error["loc"]))
+    told = f"{where}={error['input']!r}: " if where else ""
+    return told + str(error["msg"]).removeprefix("Value error, ")
+
+
+def shared_out(arguments: Mapping[str, Any]) -> bool:
+    """Whether the arguments ask for more ranks than one, each of which is a process."""
+    return any((arguments.get(name) or 1) != 1 for name in VLLM_RANKS)
 
 
 def _counter(counters: Counters) -> Any:
@@ -296,6 +317,8 @@ def _prepare_environment() -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # All ranks of an engine are on this host; no address beyond it is to be bound.
         "VLLM_HOST_IP": "127.0.0.1",
+        # On CPUs the ranks talk over gloo, which would listen where the host's name points to.
+        "GLOO_SOCKET_IFNAME": "lo",
         # Several workers share the host: each has the threads that it was given, on any core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }.items():

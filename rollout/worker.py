@@ -286,6 +286,10 @@ class Worker:
                 log.warning(f"Redis is away, trying again: {error}")
                 with self._clock.doing("wait/redis"):
                     await self._nap(1.0)
+            # An engine that can't be mended says so, if it knows: each try costs its groups one.
+            if self._failures and (broken := getattr(self._engine, "broken", "")):
+                log.error(f"{broken}; {self.name} ends so that a fresh process can take its place")
+                return 1
             if self._failures >= MAX_ENGINE_FAILURES:
                 log.error(
                     f"the engine failed {self._failures} batches in a row; {self.name} ends so "

@@ -8,10 +8,12 @@ are estimates: fragmentation and what kernels use on the way are covered by :dat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...common.config import VLLM_RANKS
 from .sizes import ModelShape
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ RUNTIME = {"cpu": 700 << 20, "cuda": 2 << 30}
 """CUDA context, communication buffers and the allocator's slack; on a CPU the libraries."""
 VLLM_WORKSPACE = 2 << 30
 """What vLLM keeps of its share for activations and CUDA graphs, roughly."""
+VLLM_CPU_CACHE_MB = 1024
+"""What a rank sets apart for keys and values without a GPU, where nothing is set."""
 VLLM_SHARE = 0.9
 """vLLM's own default of ``gpu_memory_utilization``."""
 SLOTS = 2
@@ -57,6 +61,11 @@ class Holding:
 def element(config: Config) -> int:
     """Bytes of one weight."""
     return 2 if config.model.dtype == "bfloat16" else 4
+
+
+def engine_element(config: Config) -> int:
+    """Bytes of one weight in an engine and on its way there."""
+    return 2 if config.engine_dtype == "bfloat16" else 4
 
 
 def vllm_setting(config: Config, key: str, default: Any) -> Any:
@@ -93,6 +102,7 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
     if e == 2 and stage == 0:
         moments = 8 * n
     gradients = (4 if e == 2 and stage else e) * n
+    staged = SLOTS * engine_element(config) * n
     if stage >= 2:
         gradients = gradients // ranks + 4 * min(BUCKET, n)
     elif stage == 1 and e == 2:
@@ -104,7 +114,7 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
         "optimizer": moments // (ranks if stage else 1),
         "activations": activations(config, shape),
         "logits": logits(config, shape, device),
-        "weight staging": SLOTS * e * n if staged_here or (rank == 0 and device == "cpu") else 0,
+        "weight staging": staged if staged_here or (rank == 0 and device == "cpu") else 0,
         "runtime": RUNTIME[device],
     }
     if config.learner.objective.needs_reference:
@@ -114,7 +124,7 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
         # Libraries, and the weights on their way to the GPU at the start.
         host = (3 << 30) + e * n
         if rank == 0 and not staged_here:
-            host = (3 << 30) + SLOTS * e * n
+            host = (3 << 30) + staged
     return Holding(device=device, parts=parts, host=host)
 
 
@@ -164,13 +174,19 @@ def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holdi
     cache what weights and workspace leave of it. The torch engine's cache grows to what its
     rows need. New weights are staged beside it.
     """
-    n, e = shape.parameters, element(config)
+    n, e = shape.parameters, engine_element(config)
     across = config.rollout.gpus_per_worker if device == "cuda" else 1
     weights = e * n // across
     per_token = max(1, shape.kv_bytes(e) // across)
     rows = config.rollout.groups_per_batch * config.rollout.group_size
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if uses_vllm(config, device) and device == "cuda":
+    if uses_vllm(config, device) and device == "cpu":
+        # Front end, engine core, and a process for each rank where there are several.
+        ranks = math.prod(int(config.rollout.vllm.args.get(name, 1)) for name in VLLM_RANKS)
+        processes = 2 + (ranks if ranks > 1 else 0)
+        cache = ranks * (int(vllm_setting(config, "kv_cache_mb", VLLM_CPU_CACHE_MB)) << 20)
+        work = processes * RUNTIME[device]
+    elif uses_vllm(config, device):
         share = float(vllm_setting(config, "gpu_memory_utilization", VLLM_SHARE))
         cache = max(0, int(share * memory) - weights - VLLM_WORKSPACE)
         work = VLLM_WORKSPACE

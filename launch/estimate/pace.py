@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .memory import element, stages_on_gpu, vllm_setting
+from .memory import element, engine_element, stages_on_gpu, vllm_setting
 from .node import Node
 from .sizes import ModelShape
 
@@ -160,7 +160,7 @@ def _rollout(
     workers = config.rollout.workers
     if not work.samples or not workers:
         return 0.0, 0
-    e, across = element(config), config.rollout.gpus_per_worker
+    e, across = engine_element(config), config.rollout.gpus_per_worker
     samples = work.samples / workers
     own = own_rows(config)
     running = max(
@@ -229,4 +229,4 @@ def _weights(config: Config, shape: ModelShape, node: Node) -> float:
         rate = LINK_SHARE * node.link
     else:
         rate = MEMORY_RATE if config.weights.transport in ("auto", "shared_memory") else GLOO_RATE
-    return element(config) * shape.parameters / rate / config.weights.every
+    return engine_element(config) * shape.parameters / rate / config.weights.every

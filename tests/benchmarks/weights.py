@@ -84,8 +84,7 @@ class Bench(WorkerExtension):
 
     def bench_reload(self, path: str, nbytes: int, layout: str) -> float:
         """Seconds of a bare reload of tensors that are in this process's memory."""
-        self.tandem_stage(path, nbytes, layout)
-        own = [(name, tensor.clone()) for name, tensor in self._tandem_staged]
+        own = [(name, tensor.clone()) for name, tensor in self._tandem_map(path, nbytes, layout)]
         start = time.perf_counter()
         self.reload_weights(weights_iterator=iter(own))
         return time.perf_counter() - start

@@ -279,6 +279,25 @@ def test_tensor_parallel_ranks_hold_a_part_each() -> None:
     assert (found.parts["weights"], found.parts["weight staging"]) == (N, N)
 
 
+def test_vllm_on_cpus_is_several_processes() -> None:
+    def of(*overrides: str) -> tuple[int, int]:
+        found = memory.engine(
+            config("rollout.engine=vllm", *overrides, name="miniature"), SMALL, "cpu", 0
+        )
+        return found.parts["runtime"] // memory.RUNTIME["cpu"], found.parts["KV cache"] >> 20
+
+    assert of() == (2, 1024)
+    assert of("rollout.vllm.kv_cache_mb=64") == (2, 64)
+    assert of("rollout.vllm.args.tensor_parallel_size=2") == (4, 2048)
+
+
+def test_an_engine_in_another_dtype_than_the_learner() -> None:
+    half = config("rollout.dtype=bfloat16", name="miniature")
+    assert memory.engine(half, SMALL, "cpu", 0).parts["weights"] == 2 * N
+    found = memory.learner(half, SMALL, "cpu").parts
+    assert (found["weights"], found["weight staging"]) == (4 * N, memory.SLOTS * 2 * N)
+
+
 def test_the_torch_engines_cache_holds_all_its_rows() -> None:
     found = memory.engine(config(name="miniature"), SMALL, "cpu", 0)
     assert found.cache_tokens == 8 * 8 * (32 + 54)

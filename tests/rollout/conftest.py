@@ -48,10 +48,15 @@ def pools() -> Any:
 
 
 @pytest.fixture(scope="session")
-def vllm_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def vllm_module() -> Any:
+    """:mod:`vllm_engines`."""
+    return _beside("rollout_vllm_engines", HERE / "vllm_engines.py")
+
+
+@pytest.fixture(scope="session")
+def vllm_engines(tmp_path_factory: pytest.TempPathFactory, vllm_module: Any) -> Iterator[Any]:
     """:mod:`vllm_engines` around one vLLM that all tests share: it takes half a minute to start."""
-    vllm_engines = _beside("rollout_vllm_engines", HERE / "vllm_engines.py")
-    shared = vllm_engines.Shared(tmp_path_factory.mktemp("tiny"), tiny_models)
+    shared = vllm_module.Shared(tmp_path_factory.mktemp("tiny"), tiny_models)
     yield shared
     shared.close()
 

@@ -18,12 +18,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import psutil
 import pytest
 
 from tandem.common.records import Version
 from tandem.launch.miniature.problems import draw
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger, LedgerSettings
+from tandem.rollout.weights import EXIT_HALF_LOADED
 
 TRANSPORTS = ("gloo", "shared_memory")
 UPDATES = 20
@@ -62,14 +64,20 @@ class Process:
 class Pair:
     """A learner and a worker of one run."""
 
-    def __init__(self, join: Any, folder: Path, engine: str, log: Path) -> None:
+    def __init__(
+        self, join: Any, folder: Path, engine: str, log: Path, script: str = "update_processes.py"
+    ) -> None:
         self.prompts = made_up_prompts(folder, 64)
         (learner, its), (worker, hers) = multiprocessing.Pipe(), multiprocessing.Pipe()
-        script = Path(__file__).with_name("update_processes.py")
         self.log = log
         with open(log, "w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, str(script), str(its.fileno()), str(hers.fileno())],
+                [
+                    sys.executable,
+                    str(Path(__file__).with_name(script)),
+                    str(its.fileno()),
+                    str(hers.fileno()),
+                ],
                 pass_fds=(its.fileno(), hers.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -120,7 +128,15 @@ def made_up_prompts(folder: Path, count: int) -> list[list[int]]:
 
 @pytest.fixture(
     scope="module",
-    params=["torch", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(300)])],
+    params=[
+        "torch",
+        pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(300)]),
+        # Two tensor-parallel ranks on CPUs.
+        pytest.param(
+            "vllm-ranks",
+            marks=[pytest.mark.vllm, pytest.mark.byhand, pytest.mark.timeout(600)],
+        ),
+    ],
 )
 def pair(
     request: pytest.FixtureRequest,
@@ -129,6 +145,13 @@ def pair(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
     """A learner that holds the trained miniature, and a worker with an engine of each kind."""
+    yield from running(
+        server, finished_run, request.param, tmp_path_factory.mktemp("live") / "processes.log"
+    )
+
+
+def running(server: Any, finished_run: Path, *what: Any) -> Iterator[Pair]:
+    """A pair with its engine started; both end with whoever asked for it."""
     join = server.join()
     store = connect(join, name="test")
     Ledger(store, "test").create(
@@ -142,14 +165,13 @@ def pair(
             steps=100,
         )
     )
-    log = tmp_path_factory.mktemp("live") / "processes.log"
-    made = Pair(join, finished_run / "model", request.param, log)
+    made = Pair(join, finished_run / "model", *what)
     try:
         try:
             made.worker.begin("start")
             made.worker.end(START_SECONDS)
         except (AssertionError, EOFError) as error:
-            raise AssertionError(f"{error}\n{log.read_text()[-4000:]}") from error
+            raise AssertionError(f"{error}\n{made.log.read_text()[-4000:]}") from error
         yield made
     finally:
         made.close()
@@ -257,3 +279,106 @@ def test_logprobs_are_those_of_the_learners_own_forward(history: History) -> Non
     # token of the context, are off by 1e-3 and more in most tokens.
     assert len(over) <= len(apart) / 5000, over
     assert apart[-1] < 1e-3
+
+
+# An engine in bfloat16.
+
+BITS = 16
+CLEAR = 0.5
+"""Distance of the two best logits from which on bfloat16 leaves no doubt: they are under 32, where
+its steps are 0.125."""
+FEW = 3
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "torch-bf16",
+        pytest.param("torch-all-bf16", marks=pytest.mark.byhand),
+        *(
+            pytest.param(
+                engine, marks=[pytest.mark.vllm, pytest.mark.byhand, pytest.mark.timeout(300)]
+            )
+            for engine in ("vllm-bf16", "vllm-all-bf16")
+        ),
+    ],
+)
+def half_pair(
+    request: pytest.FixtureRequest,
+    server: Any,
+    finished_run: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Pair]:
+    """An engine in bfloat16, and a learner in single precision or in bfloat16."""
+    log = tmp_path_factory.mktemp("half") / "processes.log"
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param.startswith("vllm"):
+            patch.setenv("TANDEM_TEST_EXTENSION", "worker_extensions.ReadableRank")
+        yield from running(server, finished_run, request.param, log, "half_processes.py")
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory", "snapshot"])
+def test_an_engine_in_bfloat16_gets_bfloat16_and_says_what_generate_says(
+    half_pair: Pair, transport: str
+) -> None:
+    learner, worker, prompts = half_pair.learner, half_pair.worker, half_pair.prompts[:PROMPTS]
+    term = learner("begin", transport)
+    worker("begin", transport)
+    compared = same = 0
+    for step in range(FEW):
+        version = Version(term=term, step=step)
+        cast, expected, margins = learner("half", step, prompts, NEW_TOKENS)
+        if step:
+            worker("load", version)
+        learner("publish", step)
+        worker("served", version)
+        assert learner("transport", step) == transport
+        came, nbytes, held = worker("held")
+        # Bit for bit, dtype included.
+        assert came == cast
+        assert nbytes == sum(learner("sizes")) * BITS // 8
+        assert {name: held[name] for name in cast if name in held} == {
+            name: digest for name, digest in cast.items() if name in held
+        }
+        assert any("embed" in name for name in held)
+        assert sum(name.endswith("norm.weight") for name in held if name in cast) >= 3
+        for (tokens, spans), row, apart in zip(
+            worker("greedy", prompts, NEW_TOKENS), expected, margins, strict=True
+        ):
+            assert {(span.term, span.step) for span in spans} == {(term, step)}
+            clear = next((i for i, m in enumerate(apart) if m < CLEAR), len(apart))
+            clear = min(clear, len(tokens))
+            assert tokens[:clear] == row[:clear]
+            compared += clear
+            same += len(tokens)
+    assert compared > same / 2
+    worker("rest")
+
+
+@pytest.mark.vllm
+@pytest.mark.byhand
+@pytest.mark.timeout(300)
+def test_a_rank_that_is_killed_while_it_loads_ends_the_worker(
+    server: Any, finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = tmp_path / "faults"
+    monkeypatch.setenv("TANDEM_TEST_FAULTS", str(faults))
+    monkeypatch.setenv("TANDEM_TEST_EXTENSION", "worker_extensions.FailingRank")
+    for pair in running(server, finished_run, "vllm-ranks", tmp_path / "processes.log"):
+        term = pair.learner("begin", "shared_memory")
+        pair.worker("begin", "shared_memory")
+        pair.learner("step", 0, pair.prompts[:PROMPTS], NEW_TOKENS)
+        pair.learner("publish", 0)
+        pair.worker("served", Version(term=term, step=0))
+        family = psutil.Process(pair.process.pid).children(recursive=True)
+        ranks = [process for process in family if "Worker_TP" in process.name()]
+        assert len(ranks) == 2
+        faults.write_text("kill 1")
+        pair.learner("step", 1, pair.prompts[:PROMPTS], NEW_TOKENS)
+        pair.worker("load", Version(term=term, step=1))
+        pair.learner("publish", 1)
+        assert pair.process.wait(SECONDS) == EXIT_HALF_LOADED
+        assert f"version {term}.1 couldn't be loaded" in pair.log.read_text()
+        # The supervisor's next worker finds nobody in its way.
+        _, left = psutil.wait_procs(ranks, timeout=20)
+        assert not left

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from tandem.common.config import ModelConfig, RolloutConfig, build
+from tandem.common.config import ModelConfig, RolloutConfig, VllmConfig, build
 from tandem.common.errors import ConfigError, TandemError, WeightsError
 from tandem.common.records import FinishReason, SamplingParams, Version
 from tandem.common.weights import segment
@@ -27,6 +27,7 @@ from tandem.common.weights.staging import StagingSlot
 from tandem.rollout import engines, vllm_process, vllm_version
 from tandem.rollout.engine import FinishedGroup, GroupRequest, NamedWeights
 from tandem.rollout.model_facts import model_facts
+from tandem.rollout.vllm_engine import complaint
 from tandem.rollout.vllm_extension import WorkerExtension
 
 V1, V2 = Version(term=1, step=1), Version(term=1, step=2)
@@ -121,19 +122,76 @@ class TestWithoutVllm:
                 "rollout.engine=vllm",
                 "rollout.vllm.args.max_num_batched_tokens=4096",
                 "rollout.vllm.args.kv_cache_dtype=fp8",
-                "rollout.vllm.args.dtype=bfloat16",
+                'rollout.vllm.args.hf_overrides={"rope_parameters": {"factor": 2.0}}',
+                "rollout.vllm.args.compilation_config.mode=0",
             ],
         )
         engines.make_engine(config.model, config.rollout)
         assert given["max_num_batched_tokens"] == 4096
         assert given["kv_cache_dtype"] == "fp8"
-        # They win over what Tandem sets itself.
-        assert given["dtype"] == "bfloat16"
+        assert given["hf_overrides"] == {"rope_parameters": {"factor": 2.0}}
+        assert given["compilation_config"] == {"mode": 0}
+
+    @pytest.mark.parametrize(
+        ("argument", "told"),
+        [
+            ("dtype=bfloat16", r"dtype is set by rollout\.dtype"),
+            ("kv_cache_memory_bytes=1", r"is set by rollout\.vllm\.kv_cache_mb"),
+            ("logprobs_mode=raw_logprobs", "logprobs_mode is Tandem's to set"),
+            ("worker_extension_cls=my.own", "worker_extension_cls is Tandem's to set"),
+            ("tensor_parallel_size=two", "tensor_parallel_size should be a positive number"),
+        ],
+    )
+    def test_an_argument_that_tandem_sets_itself_is_refused(self, argument: str, told: str) -> None:
+        tree = {"data": {"train": [{"path": "unused.parquet"}]}, "run": {"steps": 1}}
+        with pytest.raises(ConfigError, match=told):
+            build(tree, [f"rollout.vllm.args.{argument}"])
+
+    def test_an_engine_has_a_rank_for_each_of_its_gpus(self) -> None:
+        def ranks(gpus: bool, each: int = 1, **args: int) -> list[int]:
+            rollout = RolloutConfig(gpus_per_worker=each, vllm=VllmConfig(args=args))
+            return list(engines.ranks(rollout, gpus=gpus).values())
+
+        assert ranks(True, 4) == [4, 1]
+        assert ranks(True, 4, pipeline_parallel_size=2) == [2, 2]
+        assert ranks(False, 4) == [1, 1]
+        assert ranks(False, 4, tensor_parallel_size=2) == [2, 1]
+        with pytest.raises(ConfigError, match=r"2 x 1 ranks .*gpus_per_worker is 1: set it to 2"):
+            ranks(True, 1, tensor_parallel_size=2)
+
+    def test_a_rank_loads_only_what_was_staged_with_the_same_ticket(self) -> None:
+        class Loads(WorkerExtension):
+            def _tandem_take(self, tensors: Any) -> None:
+                taken.append(tensors)
+
+        taken: list[Any] = []
+        slot = StagingSlot(plan([("a", (3, 4), "float32")], 1 << 20), torch.device("cpu"))
+        there = (slot.place(), slot.buffer.numel(), slot.layout.text)
+        rank = Loads()
+        assert rank.tandem_stage("first", *there) == ("first", 1, "")
+        assert rank.tandem_stage("second", "/dev/shm/gone", *there[1:])[:2] == ("second", 0)
+        for ticket in ("first", "second"):
+            assert rank.tandem_load(ticket)[:2] == (ticket, 0)
+        assert taken == []
+        assert rank.tandem_stage("third", *there) == ("third", 1, "")
+        assert rank.tandem_load("third") == ("third", 1, "")
+        assert len(taken) == 1
+        slot.close()
+
+    def test_all_ranks_must_answer_the_order_that_was_given(self) -> None:
+        good = ("new", 5, "")
+        assert complaint([good, good], "new", 5) == ""
+        assert complaint([good, ("old", 5, "")], "new", 5) == "rank 1 answered another order"
+        assert complaint([("new", 4, ""), good], "new", 5) == "rank 0: took 4 of 5 tensors"
+        assert complaint([good, ("new", 0, "gone")], "new", 5) == "rank 1: gone"
+        assert complaint([], "new", 5)
 
     def test_a_mistyped_argument_is_told_with_the_nearest_one(self) -> None:
         known = ["model", "max_num_seqs", "quantization"]
         vllm_process.check_arguments({"model": "m", "max_num_seqs": 4}, known)
-        with pytest.raises(ConfigError, match=r"args\.max_num_seq: .* did you mean max_num_seqs\?"):
+        with pytest.raises(ConfigError, match=r"args\.quantisation: .* mean quantization\?"):
+            vllm_process.check_arguments({"model": "m", "quantisation": "fp8"}, known)
+        with pytest.raises(ConfigError, match=r"did you mean rollout\.vllm\.max_num_seqs\?"):
             vllm_process.check_arguments({"model": "m", "max_num_seq": 4}, known)
         with pytest.raises(ConfigError, match=r"args\.zzz: .* see AsyncEngineArgs"):
             vllm_process.check_arguments({"zzz": 4}, known)
@@ -167,8 +225,8 @@ class TestWithoutVllm:
         extension = WorkerExtension()
         for value in range(3):
             slot.buffer.view(torch.float32).fill_(value)
-            extension.tandem_stage(slot.place(), slot.buffer.numel(), slot.layout.text)
-            [(_, tensor)] = extension._tandem_staged
+            extension.tandem_stage("", slot.place(), slot.buffer.numel(), slot.layout.text)
+            (_, [(_, tensor)]) = extension._tandem_staged
             assert tensor.eq(value).all()
             tensor.mul_(7)
         slot.close()
@@ -186,6 +244,25 @@ def test_a_mistyped_argument_is_an_error_before_vllm_starts(
     arguments = {**vllm_engines.arguments(tmp_path, 256), "quantisation": "fp8"}
     process = vllm_process.VllmProcess(arguments)
     with pytest.raises(ConfigError, match=r"rollout\.vllm\.args\.quantisation.*quantization\?"):
+        asyncio.run(process.start())
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("argument", "value", "told"),
+    [
+        ("max_num_batched_tokens", "many", r"max_num_batched_tokens='many': .*valid integer"),
+        ("tensor_parallel_size", 3, r"heads .*divisible"),
+    ],
+)
+def test_a_value_that_vllm_refuses_is_an_error_before_it_starts(
+    vllm_engines: Any, argument: str, value: Any, told: str
+) -> None:
+    facts = vllm_engines.facts
+    arguments = {**vllm_engines.arguments(vllm_engines.folder, facts.context), argument: value}
+    process = vllm_process.VllmProcess(arguments)
+    with pytest.raises(ConfigError, match=f"vLLM refuses its settings .*{told}"):
         asyncio.run(process.start())
 
 

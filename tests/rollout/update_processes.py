@@ -53,6 +53,16 @@ STEPS = 2
 NEW_TOKENS = 64
 """Of the longest request."""
 
+EXTENSION = "TANDEM_TEST_EXTENSION"
+"""Environment variable with what vLLM's workers are given in place of Tandem's own."""
+WAYS = {
+    "": (),
+    "ranks": ("rollout.vllm.args.tensor_parallel_size=2",),
+    "bf16": ("rollout.dtype=bfloat16",),
+    "all-bf16": ("rollout.dtype=bfloat16", "model.dtype=bfloat16"),
+}
+"""Ways to run an engine, named behind it as in ``vllm-ranks``, and what they set."""
+
 
 def config(folder: str, engine: str, transport: str) -> Config:
     """Of both processes."""
@@ -62,7 +72,7 @@ def config(folder: str, engine: str, transport: str) -> Config:
             "data": {"train": [{"path": "unused"}], "max_prompt_tokens": 32},
             "model": {"path": folder, "dtype": "float32"},
             "rollout": {
-                "engine": engine,
+                "engine": engine.partition("-")[0],
                 "max_new_tokens": NEW_TOKENS,
                 "vllm": {"kv_cache_mb": 256, "max_num_seqs": 128},
             },
@@ -73,7 +83,8 @@ def config(folder: str, engine: str, transport: str) -> Config:
                 "stage_seconds": 20,
                 "commit_seconds": 20,
             },
-        }
+        },
+        WAYS[engine.partition("-")[2]],
     )
 
 
@@ -251,6 +262,8 @@ class Worker:
         self._engine = make_engine(
             settings.model, settings.rollout, max_rows=128, max_prompt_tokens=32
         )
+        if EXTENSION in os.environ:
+            self._engine._process._arguments["worker_extension_cls"] = os.environ[EXTENSION]
         await self._engine.start()
 
     async def begin(self, transport: str) -> None:
@@ -388,17 +401,17 @@ def answer(pipe: Connection, call: Callable[..., Any]) -> bool:
     return True
 
 
-def learn(pipe: Connection) -> None:
+def learn(pipe: Connection, kind: type[Learner]) -> None:
     """The learner's process."""
-    learner = Learner(*pipe.recv())
+    learner = kind(*pipe.recv())
     while answer(pipe, lambda method, *arguments: getattr(learner, method)(*arguments)):
         pass
     learner.close()
 
 
-async def work(pipe: Connection) -> None:
+async def work(pipe: Connection, kind: type[Worker]) -> None:
     """The worker's process."""
-    worker = Worker(*pipe.recv())
+    worker = kind(*pipe.recv())
     loop = asyncio.get_running_loop()
 
     def call(method: str, *arguments: Any) -> Any:
@@ -412,7 +425,7 @@ async def work(pipe: Connection) -> None:
             await worker.close()
 
 
-def main() -> None:
+def main(learner: type[Learner] = Learner, worker: type[Worker] = Worker) -> None:
     """Becomes both."""
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -420,10 +433,10 @@ def main() -> None:
     to_learner, to_worker = (Connection(int(word)) for word in sys.argv[1:])
     if os.fork() == 0:
         to_worker.close()
-        learn(to_learner)
+        learn(to_learner, learner)
         os._exit(0)
     to_learner.close()
-    asyncio.run(work(to_worker))
+    asyncio.run(work(to_worker, worker))
     os.wait()
 
 

@@ -19,7 +19,7 @@ ROWS = 64
 class Shared:
     """One vLLM, started when it is first needed."""
 
-    def __init__(self, folder: Path, tiny: Any) -> None:
+    def __init__(self, folder: Path, tiny: Any, **more: Any) -> None:
         self.folder = folder
         self._tiny = tiny
         self.tokenizer = tiny.tokenizer()
@@ -27,7 +27,7 @@ class Shared:
         self.facts: ModelFacts = model_facts(
             str(folder), dtype="float32", context=None, tokenizer=self.tokenizer
         )
-        self.process = VllmProcess(self.arguments(folder, self.facts.context))
+        self.process = VllmProcess({**self.arguments(folder, self.facts.context), **more})
 
     @staticmethod
     def arguments(folder: Path, context: int) -> dict[str, Any]:
