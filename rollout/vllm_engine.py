@@ -376,13 +376,13 @@ class VllmEngine:
         for group in held:
             self._hand_over(group)
 
-    async def _name(self, version: Version | None) -> None:
+    async def _name(self, version: Version | None, seconds: float = RPC_SECONDS) -> None:
         """Says what the weights of the next step are called; no step runs."""
         if self._says_versions:
             label = str(version or UNNAMED)
             if version is not None:
                 self._versions[label] = version
-            async with asyncio.timeout(RPC_SECONDS):
+            async with asyncio.timeout(seconds):
                 await self._process.llm.update_weight_version(label)
         elif version is not None:
             await self._quiet()
@@ -413,6 +413,7 @@ class VllmEngine:
             ticket = f"{version}/{secrets.token_hex(4)}"
             await self._stage(ticket, place, count, version)
             self._changing = True
+            before = self._version
             if self._tasks and self._update_wait and not self._paused:
                 await asyncio.wait(self._tasks, timeout=self._update_wait)
             try:
@@ -424,6 +425,7 @@ class VllmEngine:
                     await self._thaw()
                 self._load_seconds += time.perf_counter() - since
             except BaseException as error:
+                self._version = before
                 self._broken = (
                     f"version {version} could not be loaded, so the engine may hold half of it: "
                     f"{type(error).__name__}: {error}"
@@ -453,17 +455,17 @@ class VllmEngine:
     async def _commit(self, ticket: str, count: int, version: Version) -> None:
         llm: Any = self._process.llm
         async with asyncio.timeout(LOAD_SECONDS):
-            replies = await llm.collective_rpc("tandem_load", args=(ticket,))
+            # At once, because each alone is a trip to vLLM and back; it stays paused through all of
+            # them, so their order doesn't matter. The last answers False where samples run and are to
+            # keep their keys: their salt keeps others off them.
+            replies, _, _ = await asyncio.gather(
+                llm.collective_rpc("tandem_load", args=(ticket,)),
+                self._name(version, LOAD_SECONDS),
+                llm.reset_prefix_cache(reset_running_requests=self._recompute),
+            )
         if problem := complaint(replies, ticket, count):
             raise TandemError(problem)
         self._loads += 1
-        async with asyncio.timeout(RPC_SECONDS):
-            # Both at once: vLLM takes them in this order. The second answers False where samples run
-            # and are to keep their keys: their salt keeps others off them.
-            await asyncio.gather(
-                self._name(version),
-                llm.reset_prefix_cache(reset_running_requests=self._recompute),
-            )
 
 
 def complaint(replies: Sequence[Reply], ticket: str, count: int) -> str:

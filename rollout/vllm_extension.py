@@ -17,6 +17,9 @@ OWNER = "TANDEM_ENGINE_OWNER"
 """Environment variable with the process id of the rollout worker that the engine belongs to."""
 
 
+PACKED = "cpu_linear"
+"""Attribute of vLLM's layers on CPUs: the product with the packed weight."""
+
 Reply = tuple[str, int, str]
 """What a rank made of an order: the order's ticket, how many tensors it took, and what went wrong.
 
@@ -68,16 +71,23 @@ class WorkerExtension:
         return views(mapped.get(path, nbytes), read_layout(layout))
 
     def _tandem_take(self, tensors: list[tuple[str, Any]]) -> None:
+        model = self.get_model()
+        before = {layer: layer.__dict__.get(PACKED) for layer in model.modules()}
         self.reload_weights(weights_iterator=iter(tensors))
-        _repack_tied(self.get_model())
+        _repack_tied(model, before)
 
 
-def _repack_tied(model: Any) -> None:
+def _repack_tied(model: Any, before: dict[Any, Any]) -> None:
     """Packs the matrix of an output layer again that shares its weight with the embedding.
 
     On CPUs vLLM multiplies with a packed copy of each layer's weight. Reloading loads a tied
     weight, and packs it, for the layer that the checkpoint names; the other one keeps the copy of
     the old weights (seen in 0.32). On GPUs there is no copy.
+
+    Args:
+        model: vLLM's, reloaded.
+        before: what each layer multiplied with before it was; one that has something else by now
+            was packed in reloading.
     """
     from vllm.platforms import current_platform
 
@@ -90,7 +100,9 @@ def _repack_tied(model: Any) -> None:
             sharing.setdefault(weight.data_ptr(), []).append(layer)
     for layers in sharing.values():
         for layer in layers if len(layers) > 1 else ():
-            if getattr(layer, "quant_method", None) is not None:
+            packed = layer.__dict__.get(PACKED)
+            reloaded = packed is not None and packed is not before.get(layer)
+            if getattr(layer, "quant_method", None) is not None and not reloaded:
                 layer.quant_method.process_weights_after_loading(layer)
 
 

@@ -288,11 +288,12 @@ async def measure_pause(case: Case, folder: Path, pairs: int) -> dict[str, Any]:
         group_size=1,
         groups_per_batch=rows,
         max_new_tokens=case.new * 4,
-        vllm={"kv_cache_mb": 512, "args": {"worker_extension_cls": "weights.Bench"}},  # type: ignore[arg-type]
+        vllm={"kv_cache_mb": 512},  # type: ignore[arg-type]
     )
     engine: Any = make_engine(
         ModelConfig(path=str(folder), dtype="float32"), rollout, max_prompt_tokens=case.prompt
     )
+    engine._process._arguments["worker_extension_cls"] = "weights.Bench"
     model = load_model(str(folder), dtype="float32", attention="sdpa", device="cpu")
     named = [(name, p.detach()) for name, p in model.named_parameters()]
     layout = plan(((n, tuple(p.shape), p.dtype) for n, p in named), BUCKET)
