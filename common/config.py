@@ -228,8 +228,8 @@ class RolloutConfig(Section):
     """Most groups that one worker holds at a time."""
     max_new_tokens: Positive = 1024
     """Most tokens of a response."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    """Of training rollouts."""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """Of training rollouts; vLLM takes none over 2."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Training refuses anything under 1 (the learner's log-probs are over all tokens)."""
     threads: Positive = 1
@@ -591,7 +591,7 @@ class EvaluateConfig(Section):
     """Problems of the evaluations in between; first and last use the whole set."""
     exact: bool = False
     """The learner waits for each evaluation, so that it is of exactly that step."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """0 = greedy."""
     samples: Positive = 1
     """Responses a problem; accuracy is their mean (avg@k)."""
