@@ -67,7 +67,12 @@ STAGES = (
         ),
         byhand="bash tests/run.sh tests --ignore=tests/faults -m byhand (three quarters of an hour)",
     ),
-    Stage(name="e2e", args=("tests/e2e", "-m", "not vllm"), needs="tests/e2e"),
+    Stage(
+        name="e2e",
+        args=("tests/e2e", "-m", "not vllm and not byhand"),
+        needs="tests/e2e",
+        byhand="bash tests/run.sh tests/e2e -m byhand (two minutes)",
+    ),
     Stage(
         name="faults",
         args=("tests/faults", "-m", "not byhand"),

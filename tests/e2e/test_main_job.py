@@ -227,6 +227,7 @@ def test_evaluate_reads_a_runs_settings(survived: Survived) -> None:
     assert figures["accuracy"] == pytest.approx(summary(survived.folder)["accuracy_after"])
 
 
+@pytest.mark.byhand
 def test_kill_9_of_all_then_ctrl_c_then_the_end(tmp_path: Path) -> None:
     words = ("start", "miniature-easy", *FEW)
     folder = tmp_path / "runs" / "miniature-easy"
@@ -294,6 +295,7 @@ def test_offline_checkpoints_can_be_evaluated_on_the_way(tmp_path: Path) -> None
     assert found == [0, 2, 4]
 
 
+@pytest.mark.byhand
 def test_two_ranks_run_and_survive_the_death_of_one(tmp_path: Path) -> None:
     run = Run(tmp_path, "start", *FEW, "run.steps=12", "learner.ranks=2")
     folder = tmp_path / "runs" / "miniature"

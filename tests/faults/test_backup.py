@@ -111,6 +111,7 @@ def test_a_stopped_run_is_told_from_its_folder(stopped: Path) -> None:
     assert "`tandem start` resumes it, then put the groups back" in err
 
 
+@pytest.mark.byhand
 def test_a_copy_goes_on_without_its_original(stopped: Path, start: Start) -> None:
     copy, away = (stopped.with_name(name) for name in ("copy", "away"))
     shutil.copytree(stopped, copy)

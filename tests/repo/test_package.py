@@ -16,7 +16,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("common", "replay", "reward", "rollout", "learner", "launch")
-VERSIONS = ("3.11", pytest.param("3.12", marks=pytest.mark.byhand), "3.13")
+VERSIONS = (*(pytest.param(v, marks=pytest.mark.byhand) for v in ("3.11", "3.12")), "3.13")
 HEAVY = ("torch", "transformers", "vllm", "deepspeed")
 INSTALL_DEADLINE_S = 400
 
