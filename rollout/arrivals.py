@@ -16,7 +16,7 @@ from ..common.weights.checksum import checksum
 from ..common.weights.manifest import (
     SegmentPlace,
     WeightManifest,
-    first_damage,
+    damage,
     with_checksums,
 )
 from ..common.weights.protocol import Prepare
@@ -197,8 +197,6 @@ def _cut(buffer: torch.Tensor, manifest: WeightManifest) -> list[torch.Tensor]:
 
 
 def _check(piece: torch.Tensor, index: int, manifest: WeightManifest) -> None:
-    found = checksum(piece, manifest.checksum)
-    if found != manifest.buckets[index].checksum:
-        sums = [b.checksum for b in manifest.buckets]
-        sums[index] = found
-        raise DamagedError(first_damage(manifest, sums))
+    problem = damage(manifest, index, checksum(piece, manifest.checksum))
+    if problem is not None:
+        raise DamagedError(problem)

@@ -275,7 +275,9 @@ def with_checksums(outline: WeightManifest, checksums: Sequence[int]) -> WeightM
 
 
 def restamped(manifest: WeightManifest, version: Version) -> WeightManifest:
-    """The same weights under another version."""
+    """The same weights under this version."""
+    if manifest.version == version:
+        return manifest
     digest = manifest_digest(manifest.run_id, version, manifest.content)
     return replace(manifest, version=version, digest=digest)
 
@@ -347,14 +349,20 @@ def first_damage(manifest: WeightManifest, checksums: Sequence[int]) -> str | No
     Returns:
         One sentence, or None where all that are there agree.
     """
-    for index, (b, found) in enumerate(zip(manifest.buckets, checksums, strict=False)):
-        if found != b.checksum:
-            return (
-                f"bucket {index} of version {manifest.version} (bytes {b.offset:,} to "
-                f"{b.offset + b.nbytes:,}) was damaged: its checksum is {found:016x}, the "
-                f"manifest's is {b.checksum:016x}"
-            )
-    return None
+    there = range(min(len(checksums), len(manifest.buckets)))
+    return next(filter(None, (damage(manifest, index, checksums[index]) for index in there)), None)
+
+
+def damage(manifest: WeightManifest, index: int, found: int) -> str | None:
+    """What is wrong with a bucket of which this checksum was found; None where nothing is."""
+    b = manifest.buckets[index]
+    if found == b.checksum:
+        return None
+    return (
+        f"bucket {index} of version {manifest.version} (bytes {b.offset:,} to "
+        f"{b.offset + b.nbytes:,}) was damaged: its checksum is {found:016x}, the manifest's is "
+        f"{b.checksum:016x}"
+    )
 
 
 def first_difference(
