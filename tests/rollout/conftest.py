@@ -25,6 +25,8 @@ def _beside(name: str, path: Path) -> ModuleType:
 HERE = Path(__file__).resolve().parent
 tiny_models = _beside("rollout_tiny_models", HERE / "tiny_models.py")
 stand_in_pool = _beside("rollout_stand_in_pool", HERE / "stand_in_pool.py")
+# By its own name: the tests import from it.
+_beside("engine_calls", HERE / "engine_calls.py")
 
 
 @pytest.fixture(scope="session", autouse=True)

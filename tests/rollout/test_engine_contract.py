@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from engine_calls import collect, in_engine
 
 from tandem.common.errors import WeightsError
 from tandem.common.records import FinishReason, Sample, SamplingParams, Source, Version
@@ -47,23 +48,6 @@ def asks(
         seed=seed,
         **settings,
     )
-
-
-def in_engine(engine: Any, scenario: Callable[[Any], Awaitable[Any]]) -> Any:
-    """Starts an engine, lets the scenario use it, closes it."""
-
-    async def run() -> Any:
-        await engine.start()
-        try:
-            return await asyncio.wait_for(scenario(engine), 60)
-        finally:
-            await engine.close()
-
-    return asyncio.run(run())
-
-
-async def collect(engine: Any, *requests: GroupRequest) -> dict[str, FinishedGroup]:
-    return {group.group_id: group async for group in engine.generate(requests)}
 
 
 def generate(engine: Any, *requests: GroupRequest) -> dict[str, FinishedGroup]:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from engine_calls import asks, collect, in_engine
 
 from tandem.common.config import ModelConfig, RolloutConfig, VllmConfig, build
 from tandem.common.errors import ConfigError, TandemError, WeightsError
@@ -30,31 +30,6 @@ from tandem.rollout.vllm_engine import complaint
 from tandem.rollout.vllm_extension import WorkerExtension
 
 V1, V2 = Version(term=1, step=1), Version(term=1, step=2)
-
-
-def asks(group_id: str = "0-0", *, new: int = 24, count: int = 4) -> GroupRequest:
-    return GroupRequest(
-        group_id=group_id,
-        prompt_tokens=np.arange(3, 12, dtype=np.int32),
-        count=count,
-        sampling=SamplingParams(max_new_tokens=new),
-        seed=0,
-    )
-
-
-async def collect(engine: Any, *requests: GroupRequest) -> dict[str, FinishedGroup]:
-    return {group.group_id: group async for group in engine.generate(requests)}
-
-
-def in_engine(engine: Any, scenario: Callable[[Any], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        await engine.start()
-        try:
-            return await asyncio.wait_for(scenario(engine), 60)
-        finally:
-            await engine.close()
-
-    return asyncio.run(run())
 
 
 class TestWithoutVllm:

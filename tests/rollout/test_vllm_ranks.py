@@ -6,7 +6,7 @@ On CPUs, where each rank is a process and they talk over gloo. It takes a minute
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from engine_calls import asks, collect, in_engine
 
 from tandem.common.errors import TandemError, WeightsError
-from tandem.common.records import FinishReason, SamplingParams, Version
-from tandem.rollout.engine import FinishedGroup, GroupRequest, NamedWeights
+from tandem.common.records import FinishReason, Version
+from tandem.rollout.engine import FinishedGroup, NamedWeights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.byhand, pytest.mark.timeout(300)]
 
@@ -53,31 +54,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, vllm_module: Any, tiny: Any)
         asyncio.run(shared.process.start())
         yield Ranks(shared, folder / "faults")
         shared.close()
-
-
-def asks(group_id: str, *, new: int = 24, count: int = 4, temperature: float = 1.0) -> GroupRequest:
-    return GroupRequest(
-        group_id=group_id,
-        prompt_tokens=np.arange(3, 12, dtype=np.int32),
-        count=count,
-        sampling=SamplingParams(max_new_tokens=new, temperature=temperature),
-        seed=0,
-    )
-
-
-async def collect(engine: Any, *requests: GroupRequest) -> dict[str, FinishedGroup]:
-    return {group.group_id: group async for group in engine.generate(requests)}
-
-
-def in_engine(engine: Any, scenario: Callable[[Any], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        await engine.start()
-        try:
-            return await asyncio.wait_for(scenario(engine), 60)
-        finally:
-            await engine.close()
-
-    return asyncio.run(run())
 
 
 def versions(group: FinishedGroup) -> set[tuple[int, int]]:
