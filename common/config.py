@@ -23,17 +23,21 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 
+from .choices import why_refused
 from .errors import ConfigError
-from .objectives import OBJECTIVES, with_defaults
+from .objectives import OBJECTIVES, least_verdicts, renamed, with_defaults
 from .prefixes import PrefixSchedule
+from .printable import printable
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Below1 = Annotated[float, Field(ge=0, lt=1)]
 
 ENGINES = ("auto", "torch", "vllm")
 """Engines by name; any other is named by its import path."""
@@ -87,7 +91,9 @@ def _on_or_off(value: Any) -> Any:
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, values are fixed once read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class RunConfig(Section):
@@ -116,7 +122,8 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the learner's forward and backward; master weights stay fp32."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """``auto``: flash_attention_2 where CUDA and the package are there, else sdpa."""
+    """``auto``: flash_attention_2 where CUDA and the package are there, else sdpa; eager where sdpa
+    can't do what the model does (a cap of the scores, attention sinks)."""
 
 
 class SourceConfig(Section):
@@ -128,6 +135,11 @@ class SourceConfig(Section):
     """Short name for metrics and ids; None = the file's stem."""
     weight: Positive = 1
     """Problems taken from this source for each ``weight`` of the others."""
+
+    @property
+    def short_name(self) -> str:
+        """The name given, or the stem of its path."""
+        return self.name or Path(self.path).stem
 
 
 class EvalSetConfig(Section):
@@ -169,6 +181,10 @@ class ExpertConfig(Section):
 
     per_group: NonNegative = 0
     """Traces that take the place of own samples, where a problem has any (LUFFY: 1)."""
+    when: Literal["always", "all_failed"] = "always"
+    """``always``: traces are chosen at admission, and so many own samples fewer are asked for.
+    ``all_failed``: all G own samples are asked for, and where not one of them is correct, traces
+    replace some, drawn by key."""
     accept: tuple[str, ...] = ("correct",)
     """Verdicts that a trace must have to enter."""
     negative: bool = False
@@ -278,6 +294,8 @@ class RewardConfig(Section):
     """Grader processes of one pool; half as many more stand in while slow texts hold them."""
     mode: str = "boxed"
     """How an answer is read and compared: a name in :mod:`tandem.reward.answers`."""
+    tuple_for_set: bool = True
+    """Whether an ordered tuple, ``(1,2)``, is right for a set in braces, ``\\{1,2\\}``, in its order."""
     deadline_seconds: Seconds = 3.0
     """A grader past this is killed and its text gets the verdict ``timeout``; put off while other
     processes keep the grader from its core (docs/grading.md)."""
@@ -440,7 +458,11 @@ class ObjectiveConfig(Section):
     entropy_share: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of a prefix's tokens, those of greatest entropy, that prefix_rft learns from."""
     truncation: Literal["wrong", "mask", "zero_advantage"] = "wrong"
-    """Rows cut by length."""
+    """Rows cut by length: ``wrong``: as they were graded. ``mask``: in the baseline and out of the
+    loss. ``zero_advantage``: the same through an advantage of 0."""
+    stragglers: Literal["wrong", "mask", "zero_advantage", "leave_out"] = "mask"
+    """Rows cut at ``replay.group_deadline_seconds``, likewise: a slow host isn't the text's own
+    doing. ``leave_out``: out of the baseline too, which favours short answers."""
     params: Mapping[str, Any] = Field(default_factory=dict)
     """For an objective of your own, as they are."""
 
@@ -495,10 +517,16 @@ class ObjectiveConfig(Section):
         return "reference" in self.columns or self.kl_reward_coefficient > 0
 
     @property
+    def least_verdicts(self) -> int:
+        """Own samples with a verdict without which a group teaches nothing."""
+        return least_verdicts(self.name, self.advantage)
+
+    @property
     def fresh_only(self) -> bool:
         """Whether nothing in it holds stale own tokens."""
         entry = OBJECTIVES.get(self.name)
-        return entry is not None and entry.fresh and self.clip_high is None
+        # Some have a ratio that may be clipped, others none, whatever the clip's keys say.
+        return entry is not None and entry.fresh and not (entry.has_ratio and self.clip_high)
 
 
 class OptimizerConfig(Section):
@@ -506,11 +534,11 @@ class OptimizerConfig(Section):
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Below1, Below1] = (0.9, 0.95)
     """Of Adam's moments."""
-    eps: float = 1e-8
+    eps: Annotated[float, Field(ge=0)] = 1e-8
     """Of Adam."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled."""
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Greatest norm of the gradient; 0 = no clipping."""
@@ -520,6 +548,18 @@ class OptimizerConfig(Section):
     """After warm-up, over the run's steps."""
     final_lr_share: Share = 0.1
     """Share of ``lr`` at the end of a decaying schedule."""
+
+
+class RatioCheckConfig(Section):
+    """The check of what was sampled: whether the log-probs that engines recorded are the learner's."""
+
+    on_alarm: Literal["tell", "quarantine", "stop"] = "tell"
+    """What an alarm does: ``tell`` says so and trains on; ``quarantine`` puts the step's groups aside
+    and changes nothing, as for a loss that isn't finite; ``stop`` ends the run before the step is
+    trained."""
+    slack: Annotated[float, Field(gt=0)] = 1.0
+    """Factor of every bound. Raise it for engines that are coarser than their dtype, such as with a
+    quantization or keys in 8 bits."""
 
 
 class LearnerConfig(Section):
@@ -547,6 +587,10 @@ class LearnerConfig(Section):
     """``offline`` trains on stored expert traces: no rollout worker is needed."""
     max_nonfinite: Positive = 3
     """Non-finite steps in a row that end the run."""
+    ratio_check: RatioCheckConfig = RatioCheckConfig()
+    max_idle: Positive = 20
+    """Steps in a row without a token that could move the gradient (all of a shorter run) that end an
+    offline run; an online one says so, and goes on."""
 
 
 class WeightsConfig(Section):
@@ -575,7 +619,12 @@ class WeightsConfig(Section):
     stage_seconds: Seconds = 120.0
     """Deadline for a member to hold and have checked all bytes."""
     commit_seconds: Seconds = 60.0
-    """Deadline for a member to serve the new version."""
+    """Deadline for a member to serve the new version, and again for what checks it."""
+    check_bound: Annotated[float, Field(ge=0)] | None = None
+    """Greatest difference, in nats, between the learner's log-probs of the check's tokens and an
+    engine's that passes for rounding in a worker's first check; None = by the dtype. Later ones
+    are held against those before them. An engine that rounds its weights further (fp8) needs a
+    greater one; 0 = versions aren't checked."""
 
 
 class EvaluateConfig(Section):
@@ -593,6 +642,8 @@ class EvaluateConfig(Section):
     """The learner waits for each evaluation, so that it is of exactly that step."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """0 = greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus that responses are sampled from; at temperature 0 the most likely token is in any."""
     samples: Positive = 1
     """Responses a problem; accuracy is their mean (avg@k)."""
 
@@ -608,6 +659,8 @@ class LaunchConfig(Section):
     """Time for the processes to drain and checkpoint after the first Ctrl-C."""
     stall_seconds: Seconds = 300.0
     """No step for so long: one line that names who waits for whom."""
+    full_disk_seconds: Seconds = 600.0
+    """A full disk is waited for so long; then the run drains, to go on when it is started again."""
     bind: str = "127.0.0.1"
     """Address that Redis and ZeroMQ bind."""
     gpus: Literal["none", "auto", "required"] = "auto"
@@ -671,6 +724,16 @@ class Config(Section):
         """Of the engines' weights."""
         return self.rollout.dtype or self.model.dtype
 
+    def zero_stage(self, ranks: int | None = None) -> int:
+        """The ZeRO stage that is run by so many ranks; None = those of the config.
+
+        One float32 rank has nothing to partition, and stages 1 and 2 would only copy gradients and
+        parameters to and fro (on the miniature 3 ms an update).
+        """
+        stage, ranks = self.learner.zero_stage, ranks or self.learner.ranks
+        alone = ranks == 1 and self.model.dtype == "float32"
+        return 0 if alone and stage in (1, 2) else stage
+
     @property
     def may_use_nccl(self) -> bool:
         """Whether NCCL may carry weights on GPUs, which learner and engine then don't share."""
@@ -690,7 +753,7 @@ class Config(Section):
         return forced
 
     @model_validator(mode="after")
-    def _consistent(self) -> Config:
+    def _consistent(self, info: ValidationInfo) -> Config:
         online = self.learner.source == "ledger"
         if self.run.deterministic and self.rollout.engine == "vllm":
             raise ValueError(
@@ -704,7 +767,8 @@ class Config(Section):
         if online and (self.rollout.top_p < 1.0 or self.rollout.temperature == 0):
             raise ValueError(
                 "training samples from the whole distribution: rollout.top_p must be 1 and "
-                "rollout.temperature above 0 (the learner's log-probs are over all tokens)"
+                "rollout.temperature above 0 (the learner's log-probs are over all tokens); "
+                "evaluations have evaluate.top_p and evaluate.temperature"
             )
         if self.expert.per_group >= self.rollout.group_size:
             raise ValueError(
@@ -739,6 +803,8 @@ class Config(Section):
                 f"learner.minibatches={self.learner.minibatches} doesn't divide "
                 f"replay.groups_per_step={self.replay.groups_per_step}"
             )
+        if not (info.context or {}).get("stored") and (refusal := why_refused(self)):
+            raise ValueError(refusal)
         return self
 
     def _check_prefix(self) -> None:
@@ -776,6 +842,9 @@ CHANGEABLE: tuple[str, ...] = (
     "replay.max_inflight",
     "replay.maxmemory_mb",
     "learner.threads",
+    "learner.micro_batch_tokens",
+    "learner.max_idle",
+    "learner.ratio_check.*",
     "learner.checkpoint_every",
     "learner.checkpoints_kept",
     "learner.optimizer.*",
@@ -783,6 +852,7 @@ CHANGEABLE: tuple[str, ...] = (
     "launch.*",
     "log.*",
     "weights.*_seconds",
+    "weights.check_bound",
 )
 """Patterns of the keys that may differ when a run is resumed: schedule, logging, counts."""
 
@@ -875,21 +945,41 @@ MOST_NODES = 100_000
 MOST_LEVELS = 32
 
 
-def build(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config:
+def build(
+    tree: Mapping[str, Any], overrides: Iterable[str] = (), *, stored: bool = False
+) -> Config:
     """Validates a preset's tree with overrides put over it.
+
+    An override that names another objective than the tree takes that name's own settings
+    (:func:`~tandem.common.objectives.renamed`).
+
+    Args:
+        tree: Sections of a preset.
+        overrides: ``a.b=c``, later ones win.
+        stored: The tree is of a run that was begun before, maybe by a version that refused less
+            (:mod:`tandem.common.choices`).
 
     Raises:
         ConfigError: an unknown key, a wrong type or values that don't go together; the
             message names the key, the value and the nearest valid key.
     """
     merged = _copy(tree)
-    for text in overrides:
-        key, value = parse_override(text)
+    given = [parse_override(text) for text in overrides]
+    _rename(merged, dict(given).get("learner.objective.name"))
+    for key, value in given:
         _set(merged, key, value)
     try:
-        return Config.model_validate(merged)
+        return Config.model_validate(merged, context={"stored": stored})
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
+
+
+def _rename(tree: dict[str, Any], name: Any) -> None:
+    learner = tree.get("learner")
+    if name is not None and isinstance(learner, dict):
+        section = learner.get("objective")
+        if isinstance(section, dict):
+            learner["objective"] = renamed(section, str(name))
 
 
 def _copy(node: Any, counted: Iterator[int] | None = None, depth: int = 0) -> Any:
@@ -967,12 +1057,23 @@ def read_config(text: str) -> Config:
         raise ConfigError(f"the run's config can't be read as YAML: {line}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"the run's config should be a mapping, not {type(tree).__name__}")
-    return build(tree)
+    return build(tree, stored=True)
 
 
 def to_yaml(config: Config) -> str:
     """The resolved tree, all defaults written out, as it is saved in the run's folder."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml_text(config.model_dump(mode="json"))
+
+
+def yaml_text(tree: Any, *, width: int | None = None) -> str:
+    """A tree as YAML that is safe to look at and reads back as it was.
+
+    Where it holds what can't be seen, all that isn't ASCII is written as escapes.
+    """
+    text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=width)
+    if printable(text) != text:
+        text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=False, width=width)
+    return text
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

@@ -33,6 +33,16 @@ class StoreError(TandemError):
     """Redis could not be reached, refused the password, or holds another run."""
 
 
+class RefusedError(StoreError):
+    """The ledger refused a call, as one that its state doesn't allow."""
+
+
+class DamagedError(StoreError):
+    """What a run needs to go on is gone, or isn't as it was written: starting again can't help."""
+
+    exit_code = 2
+
+
 class FencedError(TandemError):
     """The caller belongs to an older term: a newer learner has taken over."""
 
@@ -43,3 +53,9 @@ class DeadlineError(TandemError):
 
 class WeightsError(TandemError):
     """A weight transfer that was refused or failed; the receiver keeps its old version."""
+
+
+class RunFailedError(TandemError):
+    """The run can't go on by starting a process again; the message says what can help."""
+
+    exit_code = 3

@@ -90,21 +90,22 @@ def load_model(
     dtype: str | torch.dtype = "float32",
     attention: str = "auto",
     device: str | torch.device = "cpu",
+    flash: bool = True,
 ) -> PreTrainedModel:
     """A causal language model.
 
     Args:
         path: See :func:`resolve`.
         dtype: Of the parameters.
-        attention: ``auto``: flash_attention_2 on CUDA where the package is and the dtype allows
-            it, else sdpa.
+        attention: ``auto``: see :func:`choose_attention`.
         device: Where the parameters go.
+        flash: Whether ``auto`` may take flash attention.
 
     Raises:
         DataError: the weights are missing, unreadable, or not those of the config.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     place = resolve(path)
@@ -117,10 +118,13 @@ def load_model(
     # The bar is of no use in a log file.
     transformers_logging.disable_progress_bar()
     try:
+        chosen = choose_attention(
+            attention, device, kind, AutoConfig.from_pretrained(place), flash=flash
+        )
         model, info = AutoModelForCausalLM.from_pretrained(
             place,
             dtype=kind,
-            attn_implementation=choose_attention(attention, device, kind),
+            attn_implementation=chosen,
             output_loading_info=True,
         )
     except ImportError as error:
@@ -136,16 +140,45 @@ def load_model(
     return model.to(device)
 
 
-def choose_attention(attention: str, device: str | torch.device, dtype: Any) -> str:
-    """The name that transformers knows an attention implementation by."""
+def choose_attention(
+    attention: str,
+    device: str | torch.device,
+    dtype: Any,
+    config: Any = None,
+    *,
+    flash: bool = True,
+) -> str:
+    """The name that transformers knows an attention implementation by.
+
+    ``auto`` is flash_attention_2 on CUDA where the package is and the dtype allows it, else sdpa;
+    but eager where sdpa can't do what the model does.
+
+    Args:
+        attention: Of the config: ``auto`` or a name.
+        device: Of the model.
+        dtype: Of its parameters.
+        config: transformers' config of the model, where it is known.
+        flash: Whether ``auto`` may be flash attention.
+    """
     if attention != "auto":
         return attention
     import torch
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import is_flash_attn_2_available
 
+    kind: Any = None
+    if config is not None and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     cuda = torch.device(device).type == "cuda" and torch.cuda.is_available()
     half = dtype in (torch.bfloat16, torch.float16)
-    return "flash_attention_2" if cuda and half and is_flash_attn_2_available() else "sdpa"
+    fast = flash and cuda and half and getattr(kind, "_supports_flash_attn", True)
+    if fast and is_flash_attn_2_available():
+        return "flash_attention_2"
+    # transformers' sdpa has no word for a cap of the scores (Gemma 2), and leaves it out.
+    capped = config is not None and getattr(
+        config.get_text_config(), "attn_logit_softcapping", None
+    )
+    return "eager" if capped or not getattr(kind, "_supports_sdpa", True) else "sdpa"
 
 
 def _unreadable(path: str, what: str, error: Exception) -> str:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from .errors import ConfigError
 
@@ -20,7 +20,8 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 
 ADVANTAGE = ("advantage",)
 CLIP = ("clip_low", "clip_high", "dual_clip")
-OWN = (*ADVANTAGE, "aggregation", "own_advantage_weight", "max_probability", "truncation")
+CUT = ("truncation", "stragglers")
+OWN = (*ADVANTAGE, "aggregation", "own_advantage_weight", "max_probability", *CUT)
 EXTRA = (
     "entropy_coefficient",
     "entropy_over",
@@ -69,11 +70,28 @@ class Entry:
     """As it stands nothing holds stale own tokens: it needs ``replay.max_staleness=0``."""
     columns: tuple[str, ...] = ("behaviour",)
     """Log-probs that the trainer fills in."""
+    pairs: bool = False
+    """It compares two rows of a group with each other, whatever the advantage."""
+    unit: Literal["row", "group"] = "row"
+    """What no micro-batch splits."""
+    alone: Literal["nothing", "by advantage", "always"] = "nothing"
+    """What it learns from an expert's trace that is alone in its group, as in offline training:
+    nothing; something where the trace's advantage isn't 0; or always something."""
+    missing: str = ""
+    """What it needs and no run has yet, and what to choose instead; such a name is refused."""
+
+    @property
+    def has_ratio(self) -> bool:
+        """Whether own tokens that an older policy sampled are weighted or clipped by a ratio."""
+        return not self.fresh or "clip_high" in self.reads
 
 
 def _frozen(**values: Any) -> Mapping[str, Any]:
     return MappingProxyType(values)
 
+
+WITHOUT_GROUP = ("reinforce_pp", "none")
+"""Advantages that don't compare a row with others of its group."""
 
 PLAIN = "Policy gradients on own tokens"
 STALE = "For stale samples"
@@ -105,7 +123,7 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
             family=PLAIN,
             summary="DAPO: clip-higher and a mean over all tokens.",
             equation="as grpo, ε_low = 0.2, ε_high = 0.28, A = (R − mean) / std, agg = Σ / tokens",
-            source="arXiv 2503.14476, eq. 8 and 10-12 (dynamic sampling and overlong shaping are settings of their own)",
+            source="arXiv 2503.14476, eq. 8 and 10-12 (overlong shaping is the reward component dapo_overlong; groups without a signal stay in the batch: there is no dynamic sampling)",
             use="Long answers, where entropy falls too soon under a symmetric clip.",
             reads=CLIPPED,
             defaults=_frozen(
@@ -214,9 +232,11 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
             summary="PPO with a critic: GAE, and a clipped value loss.",
             equation="L = agg_own( clip(ρ, A_t) ) + c_V mean_own( ½ max((V − G)², (V_old + clamp(V − V_old, ±ε_V) − G)²) )",
             source="arXiv 1707.06347, eq. 7; GAE arXiv 1506.02438, eq. 16",
-            use="Rewards along the way. For trainers with a critic: Tandem's own has none.",
+            use="Rewards along the way, for trainers with a critic.",
             reads=(*CLIPPED, "value_coefficient", "value_clip"),
             columns=("behaviour", "values"),
+            missing="values of a critic, which no run trains yet: choose grpo, or rloo with a baseline "
+            "that needs no critic",
         ),
         "tis": Entry(
             family=STALE,
@@ -270,6 +290,7 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
             source="arXiv 2504.14945, eq. 6-8; own tokens clipped as in grpo",
             use="Problems that the model never solves by itself and an expert has; asynchronous runs.",
             reads=(*CLIPPED, *EXPERT),
+            alone="by advantage",
         ),
         "luffy_paper": Entry(
             family=EXPERTS,
@@ -287,6 +308,7 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
                 **_UNCLIPPED,
             ),
             fresh=True,
+            alone="by advantage",
         ),
         "luffy_code": Entry(
             family=EXPERTS,
@@ -304,6 +326,7 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
                 **_UNCLIPPED,
             ),
             fresh=True,
+            alone="by advantage",
         ),
         "rl_sft_loss": Entry(
             family=EXPERTS,
@@ -312,6 +335,7 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
             source="“RL w/ SFT loss” of arXiv 2504.14945 (advantage own_mean in its code)",
             use="The simple mixture to compare others with.",
             reads=(*CLIPPED, "sft_coefficient"),
+            alone="always",
         ),
         "sft": Entry(
             family=EXPERTS,
@@ -321,6 +345,7 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
             use="Many good traces, before reinforcement or instead of it; `tandem offline`.",
             reads=("aggregation",),
             columns=(),
+            alone="always",
         ),
         "exgrpo": Entry(
             family=EXPERTS,
@@ -329,6 +354,9 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
             source="arXiv 2510.02245; buckets as in its code: tandem.learner.mixing.bucket_weights",
             use="Hard problems that the model has solved before and seldom solves again.",
             reads=(*CLIPPED, *EXPERT, "replay_share"),
+            unit="group",
+            missing="own past successes, which no ledger brings back yet: choose luffy with "
+            "expert.per_group=1 for traces, or grpo",
         ),
         "chord": Entry(
             family=EXPERTS,
@@ -337,6 +365,7 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
             source="arXiv 2508.11408; μ, φ and the sum as in its code (github.com/modelscope/Trinity-RFT, mix_chord)",
             use="Traces of another style than the model's, which plain SFT would overfit.",
             reads=(*CLIPPED, "mu_peak", "mu_valley", "mu_warmup_steps", "mu_decay_steps"),
+            alone="always",
         ),
         "rl_plus": Entry(
             family=EXPERTS,
@@ -348,6 +377,7 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
             defaults=_frozen(**_UNCLIPPED),
             fresh=True,
             columns=("behaviour", "proximal"),
+            alone="by advantage",
         ),
         "srft": Entry(
             family=EXPERTS,
@@ -355,10 +385,11 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
             equation="L = ½ sg(e^−H_expert) mean_expert(−log π) + agg_expert(−A w) + mean_own( R > 0: −0.1 sg(e^H_own) log π; else: log π )",
             source="arXiv 2506.19767 (signs as in the paper; no clip on demonstrations, as in LUFFY)",
             use="To compare with; it needs a pass for the entropies, and fresh samples.",
-            reads=("advantage", "aggregation", *EXPERT, *EXTRA, "truncation"),
+            reads=("advantage", "aggregation", *EXPERT, *EXTRA, *CUT),
             defaults=_frozen(shaping="none", aggregation="token_mean", **_UNCLIPPED),
             fresh=True,
             columns=("behaviour", "current"),
+            alone="always",
         ),
         "prefix_rft": Entry(
             family=EXPERTS,
@@ -368,6 +399,7 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
             use="Rows that begin with an expert's prefix: expert.per_group=1, expert.prefix=cosine.",
             reads=(*CLIPPED, "expert_advantage_weight", "entropy_share"),
             columns=("behaviour", "proximal"),
+            alone="by advantage",
         ),
         "dpo": Entry(
             family=PAIRS,
@@ -377,6 +409,8 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
             use="Preferences, or verifiable rewards as preferences, offline or online.",
             reads=("beta", "label_smoothing"),
             columns=("reference",),
+            pairs=True,
+            unit="group",
         ),
         "kto": Entry(
             family=PAIRS,
@@ -386,6 +420,7 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
             use="Thumbs up and down without pairs.",
             reads=("advantage", "beta", "desirable_weight", "undesirable_weight"),
             columns=("reference", "current"),
+            alone="by advantage",
         ),
         "orpo": Entry(
             family=PAIRS,
@@ -395,6 +430,8 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
             use="Preferences from a base model in one stage.",
             reads=("beta",),
             columns=(),
+            pairs=True,
+            unit="group",
         ),
         "cpo": Entry(
             family=PAIRS,
@@ -404,6 +441,8 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
             use="As dpo, where a reference model doesn't fit.",
             reads=("beta", "sft_coefficient"),
             columns=(),
+            pairs=True,
+            unit="group",
         ),
     }
 )
@@ -419,6 +458,40 @@ def check_name(name: str) -> None:
         f"learner.objective.name={name!r} is no objective{f' (did you mean {near[0]}?)' if near else ''}"
         f": choose one of {', '.join(OBJECTIVES)}, or name your own as package.module:function"
     )
+
+
+def least_verdicts(name: str, advantage: str) -> int:
+    """Own samples with a verdict that a group needs for this objective to learn from it.
+
+    Two where the rows of a group are compared, as pairs or against the group's mean; one where each
+    stands for itself. Of an objective of your own the advantage decides, as of any other.
+
+    >>> (
+    ...     least_verdicts("grpo", "group_mean"),
+    ...     least_verdicts("grpo", "none"),
+    ...     least_verdicts("sft", ""),
+    ... )
+    (2, 1, 1)
+    """
+    entry = OBJECTIVES.get(name)
+    if entry is not None and entry.pairs:
+        return 2
+    if entry is not None and "advantage" not in entry.reads:
+        return 1
+    return 1 if advantage in WITHOUT_GROUP else 2
+
+
+def renamed(section: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A section ``learner.objective`` for another name: what the new name sets by itself is left to
+    it, since the section set it for the old one.
+
+    >>> renamed({"name": "luffy", "advantage": "group_mean", "gamma": 0.2}, "reinforce_pp")
+    {'name': 'reinforce_pp', 'gamma': 0.2}
+    """
+    entry = OBJECTIVES.get(name)
+    if name == section.get("name", "grpo") or entry is None:
+        return {**section, "name": name}
+    return {k: v for k, v in section.items() if k not in entry.defaults} | {"name": name}
 
 
 def with_defaults(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeVar
 
+import xxhash
+
 from .errors import TandemError
 
 R = TypeVar("R")
@@ -42,6 +44,44 @@ def read_object(
     return content
 
 
+SEAL = "xxh3"
+"""Key of a digest of all else in an object."""
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """An object with a digest of its content (xxh3-64 of its canonical JSON), for :func:`unsealed`."""
+    return {**content, SEAL: _digest(content)}
+
+
+def unsealed(
+    content: Mapping[str, Any],
+    what: str,
+    error: type[TandemError],
+    way_out: str = "",
+    *,
+    always: bool = False,
+) -> dict[str, Any]:
+    """The content of a sealed object, which is as it was written.
+
+    Args:
+        content: The object.
+        what: What it is, for the error.
+        error: Raised where it isn't the one of its digest.
+        way_out: What to do then.
+        always: It must have a digest; without one it may be of an older version of Tandem.
+    """
+    found = dict(content)
+    seal = found.pop(SEAL, None)
+    if seal != _digest(found) and (always or seal is not None):
+        raise damaged(what, "isn't the one of its digest", error, way_out)
+    return found
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
 def read_record(
     cls: type[R],
     content: bytes | str | Mapping[str, Any],
@@ -49,7 +89,8 @@ def read_record(
     error: type[TandemError],
     way_out: str = "",
 ) -> R:
-    """A dataclass of plain fields: ``int``, ``float``, ``str``, ``bool``, or one of them or None.
+    """A dataclass of plain fields: ``int``, ``float``, ``str``, ``bool``, or one of them or None,
+    and ``dict[str, …]`` of one of them.
 
     Every field that has no default must be there, with a value of its type; nothing else may be.
     """
@@ -63,8 +104,8 @@ def read_record(
         if name not in content:
             if required:
                 raise damaged(what, f"lacks the field {name!r}", error, way_out)
-        elif not (fits(content[name], kind) or (optional and content[name] is None)):
-            wanted = _NAMES[kind] + (" or null" if optional else "")
+        elif not (_fits(content[name], kind) or (optional and content[name] is None)):
+            wanted = _name_of(kind) + (" or null" if optional else "")
             raise damaged(
                 what, f"has {name}={_brief(repr(content[name]))}, not {wanted}", error, way_out
             )
@@ -72,6 +113,19 @@ def read_record(
         return cls(**content)
     except ValueError as cause:  # the record's own invariants
         raise damaged(what, f"can't be: {_brief(cause)}", error, way_out) from None
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if typing.get_origin(kind) is not dict:
+        return fits(value, kind)
+    of = typing.get_args(kind)[1]
+    return isinstance(value, dict) and all(fits(one, of) for one in value.values())
+
+
+def _name_of(kind: Any) -> str:
+    if typing.get_origin(kind) is not dict:
+        return _NAMES[kind]
+    return f"an object in which every value is {_NAMES[typing.get_args(kind)[1]]}"
 
 
 def fits(value: Any, kind: type) -> bool:
@@ -101,7 +155,7 @@ def _brief(text: Any) -> str:
 
 
 @cache
-def _fields(cls: Any) -> dict[str, tuple[type, bool, bool]]:
+def _fields(cls: Any) -> dict[str, tuple[Any, bool, bool]]:
     """Plain type, whether it may be null, and whether it must be there, of each field."""
     found = {}
     hints = typing.get_type_hints(cls)
@@ -110,7 +164,8 @@ def _fields(cls: Any) -> dict[str, tuple[type, bool, bool]]:
         if typing.get_origin(kind) in (typing.Union, types.UnionType):
             (kind,) = (one for one in typing.get_args(kind) if one is not type(None))
             optional = True
-        if kind not in _NAMES:
+        of = typing.get_args(kind) if typing.get_origin(kind) is dict else (str, kind)
+        if of[0] is not str or of[1] not in _NAMES:
             raise TypeError(f"{cls.__name__}.{field.name} is no plain value: {kind}")
         required = (
             field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

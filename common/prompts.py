@@ -56,6 +56,15 @@ def render(
     return text, tokens
 
 
+def longest_token(tokenizer: Any) -> int:
+    """Most characters of a text that one token can stand for.
+
+    Of the vocabulary's longest entry, with room for a normaliser that joins characters (NFC makes
+    one of up to three). Characters that a tokenizer doesn't know at all aren't counted on.
+    """
+    return 4 * max(map(len, tokenizer.get_vocab()), default=1)
+
+
 def encode(tokenizer: Any, text: str) -> Int32Array:
     """``[L]`` token ids of a text, nothing added."""
     return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)

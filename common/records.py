@@ -60,8 +60,13 @@ class FinishReason(StrEnum):
     """Why a sample ended."""
 
     STOP = "stop"
+    """The model ended it."""
     LENGTH = "length"
+    """It reached its greatest length."""
     ABORT = "abort"
+    """The engine was told to end it; no sample that is handed in ended so."""
+    DEADLINE = "deadline"
+    """It was still being sampled at its group's deadline: a straggler, with the tokens so far."""
 
 
 class CommitResult(StrEnum):
@@ -258,7 +263,8 @@ class Group:
     """G responses to one problem: the unit that is leased, committed and trained.
 
     With ``n`` expert traces attached at admission, the policy is asked for ``G - n`` samples;
-    the learner adds the traces when it takes the group.
+    the learner adds the traces when it takes the group. Where traces enter only groups that all
+    failed, the policy is asked for G, and the ledger says at the take which samples give way.
     """
 
     group_id: str
@@ -280,7 +286,7 @@ class Group:
     samples: tuple[Sample, ...]
     """The policy's own samples (some may begin with an expert's prefix)."""
     trace_ids: tuple[str, ...] = ()
-    """Expert traces that fill up the group."""
+    """Expert traces that fill up the group, or that may replace samples where all failed."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The problem's ``extra``."""
 

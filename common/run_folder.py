@@ -1,20 +1,26 @@
 """The folder of a run: every path in it, and the file that lets a process join.
 
 ``config.yaml metrics.jsonl samples.jsonl summary.json report.png journal.jsonl model/
-checkpoints/ logs/ redis/ data/ run.json join.json``, and ``wandb/ tensorboard/ trackers/`` where
-those are on. A run's folder, copied while the run is stopped, is the whole run.
+checkpoints/ logs/ redis/ data/ run.json join.json``, ``cut/`` with the metrics and samples of
+steps that were trained again, and ``wandb/ tensorboard/ trackers/`` where those are on. A run's folder, copied while the run is stopped, is the whole run.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from .errors import DataError
-from .plain import read_object, read_record
+from .plain import read_object, read_record, sealed, unsealed
+
+CONFIG_SEAL = "# xxh3 of what stands above: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,25 +46,59 @@ class JoinInfo:
         return f"JoinInfo(run_id={self.run_id!r}, host={self.host!r}, port={self.port}, …)"
 
 
+def sync_folder(folder: Path) -> None:
+    """fsync of a folder, so that a file that was made in it is there after a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """fsync of every file and folder below, and of the folder."""
+    for root, _, names in os.walk(folder):
+        for place in [*(os.path.join(root, name) for name in names), root]:
+            descriptor = os.open(place, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def replace_folder(staging: Path, folder: Path) -> None:
+    """Puts a folder in another's place; a reader sees the old, none for a moment, or the new."""
+    aside = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, aside)
+    os.replace(staging, folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def write_private(path: Path, text: str) -> None:
     """Writes a file that only its owner can read (0600), atomically."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    _replace(path, text, 0o600)
 
 
 def write_atomic(path: Path, text: str) -> None:
     """Writes a file so that a reader sees the old or the new text, never half of one."""
+    _replace(path, text, 0o666)
+
+
+def _replace(path: Path, text: str, mode: int) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_join(path: Path) -> JoinInfo:
@@ -76,13 +116,24 @@ def read_join(path: Path) -> JoinInfo:
         ) from None
     except OSError as error:
         raise DataError(f"{path} can't be read: {error.strerror}") from None
-    return read_record(
-        JoinInfo,
-        data,
-        f"{path}, which isn't a join file,",
-        DataError,
-        "copy it anew with `tandem join-file`",
-    )
+    what, way_out = f"{path}, which isn't a join file,", "copy it anew with `tandem join-file`"
+    content = unsealed(read_object(data, what, DataError, way_out), what, DataError, way_out)
+    return read_record(JoinInfo, content, what, DataError, way_out)
+
+
+def wall_seconds(record: Mapping[str, Any]) -> float:
+    """Seconds that a run has been up in its lives, by what its ``run.json`` says.
+
+    A supervisor that was killed couldn't add up its own: it counts to its last sign of life.
+    """
+
+    def number(name: str) -> float:
+        value = record.get(name)
+        return float(value) if isinstance(value, int | float) else 0.0
+
+    if record.get("state") in ("stopped", "finished"):
+        return number("wall_seconds")
+    return number("wall_seconds") + max(0.0, number("alive") - number("began"))
 
 
 class RunFolder:
@@ -96,6 +147,7 @@ class RunFolder:
         self.lock = self.path / "lock"
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples.jsonl"
+        self.cut = self.path / "cut"
         self.journal = self.path / "journal.jsonl"
         self.summary = self.path / "summary.json"
         self.report = self.path / "report.png"
@@ -116,7 +168,7 @@ class RunFolder:
 
     def write_join(self, info: JoinInfo) -> None:
         """Writes ``join.json``, 0600."""
-        write_private(self.join, json.dumps(asdict(info)) + "\n")
+        write_private(self.join, json.dumps(sealed(asdict(info))) + "\n")
 
     def read_run(self) -> dict[str, Any]:
         """``run.json`` (run id, Redis version, state); empty where there is none yet."""
@@ -126,13 +178,32 @@ class RunFolder:
             return {}
         except OSError as error:
             raise DataError(f"{self.run_json} can't be read: {error.strerror}") from None
-        return read_object(
-            data, str(self.run_json), DataError, "restore it from a copy of the run's folder"
-        )
+        what, way_out = str(self.run_json), "restore it from a copy of the run's folder"
+        content = read_object(data, what, DataError, way_out)
+        return unsealed(content, what, DataError, way_out, always="alive" in content)
 
     def write_run(self, content: dict[str, Any]) -> None:
         """Replaces ``run.json`` atomically."""
-        write_atomic(self.run_json, json.dumps(content, indent=1) + "\n")
+        write_atomic(self.run_json, json.dumps(sealed(content), indent=1) + "\n")
+
+    def write_config(self, text: str) -> None:
+        """Replaces ``config.yaml``, whose last line is a comment with the digest of all before it."""
+        digest = xxhash.xxh3_64_hexdigest(text.encode())
+        write_atomic(self.config, f"{text}{CONFIG_SEAL}{digest}\n")
+
+    def check_config(self) -> None:
+        """Holds ``config.yaml`` against its digest, if it has one.
+
+        Raises:
+            DataError: it isn't as it was written.
+        """
+        data = self.config.read_bytes()
+        text, seal, digest = data.rpartition(CONFIG_SEAL.encode())
+        if seal and digest.strip() != xxhash.xxh3_64_hexdigest(text).encode():
+            raise DataError(
+                f"{self.config} isn't as it was written: restore it from a copy of the run's folder; "
+                f"or, if you have edited it, take its last line out"
+            )
 
     def resolve(self, path: str) -> Path:
         """A path of the config: ``{run}`` is this folder, else relative to the working one."""

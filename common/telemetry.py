@@ -8,18 +8,21 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any, TextIO
 
+from . import disk
 from .errors import DataError
 from .plain import read_object
+from .printable import PrintableStream, printable, raw
 
 
 def start_log(role: str, level: str = "INFO") -> logging.Logger:
     """Logs to standard error, which the supervisor appends to ``logs/<process>.log``."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(PrintableStream(raw(sys.stderr)))
     handler.setFormatter(
         logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s", "%H:%M:%S")
     )
@@ -32,7 +35,7 @@ def start_log(role: str, level: str = "INFO") -> logging.Logger:
 
 
 class JsonLines:
-    """An append-only ``.jsonl`` file, one flushed line a record.
+    """An append-only ``.jsonl`` file, one flushed line a record; a full disk is waited for.
 
     Numbers that JSON can't hold (NaN, infinity) are written as null. A last line that a crash
     cut is taken away first, so that the next record stands on a line of its own.
@@ -40,7 +43,8 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         _drop_cut_line(path)
-        self._file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._path = path
+        self._file: FileIO | TextIO = open(path, "ab", buffering=0)  # noqa: SIM115
 
     @classmethod
     def on(cls, stream: TextIO) -> JsonLines:
@@ -50,13 +54,17 @@ class JsonLines:
         return made
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends one record."""
-        line = json.dumps(_finite(record), ensure_ascii=False)
-        try:
-            line.encode()
-        except UnicodeEncodeError:
-            # Half a surrogate pair, which UTF-8 has no bytes for: as JSON escapes it.
-            line = json.dumps(_finite(record))
+        """Appends one record.
+
+        Raises:
+            DiskFull: there was no space for too long.
+        """
+        # Whoever looks at the file with a terminal's tools is safe, and half a surrogate pair, which
+        # UTF-8 has no bytes for, is an escape too.
+        line = printable(json.dumps(_finite(record), ensure_ascii=False))
+        if isinstance(self._file, FileIO):
+            disk.append(self._file, line.encode() + b"\n", self._path)
+            return
         self._file.write(line + "\n")
         self._file.flush()
 
@@ -103,29 +111,38 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_json_lines(
+    path: Path, tell: Callable[[str], None] | None = None
+) -> Iterator[dict[str, Any]]:
     """Records of a ``.jsonl`` file; a last line that was cut by a crash is left out.
 
+    Args:
+        path: The file; it may be missing.
+        tell: Called with a sentence about every other line that can't be read, which is left out.
+
     Raises:
-        DataError: a line before the last isn't a JSON object.
+        DataError: a line before the last isn't a JSON object, and there is no ``tell``.
     """
     try:
-        content = path.read_bytes()
+        file = open(path, "rb")  # noqa: SIM115
     except FileNotFoundError:
         return
-    # Split at b"\n" alone: a text may hold other line separators (U+2028), and the cut may have
-    # gone through a character.
-    lines = content.split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if number == len(lines) and not line:
-            return
-        try:
-            record = read_object(line, f"line {number} of {path}", DataError, "remove that line")
-        except DataError:
-            if number == len(lines):
-                return
-            raise
-        yield record
+    with file:
+        # At b"\n" alone: a text may hold other line separators (U+2028), and the cut may have
+        # gone through a character.
+        for number, line in enumerate(file, 1):
+            whole = line.endswith(b"\n")
+            try:
+                record = read_object(
+                    line, f"line {number} of {path}", DataError, "remove that line"
+                )
+            except DataError as error:
+                if whole and tell is None:
+                    raise
+                if whole and tell is not None:
+                    tell(f"left out: {error}")
+                continue
+            yield record
 
 
 class Clock:

@@ -33,7 +33,13 @@ and padding don't change it. Text of an environment is in no loss.
 
 A name sets some keys of `learner.objective` by itself (“sets”); what a preset or an override says
 wins. Keys that a name reads are under “reads”, their meanings at the [end of the page](#keys).
-Names marked *fresh* have nothing that holds stale samples, and need `replay.max_staleness=0`.
+Names marked *fresh* have nothing that holds stale samples, and need `replay.max_staleness=0`; those of
+them without a ratio (`reinforce`, `reinforce_baseline`, `srft`) need `learner.minibatches=1` besides.
+“offline” says whether `tandem offline` trains with them, where each trace is a group of its own.
+
+Advantages of `group_mean` and its like compare the rows of a group, which then needs two own samples with a
+verdict; with `none` and `reinforce_pp` one is enough, so that `rollout.group_size` may be 1. The same holds of
+an objective of your own.
 """
 
 OWN = """## One of your own
@@ -55,13 +61,46 @@ from `tandem.learner.objectives.Objective` or from one of the built-in ones inst
 """
 
 
+SCALE = """## The scale of LUFFY's published runs
+
+LUFFY's code sums `ℓ` over all tokens of a mini-batch and divides by the longest response T alone; each
+of its D ranks does so for its share of the N rows, sums that up over its micro-batches, and FSDP averages
+over the ranks. The gradient that is clipped at norm 1 and that AdamW (ε = 1e-8) sees is therefore
+
+```text
+g_published = (1/D) Σ over N rows of Σ over tokens of ∇ℓ / T
+g_constant  =       Σ over N rows of Σ over tokens of ∇ℓ / (T N)   = g_published · D/N
+g_width     =       Σ over N rows of Σ over tokens of ∇ℓ / T       = g_published · D
+```
+
+with `aggregation: constant` and `width` (`luffy_code`) here. The published runs have N = 64 prompts × 8 =
+512 rows and D = 8 ranks, so a gradient of `constant` is 64 times smaller than theirs. AdamW's step is the
+same for g and c·g where its ε is multiplied by c too; a clip is the same where its bound is. For
+`constant` that is `grad_clip: 0.015625` and `eps: 1.5625e-10`, for `width` `grad_clip: 8` and
+`eps: 8e-8`: with `grad_clip: 1`, `constant` would never be clipped. The learning rate stays.
+
+The entropy bonus of their code is one mean over tokens for each micro-batch, and these are summed:
+0.001 · m mean(H) beside g_published, m micro-batches of a rank. Beside g_constant that is
+`entropy_coefficient: 0.001 m D/N`; with dynamic micro-batches of 32,768 tokens and about 3,500 tokens a
+row m is about 7, hence 1.1e-4. Its mean is over own and expert tokens (`entropy_over: all`). The preset
+`qwen2.5-math-7b-luffy-8gpu` has these numbers.
+"""
+
+
 ALONE = """## Functions without a key
 
 Tested like the rest, but called by no run of Tandem's own trainer: advantages and rewards of single
 tokens (`returns.gae`, `returns.kl_penalised_tokens`, `penalties.value_loss`), since the trainer has
-no critic; ExGRPO's `mixing.bucket_weights`, since the ledger brings no past successes back: `exgrpo`
-takes for replayed what stands in the traces.
+no critic; ExGRPO's `mixing.bucket_weights`, since the ledger brings no past successes back. `ppo` and
+`exgrpo` are therefore refused as a run's objective; their losses can be called.
 """
+
+
+OFFLINE = {
+    "nothing": "refused: a trace alone in its group teaches it nothing",
+    "by advantage": "with `advantage=none`, or `reinforce_pp` where the traces' rewards differ",
+    "always": "yes",
+}
 
 
 def keys() -> dict[str, str]:
@@ -87,6 +126,8 @@ def shown(value: Any) -> str:
 def told(name: str, entry: Entry) -> str:
     """The part of the page about one objective."""
     lines = [f"### {name}", "", entry.summary + (" *fresh*" if entry.fresh else ""), ""]
+    if entry.missing:
+        lines += [f"Refused for now: it needs {entry.missing}.", ""]
     lines += ["```text", entry.equation, "```", ""]
     lines.append(f"- **when**: {entry.use}")
     lines.append(f"- **source**: {entry.source}")
@@ -94,6 +135,7 @@ def told(name: str, entry: Entry) -> str:
         sets = ", ".join(f"`{key}={shown(value)}`" for key, value in entry.defaults.items())
         lines.append(f"- **sets**: {sets}")
     lines.append("- **reads**: " + ", ".join(f"`{key}`" for key in entry.reads))
+    lines.append(f"- **offline**: {OFFLINE[entry.alone]}")
     more = [column for column in entry.columns if column != "behaviour"]
     if more:
         lines.append(f"- **needs**: {', '.join(more)}")
@@ -108,13 +150,15 @@ def page() -> str:
         families.setdefault(entry.family, []).append(name)
     overview = ["| name | what it is |", "|---|---|"]
     for name, entry in OBJECTIVES.items():
-        overview.append(f"| [{name}](#{name}) | {entry.summary} |")
+        refused = " Refused for now." if entry.missing else ""
+        overview.append(f"| [{name}](#{name}) | {entry.summary}{refused} |")
     parts.append("\n".join([*overview, ""]))
     for family, names in families.items():
         parts.append(f"## {family}\n")
         parts += [told(name, OBJECTIVES[name]) for name in names]
     _, _, code = EXAMPLE.read_text(encoding="utf-8").partition('"""\n\n')
     parts.append(OWN.replace("@EXAMPLE@", code))
+    parts.append(SCALE)
     parts.append(ALONE)
     rows = ["## Keys", "", "| key | default | meaning |", "|---|---|---|"]
     defaults = ObjectiveConfig()

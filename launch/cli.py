@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from ..common import disk
 from ..common.errors import ConfigError, TandemError
+from ..common.printable import guard_output
 
 COMMANDS: dict[str, str] = {
     "start": "start or resume a whole run on this host",
@@ -24,6 +27,7 @@ COMMANDS: dict[str, str] = {
     "grade": "grade completions in a file, by any mode and reward",
     "status": "where a run stands: ledger, members, versions, restarts, memory, disk",
     "retry": "put groups that were given up back into the ledger",
+    "export": "write the model of a run's newest checkpoint, also where the run can't go on",
     "track": "send a run's metrics to W&B or TensorBoard",
     "stop": "drain and checkpoint a run, as Ctrl-C in its terminal does",
     "rollout": "one rollout worker, by hand or on another host",
@@ -35,6 +39,9 @@ COMMANDS: dict[str, str] = {
     "make-miniature": "write the miniature's problems and traces, or make its base model",
 }
 """Sub-command to its help line; ``commands/<name>.py`` holds it."""
+
+REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, *disk.FULL)
+"""Why a system refuses the use of a file, where a user can do something about it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -94,6 +101,7 @@ def dispatch(arguments: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point: returns the exit code; a user's error is one line on standard error."""
+    guard_output()
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -107,6 +115,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output went away (`| head`). Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if disk.is_full(error) and error.filename is None:
+            # Standard output, which Python would complain of again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(f"tandem: the output can't be written: {error.strerror}", file=sys.stderr)
+            return 1
+        if error.errno not in REFUSED or error.filename is None:
+            raise
+        print(
+            f"tandem: {error.filename}: {error.strerror}: look at its permissions and its disk, or "
+            f"name another place (of a run: run.dir=…)",
+            file=sys.stderr,
+        )
+        return 1
 
 
 if __name__ == "__main__":

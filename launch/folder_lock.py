@@ -62,7 +62,12 @@ class FolderLock:
         Raises:
             TandemError: a live process holds it; the message names its pid.
         """
-        descriptor = os.open(self._folder.lock, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            descriptor = os.open(self._folder.lock, os.O_RDWR | os.O_CREAT, 0o600)
+        except FileNotFoundError:
+            raise TandemError(
+                f"{self._folder.path} was moved by another process just now: start again"
+            ) from None
         end = time.monotonic() + deadline
         ended_server = False
         while True:

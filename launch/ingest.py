@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..common import models, prompts, wire
+from ..common.choices import own_rows
 from ..common.config import Config, SourceConfig, to_yaml
 from ..common.errors import ConfigError, DataError, StoreError, TandemError
 from ..common.records import ExpertTrace, FinishReason, Problem, Verdict
@@ -49,12 +50,14 @@ class SourceCounts:
     """Dropped: the grader can't read the gold answer."""
     refused_traces: dict[str, int] = field(default_factory=dict)
     """Left out by verdict, where it isn't one of ``expert.accept``."""
+    unpaid_traces: int = 0
+    """Left out: the grader found them correct and the reward is 0, as where a gate is closed."""
     unknown_logprobs: int = 0
     """Traces whose recorded log-probs are of another tokenizer and were left out."""
 
     def __str__(self) -> str:
         parts = [f"{self.problems:,} problems"]
-        if self.traces or self.refused_traces or self.long_traces:
+        if self.traces or self.refused_traces or self.unpaid_traces or self.long_traces:
             parts.append(f"{self.traces:,} expert traces")
         left_out = [
             (self.long_prompts, "prompts too long"),
@@ -62,6 +65,7 @@ class SourceCounts:
             (self.long_traces, "traces too long"),
             (self.unknown_logprobs, "traces with log-probs of another tokenizer (taken off)"),
             *((n, f"traces graded {verdict}") for verdict, n in self.refused_traces.items()),
+            (self.unpaid_traces, "traces graded correct and paid nothing (is a gate closed?)"),
         ]
         told = [f"{count:,} {what}" for count, what in left_out if count]
         return ", ".join(parts) + (f"; left out: {', '.join(told)}" if told else "")
@@ -87,7 +91,7 @@ class Prepared:
 
 def source_name(source: SourceConfig) -> str:
     """A source's name: given, or the stem of its path."""
-    return source.name or Path(source.path).stem
+    return source.short_name
 
 
 @contextmanager
@@ -163,7 +167,9 @@ def inputs_digest(config: Config, folder: RunFolder) -> str:
     """Digest of everything that :func:`prepare` reads; equal means: Redis holds its result."""
     digest = hashlib.blake2b(digest_size=16)
     tree = config.model_dump(mode="json")
-    digest.update(repr((tree["data"], tree["expert"], tree["model"]["path"])).encode())
+    # When a trace enters is nothing to what is read, and runs of earlier versions don't have it.
+    expert = {name: value for name, value in tree["expert"].items() if name != "when"}
+    digest.update(repr((tree["data"], expert, tree["model"]["path"])).encode())
     digest.update(repr((config.rollout.max_new_tokens, config.learner.source)).encode())
     model = check_model(config)
     files: list[Path] = []
@@ -183,8 +189,15 @@ def inputs_digest(config: Config, folder: RunFolder) -> str:
     return digest.hexdigest()
 
 
-def prepare(config: Config, folder: RunFolder) -> Prepared:
+def prepare(
+    config: Config, folder: RunFolder, doing: Callable[[str], None] = lambda text: None
+) -> Prepared:
     """Reads and checks everything; writes nothing into the run's folder.
+
+    Args:
+        config: of the run.
+        folder: its, where paths may lie.
+        doing: told what is being done, at every row.
 
     Raises:
         DataError: something is wrong with a data set; names file, row and what to do.
@@ -198,6 +211,7 @@ def prepare(config: Config, folder: RunFolder) -> Prepared:
             raise ConfigError(f"{kind} has two entries named {twice[0]!r}: give each its own name")
     with data_files(config, folder) as resolve:
         # Reading is quick and most mistakes are found by it; the tokenizer takes seconds to load.
+        doing("reading the data files")
         rows = {source_name(s): read_rows(resolve(s.path)) for s in config.data.train}
         held_out = {
             one.name: read_rows(resolve(one.path))[: one.limit] for one in config.data.evaluate
@@ -208,7 +222,7 @@ def prepare(config: Config, folder: RunFolder) -> Prepared:
     # The traces are the expert's: what is forced upon own samples isn't forced upon them.
     grader = Grader(config.reward.model_copy(update={"own_reward": None}))
     try:
-        maker = _Maker(config, tokenizer, grader)
+        maker = _Maker(config, tokenizer, grader, doing)
         problems: list[Problem] = []
         traces: list[ExpertTrace] = []
         counts: dict[str, SourceCounts] = {}
@@ -225,12 +239,12 @@ def prepare(config: Config, folder: RunFolder) -> Prepared:
     if config.learner.source == "offline" and not traces:
         raise DataError(
             "learner.source=offline trains on expert traces, and no source has one that "
-            f"expert.accept={list(config.expert.accept)} lets in"
+            f"expert.accept={list(config.expert.accept)} lets in{_told(counts, names)}"
         )
     if config.expert.per_group and not traces and config.learner.source == "ledger":
         raise DataError(
             f"expert.per_group={config.expert.per_group} wants expert traces, and no source has "
-            f"one: add a source with targets, or set expert.per_group=0"
+            f"one{_told(counts, names)}: add a source with targets, or set expert.per_group=0"
         )
     digest = hashlib.blake2b(digest_size=16)
     for problem in problems:
@@ -252,11 +266,21 @@ def prepare(config: Config, folder: RunFolder) -> Prepared:
     )
 
 
+def _told(counts: dict[str, SourceCounts], names: Sequence[str]) -> str:
+    """What became of each source's rows, in brackets; nothing where no trace was left out."""
+    told = [f"{n}: {c}" for n in names if (c := counts[n]).refused_traces or c.unpaid_traces]
+    return f" ({'; '.join(told)})" if told else ""
+
+
 class _Maker:
     """Makes problems and traces of rows."""
 
-    def __init__(self, config: Config, tokenizer: Any, grader: Grader) -> None:
+    def __init__(
+        self, config: Config, tokenizer: Any, grader: Grader, doing: Callable[[str], None]
+    ) -> None:
         self._config = config
+        self._doing = doing
+        self._longest = prompts.longest_token(tokenizer)
         self._tokenizer = tokenizer
         self._grader = grader
         self._digest = prompts.tokenizer_digest(tokenizer)
@@ -266,6 +290,7 @@ class _Maker:
     ) -> tuple[list[Problem], list[ExpertTrace], SourceCounts]:
         """Problems and traces of one source, and what was left out."""
         counts = SourceCounts()
+        self._doing(f"reading the gold answers of {file.name}")
         bad = self._bad_golds(rows)
         data = self._config.data
         if bad and data.bad_golds == "refuse":
@@ -280,16 +305,23 @@ class _Maker:
         problems: list[Problem] = []
         drafts: list[tuple[Problem, ExpertTrace]] = []
         wanted = needs_traces(self._config) and not held_out
-        for row in rows:
+        for place, row in enumerate(rows, 1):
+            self._doing(f"{file.name}: row {place:,} of {len(rows):,}")
             if row.row in bad:
                 continue
-            problem = self._problem(name, row, file)
-            if len(problem.prompt_tokens) > data.max_prompt_tokens:
+            # Ten million characters take a tokenizer many seconds.
+            size = sum(len(message.content) for message in row.prompt)
+            if size > data.max_prompt_tokens * self._longest:
+                problem, told = None, f"{size:,} characters"
+            else:
+                problem = self._problem(name, row, file)
+                told = f"{len(problem.prompt_tokens):,} tokens"
+            if problem is None or len(problem.prompt_tokens) > data.max_prompt_tokens:
                 if data.overlong == "refuse":
                     raise DataError(
-                        f"{file.name} row {row.row}: the prompt has "
-                        f"{len(problem.prompt_tokens):,} tokens and data.max_prompt_tokens is "
-                        f"{data.max_prompt_tokens:,}: raise it, or set data.overlong=drop"
+                        f"{file.name} row {row.row}: the prompt has {told} and "
+                        f"data.max_prompt_tokens is {data.max_prompt_tokens:,}: raise it, or set "
+                        f"data.overlong=drop"
                     )
                 counts.long_prompts += 1
                 continue
@@ -297,6 +329,8 @@ class _Maker:
             if trace is not None:
                 drafts.append((problem, trace))
             problems.append(problem)
+        if drafts:
+            self._doing(f"grading {len(drafts):,} traces of {file.name}")
         traces = self._graded(drafts, counts)
         with_trace = {trace.problem_id: trace.trace_id for trace in traces}
         problems = [
@@ -347,12 +381,16 @@ class _Maker:
             if problem.prompt_text.endswith(opener) and text.startswith(opener):
                 text = text.removeprefix(opener)
                 break
-        tokens = prompts.encode_response(self._tokenizer, text)
         limit = self._config.rollout.max_new_tokens
-        if len(tokens) > limit:
+        if len(text) > limit * self._longest:
+            tokens, told = None, f"{len(text):,} characters"
+        else:
+            tokens = prompts.encode_response(self._tokenizer, text)
+            told = f"{len(tokens):,} tokens"
+        if tokens is None or len(tokens) > limit:
             if self._config.data.overlong == "refuse":
                 raise DataError(
-                    f"{file.name} row {row.row}: the trace has {len(tokens):,} tokens and "
+                    f"{file.name} row {row.row}: the trace has {told} and "
                     f"rollout.max_new_tokens is {limit:,}: raise it, or set data.overlong=drop"
                 )
             counts.long_traces += 1
@@ -380,6 +418,10 @@ class _Maker:
             if grade.verdict.value not in self._config.expert.accept:
                 name = grade.verdict.value
                 counts.refused_traces[name] = counts.refused_traces.get(name, 0) + 1
+                continue
+            if grade.verdict is Verdict.CORRECT and not grade.reward:
+                # Its row would stand below the baseline, and the expert's tokens be unlearned.
+                counts.unpaid_traces += 1
                 continue
             accepted.append(
                 dataclasses.replace(
@@ -490,3 +532,10 @@ def reload(
         )
     runs.put_config(to_yaml(role_config(config)))
     ledger.create(LedgerSettings.of(config, sources, data_digest))
+    least = ledger.settings.least_verdicts
+    if own_rows(config) < least and config.learner.source == "ledger":
+        raise StoreError(
+            f"run {ledger.store.run_id} was begun by an older version, whose ledger rejects every "
+            f"group of fewer than {least} own samples, and it asks for {own_rows(config)}: start "
+            f"over with --fresh (the old folder is moved aside)"
+        )

@@ -3,10 +3,11 @@
 The supervisor holds an :class:`IngestProcess`; the other end is :func:`main`. They speak JSON
 lines over the child's standard input and output::
 
-    -> {"config": …, "folder": …}      <- {"prepared": {counts, sources, data_digest, traces}}
+    -> {"config": …, "folder": …, "tell_seconds": …}      <- {"prepared": {counts, sources, data_digest, traces}}
     -> {"join": PATH}                  <- {"loaded": true}
 
-or ``<- {"error": message, "exit_code": n}`` in place of an answer. What was read stays in the
+or ``<- {"error": message, "exit_code": n}`` in place of an answer. While an answer is made, ``<- {"doing":
+text}`` tells every few seconds how far it is. What was read stays in the
 child in between. It ends when its standard input does, hence with its supervisor.
 """
 
@@ -16,6 +17,9 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from ..common.config import Config
 
 
+TELL_SECONDS = 15.0
+"""Between two lines of how far the reading is."""
 END_SECONDS = 10.0
 """For the child to end once it has closed its output."""
 
@@ -57,7 +63,8 @@ class Found:
 class IngestProcess:
     """The supervisor's end."""
 
-    def __init__(self, config: Config, folder: RunFolder) -> None:
+    def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
+        self._say = say
         # Its errors, should it crash; a file, since nobody reads a pipe meanwhile.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._child = subprocess.Popen(
@@ -69,7 +76,11 @@ class IngestProcess:
             # A Ctrl-C in the terminal is the supervisor's to answer.
             start_new_session=True,
         )
-        self._first = {"config": config.model_dump(mode="json"), "folder": str(folder.path)}
+        self._first = {
+            "config": config.model_dump(mode="json"),
+            "folder": str(folder.path),
+            "tell_seconds": TELL_SECONDS,
+        }
 
     def prepare(self) -> Found:
         """Reads and checks everything; writes nothing.
@@ -91,10 +102,14 @@ class IngestProcess:
         try:
             self._child.stdin.write(json.dumps(question) + "\n")
             self._child.stdin.flush()
-            line = self._child.stdout.readline()
         except BrokenPipeError:
-            line = ""
-        if not line:
+            pass  # It has ended, and may have said why.
+        while line := self._child.stdout.readline():
+            answer = read_object(line, "the answer of the ingest", DataError)
+            if "doing" not in answer:
+                break
+            self._say(str(answer["doing"]))
+        else:
             self._errors.seek(0)
             told = self._errors.read().decode(errors="replace").strip().splitlines()
             raise IngestFailed(
@@ -102,7 +117,6 @@ class IngestProcess:
                 f"{told[-1] if told else 'it said nothing'}",
                 1,
             )
-        answer = read_object(line, "the answer of the ingest", DataError)
         if "error" in answer:
             raise IngestFailed(str(answer["error"]), int(answer.get("exit_code", 1)))
         return answer
@@ -122,6 +136,32 @@ class IngestProcess:
         self._errors.close()
 
 
+class _Doing:
+    """Tells every so many seconds what is being done; from a thread, as one row may take long."""
+
+    def __init__(self, say: Callable[[dict[str, Any]], None], every: float) -> None:
+        self._say = say
+        self._every = every
+        self._since = time.monotonic()
+        self._what = "loading"
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._tell, name="doing", daemon=True)
+        self._thread.start()
+
+    def now(self, what: str) -> None:
+        """Notes what is being done."""
+        self._what = what
+
+    def end(self) -> None:
+        """Says nothing any more."""
+        self._over.set()
+        self._thread.join()
+
+    def _tell(self) -> None:
+        while not self._over.wait(self._every):
+            self._say({"doing": f"data: {self._what} ({time.monotonic() - self._since:.0f} s)"})
+
+
 def main(questions: IO[str], answers: IO[str]) -> int:
     """The child's end: serves until its input ends."""
     # Only tokenizers are wanted of transformers; torch would take four of its five seconds.
@@ -136,10 +176,12 @@ def main(questions: IO[str], answers: IO[str]) -> int:
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
+    first = json.loads(questions.readline())
+    doing = _Doing(say, float(first["tell_seconds"]))
     try:
-        first = json.loads(questions.readline())
         config = Config.model_validate(first["config"])
-        prepared = ingest.prepare(config, RunFolder(first["folder"]))
+        prepared = ingest.prepare(config, RunFolder(first["folder"]), doing.now)
+        doing.end()
         say(
             {
                 "prepared": {
@@ -158,6 +200,7 @@ def main(questions: IO[str], answers: IO[str]) -> int:
             say({"loaded": True})
             questions.readline()
     except TandemError as error:
+        doing.end()
         say({"error": str(error), "exit_code": error.exit_code})
         return error.exit_code
     return 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import signal
 import time
 from collections.abc import Sequence
@@ -11,26 +13,31 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..common.errors import ConfigError, DataError, StoreError, TandemError
+from ..common import disk
+from ..common.disk import DiskFull
+from ..common.errors import ConfigError, DamagedError, DataError, StoreError, TandemError
 from ..common.plain import read_object
-from ..common.run_folder import JoinInfo, RunFolder, read_join, write_atomic
+from ..common.run_folder import JoinInfo, RunFolder, read_join, wall_seconds
 from . import processes, redis_server
 from .board.live import LiveLook
 from .board.snapshot import Known
 from .board.terminal import Terminal
+from .disk_watch import DiskWatch
 from .folder_lock import FolderLock
 from .hardware import Machine, machine
 from .idle import ReportWatch
 from .ingest_process import Found, IngestProcess
-from .opening import Kind, Opening, open_folder
+from .opening import Kind, Opening, free_name, open_folder
 from .planning import problems_on_paper
 from .preflight import (
     Placement,
+    check_addresses,
     check_disk,
     check_engine,
     check_model,
     check_trackers,
     place,
+    shown_tandem,
 )
 from .presets import Preset, load
 from .progress import Progress, duration
@@ -47,6 +54,8 @@ REDIS_SECONDS = 120.0
 ASK_SECONDS = 0.5
 """For Redis to answer the supervisor while the run goes on: it is the supervisor who brings a dead
 Redis back, so it must not wait for one."""
+ALIVE_SECONDS = 10.0
+"""Between two signs of life of the supervisor in ``run.json``."""
 LEARNER, ROLLOUT, REWARD, TRACKERS, REDIS = range(5)
 """Stages, in the order in which they are drained."""
 
@@ -65,6 +74,7 @@ def run_job(words: Sequence[str], *, fresh: bool, offline: bool, plain: bool = F
     """
     from .presets import split
 
+    disk.keep_streams()
     terminal = Terminal(plain=plain)
     name, overrides = split(words, "miniature-sft" if offline else "miniature")
     preset = load(name)
@@ -82,7 +92,11 @@ def run_job(words: Sequence[str], *, fresh: bool, offline: bool, plain: bool = F
             f"or go on with more steps: run.steps={(config.run.steps or 0) * 2 or '…'}"
         )
         return 0
-    return Job(preset, opening, terminal, began=time.time()).run()
+    try:
+        return Job(preset, opening, terminal, began=time.time()).run()
+    except TandemError as error:
+        terminal.note(f"tandem: {error}")
+        raise
 
 
 def _results_of(folder: RunFolder) -> str:
@@ -123,11 +137,10 @@ class Job:
     def run(self) -> int:
         """Sees the run to its end."""
         resumed = self._opening.kind is Kind.RESUMED
-        if resumed:
-            # Before seconds are spent on reading: is somebody else at it?
+        if resumed or self._opening.set_aside is not None:
+            # Before seconds are spent on reading: is somebody else at it? ``--fresh`` must not
+            # move a folder from under a run that goes on in it, nor may two move it at once.
             self._lock.take()
-        elif self._opening.set_aside is not None:
-            self._refuse_live()
         try:
             return self._checked(resumed)
         finally:
@@ -145,6 +158,7 @@ class Job:
         placement = place(config, self._machine)
         check_trackers(config)
         check_engine(config, placement)
+        check_addresses(config)
         model = check_model(config)
         for problem in problems_on_paper(config, self._machine, placement):
             self._say(f"on paper: {problem}")
@@ -158,7 +172,7 @@ class Job:
         ingested = self._record.get("ingest") or {}
         found: Found | None = None
         if ingested.get("inputs") != digest:
-            self._ingest = IngestProcess(config, self._folder)
+            self._ingest = IngestProcess(config, self._folder, self._say)
             found = self._ingest.prepare()
             if ingested and found.data_digest != ingested["data_digest"]:
                 raise ConfigError(
@@ -171,6 +185,7 @@ class Job:
         else:
             for key, (old, new) in self._opening.changed.items():
                 self._say(f"changed: {key}: {old!r} -> {new!r}")
+        self._terminal.keep(self._folder.logs / "start.log")
         self._write_config(join)
         ingest.write_miniature(config, self._folder)
         verb = "resumes" if resumed else "starts"
@@ -195,12 +210,16 @@ class Job:
             for part in self._parts(placement):
                 supervisor.start(part)
             self._record["state"] = "running"
-            self._folder.write_run(self._record)
+            self._write_record()
             try:
                 outcome = supervisor.run()
+            except DiskFull:
+                self._record |= {"state": "stopped", "wall_seconds": self._wall()}
+                self._write_record()
+                raise
             except TandemError:
                 self._record["state"] = "failed"
-                self._folder.write_run(self._record)
+                self._write_record()
                 raise
             if outcome is not Outcome.FINISHED:
                 return self._stopped(supervisor, outcome)
@@ -209,23 +228,25 @@ class Job:
         self._end_live()
         return self._finished()
 
-    def _refuse_live(self) -> None:
-        """``--fresh`` must not move a folder from under a run that goes on in it."""
-        self._lock.take()
-        self._lock.release()
-
     def _make_folder(self) -> None:
-        aside = self._opening.set_aside
-        if aside is not None:
+        if self._opening.set_aside is not None:
+            if not self._folder.read_run():
+                raise self._begun_elsewhere()
+            # Its lock is held: no run goes on in it, and nobody else moves it.
+            aside = free_name(self._folder.path)
             os.rename(self._folder.path, aside)
+            self._lock.release()
             self._say(f"{shown(self._folder.path)} is now {shown(aside)}")
         self._folder.make()
         self._lock.take()
         if self._folder.read_run():
-            raise TandemError(
-                f"{shown(self._folder.path)} was started by another process just now: look there "
-                f"with `tandem status {shown(self._folder.path)}`"
-            )
+            raise self._begun_elsewhere()
+
+    def _begun_elsewhere(self) -> TandemError:
+        return TandemError(
+            f"{shown(self._folder.path)} was started by another process just now: look there "
+            f"with `tandem status {shown(self._folder.path)}`"
+        )
 
     def _where_redis_is(self, config: Config) -> tuple[JoinInfo, Config]:
         """How the run's Redis will be joined; an external one is checked here already."""
@@ -271,7 +292,7 @@ class Job:
     def _write_config(self, join: JoinInfo) -> None:
         from ..common.config import to_yaml
 
-        write_atomic(self._folder.config, to_yaml(self._config))
+        self._folder.write_config(to_yaml(self._config))
         known = self._record if self._record.get("run_id") == self._opening.run_id else {}
         # Found before the record says that the run lies here.
         wandb_id = wandb_id_of({"run_id": self._opening.run_id, **known}, self._folder.path)
@@ -284,16 +305,20 @@ class Job:
             "overrides": [_without_password(word) for word in self._opening.overrides],
             "port": join.port,
             "state": "starting",
+            "wall_seconds": wall_seconds(self._record),
             "began": self._began,
+            "alive": self._began,
         } | place_of(self._folder.path)
         self._record.setdefault("created", time.time())
-        self._record.setdefault("wall_seconds", 0.0)
         self._folder.write_run(self._record)
 
     # --- parts ---------------------------------------------------------------------------
 
     def _supervisor(self) -> Supervisor:
         launch = self._config.launch
+        disk.set_patience(launch.full_disk_seconds)
+        folder = self._folder.path
+        self._disk = DiskWatch(folder, launch.full_disk_seconds, self._say, shown(folder))
         total = self._config.run.steps
         self._progress = Progress(
             self._folder.metrics,
@@ -312,6 +337,7 @@ class Job:
             finished=self._has_finished,
             tick=self._tick,
             restarts_file=self._folder.logs / "restarts.jsonl",
+            disk_watch=self._disk,
         )
 
     def _go_live(self) -> None:
@@ -350,10 +376,12 @@ class Job:
 
     def _tick(self) -> None:
         self._progress.update()
+        if time.time() - self._record["alive"] >= ALIVE_SECONDS:
+            self._note_alive()
         if self._terminal.gone:
             self._watch.request_stop("the terminal has gone away")
         stalled = time.monotonic() - self._progress.moved
-        if stalled > self._config.launch.stall_seconds:
+        if stalled > self._config.launch.stall_seconds and not self._disk.full():
             self._progress.moved = time.monotonic()
             self._say(f"no step for {duration(stalled)}: {self._who_waits()}")
 
@@ -380,12 +408,7 @@ class Job:
         part = Part(
             name="redis",
             stage=REDIS,
-            specs=lambda: [
-                replace(
-                    processes.redis(self._folder, str(program.path), str(conf)),
-                    pass_fds=(self._lock.fileno(),),
-                )
-            ],
+            specs=lambda: self._redis(str(program.path), str(conf)),
             on_start=lambda pids: self._lock.name_redis(pids[0]),
             before_end=self._ask_last,
         )
@@ -399,6 +422,12 @@ class Job:
         except StoreError as error:
             if supervisor.stop_requested:
                 return part
+            if redis_server.says_damaged(last_lines(log)):
+                raise DamagedError(
+                    f"redis-server can't read the ledger in {shown(self._folder.redis)}, it is "
+                    f"damaged: restore it from a copy of the run's folder. "
+                    f"{self._what_is_left()}. Its log is {shown(log)}"
+                ) from None
             raise StoreError(
                 f"{error}; the last lines of {shown(log)}:\n{last_lines(log)}"
             ) from None
@@ -409,6 +438,19 @@ class Job:
             )
         self._record["redis_version"] = info["redis_version"]
         return part
+
+    def _redis(self, program: str, conf: str) -> list[ProcessSpec]:
+        told = redis_server.mend(self._folder)
+        if told:
+            self._say(f"warning: {told}; what the ledger lacks is repaired from the journal")
+        spec = processes.redis(self._folder, program, conf)
+        return [replace(spec, pass_fds=(self._lock.fileno(),))]
+
+    def _what_is_left(self) -> str:
+        # DeepSpeed isn't loaded in every supervisor.
+        from ..learner.checkpoints import what_is_left
+
+        return what_is_left(self._folder)
 
     def _fill(self, join: JoinInfo, found: Found | None, digest: str) -> None:
         from ..replay.connection import connect
@@ -436,7 +478,7 @@ class Job:
         if self._ingest is not None:
             self._ingest.close()
             self._ingest = None
-        self._folder.write_run(self._record)
+        disk.persist(self._folder.run_json, lambda: self._folder.write_run(self._record))
         if runs.state() != "running":
             runs.set_state("running")
         self._reports = ReportWatch(runs)
@@ -499,10 +541,33 @@ class Job:
         """Seconds of this life and of the earlier ones."""
         return float(self._record.get("wall_seconds") or 0.0) + time.time() - self._began
 
+    def _note_alive(self) -> None:
+        """Were the supervisor killed, its time up to here would count."""
+        self._record["alive"] = time.time()
+        try:
+            self._folder.write_run(self._record)
+        except OSError as error:
+            if not disk.is_full(error):
+                raise
+
+    def _write_record(self) -> None:
+        """Writes ``run.json``; on a full disk it stays as it is, which is told."""
+        self._record["alive"] = time.time()
+        try:
+            self._folder.write_run(self._record)
+        except OSError as error:
+            if not disk.is_full(error):
+                raise
+            self._disk.suspect(self._folder.run_json)
+            self._say(
+                f"{shown(self._folder.run_json)} can't be written, the disk is full: it doesn't "
+                f"say that the run is {self._record['state']}"
+            )
+
     def _stopped(self, supervisor: Supervisor, outcome: Outcome) -> int:
         self._record["wall_seconds"] = self._wall()
         self._record["state"] = "stopped"
-        self._folder.write_run(self._record)
+        self._write_record()
         self._end_live()
         self._progress.update()
         how = "stopped" if outcome is Outcome.STOPPED else "ended at once"
@@ -513,12 +578,12 @@ class Job:
         return 128 + int(supervisor.signal_seen or signal.SIGHUP)
 
     def _again(self) -> str:
+        """The command that goes on, as a shell in the working directory takes it."""
         command = "offline" if self._config.learner.source == "offline" else "start"
-        default = "miniature-sft" if command == "offline" else "miniature"
-        words = [] if self._preset.name == default else [self._preset_word()]
+        words = [shown_tandem(), command, self._preset_word()]
         if self._folder.path != Path(f"runs/{self._preset.name}").absolute():
             words.append(f"run.dir={shown(self._folder.path)}")
-        return " ".join(["tandem", command, *words])
+        return shlex.join(words)
 
     def _preset_word(self) -> str:
         from .presets import FOLDER
@@ -531,6 +596,8 @@ class Job:
         from .board.report import Drawing
 
         self._progress.update()
+        # The run's parts have ended: from here on nothing is kept from waiting for space.
+        disk.await_room(self._folder.path)
         if self._config.learner.source == "offline":
             self._evaluate_offline()
         made = summary.make(
@@ -541,10 +608,10 @@ class Job:
             wall_seconds=self._wall(),
             machine=self._machine,
         )
-        summary.write(self._folder, made)
+        disk.persist(self._folder.summary, lambda: summary.write(self._folder, made))
         self._record["wall_seconds"] = self._wall()
         self._record["state"] = "finished"
-        self._folder.write_run(self._record)
+        disk.persist(self._folder.run_json, lambda: self._folder.write_run(self._record))
         problem = Drawing(self._folder).wait()
         for line in summary.table(made, self._folder):
             self._say(line)
@@ -615,8 +682,13 @@ def has_finished(store: Store) -> bool | None:
 
 
 def _without_password(word: str) -> str:
-    """An override as it may be kept."""
-    key, equals, value = word.partition("=")
-    if key.strip() == "replay.redis_url":
-        return f"{key}{equals}{redis_server.without_password(value)}"
+    """An override as it may be kept, however it names ``replay.redis_url``."""
+    from ..common.config import parse_override
+
+    key, value = parse_override(word)
+    if key == "replay.redis_url" and isinstance(value, str):
+        return f"{key}={redis_server.without_password(value)}"
+    if key == "replay" and isinstance(value, dict) and isinstance(value.get("redis_url"), str):
+        kept = value | {"redis_url": redis_server.without_password(value["redis_url"])}
+        return f"{key}={json.dumps(kept)}"
     return word

@@ -7,10 +7,12 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..common.errors import ConfigError, DataError
+from ..common.parts import is_part, parts
 from ..common.run_folder import RunFolder
 from .presets import Preset
 from .redis_server import without_password
@@ -26,6 +28,7 @@ OWN_ENTRIES = frozenset(
         "lock",
         "metrics.jsonl",
         "samples.jsonl",
+        "cut",
         "journal.jsonl",
         "summary.json",
         "model",
@@ -82,7 +85,8 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
     run was started.
 
     Raises:
-        ConfigError: a setting changed that a resumed run may not change; lists all of them.
+        ConfigError: a setting changed that a resumed run may not change; lists all of them. Or
+            settings would do nothing, or fail once the run is under way.
         DataError: the folder holds something else than a run.
     """
     config = preset.resolve(overrides)
@@ -90,9 +94,11 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
     folder = RunFolder(config.run.dir)
     if folder.path.exists() and not folder.path.is_dir():
         raise DataError(f"{_shown(folder.path)} is a file: name another folder with run.dir=…")
+    may_start = partial(_refuse_choices, preset, overrides)
     new = {"run_id": secrets.token_hex(6), "preset": preset.name}
     run = folder.read_run()
     if not run:
+        may_start(config)
         _refuse_foreign(folder)
         return Opening(
             kind=Kind.NEW,
@@ -104,6 +110,7 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
             set_aside=None,
         )
     if fresh:
+        may_start(config)
         return Opening(
             kind=Kind.NEW,
             folder=folder,
@@ -116,6 +123,9 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
     before = _given_before(preset, run)
     config = preset.resolve([*before, *overrides])
     saved = _saved(folder)
+    if kept := _objective_as_begun(saved, config, [*before, *overrides]):
+        before += kept
+        config = preset.resolve([*before, *overrides])
     changed = _differences(saved, config)
     frozen = _frozen(saved, config)
     if frozen:
@@ -125,8 +135,11 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
             f"of ({listed}): leave them as they were, name another folder (run.dir=…), or start "
             f"over with --fresh (the old folder is moved aside)"
         )
+    finished = _is_finished(run, changed)
+    if not finished:
+        may_start(config)
     return Opening(
-        kind=Kind.FINISHED if _is_finished(run, changed) else Kind.RESUMED,
+        kind=Kind.FINISHED if finished else Kind.RESUMED,
         folder=folder,
         config=config,
         overrides=(*before, *overrides),
@@ -134,6 +147,39 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
         run=run,
         set_aside=None,
     )
+
+
+def _refuse_choices(preset: Preset, overrides: Sequence[str], config: Config) -> None:
+    from ..common.choices import why_not_started
+    from .choices import check_named
+
+    try:
+        if refusal := why_not_started(config):
+            raise ConfigError(refusal)
+        check_named(config)
+    except ConfigError as error:
+        raise ConfigError(str(error) if overrides else f"{preset.path}: {error}") from None
+
+
+def _objective_as_begun(saved: Config, config: Config, words: Sequence[str]) -> list[str]:
+    """What a run has of its preset that the objective's name would set otherwise, as overrides.
+
+    Older versions left a preset's settings to whatever objective was named over it.
+    """
+    from ..common.objectives import OBJECTIVES
+
+    old, new = saved.learner.objective, config.learner.objective
+    entry = OBJECTIVES.get(new.name)
+    if entry is None or old.name != new.name:
+        return []
+    given = {word.partition("=")[0].strip() for word in words}
+    keys = [f"learner.objective.{name}" for name in entry.defaults]
+    values = {key: getattr(old, name) for key, name in zip(keys, entry.defaults, strict=True)}
+    return [
+        f"{key}={'null' if value is None else value}"
+        for key, value in values.items()
+        if key not in given and value != getattr(new, key.rpartition(".")[2])
+    ]
 
 
 def _given_before(preset: Preset, run: dict[str, Any]) -> list[str]:
@@ -168,7 +214,13 @@ def _saved(folder: RunFolder) -> Config:
         raise DataError(
             f"{_shown(folder.config)} is missing: restore it, or start over with --fresh"
         )
-    return build(read_yaml(folder.config))
+    folder.check_config()
+    try:
+        return build(read_yaml(folder.config), stored=True)
+    except ConfigError as error:
+        said = str(error)
+        named = folder.config.name in said
+        raise ConfigError(said if named else f"{_shown(folder.config)}: {said}") from None
 
 
 def _differences(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
@@ -189,20 +241,25 @@ def _frozen(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
     return frozen_differences(saved, config)
 
 
+def _is_part(folder: RunFolder, entry: os.DirEntry[str]) -> bool:
+    records = folder.journal, folder.metrics, folder.samples
+    return any(is_part(path, entry.name) for path in records)
+
+
 def _refuse_foreign(folder: RunFolder) -> None:
     if not folder.path.exists():
         return
     others = sorted(
         entry.name
         for entry in os.scandir(folder.path)
-        if entry.name not in OWN_ENTRIES and not entry.name.startswith(".")
+        if not (entry.name in OWN_ENTRIES or entry.name.startswith(".") or _is_part(folder, entry))
     )
     if others:
         raise DataError(
             f"{_shown(folder.path)} holds something else than a run ({', '.join(others[:3])}"
             f"{', …' * (len(others) > 3)}): name another folder with run.dir=…"
         )
-    if folder.journal.exists() or any(folder.redis.glob("*.aof*")):
+    if parts(folder.journal) or any(folder.redis.glob("*.aof*")):
         raise DataError(
             f"{_shown(folder.path)} holds a run whose run.json is missing: restore it, or name "
             f"another folder with run.dir=…"

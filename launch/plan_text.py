@@ -20,6 +20,7 @@ from .sizes import human
 from .supervision import shown
 
 if TYPE_CHECKING:
+    from ..common.config import Config
     from .hardware import Machine
     from .opening import Opening
 
@@ -41,6 +42,7 @@ def processes(plan: Plan) -> list[str]:
 
 
 def _about(plan: Plan, planned: Planned) -> Iterable[str]:
+    yield from _what(plan.config, planned)
     if planned.gpus:
         yield f"GPU{'s' * (len(planned.gpus) > 1)} {', '.join(map(str, planned.gpus))}"
     else:
@@ -55,6 +57,18 @@ def _about(plan: Plan, planned: Planned) -> Iterable[str]:
         yield f"{human(holding.total)} on the GPU{each}, {human(holding.host)} of main memory"
     else:
         yield f"{human(holding.total)} of main memory"
+
+
+def _what(config: Config, planned: Planned) -> Iterable[str]:
+    """The engine of a rollout worker, the ZeRO stage of a learner's rank."""
+    if planned.engine is not None:
+        name = {"torch": "the torch engine", "vllm": "vLLM"}.get(planned.engine, planned.engine)
+        yield f"{name} in {config.engine_dtype}"
+    if planned.zero_stage is not None:
+        asked = config.learner.zero_stage
+        same = planned.zero_stage == asked
+        why = "" if same else f" (zero_stage={asked} divides nothing on one float32 rank)"
+        yield f"ZeRO-{planned.zero_stage} in {config.model.dtype}{why}"
 
 
 def places(plan: Plan, opening: Opening, disk: int) -> list[str]:

@@ -47,6 +47,10 @@ class Planned:
     """That it sees."""
     holding: Holding | None
     """What it would hold; None where the model's sizes aren't known."""
+    engine: str | None = None
+    """Of a rollout worker: ``torch``, ``vllm`` or an import path."""
+    zero_stage: int | None = None
+    """Of a rank of the learner."""
 
     @property
     def command(self) -> str:
@@ -152,6 +156,8 @@ def _process(planned: Planned) -> dict[str, Any]:
         "name": planned.spec.name,
         "gpus": list(planned.gpus),
         "threads": planned.spec.threads,
+        "engine": planned.engine,
+        "zero_stage": planned.zero_stage,
         "command": command_of(planned.spec, PARENT),
         "environment": environment_of(planned.spec),
         "log": str(planned.spec.log),
@@ -268,10 +274,20 @@ def _all(
         yield _on_host(spec, {"data, at most": config.replay.maxmemory_mb << 20})
     for rank, spec in enumerate(processes.learner(config, folder, placement, PORT)):
         holding = None if shape is None else memory.learner(config, shape, device, rank=rank)
-        yield Planned(spec=spec, gpus=placement.learner[rank], holding=holding)
+        yield Planned(
+            spec=spec,
+            gpus=placement.learner[rank],
+            holding=holding,
+            zero_stage=config.zero_stage(),
+        )
     for index, spec in enumerate(processes.rollout(config, folder, placement)):
         holding = None if shape is None else memory.engine(config, shape, device, node.memory)
-        yield Planned(spec=spec, gpus=placement.rollout[index], holding=holding)
+        yield Planned(
+            spec=spec,
+            gpus=placement.rollout[index],
+            holding=holding,
+            engine=memory.engine_name(config, device),
+        )
     for spec in processes.reward(config, folder):
         graders = config.reward.graders * GRADER_BYTES
         yield _on_host(spec, {"dispatcher": POOL_BYTES, "graders": graders})

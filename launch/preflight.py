@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -153,6 +154,15 @@ def shown_python() -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
+def shown_tandem() -> str:
+    """The ``tandem`` of this environment as a user in the working directory would type it."""
+    beside = Path(sys.executable).with_name("tandem")
+    on_path = shutil.which("tandem")
+    if on_path is not None and (not beside.exists() or Path(on_path).samefile(beside)):
+        return "tandem"
+    return str(Path(shown_python()).with_name("tandem"))
+
+
 def check_engine(config: Config, placement: Placement) -> None:
     """Raises ``ConfigError`` where workers are to be started with a vLLM that can't serve them."""
     engine = config.rollout.engine
@@ -160,6 +170,15 @@ def check_engine(config: Config, placement: Placement) -> None:
     chosen = engine == "auto" and any(placement.rollout) and vllm_version.installed()
     if workers_of(config) and (chosen or engine == "vllm"):
         vllm_version.require()
+
+
+def check_addresses(config: Config) -> None:
+    """Raises ``ConfigError`` where Redis, ZeroMQ or the weight channel can't bind what they should."""
+    from ..common.weights.address import local_address
+    from .redis_server import choose_port
+
+    choose_port(config.launch.bind, None)
+    local_address(config.weights.interface)
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -94,8 +94,26 @@ def load(name: str, *, beside: Path | None = None, seen: tuple[Path, ...] = ()) 
     base = tree.pop("base", None)
     if base is not None:
         below = load(str(base), beside=path.parent, seen=(*seen, path))
-        tree = merged(below.tree, tree)
+        tree = _over(below.tree, tree)
     return Preset(name=path.stem, path=path, about=about, untested=untested, tree=tree)
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """A preset's tree over that of its base, whose objective may have another name."""
+    from ..common.objectives import renamed
+
+    tree = merged(below, above)
+    names = [_objective(of).get("name") for of in (below, above)]
+    if names[1] is not None and names[1] != (names[0] or "grpo"):
+        section = {**renamed(_objective(below), str(names[1])), **_objective(above)}
+        tree["learner"] = {**tree["learner"], "objective": section}
+    return tree
+
+
+def _objective(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    learner = tree.get("learner")
+    section = learner.get("objective") if isinstance(learner, Mapping) else None
+    return section if isinstance(section, Mapping) else {}
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

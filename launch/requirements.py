@@ -21,6 +21,7 @@ from .estimate.sizes import ModelShape, local_folder, shape_of
 from .hardware import Machine, free_bytes
 from .preflight import (
     CHECKPOINT_BYTES,
+    check_addresses,
     check_model,
     disk_needed,
     gpus_needed,
@@ -52,6 +53,7 @@ def examine(
         lambda: _model(config),
         lambda: _data(config, folder),
         lambda: _disk(config, folder),
+        lambda: _addresses(config),
     ]
     if not beside:
         return [finding for look in own for finding in look()]
@@ -66,6 +68,7 @@ def examine(
         lambda: _disk(config, folder),
         lambda: _memory(config, machine),
         lambda: surroundings.shared_memory(config),
+        lambda: _addresses(config),
         surroundings.open_files,
         surroundings.host_name,
         lambda: surroundings.tools(config),
@@ -141,6 +144,15 @@ def _packages(config: Config, machine: Machine) -> list[Finding]:
             Finding(name=name, found=told, state=state, why=why, mend="" if state == "ok" else mend)
         )
     return found
+
+
+def _addresses(config: Config) -> list[Finding]:
+    told = f"{config.launch.bind}, weights by {config.weights.interface}"
+    try:
+        check_addresses(config)
+    except TandemError as error:
+        return [Finding(name="addresses", found=told, state="missing", why=str(error))]
+    return [Finding(name="addresses", found=told, state="ok")]
 
 
 def _model(config: Config) -> list[Finding]:

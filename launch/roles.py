@@ -34,13 +34,16 @@ def run_role(role: str, arguments: argparse.Namespace, **extra: Any) -> NoReturn
     Raises:
         TandemError: the run can't be joined.
     """
+    from ..common import disk
     from ..common.telemetry import start_log
 
+    disk.keep_streams()
     join, folder = locate(arguments)
     name = arguments.name or f"{role}-{socket.gethostname()}-{os.getpid()}"
     store, config = joined(join, name)
     store.close()
     start_log(role, config.log.level)
+    disk.set_patience(config.launch.full_disk_seconds)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         _ctrl_c_drains()
     threads = {"rollout": config.rollout.threads, "learner": config.learner.threads}.get(role, 1)

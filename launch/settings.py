@@ -6,8 +6,9 @@ import ast
 import inspect
 import textwrap
 
-import yaml
 from pydantic import BaseModel
+
+from ..common.config import yaml_text
 
 
 def meanings(section: type[BaseModel]) -> dict[str, str]:
@@ -46,11 +47,6 @@ def commented(config: BaseModel, section: type[BaseModel], indent: str = "") -> 
                 initial_indent=f"{indent}# ",
                 subsequent_indent=f"{indent}# ",
             )
-        dumped = yaml.safe_dump(
-            {name: config.model_dump(mode="json")[name]},
-            sort_keys=False,
-            allow_unicode=True,
-            width=10_000,
-        )
+        dumped = yaml_text({name: config.model_dump(mode="json")[name]}, width=10_000)
         lines.append(textwrap.indent(dumped, indent).rstrip("\n"))
     return "\n".join(lines) + "\n"

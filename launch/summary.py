@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import platform
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..common.parts import parts, read_parts
 from ..common.run_folder import RunFolder, write_atomic
 from ..common.telemetry import read_json_lines
+from ..learner.journal import trained
 from .hardware import Machine
 from .progress import duration
 from .supervision import shown
+
+log = logging.getLogger("tandem.launch")
 
 if TYPE_CHECKING:
     from ..common.config import Config
@@ -67,11 +73,14 @@ def make(
     machine: Machine,
 ) -> dict[str, Any]:
     """The summary as plain data."""
-    metrics = list(read_json_lines(folder.metrics))
-    steps = max((int(r["step"]) for r in metrics if "step" in r), default=0)
+    told = Told()
+    for one in read_parts(folder.metrics, log.warning):
+        told.add(one)
+    steps = told.steps
     first = config.data.evaluate[0].name if config.data.evaluate else None
     results = [r for r in findings.evaluations if r.get("set_name") == first]
     before, after = _at(results, 0), _at(results, steps)
+    samples, tokens = _trained(folder, told)
     return {
         "run_id": record["run_id"],
         "preset": record["preset"],
@@ -83,12 +92,12 @@ def make(
         "evaluation_problems": after["problems"] if after else None,
         "evaluations": findings.evaluations,
         "wall_seconds": round(wall_seconds, 1),
-        "samples_trained": int(_total(metrics, SAMPLES)),
-        "tokens_trained": int(_total(metrics, TOKENS)),
-        "course": course(metrics),
-        "staleness_max": max((int(r[STALEST]) for r in metrics if r.get(STALEST)), default=0),
+        "samples_trained": samples,
+        "tokens_trained": tokens,
+        "course": told.course(),
+        "staleness_max": told.staleness,
         "restarts": [*read_restarts(folder), *_grader_restarts(findings.grader_restarts)],
-        "idle_shares": learner_idle(metrics) | findings.idle,
+        "idle_shares": told.idle() | findings.idle,
         "ledger": findings.counts,
         "dead_letters": findings.dead_letters,
         "machine": str(machine),
@@ -115,19 +124,62 @@ COURSE = (
 """Metrics of which the summary tells how they began and how they ended."""
 
 
-def course(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Of each metric of :data:`COURSE` its means over the first and over the last steps.
+ENDS = 20
+"""Steps at the beginning and at the end that it tells of, at most."""
 
-    "The first steps" are a tenth of those that have it, 20 at most and one at least.
-    """
-    found = {}
-    for name in COURSE:
-        values = [v for record in metrics if isinstance(v := record.get(name), int | float)]
-        if values:
-            count = min(20, max(1, len(values) // 10))
-            ends = values[:count], values[-count:]
+
+class Told:
+    """What a summary needs of the metrics, taken record by record."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        """The last step."""
+        self.staleness = 0
+        """The oldest sample's age at any step."""
+        self.trained: dict[int, tuple[int, int]] = {}
+        """Samples and tokens of each step."""
+        self._total = self._waited = 0.0
+        self._counts: Counter[str] = Counter()
+        self._firsts: dict[str, list[float]] = {name: [] for name in COURSE}
+        self._lasts: dict[str, deque[float]] = {name: deque(maxlen=ENDS) for name in COURSE}
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Takes one record in."""
+        step = int(record.get("step") or 0)
+        self.steps = max(self.steps, step)
+        self.staleness = max(self.staleness, int(record.get(STALEST) or 0))
+        if any(key in record for key in SAMPLES):
+            samples, tokens = _sum(record, SAMPLES), _sum(record, TOKENS)
+            self.trained[step] = int(samples), int(tokens)
+        self._total += float(record.get("time/total") or 0)
+        self._waited += _sum(record, [key for key in record if key.startswith("time/wait/")])
+        for name in COURSE:
+            value = record.get(name)
+            if isinstance(value, int | float):
+                self._counts[name] += 1
+                if len(self._firsts[name]) < ENDS:
+                    self._firsts[name].append(value)
+                self._lasts[name].append(value)
+
+    def course(self) -> dict[str, list[float]]:
+        """Of each metric of :data:`COURSE` its means over the first and over the last steps.
+
+        "The first steps" are a tenth of those that have it, 20 at most and one at least.
+        """
+        found = {}
+        for name, total in self._counts.items():
+            count = min(ENDS, max(1, total // 10))
+            ends = self._firsts[name][:count], list(self._lasts[name])[-count:]
             found[name] = [sum(end) / len(end) for end in ends]
-    return found
+        return found
+
+    def idle(self) -> dict[str, float]:
+        """Share of its steps' time that the learner waited, as each step recorded it."""
+        return {"learner": round(self._waited / self._total, 4)} if self._total else {}
+
+
+def _sum(record: Mapping[str, Any], keys: Sequence[str]) -> float:
+    return sum(float(record.get(key) or 0) for key in keys)
 
 
 def _at(results: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any] | None:
@@ -136,17 +188,16 @@ def _at(results: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any] | 
     return max(there, key=lambda result: int(result.get("problems") or 0), default=None)
 
 
-def _total(metrics: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> float:
-    return sum(float(record.get(key) or 0) for record in metrics for key in keys)
+def _trained(folder: RunFolder, told: Told) -> tuple[int, int]:
+    """Samples and tokens that were trained on: the journal's.
 
-
-def learner_idle(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Share of its steps' time that the learner waited, as each step recorded it."""
-    total = _total(metrics, ("time/total",))
-    if not total:
-        return {}
-    waits = {key for record in metrics for key in record if key.startswith("time/wait/")}
-    return {"learner": round(_total(metrics, sorted(waits)) / total, 4)}
+    Of a run without one, and of steps whose record in it is without them, the metrics'.
+    """
+    counts: Mapping[int, tuple[int, int] | None] = told.trained
+    if parts(folder.journal):
+        counts = trained(folder.journal)
+    known = [one or told.trained.get(step, (0, 0)) for step, one in counts.items()]
+    return sum(samples for samples, _ in known), sum(tokens for _, tokens in known)
 
 
 def _grader_restarts(counted: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -166,7 +217,7 @@ def _grader_restarts(counted: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 def read_restarts(folder: RunFolder) -> list[dict[str, Any]]:
     """Deaths that the supervisor saw, in all lives of the run."""
-    return list(read_json_lines(folder.logs / "restarts.jsonl"))
+    return list(read_json_lines(folder.logs / "restarts.jsonl", log.warning))
 
 
 def versions() -> dict[str, str]:

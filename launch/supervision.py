@@ -12,7 +12,7 @@ the part. A part that can't be kept alive ends the run.
 
 The first SIGINT, SIGTERM or SIGHUP (or a terminal that has gone away) drains: the parts get
 SIGTERM stage by stage, the learner first, so that it checkpoints while Redis still answers. The
-second kills at once.
+second kills at once. A SIGHUP that is ignored, as under nohup, stays so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from enum import Enum
 from pathlib import Path
 from types import FrameType
 
-from ..common.errors import TandemError
+from ..common.disk import DiskFull, is_full, try_append
+from ..common.errors import ConfigError, RunFailedError, TandemError
+from .disk_watch import DiskWatch
 
 LONGEST_PAUSE = 30.0
 """Seconds between two attempts at most."""
@@ -41,8 +43,11 @@ REAP_SECONDS = 10.0
 """A killed process that is still there after so long is left behind, with a word about it."""
 KILLED_COUNTS = 0.25
 """What a SIGKILL counts towards ``launch.max_failures``, where any other death counts 1."""
-HOPELESS = 2
-"""Exit code of a configuration or data error: starting again can't help."""
+HOPELESS: Mapping[int, str] = {
+    ConfigError.exit_code: "ended with a configuration or data error",
+    RunFailedError.exit_code: "ended the run",
+}
+"""Exit codes after which starting again can't help."""
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -142,6 +147,7 @@ class Supervisor:
         finished: Callable[[], bool | None] = lambda: True,
         tick: Callable[[], None] = lambda: None,
         restarts_file: Path | None = None,
+        disk_watch: DiskWatch | None = None,
     ) -> None:
         self._max_failures = max_failures
         self._backoff = backoff_seconds
@@ -151,6 +157,8 @@ class Supervisor:
         self._finished = finished
         self._tick = tick
         self._restarts_file = restarts_file
+        self._unwritten: list[str] = []
+        self._disk = disk_watch
         self._parts: list[Part] = []
         self._stops: list[str] = []
         self._old_handlers: dict[int, object] = {}
@@ -167,6 +175,8 @@ class Supervisor:
         os.set_blocking(self._wake_write, False)
         self._old_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # Under nohup the run outlives its terminal.
             self._old_handlers[number] = signal.signal(number, self._on_signal)
         # A handler is needed for SIGCHLD to reach the wake-up pipe.
         self._old_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -213,7 +223,17 @@ class Supervisor:
         if part not in self._parts:
             self._parts.append(part)
         part.due = None
-        part.processes = [(spec, _spawn(spec)) for spec in part.specs()]
+        try:
+            for spec in part.specs():
+                part.processes.append((spec, _spawn(spec)))
+        except OSError as error:
+            if self._disk is None or not is_full(error):
+                raise
+            # Its log can't even be made.
+            self._disk.suspect(spec.log)
+            self._reap(part)
+            part.due = time.monotonic() + 1.0
+            return
         if part.on_start is not None:
             part.on_start([process.pid for _, process in part.processes])
 
@@ -234,6 +254,12 @@ class Supervisor:
             except PartFailed:
                 self.drain()
                 raise
+            self._write_restarts()
+            overdue = self._disk.overdue() if self._disk is not None else ""
+            if overdue:
+                self._say("draining, since there is no space")
+                self.drain()
+                raise DiskFull(overdue)
             self._tick()
 
     def watch_during(self, work: Callable[[], None]) -> None:
@@ -279,13 +305,13 @@ class Supervisor:
         it is: it is asked again at the next look, when Redis has been brought back.
         """
         if part.due is not None:
-            if time.monotonic() >= part.due:
+            if time.monotonic() >= part.due and not self._disk_is_full():
                 self.start(part)
             return False
         exits = [exit_of(process) for _, process in part.processes]
         if all(code is None for code in exits):
             return False
-        if part.dispensable:
+        if part.dispensable and not self._disk_is_full():
             self._let_go(part, next(code for code in exits if code is not None))
             return False
         if all(code in (0, None) for code in exits):
@@ -324,33 +350,63 @@ class Supervisor:
         self._say(f"warning: {spec.name} {described(died)}, the run goes on without it: {told}")
         self._reap(part)
 
+    def _disk_is_full(self) -> bool:
+        return self._disk is not None and self._disk.full()
+
     def _count(self, part: Part, spec: ProcessSpec, died: int) -> None:
+        if died not in HOPELESS and self._died_of_a_full_disk(spec, died):
+            # None of its doing. It is started again as soon as there is space.
+            part.due = time.monotonic()
+            self._note(spec, died)
+            self._say(f"{spec.name} {described(died)}; it is started again once there is space")
+            return
         progress = self._progress()
         if progress > part.progress_at_death:
             part.failures, part.deaths = 0.0, 0
         part.failures += KILLED_COUNTS if died == -signal.SIGKILL else 1.0
         part.deaths += 1
         part.progress_at_death = max(progress, part.progress_at_death)
-        how = signal_name(died)
-        if died == HOPELESS or part.failures >= self._max_failures:
-            why = (
-                "ended with a configuration or data error"
-                if died == HOPELESS
-                else f"died {part.deaths} times without a step in between; at last it "
-                f"{described(died)}"
+        if died in HOPELESS or part.failures >= self._max_failures:
+            why = HOPELESS.get(
+                died,
+                f"died {part.deaths} times without a step in between; at last it {described(died)}",
             )
             raise PartFailed(
                 f"{spec.name} {why}; the last lines of {shown(spec.log)}:\n{last_lines(spec.log)}"
             )
         pause = min(LONGEST_PAUSE, self._backoff * 2 ** max(0.0, part.failures - 1))
         part.due = time.monotonic() + pause
-        restart = Restart(process=spec.name, time=now(), exit=how)
-        self.restarts.append(restart)
-        if self._restarts_file is not None:
-            with open(self._restarts_file, "a", encoding="utf-8") as file:
-                entry = {"process": restart.process, "time": restart.time, "exit": restart.exit}
-                file.write(json.dumps(entry) + "\n")
+        self._note(spec, died)
         self._say(f"{spec.name} {described(died)}; starting it again in {pause:.1f} s")
+
+    def _died_of_a_full_disk(self, spec: ProcessSpec, died: int) -> bool:
+        if self._disk is None:
+            return False
+        if died == DiskFull.exit_code:
+            self._disk.suspect(spec.log)
+        return self._disk.full()
+
+    def _note(self, spec: ProcessSpec, died: int) -> None:
+        restart = Restart(process=spec.name, time=now(), exit=signal_name(died))
+        self.restarts.append(restart)
+        entry = {"process": restart.process, "time": restart.time, "exit": restart.exit}
+        self._unwritten.append(json.dumps(entry) + "\n")
+        self._write_restarts()
+
+    def _write_restarts(self) -> None:
+        """Writes what is to be written of restarts; what finds no space is kept for later."""
+        if self._restarts_file is None or not self._unwritten:
+            return
+        try:
+            with open(self._restarts_file, "ab", buffering=0) as file:
+                while self._unwritten:
+                    try_append(file, self._unwritten[0].encode())
+                    del self._unwritten[0]
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if self._disk is not None:
+                self._disk.suspect(self._restarts_file)
 
     # --- ending --------------------------------------------------------------------------
 
@@ -399,6 +455,7 @@ class Supervisor:
                 self._wait(0.1)
             for part in parts:
                 self._reap(part)
+        self._write_restarts()
         return clean
 
     def _revive(self, part: Part) -> bool:
@@ -455,9 +512,9 @@ def _spawn(spec: ProcessSpec) -> subprocess.Popen[bytes]:
         if key != "TANDEM_REDIS_PASSWORD"
     }
     environment.update(environment_of(spec))
-    with open(spec.log, "ab") as log:
-        log.write(f"=== {now()} {spec.name}\n".encode())
-        log.flush()
+    with open(spec.log, "ab", buffering=0) as log:
+        with contextlib.suppress(OSError):  # On a full disk it does without.
+            log.write(f"=== {now()} {spec.name}\n".encode())
         return subprocess.Popen(
             command_of(spec, str(os.getpid())),
             stdin=subprocess.DEVNULL,

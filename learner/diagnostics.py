@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
 Reduce = Callable[[list[float]], list[float]]
 """Reduces values over ranks."""
+Gather = Callable[[Tensor], Tensor]
+"""``[n]`` values of each rank, one after the other."""
+
+
+def alone(values: Tensor) -> Tensor:
+    """Gathers over one rank."""
+    return values
 
 
 def diagnose(
@@ -26,11 +33,12 @@ def diagnose(
     *,
     sum_over_ranks: Reduce = list,
     max_over_ranks: Reduce = list,
+    gather_over_ranks: Gather = alone,
 ) -> dict[str, float]:
     """Metrics of the tokens that were scored.
 
     Own tokens: mean and greatest ρ = π_θ/μ, effective sample size as a share, k3 = KL(μ‖π_θ)
-    with its 99th percentile (the greatest of the ranks'), mean probability, entropy, and the
+    with its 99th percentile, mean probability, entropy, and the
     greatest |log ρ| at lag 0, where engine and trainer have the same weights; with a reference
     k3 = KL(π_θ‖π_ref). Of them the stale ones (lag above 0), and expert tokens: mean probability
     and entropy, of the latter the mean log-prob too. Metrics of a source without tokens are left out.
@@ -41,9 +49,11 @@ def diagnose(
         entropies: ``[N]`` of each.
         sum_over_ranks: Sums lists over ranks; the identity for one rank.
         max_over_ranks: Likewise, greatest values.
+        gather_over_ranks: Likewise, all values.
     """
+    distance = torch.zeros(0)
     sums = torch.zeros(16, dtype=torch.float64)
-    most = torch.full((3,), -torch.inf, dtype=torch.float64)
+    most = torch.full((2,), -torch.inf, dtype=torch.float64)
     if rows:
         expert = torch.cat([r.expert for r in rows])
         own = ~expert
@@ -82,7 +92,6 @@ def diagnose(
             none = ratio.new_full((1,), -torch.inf)
             greatest = [
                 weight.max(),
-                percentile(distance, 0.99),
                 torch.cat([current, none]).max(),
             ]
             most = torch.stack([value.double() for value in greatest]).cpu()
@@ -96,13 +105,13 @@ def diagnose(
             "ratio_max": highest[0],
             "ess": effective_sample_share(total[2], total[3], own_tokens),
             "k3": total[4] / own_tokens,
-            "k3_p99": highest[1],
+            "k3_p99": percentile(distance, 0.99, int(own_tokens), gather_over_ranks),
             "prob_own": total[5] / own_tokens,
             "entropy": total[6] / own_tokens,
             "lag": total[10] / own_tokens,
         }
-        if highest[2] >= 0:
-            found["log_ratio_max_lag0"] = highest[2]
+        if highest[1] >= 0:
+            found["log_ratio_max_lag0"] = highest[1]
     if total[11]:
         found |= {"prob_stale": total[12] / total[11], "entropy_stale": total[13] / total[11]}
     if total[14]:
@@ -155,10 +164,25 @@ def evaluate(
     return loss, found
 
 
-def percentile(values: Tensor, share: float) -> Tensor:
-    """The value that ``share`` of the ``[n]`` values don't exceed; n > 0.
+def percentile(
+    values: Tensor, share: float, count: int | None = None, gather: Gather = alone
+) -> float:
+    """The value that ``share`` of all ranks' values don't exceed, exactly.
 
-    torch.quantile refuses more than 16 million values.
+    Each rank gives its greatest ones alone: for the 99th percentile those are a hundredth of all
+    values at most.
+
+    Args:
+        values: ``[n]`` of this rank; n may be 0 where others have some.
+        share: In (0, 1].
+        count: How many values there are over all ranks, at least 1; None = n.
+        gather: Gathers over ranks.
     """
-    rank = min(len(values), max(1, round(share * len(values))))
-    return torch.kthvalue(values, rank).values
+    total = len(values) if count is None else count
+    # As many values aren't under the one that is looked for.
+    kept = total - min(total, max(1, round(share * total))) + 1
+    mine = torch.full((kept,), -torch.inf, dtype=torch.float64)
+    here = min(kept, len(values))
+    # torch.quantile refuses more than 16 million values.
+    mine[:here] = torch.topk(values, here).values.double().cpu()
+    return float(torch.topk(gather(mine), kept).values[-1])

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..common.agreement import Probe
 from ..common.config import Config
 from ..common.errors import DataError
+from ..common.run_folder import replace_folder, sync_tree
+from .agreement import longest_row
 from .finite import NonFiniteError
 from .microbatch import MicroBatch
 from .objectives import Objective
@@ -73,11 +77,14 @@ class DeepSpeedEngine:
         self.stage = stage_of(config, self.world_size)
         if config.learner.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        probe = Probe.of(model, longest_row(config))
         self.policy = Policy(model)
-        self.policy.share_prompts()
+        self.policy.share_prompts(probe)
         self._optimizer = _Optimizer(self.policy, config, self.stage)
         self._engine = self._initialise()
         self._engine.train()
+        # Through DeepSpeed, as it trains; every rank scores the same rows.
+        self.policy.require_own(probe, lambda micro: self._forward(micro.to(device), False))
 
     @property
     def model(self) -> PreTrainedModel:
@@ -95,7 +102,8 @@ class DeepSpeedEngine:
         if self.stage == 3:
             # The policy reads the output matrix itself, outside the head's own forward: its
             # hooks must gather it for the forward and the backward pass.
-            deepspeed.zero.register_external_parameter(self.policy, self.policy.head.weight)
+            for parameter in self.policy.head.layer.parameters():
+                deepspeed.zero.register_external_parameter(self.policy, parameter)
         return engine
 
     def _settings(self) -> dict[str, Any]:
@@ -131,6 +139,7 @@ class DeepSpeedEngine:
         *,
         lr: float,
         before_step: Callable[[], None] | None = None,
+        inspect: Callable[[Sequence[Tensor]], bool] | None = None,
     ) -> UpdateResult:
         """One optimizer step on the sum of the micro-batches' losses.
 
@@ -140,6 +149,8 @@ class DeepSpeedEngine:
             scalars: Its statistics over the whole update.
             lr: Learning rate.
             before_step: Called once all gradients are there, before a parameter changes.
+            inspect: Called then with the ``[N]`` log-probs of each of this rank's micro-batches,
+                dummies left out. False: no parameter changes. All ranks have to agree.
         """
         losses: list[Tensor] = []
         sums: dict[str, Tensor] = {}
@@ -165,6 +176,8 @@ class DeepSpeedEngine:
             self._engine.backward(scaled, scale_wrt_gas=False)
         if before_step is not None:
             before_step()
+        if inspect is not None and not inspect(logprobs):
+            self._spoil(micro_batches[0])
         self._optimizer.set_lr(lr)
         self._engine.step()
         applied = self._optimizer.applied if self._optimizer.guards else self._applied()
@@ -182,6 +195,11 @@ class DeepSpeedEngine:
             logprobs=logprobs,
             entropies=entropies,
         )
+
+    def _spoil(self, micro: MicroBatch) -> None:
+        """Makes the gradient NaN, which at every stage of ZeRO the step drops whole."""
+        scored, _ = self._forward(micro.to(self.device), False)
+        self._engine.backward(scored.sum() * math.nan, scale_wrt_gas=False)
 
     def sum_by_name(self, values: dict[str, float]) -> dict[str, float]:
         """Sums over ranks; a rank may lack names that others have."""
@@ -297,6 +315,23 @@ class DeepSpeedEngine:
                 torch.cuda.set_rng_state(state["cuda_rng"], self.device)
         return dict(client.get("coefficients") or {})
 
+    def load_weights(self, folder: Path) -> None:
+        """The parameters alone, whatever number of ranks wrote them; not of ZeRO stage 3.
+
+        Raises:
+            DataError: they can't be read.
+        """
+        try:
+            path, _ = self._engine.load_checkpoint(
+                str(folder), tag=TAG, load_module_only=True, load_optimizer_states=False
+            )
+        except Exception as error:  # noqa: BLE001 - torch, pickle and DeepSpeed raise their own kinds
+            path, why = None, " ".join(str(error).split())[:300]
+        else:
+            why = "it holds no DeepSpeed state"
+        if path is None:
+            raise DataError(f"the checkpoint {folder} can't be read: {why}")
+
     def export(self, folder: Path, base: Path | None) -> None:
         """Writes the model as a plain Hugging Face folder, whole or not at all. Collective.
 
@@ -345,13 +380,8 @@ def _loss(
 
 
 def stage_of(config: Config, ranks: int) -> int:
-    """The ZeRO stage that is run.
-
-    One float32 rank has nothing to partition, and stages 1 and 2 would only copy gradients and
-    parameters to and fro (on the miniature 3 ms an update).
-    """
-    stage = config.learner.zero_stage
-    return 0 if ranks == 1 and stage in (1, 2) and config.model.dtype == "float32" else stage
+    """The ZeRO stage that is run: see the config's own."""
+    return config.zero_stage(ranks)
 
 
 def _copy_side_files(base: Path, staging: Path, dtype: str) -> None:
@@ -368,40 +398,15 @@ def _copy_side_files(base: Path, staging: Path, dtype: str) -> None:
     config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def sync_tree(folder: Path) -> None:
-    """fsync of every file and folder below, and of the folder."""
-    for root, _, names in os.walk(folder):
-        for place in [*(os.path.join(root, name) for name in names), root]:
-            descriptor = os.open(place, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-
-def replace_folder(staging: Path, folder: Path) -> None:
-    """Puts a folder in another's place; a reader sees the old, none for a moment, or the new."""
-    aside = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, aside)
-    os.replace(staging, folder)
-    descriptor = os.open(folder.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 def _deepspeed(device: torch.device) -> Any:
     """DeepSpeed, set up so that it compiles nothing."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # A build that was killed leaves a lock there, on which every later process waits for ever.
+    # A build that was killed leaves a lock there, on which every later process waits for ever. The
+    # folder isn't made: nothing is built, and a process that is killed could not remove it.
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
-        place = tempfile.mkdtemp(prefix="tandem-extensions-")
-        os.environ["TORCH_EXTENSIONS_DIR"] = place
+        place = Path(tempfile.gettempdir()) / f"tandem-extensions-{secrets.token_hex(16)}"
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(place)
     os.environ.setdefault("DS_BUILD_OPS", "0")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed

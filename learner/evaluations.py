@@ -1,12 +1,22 @@
-"""Asks the rollout workers to evaluate the held-out sets, and gathers what they find."""
+"""Asks the rollout workers to evaluate the held-out sets, and gathers what they find.
+
+What is asked for and what was found stand in Redis, what was told in ``metrics.jsonl``. So each
+evaluation that is due is told once, whoever dies: a learner that starts takes up what is asked for
+and not told (:meth:`Evaluations.begin`), and asks again for what is due since its checkpoint, in
+case its predecessor didn't come to it (:meth:`Evaluations.request_since`).
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 from ..common.config import Config
+from ..common.parts import parts
 from ..replay.members import Members
 from ..replay.store import EvaluationRequest, EvaluationResult, RunStore
 
@@ -39,8 +49,21 @@ class Evaluations:
         self._sets = [held.name for held in config.data.evaluate]
         self._limits = {held.name: held.limit for held in config.data.evaluate}
         self._stopping = stopping
+        self._term = 0
+        self._told: set[str] = set()
         self._open: list[str] = []
         self._looked = 0.0
+
+    def begin(self, term: int, told: Iterable[str]) -> None:
+        """Takes up what is asked for and not told; all of it arrives once more.
+
+        Args:
+            term: the learner's.
+            told: ids of which ``metrics.jsonl`` has a record.
+        """
+        self._term = term
+        self._told = set(told)
+        self._open = [name for name in self._runs.asked_evaluations() if name not in self._told]
 
     def due(self, step: int, total: int) -> bool:
         """Whether the config wants an evaluation of this step's weights."""
@@ -58,6 +81,8 @@ class Evaluations:
         whole = step == 0 or step >= total
         ids = []
         for name in self._sets:
+            if f"{name}@{step}" in self._told:
+                continue
             limits = [self._limits[name], None if whole else self._settings.limit]
             self._runs.request_evaluation(
                 EvaluationRequest(
@@ -68,21 +93,35 @@ class Evaluations:
                     temperature=self._settings.temperature,
                     samples=self._settings.samples,
                     final=step >= total,
-                )
+                ),
+                self._term,
             )
             ids.append(f"{name}@{step}")
         self._open += [name for name in ids if name not in self._open]
         return ids
 
+    def request_since(self, first: int, last: int, total: int) -> list[str]:
+        """Asks for what is due from one step to another, both included; returns the ids."""
+        return [id_ for step in range(first, last + 1) for id_ in self.request(step, total)]
+
+    def open(self) -> list[str]:
+        """Ids that are asked for and not told."""
+        return list(self._open)
+
     def arrived(self) -> list[EvaluationResult]:
-        """Results that have come since the last call; looks at most every 0.25 s."""
+        """Results that are there and not told, each once; looks at most every 0.25 s."""
         now = time.monotonic()
         if not self._open or now - self._looked < LOOK_SECONDS:
             return []
         self._looked = now
-        found = [(name, self._runs.evaluation(name)) for name in self._open]
-        self._open = [name for name, result in found if result is None]
-        return [result for _, result in found if result is not None]
+        found = self._runs.evaluation_results(self._open)
+        self._told |= found.keys()
+        for name, reason in self._runs.given_up_evaluations().items():
+            if name in self._open:
+                self._open.remove(name)
+                log.error(f"evaluation {name} is given up, it failed too often; the last: {reason}")
+        self._open = [name for name in self._open if name not in found]
+        return sorted(found.values(), key=lambda result: (result.step, result.id))
 
     def wait(
         self,
@@ -106,7 +145,8 @@ class Evaluations:
                 return False
             if now - looked >= 2.0:
                 looked = now
-                if self._members.live("rollout"):
+                # Where nobody at all is heard of, Redis is out of reach or its disk is full.
+                if self._members.live("rollout") or not self._members.live():
                     seen = now
             waited = ", ".join(name for name in ids if name in self._open)
             if waited and (now - start > deadline or now - seen > ABANDONED_SECONDS):
@@ -123,3 +163,49 @@ class Evaluations:
             if waited:
                 time.sleep(0.02)
         return True
+
+
+def told_in(path: Path) -> set[str]:
+    """Ids of the evaluations that have a record in the metrics."""
+    found: set[str] = set()
+    for part in parts(path):
+        with open(part, "rb") as file:
+            for line in file:
+                if b'"eval/id"' not in line:
+                    continue
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue  # cut by a crash: it is told again
+                if isinstance(record, dict) and "eval/id" in record:
+                    found.add(str(record["eval/id"]))
+    return found
+
+
+def record_of(result: EvaluationResult) -> dict[str, Any]:
+    """The metrics of a result, and ``step``, the one of the weights that it measured."""
+    name = f"eval/{result.set_name}"
+    due = result.id.rpartition("@")[2]
+    several = result.samples > 1 and result.pass_rate is not None
+    found: dict[str, Any] = {
+        "step": result.step,
+        "eval/id": result.id,
+        "eval/due": int(due) if due.isdecimal() else result.step,
+        "eval/version": result.version,
+        f"{name}/accuracy": result.accuracy,
+        f"{name}/format": result.format_share,
+        **{f"{name}/class_{k}": share for k, share in result.classes().items()},
+        f"{name}/length": result.mean_length,
+        f"{name}/problems": result.problems,
+        f"{name}/samples": result.samples,
+        f"{name}/seconds": result.seconds,
+    }
+    if several:
+        found[f"{name}/pass@{result.samples}"] = result.pass_rate
+    for source, accuracy in result.accuracy_by_source.items():
+        by = f"{name}/source/{source}"
+        found[f"{by}/accuracy"] = accuracy
+        found[f"{by}/problems"] = result.problems_by_source.get(source)
+        if several:
+            found[f"{by}/pass@{result.samples}"] = result.pass_by_source.get(source)
+    return found

@@ -30,16 +30,25 @@ def token_logprobs(
     tokens: Tensor,
     temperature: Tensor | None,
     *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    cap: float | None = None,
     entropy_gradient: bool = False,
     chunked: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``log π(token | hidden)`` and the entropy of π, of ``softmax(hidden Wᵀ / T)``.
+    """``log π(token | hidden)`` and the entropy of π, of ``softmax(f(hidden Wᵀ + b) / T)``.
+
+    f(z) is ``scale z``, or with a cap ``cap tanh(scale z / cap)`` (Gemma 2's soft cap,
+    arXiv 2408.00118, section 2).
 
     Args:
         hidden: ``[N, H]`` after the final norm, at the positions that predict the tokens.
         weight: ``[V, H]`` the output matrix.
         tokens: ``[N]`` int64.
         temperature: ``[N]`` float32, or None for 1 everywhere.
+        bias: ``[V]`` b, or None.
+        scale: Multiplies the logits.
+        cap: Bound of the logits' size, or None.
         entropy_gradient: Whether the entropy carries a gradient.
         chunked: None = by the size of the vocabulary.
 
@@ -51,13 +60,19 @@ def token_logprobs(
     if chunked:
         size = CHUNK_BYTES.get(hidden.device.type, 64 << 20) // (4 * max(len(hidden), 1))
         size = max(size, LEAST_SLICE)
-        wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
+        wanted = torch.is_grad_enabled() and any(one.requires_grad for one in inputs)
         kept = KEPT_BYTES.get(hidden.device.type, 0) // (4 * max(len(hidden), 1) * size)
         logprobs, entropy = _Sliced.apply(
-            hidden, weight, tokens, temperature, size, kept if wanted else 0
+            hidden, weight, bias, tokens, temperature, scale, cap, size, kept if wanted else 0
         )
         return logprobs, entropy if entropy_gradient else entropy.detach()
-    return from_logits(hidden @ weight.T, tokens, temperature, entropy_gradient=entropy_gradient)
+    logits = _product(hidden, weight, bias)
+    if scale != 1.0:
+        logits = _float(logits) * scale
+    if cap is not None:
+        logits = cap * torch.tanh(_float(logits) / cap)
+    return from_logits(logits, tokens, temperature, entropy_gradient=entropy_gradient)
 
 
 def from_logits(
@@ -92,18 +107,48 @@ def _float(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _slice_logits(hidden: Tensor, weight: Tensor, heat: Tensor | None) -> Tensor:
-    logits = _float(hidden @ weight.T)
+def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
+
+
+def _slice_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    part: slice,
+    bend: float | None,
+    heat: Tensor | None,
+) -> Tensor:
+    """``heat · z`` of a slice, z = hidden Wᵀ + b; or ``heat · tanh(bend · z)``."""
+    logits = _float(_product(hidden, weight[part], None if bias is None else bias[part]))
+    if bend is not None:
+        logits.mul_(bend).tanh_()
     return logits if heat is None else logits.mul_(heat)
 
 
+def _factors(
+    temperature: Tensor | None, scale: float, cap: float | None, like: Tensor
+) -> tuple[Tensor | None, float | None]:
+    """Heat, ``[N, 1]``, and bend of :func:`_slice_logits`: in the heat the scale costs nothing."""
+    outside = scale if cap is None else cap
+    if temperature is not None:
+        heat = temperature[:, None].to(like.dtype).reciprocal()
+        heat = heat if outside == 1.0 else heat.mul_(outside)
+    elif cap is None and scale == 1.0:
+        return None, None
+    else:
+        heat = torch.full_like(like, outside)[:, None]
+    return heat, None if cap is None else scale / cap
+
+
 class _Sliced(torch.autograd.Function):
-    """Keeps hidden, W, tokens, logsumexp and entropy; makes the logits again in backward, but for
-    those of the first slices, which it keeps.
+    """Keeps hidden, W, b, tokens, logsumexp and entropy; makes the logits again in backward, but
+    for those of the first slices, which it keeps.
 
     Forward goes over slices with a running maximum m, ``s = Σ e^(z − m)`` and
     ``u = Σ e^(z − m) (z − m)``: then log-sum-exp is m + log s and the entropy log s − u/s.
-    Backward uses ∂ log p_y / ∂z = onehot(y) − p and ∂H / ∂z_j = −p_j (log p_j + H), both over T.
+    Backward uses ∂ log p_y / ∂z = onehot(y) − p and ∂H / ∂z_j = −p_j (log p_j + H), both times
+    what multiplies z, and under a cap times 1 − tanh².
     """
 
     @staticmethod
@@ -111,21 +156,25 @@ class _Sliced(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         tokens: Tensor,
         temperature: Tensor | None,
+        scale: float,
+        cap: float | None,
         size: int,
         kept: int,
     ) -> tuple[Tensor, Tensor]:
         saved: list[Tensor] = []
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        heat = None if temperature is None else temperature[:, None].to(dtype).reciprocal()
         count = len(hidden)
         most = hidden.new_full((count,), -torch.inf, dtype=dtype)
+        heat, bend = _factors(temperature, scale, cap, most)
         total = hidden.new_zeros(count, dtype=dtype)
         moment = torch.zeros_like(total)
         picked = torch.zeros_like(total)
         for start in range(0, weight.shape[0], size):
-            logits = _slice_logits(hidden, weight[start : start + size], heat)
+            part = slice(start, start + size)
+            logits = _slice_logits(hidden, weight, bias, part, bend, heat)
             width = logits.shape[1]
             local = tokens - start
             here = (local >= 0) & (local < width)
@@ -140,35 +189,41 @@ class _Sliced(torch.autograd.Function):
             else:
                 logits.sub_(base[:, None])
             moved = torch.where(most == -torch.inf, torch.zeros_like(most), most - base)
-            scale = torch.where(most == -torch.inf, torch.zeros_like(most), moved.exp())
+            shrunk = torch.where(most == -torch.inf, torch.zeros_like(most), moved.exp())
             share = logits.exp()
-            moment = scale * (moment + moved * total)
-            total = scale * total + share.sum(1)
+            moment = shrunk * (moment + moved * total)
+            total = shrunk * total + share.sum(1)
             # e^x x is 0 at x = −∞, where the product is NaN.
             moment += torch.linalg.vecdot(share, logits.clamp_(min=-1e30))
             most = top
         norms = most + total.log()
         entropy = total.log() - moment / total
         logprobs = picked - norms
-        ctx.save_for_backward(hidden, weight, tokens, heat, norms, entropy, *saved)
-        ctx.size = size
+        ctx.save_for_backward(hidden, weight, bias, tokens, heat, norms, entropy, *saved)
+        ctx.size, ctx.bend = size, bend
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         by_logprob, by_entropy = gradients
-        hidden, weight, tokens, heat, norms, entropy, *saved = ctx.saved_tensors
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        hidden, weight, bias, tokens, heat, norms, entropy, *saved = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         # Summed in float32: a bf16 sum over many slices loses small terms.
         grad_hidden = torch.zeros_like(hidden, dtype=norms.dtype) if wants_hidden else None
         grad_weight = torch.empty_like(weight) if wants_weight else None
+        grad_bias = torch.empty_like(bias) if wants_bias else None
         with_entropy = bool(by_entropy.any())
         for number, start in enumerate(range(0, weight.shape[0], ctx.size)):
             part = slice(start, start + ctx.size)
             if number < len(saved):
                 every = saved[number] - norms[:, None]
             else:
-                every = _slice_logits(hidden, weight[part], heat).sub_(norms[:, None])
+                every = _slice_logits(hidden, weight, bias, part, ctx.bend, heat)
+                every.sub_(norms[:, None])
+            bent = None
+            if ctx.bend is not None:
+                # 1 − tanh², from heat · tanh.
+                bent = ((every + norms[:, None]) / heat).square_().neg_().add_(1)
             share = every.exp()
             width = share.shape[1]
             if with_entropy:
@@ -184,6 +239,10 @@ class _Sliced(torch.autograd.Function):
             grad.scatter_add_(1, local.clamp(0, width - 1)[:, None], added[:, None])
             if heat is not None:
                 grad.mul_(heat)
+            if bent is not None:
+                grad.mul_(bent.mul_(ctx.bend))
+            if grad_bias is not None:
+                grad_bias[part] = grad.sum(0)
             narrow = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden += narrow @ weight[part]
@@ -191,4 +250,4 @@ class _Sliced(torch.autograd.Function):
                 torch.mm(narrow.T, hidden, out=grad_weight[part])
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None

@@ -64,6 +64,7 @@ def rows_of(
     step: int,
     baseline: Baseline,
     truncation: str,
+    stragglers: str = "mask",
     objective: Objective,
 ) -> Rows:
     """All rows of a batch as tensors, their advantages computed.
@@ -74,6 +75,7 @@ def rows_of(
         baseline: Of the advantages.
         truncation: ``wrong``: a truncated row counts as what its grade says. ``mask``: it is in
             the baseline and out of the loss. ``zero_advantage``: the same through A = 0.
+        stragglers: The same of rows that were cut at their group's deadline.
         objective: Decides the temperature by source.
     """
     counted = np.flatnonzero(batch.source != Source.ENVIRONMENT)
@@ -91,9 +93,8 @@ def rows_of(
     expert_row = torch.from_numpy(batch.expert_row)
     lengths = torch.from_numpy(np.bincount(row, minlength=len(batch)).astype(np.int64))
     given = advantages(rewards, group, batch.groups, expert_row, baseline, lengths)
-    truncated = torch.from_numpy(batch.truncated)
-    masked = truncated if truncation == "mask" else torch.zeros_like(truncated)
-    given = _without_truncated(given, truncated, truncation)
+    masked = _cut("mask", batch, truncation, stragglers)
+    given = _without_cut(given, batch, truncation, stragglers)
     return Rows(
         row=torch.from_numpy(row.astype(np.int64)),
         expert=torch.from_numpy(expert),
@@ -112,7 +113,13 @@ def rows_of(
 
 
 def penalised(
-    rows: Rows, batch: Batch, penalties: Tensor, *, baseline: Baseline, truncation: str
+    rows: Rows,
+    batch: Batch,
+    penalties: Tensor,
+    *,
+    baseline: Baseline,
+    truncation: str,
+    stragglers: str = "mask",
 ) -> Rows:
     """The rows with the advantages of ``R − penalty``.
 
@@ -124,6 +131,7 @@ def penalised(
         penalties: ``[R]``
         baseline: Of the advantages.
         truncation: See :func:`rows_of`.
+        stragglers: See :func:`rows_of`.
     """
     given = advantages(
         rows.rewards - penalties,
@@ -133,14 +141,22 @@ def penalised(
         baseline,
         rows.lengths,
     )
-    truncated = torch.from_numpy(batch.truncated)
-    return rows.with_columns(advantages=_without_truncated(given, truncated, truncation))
+    return rows.with_columns(advantages=_without_cut(given, batch, truncation, stragglers))
 
 
-def _without_truncated(given: Tensor, truncated: Tensor, truncation: str) -> Tensor:
-    if truncation != "zero_advantage":
-        return given
-    return torch.where(truncated, torch.zeros_like(given), given)
+def _cut(how: str, batch: Batch, truncation: str, stragglers: str) -> Tensor:
+    """``[R]`` bool: rows that were cut, by length or at a deadline, and are to be treated so."""
+    found = np.zeros(len(batch), np.bool_)
+    if truncation == how:
+        found |= batch.truncated
+    if stragglers == how:
+        found |= batch.straggler
+    return torch.from_numpy(found)
+
+
+def _without_cut(given: Tensor, batch: Batch, truncation: str, stragglers: str) -> Tensor:
+    silent = _cut("zero_advantage", batch, truncation, stragglers)
+    return torch.where(silent, torch.zeros_like(given), given)
 
 
 def micro_batch(

@@ -10,7 +10,7 @@ from ..common.errors import WireError
 from ..common.plain import fits
 
 _ORDERS: dict[str, dict[str, type]] = {
-    "train": {"step": int, "groups": list, "traces": list, "lr": float},
+    "train": {"step": int, "groups": list, "traces": list, "lr": float, "settled": bool},
     "save": {"folder": str},
     "load": {"folder": str},
     "export": {"folder": str},

@@ -27,6 +27,7 @@ from ..common.sockets import Authenticator, CurveKeys, bind_router, new_keys
 from ..common.weights.directory import ROLE, LearnerAddress, Registry
 from ..common.weights.mailbox import Mailbox
 from ..common.weights.manifest import Layout, plan
+from ..common.weights.scored_rows import ScoredRows
 from ..common.weights.segment import remove_left_behind
 from ..common.weights.staging import StagingSlot, StagingSlots
 from ..common.weights.transport import Transport, local_address, make_transport
@@ -154,13 +155,19 @@ class WeightPublisher:
             thread.start()
             self._threads.append(thread)
 
-    def publish(self, version: Version, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def publish(
+        self,
+        version: Version,
+        parameters: Iterable[tuple[str, torch.Tensor]],
+        scored: ScoredRows | None = None,
+    ) -> None:
         """Copies a version out of the model and returns; it is served in the background.
 
         Args:
             version: newer than the last one.
             parameters: (name, tensor) in the same order every time, each tied parameter once.
                 Each tensor is read before the next is asked for, so that it may be a gather's.
+            scored: what these weights make of some rows, for workers to check theirs by.
 
         Raises:
             WeightsError: the version isn't newer, or names, order or shapes aren't those of
@@ -172,6 +179,7 @@ class WeightPublisher:
             parameters = self._lay_out(parameters)
         assert self._layout is not None
         slot = self._slots.take(self._layout, self._device, shared=self._shared, pin=self._pin)
+        slot.scored = scored
         along = slot.segment is not None and not self._pin
         if along:
             # Workers of this host read along. (What a GPU copies is there at some later time.)

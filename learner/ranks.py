@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..common import wire
@@ -19,6 +22,7 @@ from ..common.records import ExpertTrace, Group
 from .engine import DeepSpeedEngine
 from .orders import pack_order, read_order
 from .rendezvous import broadcast_bytes
+from .scored import score
 from .updates import GroupWithTraces, StepOutcome, Updates
 
 IDLE_SECONDS = 20.0
@@ -41,6 +45,7 @@ class Leader:
         *,
         lr: float,
         before_step: Callable[[], None] | None = None,
+        settled: bool = False,
     ) -> StepOutcome:
         """See :meth:`Updates.train`."""
         if not self._alone:
@@ -48,22 +53,25 @@ class Leader:
                 "train",
                 step=step,
                 lr=lr,
+                settled=settled,
                 groups=[[wire.encode(group), list(names)] for group, names in groups],
                 traces=[wire.encode(trace) for trace in traces.values()],
             )
-        return self._updates.train(step, groups, traces, lr=lr, before_step=before_step)
+        return self._updates.train(
+            step, groups, traces, lr=lr, before_step=before_step, settled=settled
+        )
 
     def save(self, folder: Path) -> None:
         """Writes the engine's part of a checkpoint."""
         self._tell("save", folder=str(folder))
-        self.engine.save(folder, self._updates.coefficients.state())
+        self.engine.save(folder, self._updates.state())
         # All ranks' files are there once all have answered.
         self.engine.barrier()
 
     def load(self, folder: Path) -> None:
         """Reads it again."""
         self._tell("load", folder=str(folder))
-        self._updates.coefficients.restore(self.engine.load(folder))
+        self._updates.restore(self.engine.load(folder))
 
     def export(self, folder: Path, base: Path | None) -> None:
         """Writes the Hugging Face folder."""
@@ -75,6 +83,12 @@ class Leader:
         if self.engine.stage == 3:
             self._tell("parameters")
         return self.engine.parameters()
+
+    def score(self, rows: NDArray[np.int64], dtype: torch.dtype) -> Tensor:
+        """``[R, S - 1]`` Log-probs of some rows in a dtype; see :func:`~.scored.score`."""
+        if self.engine.stage == 3:
+            self._tell("score", rows=rows.tolist(), dtype=str(dtype).removeprefix("torch."))
+        return score(self.engine, rows, dtype)
 
     def stop(self) -> None:
         """Lets the followers go."""
@@ -117,16 +131,19 @@ def follow(engine: DeepSpeedEngine, updates: Updates) -> None:
                     [(wire.decode(data, Group), names) for data, names in said["groups"]],
                     {trace.trace_id: trace for trace in traces},
                     lr=said["lr"],
+                    settled=said["settled"],
                 )
             case "save":
-                engine.save(Path(said["folder"]), updates.coefficients.state())
+                engine.save(Path(said["folder"]), updates.state())
                 engine.barrier()
             case "load":
-                updates.coefficients.restore(engine.load(Path(said["folder"])))
+                updates.restore(engine.load(Path(said["folder"])))
             case "export":
                 engine.export(Path(said["folder"]), None)
             case "parameters":
                 for _ in engine.parameters():
                     pass
+            case "score":
+                score(engine, np.array(said["rows"], np.int64), getattr(torch, said["dtype"]))
             case "stop":
                 return

@@ -113,6 +113,15 @@ def max_over_ranks(values: list[float]) -> list[float]:
     return [float(v) for v in torch.stack(gathered).amax(0)]
 
 
+def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """``[n]`` float64 of each rank, one after the other: ``[ranks · n]``, the same on each."""
+    if dist.get_world_size() == 1:
+        return values
+    gathered = [torch.zeros_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, values)
+    return torch.cat(gathered)
+
+
 def gather_names(names: list[str]) -> list[list[str]]:
     """Every rank's list of names, by rank."""
     everyone = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,30 @@ OLDEST_TOLD = 8
 """The staleness histogram's last bin: samples of this age and older ones."""
 
 
+Replaced = Mapping[str, Sequence[Sample]]
+"""By group id the own samples that gave way to traces; a group's samples are the others."""
+
+
 def describe(
-    step: int, groups: Sequence[GroupWithTraces], traces: Mapping[str, ExpertTrace]
+    step: int,
+    groups: Sequence[GroupWithTraces],
+    traces: Mapping[str, ExpertTrace],
+    replaced: Replaced = MappingProxyType({}),
+    *,
+    compared: bool = True,
 ) -> dict[str, float]:
     """``reward/…``, ``rollout/…`` and ``replay/…`` of a step.
 
     ``reward/zero_variance`` is the share of groups without a signal (all rewards equal, expert
-    rows included); ``…_accuracy`` the same by accuracy alone. ``rollout/entropy`` is the
+    rows included), where the rows of a group are ``compared``; ``…_accuracy`` the same by accuracy
+    alone. ``rollout/entropy`` is the
     estimate −mean log μ over all own tokens. ``replay/staleness_…`` is in steps;
     ``replay/staleness_share_<age>`` is the share of the own samples of that age (the last bin,
-    8, also holds the older ones), for every age up to the greatest of the step.
+    8, also holds the older ones), for every age up to the greatest of the step. Samples that gave
+    way to traces count among the own samples.
     """
-    samples = [sample for group, _ in groups for sample in group.samples]
+    sampled = [[*group.samples, *replaced.get(group.group_id, ())] for group, _ in groups]
+    samples = [sample for members in sampled for sample in members]
     used = [traces[name] for _, names in groups for name in names]
     found: dict[str, float] = {
         "replay/groups": float(len(groups)),
@@ -40,7 +53,11 @@ def describe(
     if used:
         found["replay/expert_length"] = _mean([len(trace.tokens) for trace in used])
     if samples:
-        found |= _rewards(groups, samples, traces) | _rollouts(groups, samples)
+        found |= _rewards(groups, samples, traces) | _rollouts(sampled, samples)
+        if not compared:
+            # A group of equal rewards, or of one row, teaches something all the same.
+            del found["reward/zero_variance"], found["reward/zero_variance_accuracy"]
+        found["replay/replaced_groups"] = _mean([group.group_id in replaced for group, _ in groups])
         begun = [s for s in samples if len(s.source) and s.source[0] == Source.EXPERT]
         if begun:
             found["replay/prefixed_rows"] = float(len(begun))
@@ -102,17 +119,18 @@ def _rewards(
     }
 
 
-def _rollouts(groups: Sequence[GroupWithTraces], samples: Sequence[Sample]) -> dict[str, float]:
+def _rollouts(groups: Sequence[Sequence[Sample]], samples: Sequence[Sample]) -> dict[str, float]:
     lengths = [len(s.tokens) for s in samples]
     own = np.concatenate([s.source for s in samples]) == Source.OWN
     logprobs = np.concatenate([s.logprobs for s in samples])[own]
     ended = [s.finish_reason for s in samples]
-    aborted = FinishReason.ABORT
-    partial = [any(s.finish_reason is aborted for s in g.samples) for g, _ in groups]
+    late = FinishReason.DEADLINE
+    partial = [any(s.finish_reason is late for s in members) for members in groups]
     found = {
         "rollout/length_mean": _mean(lengths),
         "rollout/length_max": float(max(lengths)),
         "rollout/truncated": ended.count(FinishReason.LENGTH) / len(ended),
+        "rollout/stragglers": ended.count(late) / len(ended),
         "rollout/partial_groups": _mean(partial),
         "rollout/tokens": float(sum(lengths)),
     }
@@ -126,12 +144,18 @@ def texts(
     groups: Sequence[GroupWithTraces],
     traces: Mapping[str, ExpertTrace],
     most: int,
+    replaced: Replaced = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """The step's first groups as records of samples.jsonl."""
-    return [_text(step, group, [traces[name] for name in names]) for group, names in groups[:most]]
+    return [
+        _text(step, group, [traces[name] for name in names], replaced.get(group.group_id, ()))
+        for group, names in groups[:most]
+    ]
 
 
-def _text(step: int, group: Group, traces: Sequence[ExpertTrace]) -> dict[str, Any]:
+def _text(
+    step: int, group: Group, traces: Sequence[ExpertTrace], replaced: Sequence[Sample]
+) -> dict[str, Any]:
     rows: list[dict[str, Any]] = [
         {
             "source": "own",
@@ -143,8 +167,11 @@ def _text(step: int, group: Group, traces: Sequence[ExpertTrace]) -> dict[str, A
             "extracted": sample.extracted,
             "components": dict(sample.components),
             "versions": [f"{s.term}.{s.step}" for s in sample.spans],
+            # It gave way to a trace, and wasn't trained on.
+            **({"replaced": True} if gone else {}),
         }
-        for sample in group.samples
+        for samples, gone in ((group.samples, False), (replaced, True))
+        for sample in samples
     ]
     rows += [
         {

@@ -48,7 +48,7 @@ class Rows:
     expert_row: Tensor
     """``[R]`` bool, rows with at least one expert token."""
     masked: Tensor
-    """``[R]`` bool, rows that count in denominators and stay out of the loss (truncation)."""
+    """``[R]`` bool, rows that count in denominators and stay out of the loss (cut ones)."""
     lengths: Tensor
     """``[R]`` int64, own and expert tokens of the row."""
     logprobs: Tensor | None = None

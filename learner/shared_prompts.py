@@ -12,6 +12,7 @@ For the CPU, where padding and repeated prompts cost what they weigh; a GPU has 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -63,9 +64,11 @@ def attention(
     """Causal attention for transformers' attention interface.
 
     ``query`` is ``[1, heads, F, d]``, ``key`` and ``value`` ``[1, kv heads, F, d]``; returns
-    ``[1, F, heads, d]``. Without a layout among the keywords it is plain SDPA.
+    ``[1, F, heads, d]``. A layer's ``sliding_window`` counts the tokens that a token sees, itself
+    among them. Without a layout among the keywords it is plain SDPA.
     """
     layout: Layout | None = kwargs.pop(ARGUMENT, None)
+    window: int | None = kwargs.get("sliding_window")
     if layout is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -81,7 +84,11 @@ def attention(
     both = torch.cat([_line(key), _line(value)], 1).index_select(0, layout.gather)
     both = both.view(*shape, 2 * kv_heads, size).transpose(1, 2)
     k, v = (_repeated(part, heads // kv_heads) for part in both.split(kv_heads, 1))
-    result = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)
+    # A mask costs SDPA its fast causal path: only where a row is longer than the window.
+    mask = _band(layout.width, window, q.device) if window and layout.width > window else None
+    result = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
+    )
     line = result.transpose(1, 2).reshape(-1, heads * size).index_select(0, layout.back)
     return line.view(1, -1, heads, size), None
 
@@ -100,8 +107,28 @@ def _repeated(tensor: Tensor, times: int) -> Tensor:
     return wide.reshape(rows, heads * times, width, size)
 
 
+@lru_cache(maxsize=2)
+def _band(width: int, window: int, device: torch.device) -> Tensor:
+    """``[S, S]`` bool: what a token sees of its row under a sliding window."""
+    ones = torch.ones(width, width, dtype=torch.bool, device=device)
+    return ones.tril().triu(1 - window)
+
+
+def arguments(layout: Layout) -> dict[str, Any]:
+    """What the model is called with beside the line of tokens."""
+    return {
+        "position_ids": layout.positions,
+        ARGUMENT: layout,
+        # A mask of four dimensions keeps transformers from making one of its own, [F, F] large.
+        "attention_mask": layout.positions.new_zeros(1, 1, 1, 1),
+    }
+
+
 def register() -> None:
     """Makes it known to transformers."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(IMPLEMENTATION, attention)
+    # Rows without a layout get the masks of SDPA: none, or a sliding window's.
+    AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)

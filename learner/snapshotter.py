@@ -67,7 +67,7 @@ class Snapshotter:
                 manifest = pin.slot.manifest_of(self._run_id, version)
                 path = snapshots.write(self._folder, manifest, pin.slot.on_host())
                 self._mailbox.post(("snapshot", manifest, path))
-            except (TandemError, RuntimeError) as error:
+            except (TandemError, RuntimeError, OSError) as error:
                 self._mailbox.post(("no_snapshot", str(error)))
             finally:
                 pin.release()

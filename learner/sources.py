@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from ..common.config import Config
 from ..common.errors import DataError, StoreError
-from ..common.records import ExpertTrace, Group
+from ..common.records import ExpertTrace, Group, Sample
 from ..common.seeds import keyed_generator
 from ..replay import rules
 from ..replay.ledger import Ledger, Row, Waiting
@@ -43,6 +43,8 @@ class StepBatch:
     """In the row's order."""
     traces: dict[str, ExpertTrace]
     """Every trace that the groups name."""
+    replaced: dict[str, tuple[Sample, ...]] = field(default_factory=dict)
+    """By group the own samples that gave way to its traces; its other ones are in ``groups``."""
     quarantined: bool = False
     """The row is written and marked: it uses its number and isn't trained on."""
 
@@ -58,8 +60,14 @@ class BatchSource(ABC):
     """Steps of the whole run; for passes over a ledger that rejects groups, at most so many."""
 
     @abstractmethod
-    def begin(self, term: int, journal: Journal) -> int:
-        """Brings the source in line with the journal; returns J, the steps that have rows."""
+    def begin(self, term: int, journal: Journal, step: int) -> int:
+        """Brings the source in line with the journal; returns J, the steps that have rows.
+
+        Args:
+            term: The learner's.
+            journal: As it was found: its outcomes above ``step`` are given up.
+            step: Of the checkpoint that is gone on from.
+        """
 
     @abstractmethod
     def take(self, step: int, term: int) -> Fetch | Waiting:
@@ -127,10 +135,10 @@ class LedgerSource(BatchSource):
         groups = (settings.passes or 0) * ledger.order.pass_length
         self.total_steps = settings.steps or math.ceil(groups / settings.groups_per_step)
 
-    def begin(self, term: int, journal: Journal) -> int:
+    def begin(self, term: int, journal: Journal, step: int) -> int:
         # What Redis lacks, and some before it: a different row there is another history.
-        first = self._ledger.journalled() - COMPARED_ROWS
-        rows = [Row.from_dict(journal.rows[step]) for step in sorted(journal.rows) if step > first]
+        first = max(1, self._ledger.journalled() - COMPARED_ROWS + 1)
+        rows = (Row.from_dict(journal.row_of(n)) for n in range(first, journal.last_step + 1))
         written = self._ledger.reassert(rows, term)
         if written:
             log.warning(
@@ -138,12 +146,12 @@ class LedgerSource(BatchSource):
             )
         # Of steps that the checkpoint has, Redis may have lost what became of them: nobody trains
         # these again, and no later checkpoint would be durable over them.
-        for step in self._ledger.open_steps():
-            outcome = journal.outcomes.get(step)
-            if outcome == "applied":
-                self._ledger.confirm(step, term)
-            elif outcome == "quarantined":
-                self._ledger.quarantine(step, term, "quarantined before")
+        for taken in self._ledger.open_steps():
+            outcome = journal.outcome(taken)
+            if outcome == "quarantined":
+                self._ledger.quarantine(taken, term, "quarantined before")
+            elif outcome == "applied" and taken <= step:
+                self._ledger.confirm(taken, term)
         return self._ledger.journalled()
 
     def take(self, step: int, term: int) -> Fetch | Waiting:
@@ -156,17 +164,20 @@ class LedgerSource(BatchSource):
     def _fetch(self, row: Row) -> StepBatch:
         groups: list[GroupWithTraces] = []
         traces: dict[str, ExpertTrace] = {}
+        replaced: dict[str, tuple[Sample, ...]] = {}
         if not row.quarantined:
             fetched = self._ledger.fetch(row)
             traces = self._traces.get([name for entry in row.ids for name in entry.trace_ids])
-            groups = [
-                (group, entry.trace_ids) for group, entry in zip(fetched, row.ids, strict=True)
-            ]
+            for group, entry in zip(fetched, row.ids, strict=True):
+                if entry.replaced:
+                    group, replaced[group.group_id] = without(group, entry.replaced)
+                groups.append((group, entry.trace_ids))
         return StepBatch(
             step=row.step,
             row=row.to_dict(),
             groups=groups,
             traces=traces,
+            replaced=replaced,
             quarantined=bool(row.quarantined),
         )
 
@@ -195,6 +206,13 @@ class LedgerSource(BatchSource):
                 f"raise replay.maxmemory_mb, or lower learner.checkpoint_every"
             )
         return told
+
+
+def without(group: Group, places: Sequence[int]) -> tuple[Group, tuple[Sample, ...]]:
+    """The group without the samples in some places, and these."""
+    kept = tuple(s for place, s in enumerate(group.samples) if place not in places)
+    gone = tuple(group.samples[place] for place in places if place < len(group.samples))
+    return replace(group, samples=kept), gone
 
 
 class OfflineSource(BatchSource):
@@ -229,7 +247,7 @@ class OfflineSource(BatchSource):
                     found.append(trace.trace_id)
         return found
 
-    def begin(self, term: int, journal: Journal) -> int:
+    def begin(self, term: int, journal: Journal, step: int) -> int:
         return journal.last_step
 
     def take(self, step: int, term: int) -> Fetch | Waiting:

@@ -17,30 +17,46 @@ import socket
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from ..common import disk
+from ..common.choices import micro_batch_refusal
 from ..common.config import Config
-from ..common.errors import DataError, FencedError, TandemError
+from ..common.errors import (
+    ConfigError,
+    DamagedError,
+    DataError,
+    FencedError,
+    RefusedError,
+    RunFailedError,
+    WireError,
+)
 from ..common.models import load_model, resolve
+from ..common.parts import PartedLines
 from ..common.records import Version
 from ..common.run_folder import JoinInfo, RunFolder
-from ..common.telemetry import Clock, JsonLines, read_json_lines
+from ..common.telemetry import Clock
+from ..common.weights.scored_rows import ScoredRows, fixed_rows
 from ..replay.connection import Store, connect
 from ..replay.ledger import Ledger, Waiting
 from ..replay.members import Members
 from ..replay.store import EvaluationResult, RunStore
-from .checkpoints import Checkpoint, Checkpoints
+from .checkpoints import Checkpoint, Checkpoints, what_is_left
+from .cutting import cut_back
 from .engine import DeepSpeedEngine
-from .evaluations import Evaluations
+from .evaluations import Evaluations, record_of, told_in
 from .grading_rates import GradingRates
-from .journal import Journal, cut_back
+from .idle import Idle
+from .journal import Journal
 from .policy import device_of
 from .publish import WeightPublisher
 from .ranks import Leader, follow
+from .ratio_alarm import RatioAlarm, ratios_of
 from .rendezvous import process_group
 from .reports import describe, texts
+from .room import size_of, write_with_room
 from .schedule import learning_rate
 from .sources import BatchSource, Fetch, LedgerSource, OfflineSource, StepBatch
 from .transfer_rates import TransferRates
@@ -91,6 +107,7 @@ def main(
         )
         engine = DeepSpeedEngine(model, config, device)
         updates = Updates(engine, config)
+        _check_unit(updates, config)
         if rank != 0:
             follow(engine, updates)
             return 0
@@ -101,7 +118,9 @@ def main(
         except FencedError:
             # A newer learner owns the run's state; leave without touching it.
             raise
-        except _RunFailed:
+        except DamagedError as error:
+            raise DamagedError(f"{error}. {what_is_left(folder)}") from None
+        except RunFailedError:
             RunStore(store).set_state("failed")
             raise
         finally:
@@ -110,8 +129,11 @@ def main(
     return 0
 
 
-class _RunFailed(TandemError):
-    """The run can't succeed by starting the learner again."""
+def _check_unit(updates: Updates, config: Config) -> None:
+    """Of an objective of the user's own nobody knew before what it doesn't split."""
+    unit, name = updates.objective.unit, config.learner.objective.name
+    if unit != "row" and (refusal := micro_batch_refusal(config, unit=unit, what=name)):
+        raise ConfigError(refusal)
 
 
 class _Full:
@@ -128,6 +150,8 @@ class _StopSignal:
 
     def _on(self, number: int, frame: FrameType | None) -> None:
         self.asked = self._heed
+        if self._heed:
+            disk.stop_waiting()
 
 
 class Trainer:
@@ -160,18 +184,24 @@ class Trainer:
         self._clock = Clock()
         self._source: BatchSource
         self._publisher: WeightPublisher | None = None
-        self._metrics: JsonLines
-        self._samples: JsonLines
-        self._logged: set[str] = set()
+        self._metrics: PartedLines
+        self._samples: PartedLines
+        self._resumed_from = 0
         self._published: Version | None = None
+        # Shorter than the run's own, for which alone the model was tried.
+        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens - 1
+        vocabulary = leader.engine.model.config.get_text_config().vocab_size
+        self._rows = fixed_rows(vocabulary, longest, config.run.seed)
         self._term = 0
         self._step = 0
         self._saved = -1
         self._released = 0
         self._bad_in_a_row = 0
+        self._idle: Idle
         self._reported = 0.0
         self._asked = 0.0
         self._rates = GradingRates()
+        self._alarm = RatioAlarm()
         self._transfers = TransferRates()
         self._shares: dict[str, float] = {}
         self._last: dict[str, float] = {}
@@ -189,9 +219,9 @@ class Trainer:
             else LedgerSource(self._ledger, self._runs)
         )
         total = self._source.total_steps
+        self._idle = Idle(self._config, total)
         try:
-            self._resume()
-            self._replay(self._source.begin(self._term, self._journal))
+            self._replay(self._resume())
             if not self._stop.asked:
                 self._publish_first(total)
                 self._train(total)
@@ -206,27 +236,51 @@ class Trainer:
             self._journal.close()
             self._hints.close()
 
-    def _resume(self) -> None:
+    def _resume(self) -> int:
+        """Goes back to the newest checkpoint; returns J, the steps that have rows.
+
+        Nothing of the run's records is given up before all that it takes to go on is there.
+        """
         self._checkpoints.clean()
         newest = self._newest()
         if newest is not None:
             self._leader.load(newest.folder)
             self._step = self._saved = newest.version.step
+            # Redis may have lost what was asked for before it: all that may be due is asked for again.
+            self._resumed_from = min(kept.version.step for kept in self._checkpoints.all())
             log.info(f"resumes from the checkpoint of step {self._step}")
-        if self._step or self._journal.last_step:
-            self._journal.resumed(self._term, self._step)
+        try:
+            journalled = self._source.begin(self._term, self._journal, self._step)
+            self._look_through(journalled)
+        except (RefusedError, WireError) as error:
+            raise DamagedError(str(error)) from None
+        self._journal.resumed(self._term, self._step)
+        self._cut_back()
+        return journalled
+
+    def _look_through(self, journalled: int) -> None:
+        """Reads the batches of all steps that will be trained again.
+
+        Raises:
+            StoreError: one is gone or damaged.
+        """
+        for step in range(self._step + 1, journalled + 1):
+            fetch = self._source.take(step, self._term)
+            if isinstance(fetch, Waiting):
+                return
+            with self._leader.waiting():
+                batch = fetch()
+            self._journal.check(step, batch.row)
+
+    def _cut_back(self) -> None:
         for path in (self._folder.metrics, self._folder.samples):
-            cut_back(path, self._step)
-        self._logged = {
-            str(record["eval/id"])
-            for record in read_json_lines(self._folder.metrics)
-            if "eval/id" in record
-        }
-        self._metrics = JsonLines(self._folder.metrics)
-        self._samples = JsonLines(self._folder.samples)
+            cut_back(path, self._step, self._folder.cut)
+        self._evaluations.begin(self._term, told_in(self._folder.metrics))
+        self._metrics = PartedLines(self._folder.metrics)
+        self._samples = PartedLines(self._folder.samples)
 
     def _newest(self) -> Checkpoint | None:
-        newest = self._checkpoints.newest()
+        newest = self._checkpoints.newest(self._journal.last_step)
         if newest is not None and newest.ranks != self._leader.engine.world_size:
             raise DataError(
                 f"{newest.folder} was written by {newest.ranks} rank(s), and there are "
@@ -256,7 +310,7 @@ class Trainer:
         )
         self._publisher.start()
         # Asked for before anybody holds the weights, so that it comes before the first lease.
-        ids = self._evaluations.request(self._step, total) if self._step == 0 else []
+        ids = self._evaluations.request_since(self._resumed_from, self._step, total)
         self._publish()
         engine = self._leader.engine
         log.info(
@@ -293,14 +347,22 @@ class Trainer:
     def _finish(self) -> None:
         self._checkpoint()
         # A run that is set in passes may end before its greatest number of steps.
-        ids = self._evaluations.request(self._step, self._step)
+        self._evaluations.request(self._step, self._step)
         self._publish()
         base = Path(resolve(self._config.model.path))
         with self._clock.doing("export"):
-            self._leader.export(self._folder.model, base)
+            write_with_room(
+                self._folder.path,
+                2 * self._leader.engine.parameter_count(),
+                self._leader,
+                lambda: self._leader.export(self._folder.model, base),
+                undo=lambda: None,
+            )
         log.info(f"wrote the model to {self._folder.model}")
-        if ids and not self._evaluate_last(ids):
-            log.warning("the trained model was not evaluated")
+        due = self._evaluations.open()
+        if due and not self._evaluate_last(due):
+            left = self._evaluations.open()
+            log.warning(f"not evaluated: {', '.join(left)}")
         if self._stop.asked:
             return
         rejected = self._ledger.end("the learner has trained its last step", self._term)
@@ -381,7 +443,7 @@ class Trainer:
         step = batch.step
         with clock.doing("journal"):
             written = self._journal.row(self._term, step, batch.row)
-        known = self._journal.outcomes.get(step)
+        known = self._journal.outcome(step)
         if batch.quarantined or known == "quarantined":
             written()
             self._use_up(step, "quarantined before")
@@ -389,36 +451,64 @@ class Trainer:
         lr = learning_rate(self._config.learner.optimizer, step, self._source.total_steps)
         with clock.doing("compute"):
             outcome = self._leader.train(
-                step, batch.groups, batch.traces, lr=lr, before_step=written
+                step,
+                batch.groups,
+                batch.traces,
+                lr=lr,
+                before_step=written,
+                settled=known == "applied",
             )
+        alarm = self._alarm.take(step, outcome.metrics, warn=not outcome.refused)
         if not outcome.applied:
-            self._quarantine(batch, outcome.undone)
+            told = {"train/applied": 0.0, **ratios_of(outcome.metrics)}
+            if outcome.refused and self._config.learner.ratio_check.on_alarm == "stop":
+                self._halt(step, told, alarm)
+            reason = alarm if outcome.refused else "loss or gradient not finite"
+            self._quarantine(batch, outcome.undone, reason, told)
             return
         self._bad_in_a_row = 0
         self._step = step
         with clock.doing("journal"):
-            noted = self._journal.applied(self._term, step)
+            noted = self._journal.applied(self._term, step, _trained(outcome.metrics))
         if self._must_publish(step):
-            with clock.doing("publish"):
-                self._publish()
+            self._publish()
         with clock.doing("metrics"):
-            metrics = {**outcome.metrics, **describe(step, batch.groups, batch.traces)}
-            for record in texts(
-                step, batch.groups, batch.traces, self._config.log.samples_per_step
-            ):
+            members = (step, batch.groups, batch.traces)
+            compared = self._config.learner.objective.least_verdicts > 1
+            described = describe(*members, batch.replaced, compared=compared)
+            metrics = {**outcome.metrics, **described}
+            for record in texts(*members, self._config.log.samples_per_step, batch.replaced):
                 self._samples.write(record)
         with clock.doing("journal"):
             noted()
         with clock.doing("confirm"):
             self._source.confirm(step, self._term)
-        self._record({**metrics, **self._told()})
+        too_long = self._idle.saw(outcome.metrics)
+        idle = {"train/idle_steps": float(self._idle.steps)}
+        self._record({**metrics, **idle, **self._told()})
+        if too_long:
+            if self._config.learner.source == "offline":
+                raise RunFailedError(f"step {step}: {self._idle.alarm}")
+            log.warning(f"step {step}: {self._idle.alarm}")
         for result in self._evaluations.arrived():
             self._log_evaluation(result)
         self._report()
 
-    def _quarantine(self, batch: StepBatch, undone: bool) -> None:
+    def _halt(self, step: int, told: dict[str, float], alarm: str) -> NoReturn:
+        """Ends the run before a step that the check of what was sampled refuses."""
+        self._checkpoint()
+        self._metrics.write({**self._stamped(told), "step": step})
+        raise RunFailedError(
+            f"step {step} is not trained (learner.ratio_check.on_alarm=stop): {alarm}. The checkpoint "
+            f"of step {self._step} is from before it, and its groups stay as they are: starting again "
+            f"comes back to them and stops here again, unless learner.ratio_check.on_alarm is tell "
+            f"(trains on them) or quarantine (puts them aside)"
+        )
+
+    def _quarantine(
+        self, batch: StepBatch, undone: bool, reason: str, told: dict[str, float]
+    ) -> None:
         step = batch.step
-        reason = "loss or gradient not finite"
         ids = ", ".join(group.group_id for group, _ in batch.groups)
         log.warning(f"step {step}: {reason}; its groups are quarantined: {ids}")
         self._journal.quarantined(self._term, step, reason)()
@@ -427,12 +517,13 @@ class Trainer:
             # Earlier updates of the step are in the weights: back to the checkpoint and on.
             self._rewind(step - 1)
         self._use_up(step, reason)
-        self._metrics.write(self._stamped({"train/applied": 0.0}))
+        self._metrics.write(self._stamped(told))
         if self._bad_in_a_row >= self._config.learner.max_nonfinite:
-            raise _RunFailed(
-                f"{self._bad_in_a_row} steps in a row had a loss or gradient that isn't finite "
-                f"(learner.max_nonfinite={self._config.learner.max_nonfinite}), the last one "
-                f"step {step}: lower learner.optimizer.lr, or look at the quarantined groups"
+            raise RunFailedError(
+                f"{self._bad_in_a_row} steps in a row had a loss or gradient that isn't finite, or an "
+                f"alarm of the ratio check (learner.max_nonfinite="
+                f"{self._config.learner.max_nonfinite}), the last one step {step}, {reason}: look at "
+                f"the quarantined groups; where the loss isn't finite, lower learner.optimizer.lr"
             )
 
     def _use_up(self, step: int, reason: str) -> None:
@@ -445,7 +536,7 @@ class Trainer:
     def _rewind(self, step: int) -> None:
         newest = self._newest()
         if newest is None:
-            raise _RunFailed(
+            raise RunFailedError(
                 f"step {step + 1} had an update that isn't finite after others of the same step, "
                 f"and there is no checkpoint to go back to: lower learner.optimizer.lr, or set "
                 f"learner.minibatches=1"
@@ -454,13 +545,11 @@ class Trainer:
         bad = self._bad_in_a_row
         self._leader.load(newest.folder)
         self._step = newest.version.step
+        self._look_through(step)
         self._journal.resumed(self._term, self._step)
         for file in (self._metrics, self._samples):
             file.close()
-        for path in (self._folder.metrics, self._folder.samples):
-            cut_back(path, self._step)
-        self._metrics = JsonLines(self._folder.metrics)
-        self._samples = JsonLines(self._folder.samples)
+        self._cut_back()
         self._replay(step)
         self._publisher = publisher
         self._bad_in_a_row = bad
@@ -475,19 +564,39 @@ class Trainer:
         version = Version(term=self._term, step=self._step)
         if self._published == version:
             return
-        self._publisher.publish(version, self._leader.parameters())
+        scored = self._scored()
+        with self._clock.doing("publish"):
+            self._publisher.publish(version, self._leader.parameters(), scored)
         self._published = version
+
+    def _scored(self) -> ScoredRows | None:
+        """What the weights make of the run's fixed rows; None where nobody is to check."""
+        if self._config.weights.check_bound == 0:
+            return None
+        with self._clock.doing("score"):
+            found = self._leader.score(self._rows, getattr(torch, self._config.engine_dtype))
+        if not bool(torch.isfinite(found).all()):
+            log.warning(f"step {self._step}: the check's rows have log-probs that aren't finite")
+            return None
+        return ScoredRows(
+            rows=tuple(map(tuple, self._rows.tolist())),
+            logprobs=tuple(map(tuple, found.tolist())),
+        )
 
     def _checkpoint(self) -> None:
         if self._saved == self._step:
             return
         with self._clock.doing("checkpoint"):
-            self._checkpoints.save(
-                Version(term=self._term, step=self._step),
-                lambda folder: self._leader.save(folder),
-                ranks=self._leader.engine.world_size,
-                state={"run_id": self._join.run_id, "seed": self._config.run.seed},
-                may_finish=self._still_newest,
+            before = self._checkpoints.all()[-1:]
+            # Weights and both moments, of four bytes each.
+            sizes = [size_of(checkpoint.folder) for checkpoint in before]
+            least = max([12 * self._leader.engine.parameter_count(), *sizes])
+            write_with_room(
+                self._folder.checkpoints,
+                least,
+                self._leader,
+                self._save,
+                undo=self._checkpoints.clean,
             )
             self._saved = self._step
             # One alone might be damaged, and then the samples since the start are needed.
@@ -495,6 +604,15 @@ class Trainer:
             if len(kept) >= 2:
                 self._let_go(kept[0].version.step)
         log.info(f"checkpoint of step {self._step}")
+
+    def _save(self) -> None:
+        self._checkpoints.save(
+            Version(term=self._term, step=self._step),
+            lambda folder: self._leader.save(folder),
+            ranks=self._leader.engine.world_size,
+            state={"run_id": self._join.run_id, "seed": self._config.run.seed},
+            may_finish=self._still_newest,
+        )
 
     def _still_newest(self) -> None:
         newest = self._ledger.term()
@@ -509,24 +627,7 @@ class Trainer:
                 self._evaluations.wait(ids, self._log_evaluation)
 
     def _log_evaluation(self, result: EvaluationResult) -> None:
-        if result.id in self._logged:
-            return
-        self._logged.add(result.id)
-        name = f"eval/{result.set_name}"
-        self._metrics.write(
-            {
-                "step": result.step,
-                "term": self._term,
-                "time": time.time(),
-                "eval/id": result.id,
-                f"{name}/accuracy": result.accuracy,
-                f"{name}/format": result.format_share,
-                **{f"{name}/class_{k}": share for k, share in result.classes().items()},
-                f"{name}/length": result.mean_length,
-                f"{name}/problems": result.problems,
-                f"{name}/seconds": result.seconds,
-            }
-        )
+        self._metrics.write({**record_of(result), "term": self._term, "time": time.time()})
         log.info(
             f"evaluation {result.id}: accuracy {result.accuracy:.1%} on {result.problems} "
             f"problems (weights of step {result.step}, {result.seconds:.1f} s)"
@@ -550,7 +651,12 @@ class Trainer:
         self._asked = now
         reports = self._runs.reports()
         sent = self._transfers.sent(self._publisher.stats()) if self._publisher is not None else {}
-        return {**self._rates.take(reports), **self._transfers.lost(reports), **sent}
+        return {
+            **self._rates.take(reports),
+            **self._transfers.lost(reports),
+            **self._transfers.checked(reports),
+            **sent,
+        }
 
     def _report(self, waiting: str = "", *, force: bool = False) -> None:
         now = time.monotonic()
@@ -568,6 +674,7 @@ class Trainer:
                 "version": [self._term, self._step],
                 "total_steps": self._source.total_steps,
                 "waiting": waiting,
+                "alarm": "; ".join(filter(None, (self._alarm.text, self._idle.alarm))),
                 "seconds": self._shares,
                 "weights": weights,
                 "loss": _finite(self._last.get("train/loss")),
@@ -598,6 +705,12 @@ class Trainer:
         waited = sum(s for name, s in self._shares.items() if name.startswith("wait/"))
         parts.append(f"waited {waited / max(self._shares.get('total', 0.0), 1e-9):.0%}")
         log.info(", ".join(parts))
+
+
+def _trained(metrics: dict[str, float]) -> dict[str, int]:
+    """What a step was trained on, for the journal."""
+    tokens = metrics.get("train/tokens_own", 0) + metrics.get("train/tokens_expert", 0)
+    return {"samples": int(metrics.get("train/rows", 0)), "tokens": int(tokens)}
 
 
 def _finite(value: float | None) -> float | None:

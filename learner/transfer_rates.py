@@ -15,6 +15,7 @@ class TransferRates:
         self._counts: dict[str, float] = {}
         self._versions: dict[str, Any] = {}
         self._engines: dict[str, tuple[int, float, float]] = {}
+        self._checks: dict[str, tuple[int, int, int]] = {}
 
     def sent(self, stats: Mapping[str, Any]) -> dict[str, float]:
         """``weights/…`` of the transfers that have ended since the last call.
@@ -57,3 +58,37 @@ class TransferRates:
             lost += max(0.0, now[1] - before[1])
             busy += max(0.0, now[2] - before[2])
         return {"weights/engine_time_lost": min(1.0, lost / busy)} if busy > 0 else {}
+
+    def checked(self, reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+        """``weights/check…`` of the checks that workers have made since the last call.
+
+        Args:
+            reports: of all members.
+        """
+        made = failed = 0
+        nearest, seconds = 0.0, 0.0
+        for member, report in reports.items():
+            weights = report.get("weights")
+            check = weights.get("check") if isinstance(weights, Mapping) else None
+            if report.get("role") != "rollout" or not isinstance(check, Mapping):
+                continue
+            pid = int(report.get("pid") or 0)
+            now = (pid, int(check.get("checks", 0)), int(check.get("failures", 0)))
+            before = self._checks.get(member, (pid, 0, 0))
+            if before[0] != pid:
+                before = (pid, 0, 0)
+            self._checks[member] = now
+            if now[1] <= before[1]:
+                continue
+            made += now[1] - before[1]
+            failed += max(0, now[2] - before[2])
+            seconds = max(seconds, float(check.get("seconds") or 0))
+            nearest = max(nearest, float(check.get("nearness") or 0))
+        if not made:
+            return {}
+        return {
+            "weights/checks": float(made),
+            "weights/checks_failed": float(failed),
+            "weights/check_nearness": nearest,
+            "weights/check_seconds": seconds,
+        }

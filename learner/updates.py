@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..common.agreement import Probe
 from ..common.config import Config
 from ..common.errors import ConfigError
 from ..common.models import load_model
 from ..common.records import ExpertTrace, Group
+from .agreement import longest_row
 from .batch import Batch, build
 from .coefficients import Coefficients
 from .diagnostics import diagnose
@@ -23,7 +25,8 @@ from .objectives import Objective, ObjectiveSettings, make
 from .objectives.base import where
 from .packing import plan
 from .policy import Policy
-from .rendezvous import max_over_ranks, sum_over_ranks
+from .ratio_check import RatioCheck
+from .rendezvous import gather_over_ranks, max_over_ranks, sum_over_ranks
 from .returns import kl_penalised
 from .rows import Rows
 
@@ -39,8 +42,10 @@ class StepOutcome:
     """False where a loss or gradient wasn't finite."""
     undone: bool
     """Whether updates of the step were made before that and must be undone."""
+    refused: bool = False
+    """Whether the check of what was sampled kept the step from being made."""
     metrics: dict[str, float]
-    """``train/…``"""
+    """``train/…`` and ``ratio/…``"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,6 +67,11 @@ class _Update:
     """Of this rank's forward passes."""
     measured: Mapping[str, float]
     """Metrics that came of preparing it."""
+
+    @property
+    def real(self) -> list[MicroBatch]:
+        """``micro_batches`` without dummies."""
+        return [micro for micro in self.micro_batches if not micro.dummy]
 
 
 def objective_of(config: Config) -> Objective:
@@ -86,16 +96,21 @@ def objective_of(config: Config) -> Objective:
 
 
 def frozen_policy(config: Config, device: torch.device) -> Policy:
-    """The base model as it was before the run: π_ref. Held whole by every rank."""
-    policy = Policy(
-        load_model(
-            config.model.path,
-            dtype=config.model.dtype,
-            attention=config.model.attention,
-            device=device,
-        )
+    """The base model as it was before the run: π_ref. Held whole by every rank.
+
+    Raises:
+        ConfigError: its log-probs aren't the model's own.
+    """
+    model = load_model(
+        config.model.path,
+        dtype=config.model.dtype,
+        attention=config.model.attention,
+        device=device,
     )
-    policy.share_prompts()
+    probe = Probe.of(model, longest_row(config))
+    policy = Policy(model)
+    policy.share_prompts(probe)
+    policy.require_own(probe, whose="the reference model's")
     return policy.eval().requires_grad_(False)
 
 
@@ -116,6 +131,8 @@ class Updates:
         self.objective = objective if objective is not None else objective_of(config)
         self.coefficients = Coefficients.of(self.objective.settings)
         """Of the next update; a checkpoint keeps them."""
+        self.ratio_check = RatioCheck(config, self.objective)
+        """Its history is kept likewise."""
         self._reference: Policy | None = None
         if "reference" in self.objective.columns or self.coefficients.kl_reward:
             self._reference = frozen_policy(config, engine.device)
@@ -128,6 +145,7 @@ class Updates:
         *,
         lr: float,
         before_step: Callable[[], None] | None = None,
+        settled: bool = False,
     ) -> StepOutcome:
         """All updates of a step.
 
@@ -137,11 +155,31 @@ class Updates:
             traces: Every trace that they name.
             lr: Learning rate.
             before_step: Called once, before the first parameter changes.
+            settled: The step was made before and is repeated: an alarm is told and changes nothing.
         """
+        batch = build(
+            groups,
+            traces,
+            temperature=self.config.rollout.temperature,
+            stragglers=self.config.learner.objective.stragglers != "leave_out",
+        )
+        rows, measured = self._rows(step, batch)
         size = min(self.config.learner.minibatches, max(1, len(groups)))
         shares = np.array_split(np.arange(len(groups)), size)
-        updates = [self._prepare(step, [groups[i] for i in share], traces) for share in shares]
+        updates = [self._prepare(step, batch, rows, share, measured) for share in shares]
         found: list[dict[str, float]] = []
+        # What is sampled is checked once a step, while the weights are those of its start.
+        ratios: dict[str, float] = {}
+        looked = refused = False
+
+        def inspect(logprobs: Sequence[Tensor]) -> bool:
+            nonlocal looked, refused
+            looked = True
+            there = [micro.to(self.engine.device).rows for micro in update.real]
+            told, refused = self.ratio_check.look(there, logprobs, settled=settled)
+            ratios.update(told)
+            return not refused
+
         for number, update in enumerate(updates):
             scalars = self._scalars(update)
             if not update.active:
@@ -154,48 +192,76 @@ class Updates:
                 scalars,
                 lr=lr,
                 before_step=before_step,
+                inspect=None if looked else inspect,
             )
             before_step = None
             found.append(self._metrics(update, result, scalars))
             if not result.applied:
-                return StepOutcome(applied=False, undone=number > 0, metrics=_named(found[-1:], lr))
+                return StepOutcome(
+                    applied=False,
+                    undone=number > 0,
+                    refused=refused,
+                    metrics=_named(found[-1:], lr) | ratios,
+                )
             self.coefficients.follow(found[-1])
         if before_step is not None:
             before_step()
-        return StepOutcome(applied=True, undone=False, metrics=_named(found, lr))
+        return StepOutcome(applied=True, undone=False, metrics=_named(found, lr) | ratios)
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps besides the engine's own: it is the same on every rank."""
+        return {**self.coefficients.state(), **self.ratio_check.state()}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Inverse of :meth:`state`."""
+        self.coefficients.restore(state)
+        self.ratio_check.restore(state)
+
+    def _rows(self, step: int, batch: Batch) -> tuple[Rows, dict[str, float]]:
+        """All rows of the step, and what was measured for them.
+
+        Advantages are made here, before the step is cut into mini-batches: some baselines whiten
+        over the batch, and a mini-batch isn't the batch.
+        """
+        objective = self.config.learner.objective
+        rows = rows_of(
+            batch,
+            step=step,
+            baseline=objective.advantage,
+            truncation=objective.truncation,
+            stragglers=objective.stragglers,
+            objective=self.objective,
+        )
+        return self._penalised(batch, rows) if self.coefficients.kl_reward else (rows, {})
 
     def _prepare(
         self,
         step: int,
-        groups: Sequence[GroupWithTraces],
-        traces: Mapping[str, ExpertTrace],
+        batch: Batch,
+        rows: Rows,
+        share: np.ndarray,
+        measured: Mapping[str, float],
     ) -> _Update:
+        """The mini-batch of the groups with these numbers, which follow one another."""
         settings = self.config.learner
-        batch = build(groups, traces, temperature=self.config.rollout.temperature)
-        rows = rows_of(
-            batch,
-            step=step,
-            baseline=settings.objective.advantage,
-            truncation=settings.objective.truncation,
-            objective=self.objective,
-        )
-        measured: dict[str, float] = {}
-        if self.coefficients.kl_reward:
-            rows, measured = self._penalised(batch, rows)
-        nominal = len(groups)
+        nominal = len(share)
         if settings.source == "ledger":
             nominal *= self.config.rollout.group_size
-        active = torch.nonzero(self._active_units(rows)).squeeze(1).numpy()
+        which = np.flatnonzero(np.isin(batch.group, share))
+        # A mini-batch numbers its groups from 0.
+        rows = rows.with_columns(group=rows.group - (int(share[0]) if len(share) else 0))
+        mine = rows.select(torch.from_numpy(which))
+        active = which[torch.nonzero(self._active_units(mine)).squeeze(1).numpy()]
         own = self._pack(batch, rows, active)
         scoring: list[MicroBatch] = []
         if self.objective.columns & {"current", "proximal"}:
-            scoring = self._pack(batch, rows, np.arange(len(batch)))
+            scoring = self._pack(batch, rows, which)
             if "proximal" in self.objective.columns:
                 own = self._with_proximal(own)
         if "reference" in self.objective.columns:
             own, scoring = self._with_reference(own), self._with_reference(scoring)
         return _Update(
-            rows=rows,
+            rows=mine,
             micro_batches=own,
             scoring=scoring,
             fixed={
@@ -234,6 +300,7 @@ class Updates:
             self.coefficients.kl_reward * gaps,
             baseline=objective.advantage,
             truncation=objective.truncation,
+            stragglers=objective.stragglers,
         )
         tokens = int((~rows.expert).sum())
         return changed, {"k1_reference": float(gaps.sum()) / max(tokens, 1)}
@@ -324,13 +391,13 @@ class Updates:
     def _metrics(
         self, update: _Update, result: UpdateResult, scalars: Mapping[str, float]
     ) -> dict[str, float]:
-        real = [m for m in update.micro_batches if not m.dummy]
         looked = diagnose(
-            [micro.to(self.engine.device).rows for micro in real],
+            [micro.to(self.engine.device).rows for micro in update.real],
             result.logprobs,
             result.entropies,
             sum_over_ranks=sum_over_ranks,
             max_over_ranks=max_over_ranks,
+            gather_over_ranks=gather_over_ranks,
         )
         return {
             "loss": result.loss,

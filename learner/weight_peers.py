@@ -91,6 +91,8 @@ class Round:
     """Seconds from the end of the copy out of the model to STAGED."""
     unknown: int = 0
     """HAVEs since PREPARE that don't know of it."""
+    over: int = 0
+    """HAVEs that know of it and say that it is over."""
     acknowledged: bool = False
     """ACK came."""
     told: Staged | None = None

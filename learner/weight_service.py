@@ -308,6 +308,11 @@ class WeightService:
             peer.round.unknown += 1
             if peer.round.unknown >= 2:
                 self._fail(peer, f"{peer.member} didn't get PREPARE", drop_link=True)
+        elif peer.round is not None and peer.idle:
+            # It says how a round ended before its next HAVE, or close behind it.
+            peer.round.over += 1
+            if peer.round.over >= 2:
+                self._settle(peer, peer.round, message.version)
         if peer.round is None:
             peer.version = message.version
             peer.content = message.content
@@ -621,10 +626,12 @@ class WeightService:
             problem = problem or f"its manifest has digest {message.digest}"
             self._fail(peer, f"{peer.member} staged something else: {problem}", drop_link=True)
             return
-        now = time.perf_counter()
-        current.staged = now - current.begun
-        current.published = current.published or current.pin.slot.published
-        current.arrived = now - current.published
+        if not current.staged:
+            # Else it repeats itself, because no COMMIT has come.
+            now = time.perf_counter()
+            current.staged = now - current.begun
+            current.published = current.published or current.pin.slot.published
+            current.arrived = now - current.published
         what = f"commit version {manifest.version}"
         current.wait = Wait(peer.member, what, self._settings.commit_seconds)
         self._send(peer, Commit(round=current.id, run_id=self._run_id, version=manifest.version))
@@ -652,6 +659,15 @@ class WeightService:
             late=self.latency,
         )
         self._note_held(peer)
+
+    def _settle(self, peer: Peer, current: Round, version: Version | None) -> None:
+        """Ends a round of whose end the worker's word was lost."""
+        if version is not None and version == current.manifest.version:
+            told = Committed(round=current.id, version=version, seconds=0.0)
+            self._on_committed(peer, current, told)
+        else:
+            reason = f"{peer.member} has given it up; its word of that was lost"
+            self._fail(peer, reason, drop_link=True, tell=False)
 
     def _on_refused(self, peer: Peer, message: Refused) -> None:
         self.counts["refused"] += 1

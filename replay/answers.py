@@ -61,9 +61,14 @@ def row_answer(plain: Any) -> dict[str, Any]:
             found["attempt"] < 0
             or found["bytes"] < 0
             or not all(isinstance(name, str) for name in found["traces"])
+            or not _are_places(entry.get("replaced", []))
         ):
             raise damaged(what, f"has the entry {str(found)[:200]}", StoreError, WAY_OUT)
     return row
+
+
+def _are_places(replaced: Any) -> bool:
+    return isinstance(replaced, list) and all(type(one) is int and one >= 0 for one in replaced)
 
 
 def settings_from(stored: Mapping[bytes, bytes], read: Callable[[Mapping[str, str]], Any]) -> Any:

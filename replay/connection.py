@@ -30,7 +30,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from ..common.errors import FencedError, StoreError
+from ..common import disk
+from ..common.errors import FencedError, RefusedError, StoreError
 from ..common.run_folder import JoinInfo
 
 log = logging.getLogger("tandem.replay")
@@ -145,6 +146,9 @@ class Store:
                 results = send()
             results = [_as_full(r) if isinstance(r, ResponseError) else r for r in results]
             for result in results:
+                if isinstance(result, ResponseError) and _disk_is_full(result):
+                    raise result
+            for result in results:
                 if isinstance(result, BusyLoadingError | RedisConnectionError):
                     raise result
             return results
@@ -160,7 +164,7 @@ class Store:
 
     def persist(self, what: str, operation: Callable[[], T], deadline: float = DEADLINE) -> T:
         """Runs ``operation`` until it is done or ``deadline`` seconds have passed."""
-        begun = time.monotonic()
+        begun, full = time.monotonic(), 0.0
         # A short wait is its caller's to tell of.
         pause, told_half = 0.005, deadline < TOLD_FROM
         while True:
@@ -169,7 +173,7 @@ class Store:
             except (AuthenticationError, AuthorizationError) as error:
                 raise self._refused(error) from None
             except _WAITS as error:
-                waited = time.monotonic() - begun
+                waited = time.monotonic() - begun - full
                 if waited >= deadline:
                     raise StoreError(
                         f"Redis at {self.address} did not answer ({what}) for {waited:.0f} s: "
@@ -185,9 +189,32 @@ class Store:
                 time.sleep(min(pause, max(0.0, deadline - waited)))
                 pause = min(2 * pause, LARGEST_PAUSE)
             except ResponseError as error:
-                raise told(error, self.address) from None
+                if not _disk_is_full(error):
+                    raise told(error, self.address) from None
+                # No deadline counts this time: `tandem start` ends a run that waits for too long.
+                full += self._await_disk(what, error, full, deadline)
             except DataError as error:
                 raise StoreError(f"{what}: Redis can't be sent this: {error}") from None
+
+    def _await_disk(self, what: str, error: ResponseError, waited: float, deadline: float) -> float:
+        """Waits a little for Redis to find space; returns for how long.
+
+        Redis itself tries to write every second. Until then it refuses whatever would change
+        something, before anything has changed.
+        """
+        patience = disk.patience() if deadline >= DEADLINE else deadline
+        why = str(error).partition("MISCONF ")[2]
+        said = f"Redis at {self.address} can't write its append-only file ({why})"
+        if not waited and deadline >= TOLD_FROM:
+            log.warning(f"{said}: {what} waits for space on its disk, {patience:.0f} s at most")
+        if waited >= patience or disk.stopping():
+            raise StoreError(
+                f"{said}, {what} has waited for {waited:.0f} s: make room on the disk of the run's "
+                f"folder, where it is redis/ that grows"
+            )
+        pause = min(LARGEST_PAUSE, max(0.01, patience - waited))
+        time.sleep(pause)
+        return pause
 
     def hints(self, *channels: str) -> Hints:
         """Listens to hints (``taken``, ``graded``, ``version``, ``state``)."""
@@ -307,13 +334,21 @@ def told(error: Exception, address: str = "Redis") -> Exception:
     if word == "FENCED":
         return FencedError(rest)
     if word == "REFUSED":
-        return StoreError(rest)
+        return RefusedError(rest)
     return StoreError(f"Redis at {address} answered with an error: {text}")
 
 
 def _as_full(error: ResponseError) -> ResponseError:
     """Redis 6.2 wraps a script's -OOM, its first write on a full server, in an error of its own."""
     return OutOfMemoryError(str(error)) if ": -OOM " in str(error) else error
+
+
+def _disk_is_full(error: ResponseError) -> bool:
+    """Whether Redis refuses writes because its own can't be kept; a script's error may wrap it."""
+    text = str(error)
+    return text.startswith("MISCONF ") or (
+        not text.startswith("REFUSED ") and (": -MISCONF " in text or ": MISCONF " in text)
+    )
 
 
 def connect(join: JoinInfo, *, deadline: float = 30.0, name: str = "") -> Store:

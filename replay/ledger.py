@@ -25,9 +25,9 @@ import xxhash
 from redis.exceptions import OutOfMemoryError
 
 from ..common import wire
-from ..common.errors import StoreError
+from ..common.errors import DamagedError, StoreError
 from ..common.plain import read_object
-from ..common.records import CommitResult, Group, Version
+from ..common.records import CommitResult, Group, Sample, Verdict, Version
 from .answers import WAY_OUT, checked, lease_answer
 from .connection import DEADLINE, Store, told
 from .ledger_answers import (
@@ -280,7 +280,7 @@ class Ledger:
         there yet, so that a repeat can neither change nor expire what was committed.
 
         Returns:
-            A final receipt for each. With fewer than two own verdicts: rejected (ungraded).
+            A final receipt for each. With fewer own verdicts than ``least_verdicts``: rejected (ungraded).
         """
         receipts: list[Receipt | None] = [None] * len(groups)
         prepared = [(i, *self._prepare(group)) for i, group in enumerate(groups)]
@@ -325,12 +325,13 @@ class Ledger:
     def _prepare(self, group: Group) -> tuple[bytes, str, tuple[Any, ...]]:
         payload = wire.encode(group)
         digest = xxhash.xxh3_64_hexdigest(payload)
+        own_rows = [place for place, s in enumerate(group.samples) if _is_row(s)]
         rewards = [
-            s.reward
-            for s in group.samples
-            if _has_verdict(s) and s.reward is not None and math.isfinite(s.reward)
+            reward
+            for place in own_rows
+            if (reward := group.samples[place].reward) is not None and math.isfinite(reward)
         ]
-        verdicts = sum(1 for s in group.samples if _has_verdict(s))
+        correct = sum(s.verdict is Verdict.CORRECT for s in group.samples)
         oldest = group.oldest_step
         name = self.store.key(f"payload:{group.group_id}:{group.attempt}:{digest}")
         args = (
@@ -341,10 +342,12 @@ class Ledger:
             len(payload),
             "" if oldest is None else oldest,
             len(group.samples),
-            verdicts,
+            len(own_rows),
             repr(float(min(rewards))) if rewards else "",
             repr(float(max(rewards))) if rewards else "",
             json.dumps(list(group.trace_ids)),
+            correct,
+            json.dumps(own_rows),
         )
         return payload, name, args
 
@@ -380,21 +383,22 @@ class Ledger:
         """The row's groups, in its order.
 
         Raises:
-            StoreError: a payload is gone or isn't the one that the row names.
+            DamagedError: a payload is gone or isn't the one that the row names.
         """
         groups: list[Group] = []
         for chunk in _chunks(row.ids, [entry.nbytes for entry in row.ids], len(row.ids)):
             names = [self.store.key(f"payload:{e.group_id}:{e.attempt}:{e.digest}") for e in chunk]
             for entry, payload in zip(chunk, self.store.call("mget", names), strict=True):
                 if payload is None:
-                    raise StoreError(
+                    raise DamagedError(
                         f"the samples of group {entry.group_id} (row {row.step}) are gone from "
                         f"Redis: resume from a checkpoint at or past step {row.step}"
                     )
                 if xxhash.xxh3_64_hexdigest(payload) != entry.digest:
-                    raise StoreError(
+                    raise DamagedError(
                         f"the samples of group {entry.group_id} (row {row.step}) are not the ones "
-                        f"that the row was made of: their digest isn't {entry.digest}"
+                        f"that the row was made of, their digest isn't {entry.digest}: restore redis/ "
+                        f"from a copy of the run's folder"
                     )
                 groups.append(wire.decode(payload, Group))
         return groups
@@ -501,8 +505,11 @@ class Ledger:
         return used, most
 
 
-def _has_verdict(sample: Any) -> bool:
-    return sample.verdict is not None and not sample.verdict.leaves_baseline
+def _is_row(sample: Sample) -> bool:
+    """Whether a sample has a verdict to learn from. Without a reward it has none: no component
+    that pays had anything to say of it."""
+    verdict = sample.verdict
+    return verdict is not None and not verdict.leaves_baseline and sample.reward is not None
 
 
 def _chunks(items: Sequence[Any], sizes: Sequence[int], most: int) -> list[list[Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..common.choices import group_bytes
 from ..common.config import Config
 from ..common.errors import StoreError
 from ..common.records import CommitResult
@@ -36,6 +37,13 @@ class LedgerSettings:
     """Frozen. ``wait`` or ``drop``: what a cut does about a lease that would become stale."""
     max_attempts: int = 5
     """Frozen. Failed attempts after which a group is rejected and listed."""
+    least_verdicts: int = 2
+    """Frozen. Own samples with a verdict that a group needs: what the objective's advantage asks for
+    (:attr:`~tandem.common.config.ObjectiveConfig.least_verdicts`), and 2 in ledgers that were created
+    before this was a setting."""
+    traces_when: str = "always"
+    """Frozen. ``always`` or ``all_failed``: when traces are rows of their groups, see
+    :func:`~tandem.replay.mixing.mix`; ``always`` in ledgers that were created before."""
     steps: int | None = None
     """Rows of the run; None where ``passes`` ends it."""
     passes: int | None = None
@@ -57,9 +65,6 @@ class LedgerSettings:
     ) -> LedgerSettings:
         """From a run's config and what was ingested: ``(name, problems, weight)`` a source."""
         replay, rollout = config.replay, config.rollout
-        # 4 bytes of id, 4 of log-prob, 1 of source, and about 6 of text a token.
-        response = 15 * rollout.max_new_tokens
-        prompt = 10 * config.data.max_prompt_tokens
         return cls(
             sources=tuple((name, size, weight) for name, size, weight in sources),
             seed=config.run.seed,
@@ -70,12 +75,14 @@ class LedgerSettings:
             window=replay.window,
             late=replay.late,
             max_attempts=replay.max_attempts,
+            least_verdicts=config.learner.objective.least_verdicts,
+            traces_when=config.expert.when,
             steps=config.run.steps,
             passes=config.run.passes,
             lease_seconds=replay.lease_seconds,
             group_deadline_seconds=replay.group_deadline_seconds,
             max_inflight=replay.max_inflight,
-            group_bytes=rollout.group_size * response + prompt,
+            group_bytes=group_bytes(config),
             offline=config.learner.source == "offline",
         )
 
@@ -95,6 +102,8 @@ class LedgerSettings:
             "window": str(self.window),
             "late": self.late,
             "max_attempts": str(self.max_attempts),
+            "least_verdicts": str(self.least_verdicts),
+            "traces_when": self.traces_when,
             "pass_length": str(self.order().pass_length),
         }
 
@@ -125,6 +134,8 @@ class LedgerSettings:
             window=int(stored["window"]),
             late=stored["late"],
             max_attempts=int(stored["max_attempts"]),
+            least_verdicts=int(stored.get("least_verdicts", "2")),
+            traces_when=stored.get("traces_when", "always"),
             steps=int(stored["steps"]) or None,
             passes=int(stored["passes"]) or None,
             lease_seconds=int(stored["lease_ms"]) / 1000,
@@ -144,6 +155,10 @@ class LedgerSettings:
             )
         if self.late not in ("wait", "drop"):
             raise StoreError(f"late={self.late!r} is neither 'wait' nor 'drop'")
+        if self.traces_when not in ("always", "all_failed"):
+            raise StoreError(
+                f"traces_when={self.traces_when!r} is neither 'always' nor 'all_failed'"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +211,8 @@ class RowEntry:
     """Length of the payload."""
     trace_ids: tuple[str, ...] = ()
     """Expert traces that fill up the group."""
+    replaced: tuple[int, ...] = ()
+    """Places of the own samples that gave way to them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +240,8 @@ class Row:
                     "digest": entry.digest,
                     "bytes": entry.nbytes,
                     "traces": list(entry.trace_ids),
+                    # Only where there are any: older rows have no such key.
+                    **({"replaced": list(entry.replaced)} if entry.replaced else {}),
                 }
                 for entry in self.ids
             ],
@@ -246,6 +265,7 @@ class Row:
                     digest=entry["digest"],
                     nbytes=entry["bytes"],
                     trace_ids=tuple(entry["traces"]),
+                    replaced=tuple(entry.get("replaced", ())),
                 )
                 for entry in row["groups"]
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 from ..common.records import Problem
@@ -28,9 +29,53 @@ def choose_replaced(
 ) -> tuple[int, ...]:
     """Own rows that give way to traces chosen after grading, ascending; a group keeps G rows.
 
-    Keyed by (seed, step, group id).
+    Keyed by (seed, step, group id): those whose SHA-1 of these and their place is least, which
+    ``take.lua`` can tell as well.
     """
     if count > len(own_rows):
         raise ValueError(f"{count} traces can't replace {len(own_rows)} own rows of {group_id}")
-    drawn = permutation(len(own_rows), "replaced", seed, step, group_id)[:count]
-    return tuple(sorted(own_rows[i] for i in drawn.tolist()))
+
+    def drawn(place: int) -> str:
+        key = f"replaced:{seed}:{step}:{group_id}:{place}"
+        return hashlib.sha1(key.encode(), usedforsecurity=False).hexdigest()
+
+    return tuple(sorted(sorted(own_rows, key=drawn)[:count]))
+
+
+def mix(
+    traces: Sequence[str],
+    *,
+    when: str,
+    correct: int,
+    own_rows: Sequence[int],
+    group_size: int,
+    seed: int,
+    step: int,
+    group_id: str,
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Traces that are rows of a group in its step, and the own samples that give way to them.
+
+    Args:
+        traces: chosen at admission.
+        when: ``always``: the traces took the places of samples that weren't asked for.
+            ``all_failed``: they enter where no own sample is correct, and then take the places of
+            samples without a verdict, which are no rows, and of own rows for the rest.
+        correct: own samples with the verdict ``correct``.
+        own_rows: places of the samples that have a verdict to learn from, ascending.
+        group_size: G.
+        seed: of the run.
+        step: that takes the group.
+        group_id: of the group.
+
+    >>> group = {"own_rows": (0, 1, 3), "group_size": 4, "seed": 7, "step": 1, "group_id": "0-0"}
+    >>> mix(["a", "b"], when="all_failed", correct=0, **group)
+    (('a', 'b'), (3,))
+    >>> mix(["a", "b"], when="all_failed", correct=1, **group)
+    ((), ())
+    """
+    if when == "always":
+        return tuple(traces), ()
+    if correct:
+        return (), ()
+    count = min(len(own_rows), max(0, len(own_rows) + len(traces) - group_size))
+    return tuple(traces), choose_replaced(seed, step, group_id, own_rows, count)

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from .mixing import choose_replaced, choose_traces
+from ..common.choices import LEASES_STOP_SHARE
+from .mixing import choose_replaced, choose_traces, mix
 
 __all__ = [
     "LEASES_STOP_SHARE",
@@ -39,6 +40,7 @@ __all__ = [
     "is_given_up",
     "leases_stop",
     "may_lease",
+    "mix",
     "moved_on_by",
     "next_term",
     "next_to_lease",
@@ -56,15 +58,11 @@ __all__ = [
 
 PLACE = 2.0**-20
 """Between two groups that were put back."""
-LEASES_STOP_SHARE = 0.75
-"""Share of ``maxmemory`` that leases may fill, the worst case of those out included."""
 RETAINED_SHARE = 0.2
 """Share of ``maxmemory`` that the samples since the newest checkpoint may fill. Two checkpoints are
 kept, hence twice as much in all, which leaves room below the share at which leases stop."""
 SILENCE_MS = 6000
 """Without a word of any member for so long, the server was stopped or out of reach."""
-LEAST_VERDICTS = 2
-"""Own samples with a verdict without which a group has no baseline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +91,15 @@ class Limits:
     """Cap on one lease, renewals included."""
     group_bytes: int = 0
     """Worst case of one group's payload."""
+    group_size: int = 1
+    """G."""
+    seed: int = 0
+    """Of the run; keys what :func:`mix` draws."""
+    traces_when: str = "always"
+    """``always`` or ``all_failed``: when traces are rows of their groups."""
+    least_verdicts: int = 2
+    """Own samples with a verdict without which a group teaches nothing: 2 where its rows are
+    compared with each other, 1 where they aren't."""
 
 
 # -- admission and lease -----------------------------------------------------------------------
@@ -282,6 +289,7 @@ def commit_verdict(
     live: tuple[str, int | None] | None,
     final: tuple[str, int, str] | None,
     verdicts: int,
+    least_verdicts: int,
     payload_is_there: bool,
 ) -> tuple[Verdict, str]:
     """What is said of a commit, and why where that is ``rejected``.
@@ -294,9 +302,9 @@ def commit_verdict(
         live: state (leased, admitted or graded) and newest attempt of a live group.
         final: of a group that was taken or rejected: its letter (T, D or R), the attempt that
             ended it, and the reason.
-        verdicts: own samples with a verdict.
+        verdicts: own samples with a verdict; ``least_verdicts``: see :class:`Limits`.
 
-    >>> kept = {"final": None, "verdicts": 2, "payload_is_there": True}
+    >>> kept = {"final": None, "verdicts": 2, "least_verdicts": 2, "payload_is_there": True}
     >>> commit_verdict(1, live=("admitted", 1), **kept)  # expired
     ('committed', '')
     >>> commit_verdict(1, live=("leased", 2), **kept)
@@ -314,7 +322,7 @@ def commit_verdict(
         return "superseded", ""
     if state == "graded":
         return "duplicate", ""
-    if verdicts < LEAST_VERDICTS:
+    if verdicts < least_verdicts:
         return "rejected", "ungraded"
     return ("committed" if payload_is_there else "resend"), ""
 

@@ -6,11 +6,11 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
 from ..common import wire
-from ..common.errors import StoreError
+from ..common.errors import DataError, StoreError
 from ..common.plain import damaged, read_json, read_object, read_record
 from ..common.records import ExpertTrace, Problem, Version
 from ..common.sockets import CurveKeys, new_keys
@@ -22,8 +22,12 @@ RunState = Literal["running", "draining", "finished", "failed"]
 R = TypeVar("R", Problem, ExpertTrace)
 
 STATES: tuple[RunState, ...] = ("running", "draining", "finished", "failed")
-CLAIM_SECONDS = 120.0
+CLAIM_SECONDS = 30.0
 """An evaluation whose worker doesn't renew its claim for so long goes to another one."""
+EVALUATION_FAILURES = 5
+"""Failed attempts after which an evaluation is given up."""
+FAILED_SECONDS = 2.0
+"""After a failed attempt nobody claims the evaluation for so long."""
 PUT_BYTES = 4 << 20
 """Bytes of one round trip while problems are put."""
 
@@ -57,7 +61,7 @@ class EvaluationResult:
     set_name: str
     """Held-out set."""
     step: int
-    """Of the weights that were really used."""
+    """Of the oldest weights that were really used."""
     accuracy: float
     """Mean over problems and samples."""
     problems: int
@@ -72,6 +76,19 @@ class EvaluationResult:
     """Worker that made it."""
     right_and_formed: float | None = None
     """Share of responses that are correct and in the right form, where that is known."""
+    version: str = ""
+    """The weights that were really used, ``term.step``; several, oldest first, where new ones came
+    in the middle of it."""
+    samples: int = 1
+    """Responses a problem (k of pass@k)."""
+    pass_rate: float | None = None
+    """pass@k: share of problems with at least one correct response."""
+    accuracy_by_source: dict[str, float] = field(default_factory=dict)
+    """Accuracy by data source."""
+    pass_by_source: dict[str, float] = field(default_factory=dict)
+    """pass@k by data source."""
+    problems_by_source: dict[str, int] = field(default_factory=dict)
+    """Problems by data source."""
 
     def classes(self) -> dict[str, float]:
         """Shares of form x answer: see :func:`four_classes`."""
@@ -215,13 +232,15 @@ class RunStore:
         self.store.persist(f"held-out set {name}", put)
 
     def eval_set(self, name: str, limit: int | None = None) -> list[Problem]:
-        """The first ``limit`` problems of a held-out set; all without it."""
+        """The first ``limit`` problems of a held-out set; all without it.
+
+        Raises:
+            DataError: there is none of this name.
+        """
         last = -1 if limit is None else limit - 1
         raw = self.store.call("lrange", self.store.key(f"eval:{name}"), 0, last)
         if not raw:
-            raise StoreError(
-                f"there is no held-out set {name!r}; there are {self.eval_set_names()}"
-            )
+            raise DataError(f"there is no held-out set {name!r}; there are {self.eval_set_names()}")
         return [wire.decode(data, Problem) for data in raw]
 
     def eval_set_names(self) -> list[str]:
@@ -230,21 +249,44 @@ class RunStore:
 
     # -- evaluations -----------------------------------------------------------------------
 
-    def request_evaluation(self, request: EvaluationRequest) -> None:
-        """Asks for an evaluation; asking again for one that is asked or done changes nothing."""
-        self.store.script("request_evaluation", request.id, request.step, _json(request))
+    # due -> claimed -> done, and back: claimed -> due (given back, or the claim has expired); after
+    # its last failed attempt it is given up, until it is asked for again.
+
+    def request_evaluation(self, request: EvaluationRequest, term: int) -> None:
+        """Asks for an evaluation; asking again for one that is due or done changes nothing.
+
+        Raises:
+            FencedError: a newer learner has taken over.
+        """
+        self.store.script("request_evaluation", request.id, request.step, _json(request), term)
 
     def claim_evaluation(self, member: str, held: Version) -> EvaluationRequest | None:
         """Claims the earliest one that is due with the weights that the worker holds.
 
-        A claim expires after 120 s; see :meth:`renew_evaluation`.
+        A claim expires after 30 s; see :meth:`renew_evaluation`.
         """
         raw = self.store.script("claim_evaluation", member, held.step, int(CLAIM_SECONDS * 1000))
         return read_request(raw) if raw else None
 
     def renew_evaluation(self, id_: str, member: str) -> bool:
-        """Keeps a claim for another 120 s; False where another worker has it now."""
+        """Keeps a claim for another 30 s; False where another worker has it now."""
         return bool(self.store.script("renew_evaluation", id_, member, int(CLAIM_SECONDS * 1000)))
+
+    def give_back_evaluation(self, id_: str, member: str, *, reason: str, failed: bool) -> bool:
+        """Ends a claim without a result; False where another worker has it now.
+
+        Args:
+            id_: of the evaluation.
+            member: who has claimed it.
+            reason: why there is no result.
+            failed: the attempt failed by the evaluation's own doing, which counts: after
+                :data:`EVALUATION_FAILURES` of them it is given up.
+        """
+        limits = EVALUATION_FAILURES, int(FAILED_SECONDS * 1000)
+        said = self.store.script(
+            "give_back_evaluation", id_, member, reason[:2000], int(failed), *limits
+        )
+        return bool(said)
 
     def finish_evaluation(self, id_: str, result: EvaluationResult) -> bool:
         """Stores the result; the first one stands. Returns whether this was it."""
@@ -254,6 +296,30 @@ class RunStore:
         """The result of one evaluation, if it is done."""
         raw = self.store.call("hget", self.store.key("evaluation_results"), id_)
         return read_result(raw) if raw else None
+
+    def evaluation_results(self, ids: Sequence[str]) -> dict[str, EvaluationResult]:
+        """Results of those of these evaluations that are done."""
+        if not ids:
+            return {}
+        raw = self.store.call("hmget", self.store.key("evaluation_results"), list(ids))
+        return {id_: read_result(text) for id_, text in zip(ids, raw, strict=True) if text}
+
+    def asked_evaluations(self) -> list[str]:
+        """Ids of all that were ever asked for, sorted."""
+        raw = self.store.call("hkeys", self.store.key("evaluations"))
+        return sorted(read_text(name, "an evaluation's id") for name in raw)
+
+    def given_up_evaluations(self) -> dict[str, str]:
+        """Ids of those that failed too often, with what the last attempt said."""
+        failures = self.store.call("hgetall", self.store.key("evaluation_failures"))
+        if not failures:
+            return {}
+        due = set(self.open_evaluations())
+        return {
+            id_: read_text(raw, f"the failures of evaluation {id_}").partition(" ")[2]
+            for name, raw in failures.items()
+            if (id_ := read_text(name, "an evaluation's id")) not in due
+        }
 
     def evaluations(self) -> list[EvaluationResult]:
         """All results, by step and set."""

@@ -205,6 +205,8 @@ def decide(answer: str | None, gold_text: str, by: Mode) -> Decision | None:
     normalised = normalise(answer)
     if not normalised:
         return _UNPARSABLE
+    if "</answer>" in answer:
+        return Decision(Verdict.WRONG, "tag")
     if by.compare == "exact":
         same = canonical(normalised).casefold() == gold.canonical.casefold()
         return _decision(same, "text")
@@ -220,6 +222,8 @@ def decide(answer: str | None, gold_text: str, by: Mode) -> Decision | None:
         return decided
     if by.simplified and unevaluated(normalised) and not unevaluated(gold.text):
         return Decision(Verdict.WRONG, "unevaluated")
+    if not by.tuple_for_set and _is_tuple_for_set(normalised, gold):
+        return Decision(Verdict.WRONG, "parts")
     decided = _decide_shape(normalised, number, gold) or _decide_text(answer, normalised, gold)
     if decided is not None:
         return decided
@@ -309,6 +313,15 @@ def _decide_shape(normalised: str, number: PlainNumber | None, gold: Gold) -> De
     return None
 
 
+def _is_tuple_for_set(normalised: str, gold: Gold) -> bool:
+    """Whether the answer is in order, in round brackets, where the gold answer is a set in braces."""
+    ours = structure.collection(_MEMBER.sub("", normalised))
+    theirs = gold.collection or structure.collection(_MEMBER.sub("", gold.normalised))
+    return ours is not None and theirs is not None and (ours.kind, theirs.kind) == ("()", "{")
+
+
+_MEMBER = re.compile(r"^[A-Za-z] ?\\in(?![A-Za-z]) ?|^[A-Za-z] ?= ?(?=\\\{|\()")
+"""``x \\in`` or ``S =`` in front of a set."""
 _NOTHING = re.compile(
     r"\\emptyset ?|\\\{ ?\\\}|(?:the )?empty set|none|(?:there (?:is|are) )?no (?:real |such )?"
     r"(?:solutions?|roots?|values?)(?: exists?)?",

@@ -17,10 +17,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from .calls import program as refused_calls
+from .calls import refuse_calls
 from .confinement import die_with
 
 MAX_PROCESSES = 8
-"""Threads count; each may have the whole of ``memory_mb``."""
+"""Threads count."""
 MAX_FILES = 64
 MAX_FILE_BYTES = 16 << 20
 MEMORY_DISK = "64m"
@@ -58,7 +60,8 @@ class Limits:
     seconds: float = 5.0
     """Wall time, and as much CPU time."""
     memory_mb: int = 512
-    """Address space of each of its processes, MiB."""
+    """MiB: address space of each of its processes, and what all of them hold together with the files
+    that they wrote."""
 
 
 def _call(name: str, *arguments: object) -> None:
@@ -182,7 +185,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def _limit(limits: Limits, *, processes: bool = True) -> None:
+def _limit(limits: Limits, *, processes: bool = True, refuse: bool = True) -> None:
     memory = limits.memory_mb << 20
     seconds = math.ceil(limits.seconds) + 1
     for what, most in (
@@ -196,6 +199,8 @@ def _limit(limits: Limits, *, processes: bool = True) -> None:
     if processes:
         resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
     _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
+    if refuse:
+        refuse_calls()
 
 
 def as_root(command: list[str], limits: Limits) -> None:
@@ -224,7 +229,12 @@ def bubblewrap(command: list[str], limits: Limits) -> None:
     arguments += ["--uid", "1000", "--gid", "1000"]
     for name, value in environment().items():
         arguments += ["--setenv", name, value]
-    _limit(limits, processes=False)
+    # It applies the filter when it has built the box, which takes calls that the filter refuses.
+    filtered = os.memfd_create("calls", 0)
+    os.write(filtered, refused_calls())
+    os.lseek(filtered, 0, os.SEEK_SET)
+    arguments += ["--seccomp", str(filtered)]
+    _limit(limits, processes=False, refuse=False)
     # Within: out here all processes of this user count.
     most = f"resource.setrlimit(resource.RLIMIT_NPROC, ({MAX_PROCESSES}, {MAX_PROCESSES}))"
     first = f"import os, resource, sys\n{most}\nos.execv(sys.argv[1], sys.argv[1:])"

@@ -18,7 +18,7 @@ a function without ``**columns`` gets those that it names:
 ``data_source``        ``[G]`` the data set's name for where the row is from
 ``verdict``            ``[G]`` what the grader found: ``correct``, ``wrong``, …
 ``extracted``          ``[G]`` the answer that was read, or None
-``finish_reason``      ``[G]`` ``stop``, ``length`` or ``abort``
+``finish_reason``      ``[G]`` ``stop``, ``length`` or ``deadline``
 any key of ``extra``   ``[G]`` the data set's own columns
 any of ``params``      as the config has it
 =====================  ========================================================================

@@ -69,7 +69,7 @@ class Grader:
 
     def __init__(self, config: RewardConfig, *, processes: int | None = None) -> None:
         self.config = config
-        self.mode = answers.mode(config.mode)
+        self.mode = answers.mode(config.mode, tuple_for_set=config.tuple_for_set)
         self.name = self.mode.grader
         """``name@version``, as samples record it."""
         self.restarts: list[Restart] = []

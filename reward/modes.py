@@ -11,13 +11,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..common.errors import ConfigError
 from . import choices, extraction
 from .extraction import Extraction, find
 
-GRADER_VERSION = 3
+GRADER_VERSION = 4
 """Raised whenever a verdict may change: stored samples can then be graded again. A change of the files
 that decide is noticed by tests/reward/test_version.py, which says what to do."""
 
@@ -35,6 +35,8 @@ class Mode:
     """Finds the answer in a response."""
     compare: str = "math"
     """``math`` (fast path, then math-verify), ``choice`` (option letters) or ``exact`` (text)."""
+    tuple_for_set: bool = True
+    """Whether ``(1,2)`` answers ``\\{1,2\\}``."""
     simplified: bool = False
     """Refuse sums, products, integrals and limits that the gold answer doesn't have."""
     about: str = ""
@@ -56,8 +58,12 @@ def register_mode(mode: Mode) -> Mode:
     return mode
 
 
-def mode(name: str) -> Mode:
+def mode(name: str, *, tuple_for_set: bool = True) -> Mode:
     """The mode of that name.
+
+    Args:
+        name: as ``reward.mode`` has it.
+        tuple_for_set: see :class:`~tandem.common.config.RewardConfig`.
 
     Raises:
         ConfigError: there is none.
@@ -67,7 +73,7 @@ def mode(name: str) -> Mode:
         close = difflib.get_close_matches(name, MODES, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise ConfigError(f"reward.mode={name!r} is none of {', '.join(sorted(MODES))}{hint}")
-    return found
+    return found if tuple_for_set else replace(found, tuple_for_set=False)
 
 
 _NONE = Extraction(answer=None, how="none")
@@ -103,16 +109,24 @@ def _read_tag(text: str, prompt: str, truncated: bool) -> Extraction:
 def _read_r1_zero(text: str, prompt: str, truncated: bool) -> Extraction:
     """Dr. GRPO and CS336: the literal ``</think> <answer>`` and ``</answer>``, else nothing.
 
-    The answer is what follows the last ``<answer>``, without ``</answer>``; of one that holds
-    ``\\boxed`` it is the last balanced box.
+    The answer is what follows the last ``<answer>``, to the end of the text; of one that holds
+    ``\\boxed`` it is the last balanced box. ``</answer>`` is left out where nothing but punctuation
+    follows. Words that follow belong to what these projects compare, so that the answer isn't right;
+    the tag stays in it, lest they be taken for the unit of what stands before it.
     """
     if not r1_zero_form(text):
         return Extraction(answer=None, how="form")
-    tag = text.rpartition("<answer>")[2].replace("</answer>", "").strip()
+    tag = text.rpartition("<answer>")[2].strip()
+    after = tag.partition("</answer>")[2].replace("</answer>", "")
+    if not _WORD.search(after):
+        tag = tag.replace("</answer>", "").strip()
     if "\\boxed" not in tag:
         return Extraction(answer=tag or None, how="tag" if tag else "none")
     found, _ = extraction.boxes(tag[-extraction.MAX_SOLUTION :])
     return Extraction(answer=found[-1][2].strip(), how="box") if found else _NONE
+
+
+_WORD = re.compile(r"\w")
 
 
 def r1_zero_form(text: str) -> bool:

@@ -7,6 +7,7 @@ plain number, which says nothing about whether it is a right answer.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -25,8 +26,8 @@ class PlainNumber:
 
     value: Fraction
     """Its value; of a percentage the number before the sign."""
-    decimal: bool = False
-    """Written with a decimal point, so possibly rounded."""
+    unit: Fraction = Fraction(0)
+    """What one in its last place is worth (1/100 of ``3.14``); 0 where it is exact, or no single decimal."""
     percent: bool = False
     """Followed by a percent sign."""
     doubtful: bool = False
@@ -160,13 +161,15 @@ def _dressed(text: str) -> PlainNumber | None:
         number = _bare(body[: percent.start()].rstrip())
         if number is None:
             return None
-        return PlainNumber(number.value, number.decimal, True, number.doubtful)
+        return dataclasses.replace(number, percent=True)
     scale = _SCALE.search(body)
     if scale is not None and not any(c.isdigit() for c in scale.group("rest")):
         number = _bare(body[: scale.start()].rstrip())
         if number is not None:
             factor = _SCALES[scale.group("scale").lower()]
-            return PlainNumber(number.value * factor, number.decimal, False, number.doubtful)
+            return dataclasses.replace(
+                number, value=number.value * factor, unit=number.unit * factor
+            )
     for _ in range(3):
         for unit in (FRACTION_UNIT, _TEXT_UNIT, _DEGREES, _WORD_UNITS):
             match = unit.search(body)
@@ -231,8 +234,8 @@ def _bare(text: str) -> PlainNumber | None:
     if match is not None:
         # "1.234,56": the continent's amount, or else two numbers.
         digits, places = match.group("whole").replace(".", ""), match.group("places")
-        value = Fraction(int(digits + places), 10 ** len(places))
-        return PlainNumber(value, decimal=True, doubtful=True)
+        unit = Fraction(1, 10 ** len(places))
+        return PlainNumber(int(digits + places) * unit, unit=unit, doubtful=True)
     match = _DOTS.fullmatch(text)
     if match is not None:
         return _dotted(match.group("number"))
@@ -253,13 +256,13 @@ def _decimal(match: re.Match[str]) -> PlainNumber | None:
         return None
     digits = (grouped or whole or "0").replace(",", "").replace(" ", "")
     places = places or ""
-    value = Fraction(int(digits + places), 10 ** len(places))
+    unit = Fraction(1, 10 ** len(places))
     exponent = match.group("e") or match.group("ten") or match.group("ten1") or match.group("ten2")
     if exponent is not None:
-        value *= Fraction(10) ** int(exponent)
+        unit *= Fraction(10) ** int(exponent)
     return PlainNumber(
-        _signed(match.group("sign"), value),
-        decimal=bool(places),
+        _signed(match.group("sign"), int(digits + places) * unit),
+        unit=unit if places else Fraction(0),
         doubtful=comma or (grouped is not None and "," in grouped),
     )
 
@@ -276,7 +279,6 @@ def _fraction(match: re.Match[str]) -> PlainNumber | None:
         return None
     return PlainNumber(
         _signed(match.group("sign"), a.value / b.value),
-        decimal=a.decimal or b.decimal,
         doubtful=a.doubtful or b.doubtful,
     )
 
@@ -314,22 +316,36 @@ def close(a: Fraction, b: Fraction) -> bool:
     )
 
 
+def is_rounding(
+    answer: Fraction, gold: Fraction, *, answer_unit: Fraction, gold_unit: Fraction
+) -> bool:
+    """Whether one of two close values is the other one, rounded as its decimals say.
+
+    An exact gold answer is only met by its correct rounding to the places that the answer is
+    written with: 0.3333333 for 1/3, but neither 0.3333334 for it nor 3.0000004 for 3. A gold answer
+    whose decimals reach down to the tolerance may itself be rounded (0.333333 for 1/3), so that an
+    answer may be half its last place away from it; with fewer (2.5) it is taken for exact, since
+    what is within the tolerance agrees with zeros that it doesn't have.
+    """
+    unit = max(answer_unit, gold_unit if gold_unit <= 2 * ABSOLUTE_TOLERANCE else Fraction(0))
+    return close(answer, gold) and 2 * abs(answer - gold) <= unit
+
+
 def same_number(answer: PlainNumber, gold: PlainNumber) -> bool | None:
     """Whether two plain numbers are the same answer; None where a comma leaves it open.
 
-    Numbers without a decimal point are equal exactly. A percentage equals the number before its
-    sign and that number's hundredth, as data sets write both.
+    Numbers are equal exactly, or one is the other's rounding (:func:`is_rounding`). A percentage
+    equals the number before its sign and that number's hundredth, as data sets write both.
     """
-    decimal = answer.decimal or gold.decimal
-
-    def equal(a: Fraction, b: Fraction) -> bool:
-        return a == b or (decimal and close(a, b))
-
-    if equal(answer.value, gold.value):
-        return True
+    scales = [(Fraction(1), Fraction(1))]
     if answer.percent != gold.percent:
-        part, whole = (answer, gold) if answer.percent else (gold, answer)
-        if equal(part.value / 100, whole.value):
+        hundredth = Fraction(1, 100)
+        scales.append((hundredth, Fraction(1)) if answer.percent else (Fraction(1), hundredth))
+    for ours, theirs in scales:
+        a, b = answer.value * ours, gold.value * theirs
+        if a == b or is_rounding(
+            a, b, answer_unit=answer.unit * ours, gold_unit=gold.unit * theirs
+        ):
             return True
     if answer.doubtful or gold.doubtful:
         return None

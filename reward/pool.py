@@ -20,7 +20,7 @@ from types import FrameType
 
 import zmq
 
-from ..common import wire
+from ..common import disk, wire
 from ..common.config import Config
 from ..common.errors import StoreError, WireError
 from ..common.records import Group, GroupReceipt, GroupSubmission
@@ -301,6 +301,7 @@ def _serve(join: JoinInfo, config: Config, store: Store, grader: Grader, name: s
     )
 
     def on_term(number: int, frame: FrameType | None) -> None:
+        disk.stop_waiting()
         pool.stop()
 
     before = signal.signal(signal.SIGTERM, on_term)

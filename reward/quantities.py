@@ -6,6 +6,7 @@ that just one side has is left out elsewhere (:mod:`tandem.reward.numbers`), as 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from .numbers import close, read_number
+from .numbers import is_rounding, read_number
 
 MAX_CHARACTERS = 120
 """Longer texts are no quantities."""
@@ -66,8 +67,8 @@ class Quantity:
     """Of each part, in the dimension's first one."""
     value: Fraction
     """In that one."""
-    decimal: bool
-    """A part is written with a decimal point."""
+    last_place: Fraction
+    """What one in the last place of its decimals is worth, likewise; 0 where it has none."""
 
 
 @lru_cache(maxsize=4_096)
@@ -84,9 +85,9 @@ def read_quantity(text: str, *, letters: bool = False) -> Quantity | None:
         number = read_number(money["number"])
         if number is None:
             return None
-        return Quantity("money1", (Fraction(1),), number.value, number.decimal)
+        return Quantity("money1", (Fraction(1),), number.value, number.unit)
     position = 0
-    parts: list[tuple[str, Fraction, Fraction, bool]] = []
+    parts: list[tuple[str, Fraction, Fraction, Fraction]] = []
     while position < len(text):
         match = _PART.match(text, position)
         part = _read_part(match) if match is not None else None
@@ -105,10 +106,11 @@ def read_quantity(text: str, *, letters: bool = False) -> Quantity | None:
     if len(parts) > 1 and any(value < 0 for _, _, value, _ in parts):
         return None
     total = sum((unit * value for _, unit, value, _ in parts), Fraction(0))
-    return Quantity(parts[0][0], units, total, any(decimal for _, _, _, decimal in parts))
+    last_place = max(unit * place for _, unit, _, place in parts)
+    return Quantity(parts[0][0], units, total, last_place)
 
 
-def _read_part(match: re.Match[str]) -> tuple[str, Fraction, Fraction, bool] | None:
+def _read_part(match: re.Match[str]) -> tuple[str, Fraction, Fraction, Fraction] | None:
     number = read_number(match["number"])
     if number is None:
         return None
@@ -124,7 +126,7 @@ def _read_part(match: re.Match[str]) -> tuple[str, Fraction, Fraction, bool] | N
     power = 3 if kind == "cubic" else 2 if kind else int(match["braced"] or match["power"] or 1)
     if power > 1 and (unit[0] != "length" or (kind and (match["braced"] or match["power"]))):
         return None
-    return f"{unit[0]}{power}", unit[1] ** power, number.value, number.decimal
+    return f"{unit[0]}{power}", unit[1] ** power, number.value, number.unit
 
 
 def same_quantity(answer: str, gold: str) -> bool | None:
@@ -142,12 +144,24 @@ def same_quantity(answer: str, gold: str) -> bool | None:
         return None
     turns = {ours.dimension, theirs.dimension} == {"angle1", "radians1"}
     if turns:
-        degrees, radians = (ours, theirs) if ours.dimension == "angle1" else (theirs, ours)
-        return math.isclose(
-            float(degrees.value) * math.pi / 180, float(radians.value), rel_tol=1e-6
-        )
+        # Neither is rational where the other one is, so that one of them is rounded.
+        a, b = (_in_radians(quantity) for quantity in (ours, theirs))
+        return is_rounding(a.value, b.value, answer_unit=a.last_place, gold_unit=b.last_place)
     if ours.dimension != theirs.dimension or ours.units == theirs.units:
         return None
     if ours.value == theirs.value:
         return True
-    return bool((ours.decimal or theirs.decimal) and close(ours.value, theirs.value))
+    return is_rounding(
+        ours.value, theirs.value, answer_unit=ours.last_place, gold_unit=theirs.last_place
+    )
+
+
+_RADIANS = Fraction(math.pi) / 180
+
+
+def _in_radians(quantity: Quantity) -> Quantity:
+    if quantity.dimension == "radians1":
+        return quantity
+    return dataclasses.replace(
+        quantity, value=quantity.value * _RADIANS, last_place=quantity.last_place * _RADIANS
+    )

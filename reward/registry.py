@@ -68,6 +68,16 @@ Place = Literal["dispatcher", "grader", "sandbox"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """What a factory returns where its parameters ask for more than the dispatcher should do."""
+
+    path: str
+    """Import path of the function that a grader process calls (:mod:`tandem.reward.functions`)."""
+    params: Mapping[str, Any]
+    """Its keyword arguments besides the columns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """One entry of the registry."""
 

@@ -29,9 +29,12 @@ from ..common.errors import ConfigError
 from . import boxes
 from .boxes import Limits
 from .confinement import die_with
+from .tree_memory import descendants, exceeds
 
 MAX_OUTPUT = 1 << 20
 """Bytes of output that are read; a program that writes more is killed."""
+LOOK_SECONDS = 0.01
+"""Between two looks at how much memory a program and all that it started take."""
 PROBE = """
 import os, socket, sys
 def holds(truth, otherwise):
@@ -42,6 +45,10 @@ holds(os.getuid() != 0, "a program is root in it")
 holds(os.getpid() < 10, "a program sees other processes in it")
 holds(not os.path.exists(sys.argv[1]), "a program sees files of ours in it")
 holds(set(os.environ) <= {kept}, "a program has our environment in it")
+import ctypes
+libc = ctypes.CDLL(None)
+beyond = [libc.shmget(0, 4096, 0o1600), libc.msgget(0, 0o1600), libc.unshare(0x10000000)]
+holds(set(beyond) == {-1}, "a program gets memory that no limit counts in it")
 with open("made", "w") as file:
     file.write("x")
 try:
@@ -108,7 +115,7 @@ class Box:
         for descriptor in (stdin, stdout[1], report[1], token):
             os.close(descriptor)
         try:
-            return _watch(keeper, stdout[0], report[0], limits.seconds)
+            return _watch(keeper, stdout[0], report[0], limits, boxed=self.how != "none")
         finally:
             os.close(stdout[0])
             os.close(report[0])
@@ -131,48 +138,50 @@ def _install(wanted: dict[int, int]) -> None:
     os.closerange(max(wanted) + 1, 4096)
 
 
-def _watch(keeper: int, output: int, report: int, seconds: float) -> Ran:
-    """Reads what comes until both pipes end or the deadline passes, then kills what is left."""
-    end = time.monotonic() + seconds
+def _watch(keeper: int, output: int, report: int, limits: Limits, *, boxed: bool) -> Ran:
+    """Reads what comes until the program has ended; kills it with all that it started at its
+    deadline, and when all that takes more memory than it may."""
+    now = time.monotonic()
+    end, next_look = now + limits.seconds, now
     read: dict[int, bytes] = {output: b"", report: b""}
     open_ = {output, report}
-    timed_out = False
-    while open_:
-        left = end - time.monotonic()
-        ready = select.select(list(open_), [], [], max(0.0, left))[0] if left > 0 else []
-        if not ready:
-            timed_out = True
-            break
+    timed_out = killed = False
+    while True:
+        if open_:
+            ready = select.select(list(open_), [], [], LOOK_SECONDS)[0]
+        else:
+            # It has closed its pipes and lingers, or was killed.
+            ready = []
+            time.sleep(0.001)
         for descriptor in ready:
             chunk = os.read(descriptor, 65536)
             read[descriptor] += chunk
             if not chunk:
                 open_.discard(descriptor)
-        if max(map(len, read.values())) > MAX_OUTPUT:
+        pid, status = os.waitpid(keeper, os.WNOHANG) if not open_ else (0, 0)
+        if pid:
+            # What it started in its session and outside a process namespace (``none``).
+            _kill_group(keeper)
             break
-    if open_:
-        _kill(keeper)
+        now = time.monotonic()
+        if killed or now < next_look:
+            continue
+        next_look = now + LOOK_SECONDS
+        timed_out = now > end
+        too_much = max(map(len, read.values())) > MAX_OUTPUT or exceeds(
+            # In a box the keeper itself is none of the program's processes.
+            descendants(keeper) + ([] if boxed else [keeper]),
+            limits.memory_mb << 20,
+        )
+        if timed_out or too_much:
+            _kill(keeper)
+            killed, open_ = True, set()
     return Ran(
-        status=_reap(keeper, end),
+        status=os.waitstatus_to_exitcode(status),
         output=read[output],
         report=read[report],
         timed_out=timed_out,
     )
-
-
-def _reap(keeper: int, end: float) -> int:
-    """Its exit status; one that has closed its pipes and lingers is killed at the deadline."""
-    while True:
-        pid, status = os.waitpid(keeper, os.WNOHANG)
-        if pid:
-            # What it started in its session and outside a process namespace (``none``).
-            _kill_group(keeper)
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > end:
-            _kill(keeper)
-            os.waitpid(keeper, 0)
-            return -signal.SIGKILL
-        time.sleep(0.001)
 
 
 def _kill(keeper: int) -> None:

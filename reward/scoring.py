@@ -24,7 +24,7 @@ from ..common.records import Verdict
 from . import functions
 from .components import Graded, Kind, component
 from .functions import FunctionCall
-from .registry import is_import_path
+from .registry import Elsewhere, is_import_path
 
 OWN_FAILURES = frozenset({Verdict.TIMEOUT, Verdict.MEMORY})
 """Verdicts that are the text's own doing."""
@@ -82,14 +82,19 @@ class Scorer:
     def _part(self, config: ComponentConfig) -> Part:
         if is_import_path(config.name):
             functions.check_params(config.name, config.params)
-            call = FunctionCall(
-                path=config.name, index=len(self.functions), params=dict(config.params)
-            )
-            self.functions.append(config.name)
-            kind = Kind(name=config.name, make=FunctionCall, scope="group", place="grader")
-            return Part(config=config, kind=kind, function=call)
+            return self._called(config, config.name, config.params)
         kind, function = component(config.name, config.params)
+        if isinstance(function, Elsewhere):
+            alone = config.model_copy(update={"scope": "sample"})
+            return self._called(alone, function.path, function.params)
         return Part(config=config, kind=kind, function=function)
+
+    def _called(self, config: ComponentConfig, path: str, params: Mapping[str, Any]) -> Part:
+        """A component that a grader process finds the values of."""
+        call = FunctionCall(path=path, index=len(self.functions), params=dict(params))
+        self.functions.append(path)
+        kind = Kind(name=config.name, make=FunctionCall, scope="group", place="grader")
+        return Part(config=config, kind=kind, function=call)
 
     def score(
         self, sample: Graded, found: Found | None = None, failure: Verdict | None = None

@@ -7,6 +7,7 @@ brackets or in braces but in order, an interval has exactly its own ends.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -154,7 +155,7 @@ def _same_part(a: str, b: str) -> bool | None:
 
 
 def _certain(number: PlainNumber) -> PlainNumber:
-    return PlainNumber(number.value, number.decimal, number.percent)
+    return dataclasses.replace(number, doubtful=False)
 
 
 def _ordered(a: list[str], b: list[str]) -> bool | None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from functools import lru_cache
 from typing import Any
@@ -46,7 +47,6 @@ from sympy import (
     Union,
     combsimp,
     expand_log,
-    nsimplify,
     simplify,
     solve,
 )
@@ -122,10 +122,12 @@ def compare(answer: str, gold: str) -> str:
     if curves is not None:
         return CORRECT if curves else WRONG
     if _verify(golds, answers):
-        return CORRECT if not _falsely_equal(golds, answers) else WRONG
-    if _equal_after_all(answer, gold, golds, answers):
-        return CORRECT
-    return WRONG
+        equal = not _falsely_equal(golds, answers)
+    else:
+        equal = _equal_after_all(answer, gold, golds, answers)
+    if equal and _wrongly_rounded(answer, gold, golds, answers):
+        equal = False
+    return CORRECT if equal else WRONG
 
 
 _MEND_FAILS = (
@@ -300,6 +302,119 @@ def _close(a: Any, b: Any) -> bool:
     return bool(abs(x - y) <= 1e-6 * min(1, max(abs(x), abs(y))))
 
 
+_DECIMAL = re.compile(r"\d*\.\d+")
+_POINTS = (sympy.Rational(13, 10), sympy.Rational(-29, 10), sympy.Rational(47, 10))
+"""Where formulas with names are looked at: apart from each other, and of both signs."""
+
+
+def _wrongly_rounded(answer: str, gold: str, golds: list[Any], answers: list[Any]) -> bool:
+    """Whether equality holds roughly alone: a decimal is another value, and no rounding of it.
+
+    The rule of :func:`tandem.reward.numbers.is_rounding`, for decimals anywhere in a formula: half
+    of a decimal's last place must be able to move its side as far as the other side is away.
+    """
+    ours, theirs = _expressions(answers), _expressions(golds)
+    if not ours or not theirs or not (ours[0].has(Float) or theirs[0].has(Float)):
+        return False
+    try:
+        pairs = _numbers_of(ours[0], theirs[0])
+        in_answer, in_gold = _decimals(answer), _decimals(gold)
+        return any(_is_apart(a, b, in_answer, in_gold) for a, b in pairs)
+    except _MEND_FAILS:
+        return False
+
+
+_FINE = sympy.Rational(1, 10**6)
+"""A gold answer with fewer places than six is taken for exact."""
+_Decimals = dict[float, tuple[Any, Any]]
+"""By their floating-point value: the exact one, and what one in the last place is worth."""
+
+
+def _decimals(text: str) -> _Decimals:
+    return {
+        float(sign + decimal): (
+            sympy.Rational(sign + decimal),
+            sympy.Rational(1, 10 ** len(decimal.partition(".")[2])),
+        )
+        for decimal in _DECIMAL.findall(plain(text))
+        for sign in ("", "-")  # The parser may take a minus for the number's own.
+    }
+
+
+def _numbers_of(a: Any, b: Any) -> list[tuple[Any, Any]]:
+    """Parts of two expressions that are known to be roughly equal, side by side."""
+    if isinstance(a, MatrixBase) and isinstance(b, MatrixBase):
+        return [pair for x, y in zip(a, b, strict=False) for pair in _numbers_of(x, y)]
+    if isinstance(a, FiniteSet) and isinstance(b, FiniteSet):
+        left = list(b.args)
+        pairs = []
+        for part in a.args:
+            nearest = min(left, key=lambda other: _distance(part, other), default=None)
+            if nearest is not None:
+                left.remove(nearest)
+                pairs += _numbers_of(part, nearest)
+        return pairs
+    if isinstance(a, Eq) and isinstance(b, Eq):
+        return [(a.lhs, b.lhs), (a.rhs, b.rhs)] if _distance(a.lhs, b.lhs) < 1e-3 else []
+    if a.args and not isinstance(a, sympy.Expr) and len(a.args) == len(b.args):
+        return [pair for x, y in zip(a.args, b.args, strict=True) for pair in _numbers_of(x, y)]
+    return [(a, b)] if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr) else []
+
+
+def _distance(a: Any, b: Any) -> float:
+    difference = abs(_at(a, _POINTS[0]) - _at(b, _POINTS[0])).evalf()
+    return float(difference) if difference.is_finite else math.inf
+
+
+def _at(expression: Any, point: Any) -> Any:
+    names = sorted(expression.free_symbols, key=str)
+    return expression.subs({name: point + index for index, name in enumerate(names)})
+
+
+def _is_apart(answer: Any, gold: Any, in_answer: _Decimals, in_gold: _Decimals) -> bool:
+    """Whether two scalars differ by more than their decimals' rounding can explain."""
+    if not (answer.has(Float) or gold.has(Float)):
+        return False
+    fine = {value: pair for value, pair in in_gold.items() if pair[1] <= _FINE}
+    for point in _POINTS if answer.free_symbols or gold.free_symbols else _POINTS[:1]:
+        x, our_reach = _reach(answer, in_answer, in_answer, point)
+        y, their_reach = _reach(gold, in_gold, fine, point)
+        # Percentages and what they stand for are one number, as data sets write both.
+        if not any(
+            abs(x * s - y) <= (our_reach * s + their_reach) * _SLACK + 1e-25 * abs(y)
+            for s in (1, 100, sympy.Rational(1, 100))
+        ):
+            return True
+    return False
+
+
+_SLACK = sympy.Rational(1000001, 1000000)
+
+
+def _reach(expression: Any, decimals: _Decimals, rounded: _Decimals, point: Any) -> tuple[Any, Any]:
+    """The exact value at a point, and how far half of each rounded decimal's last place moves it."""
+    exact, last_place = {}, {}
+    for number in expression.atoms(Float):
+        written = decimals.get(float(number))
+        if written is None:
+            # Worked out by the parser (e^{0.5}), in floating point.
+            value = sympy.Rational(str(number))
+            exact[number], last_place[number] = value, abs(value) * _WORKED_OUT
+        else:
+            exact[number] = written[0]
+            last_place[number] = written[1] if float(number) in rounded else sympy.S.Zero
+    value = _at(expression.xreplace(exact), point).evalf(30)
+    reach = sympy.S.Zero
+    for number, place in last_place.items():
+        if place:
+            moved = exact | {number: exact[number] + place / 2}
+            reach += abs(_at(expression.xreplace(moved), point).evalf(30) - value)
+    return value, reach
+
+
+_WORKED_OUT = sympy.Rational(1, 10**13)
+
+
 def _angle(text: str, value: Any) -> Any:
     return simplify(value * sympy.pi / 180) if "circ" in plain(text) else simplify(value)
 
@@ -345,8 +460,8 @@ def _low_degree(expression: Any, symbol: Any) -> bool:
 
 
 def _exact(expression: Any) -> Any:
-    """Decimals as fractions."""
-    return nsimplify(expression, rational=True) if expression.has(Float) else expression
+    """Decimals as fractions, to the 15 digits that they print with."""
+    return expression.xreplace({f: sympy.Rational(str(f)) for f in expression.atoms(Float)})
 
 
 def _plain(expression: Any) -> bool:

@@ -247,6 +247,7 @@ def graders_trade(functions: list[str], memory_mb: int) -> Trade:
 
     # First: a function that isn't there is told of before math-verify has taken its second.
     loaded = [called.load(path) for path in functions]
+    users = [f for f in loaded if not str(getattr(f, "__module__", "")).startswith("tandem.")]
     import sympy
 
     from .symbolic import warm_up
@@ -257,7 +258,7 @@ def graders_trade(functions: list[str], memory_mb: int) -> Trade:
             "compare": _compare,
             "function": lambda index, columns: called.call(loaded[index], columns),
         },
-        files=[sympy.__file__, *(file for f in loaded if (file := called.source_file(f)))],
+        files=[sympy.__file__, *(file for f in users if (file := called.source_file(f)))],
         memory_mb=memory_mb,
     )
 

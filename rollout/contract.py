@@ -126,6 +126,9 @@ def refusal(request: GroupRequest, facts: ModelFacts) -> str | None:
         return "the prompt has no tokens"
     if isinstance(request.prefix_tokens, tuple) and len(request.prefix_tokens) != request.count:
         return f"{len(request.prefix_tokens)} prefixes for {request.count} samples"
+    known = request.prefix_logprobs
+    if isinstance(known, tuple) and len(known) != request.count:
+        return f"log-probs of {len(known)} prefixes for {request.count} samples"
     if request.sampling.max_new_tokens < 1:
         return "max_new_tokens is under 1"
     for index in range(request.count):
@@ -133,6 +136,9 @@ def refusal(request: GroupRequest, facts: ModelFacts) -> str | None:
         for part in (request.prompt_tokens, prefix):
             if len(part) and not 0 <= int(part.min()) <= int(part.max()) < facts.vocabulary:
                 return f"a token id is outside the model's {facts.vocabulary}"
+        recorded = request.recorded(index)
+        if recorded is not None and len(recorded) != len(prefix):
+            return f"{len(recorded)} recorded log-probs for a prefix of {len(prefix)} tokens"
         if len(prefix) and int(prefix[-1]) in facts.end_tokens:
             return "the prefix ends with the end token: nothing is left to sample"
         if request.room(len(prefix)) < 1:
@@ -143,7 +149,7 @@ def refusal(request: GroupRequest, facts: ModelFacts) -> str | None:
                 f"the engine's context has {facts.context} (the model's own, or "
                 f"rollout.vllm.max_model_len)"
             )
-        if not isinstance(request.prefix_tokens, tuple):
+        if not (isinstance(request.prefix_tokens, tuple) or isinstance(known, tuple)):
             break
     return None
 
@@ -154,6 +160,7 @@ def finished_group(group: Running, tokenizer: Any) -> FinishedGroup:
     if group.error is not None:
         return FinishedGroup(group_id=request.group_id, samples=(), error=group.error)
     prefixes = [request.prefix(i) for i in range(request.count)]
+    recorded = [request.recorded(i) for i in range(request.count)]
     responses = [group.finished[i] for i in range(request.count)]
     rows = [
         np.concatenate([prefix, response.tokens]).astype(np.int32)
@@ -163,11 +170,16 @@ def finished_group(group: Running, tokenizer: Any) -> FinishedGroup:
     ]
     samples = []
     texts = prompts.decode(tokenizer, rows)
-    for prefix, response, tokens, text in zip(prefixes, responses, rows, texts, strict=True):
+    for prefix, known, response, tokens, text in zip(
+        prefixes, recorded, responses, rows, texts, strict=True
+    ):
         start = len(prefix)
         source = np.full(len(tokens), Source.OWN, dtype=np.uint8)
         source[:start] = request.prefix_source
         logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
+        if known is not None:
+            # The prefix's own behaviour policy: what its ratio, or weight, divides by.
+            logprobs[:start] = known
         logprobs[start:] = response.logprobs
         samples.append(
             Sample(

@@ -10,28 +10,24 @@ Two decoders:
 - :class:`DirectDecoder` calls the matrices of Llama-like models itself. At small sizes most of
   a step is Python: for 64 rows of the miniature on one thread, transformers' own forward took
   3.4 ms a step where this took 1.5 ms.
-- :class:`GenericDecoder` calls transformers' forward, for every other causal model.
+- :class:`~.generic_decoder.GenericDecoder` calls transformers' forward, for other causal models.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..common.errors import TandemError
 from .products import linear
-
-log = logging.getLogger("tandem.rollout")
 
 DIRECT_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 """``model_type`` whose layers are pre-norm RMS, rotary attention and a gated MLP."""
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+"""Kinds of layers that keep keys and values, as transformers names them in ``layer_types``."""
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies don't depend on the length of the sequence."""
 
@@ -110,6 +106,10 @@ class Decoder(Protocol):
         Returns:
             ``[B, V]`` in the model's dtype.
         """
+        ...
+
+    def logits(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """``[B, S, V]`` Logits after every token of right-padded rows, without a cache."""
         ...
 
 
@@ -192,23 +192,30 @@ def _fuse(modules: list[Any]) -> tuple[Tensor, Tensor | None]:
     return weight, fused[1]
 
 
-def attention_limit(config: Any) -> str | None:
-    """What keeps a model's tokens from seeing all tokens before them; None if nothing does."""
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if kinds:
+def layer_kinds(config: Any) -> set[str]:
+    """What kinds of attention a model's layers have, by transformers' names."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return kinds or {SLIDING if getattr(config, "sliding_window", None) else FULL}
+
+
+def attention_limit(config: Any, longest: int) -> str | None:
+    """What keeps tokens of rows of a length from seeing all tokens before them; None if nothing."""
+    kinds = layer_kinds(config) - {FULL}
+    if kinds - {SLIDING}:
         return f"layers of {', '.join(sorted(kinds))}"
     window = getattr(config, "sliding_window", None)
-    if window is not None and window < config.max_position_embeddings:
+    # The last token of a row is never fed: in a row of window + 1 tokens nothing is out of sight.
+    if kinds and window is not None and window + 1 < longest:
         return f"a sliding window of {window} tokens"
     return None
 
 
-def why_not_direct(model: Any) -> str | None:
-    """Why :class:`DirectDecoder` can't run a model; None if it can."""
+def why_not_direct(model: Any, longest: int) -> str | None:
+    """Why :class:`DirectDecoder` can't run rows of a length; None if it can."""
     config = model.config
     if config.model_type not in DIRECT_MODELS:
         return f"model type {config.model_type}"
-    limit = attention_limit(config)
+    limit = attention_limit(config, longest)
     if limit is not None:
         return limit
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -300,26 +307,37 @@ class DirectDecoder:
         return x.addmm_(layer.act(gate).mul_(up), layer.down.t())
 
     def prefill(self, tokens: Tensor, lengths: Tensor) -> KeyValues:
+        caches: list[Tensor] = []
+        self._run(tokens, caches)
+        return KeyValues(caches)
+
+    def logits(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        hidden = rms_norm(self._run(tokens), self._norm, self._eps)
+        return linear(hidden, self._head).view(*tokens.shape, -1)
+
+    def _run(self, tokens: Tensor, caches: list[Tensor] | None = None) -> Tensor:
+        """``[B * S, H]`` Hidden states before the final norm of right-padded rows, or their keys and
+        values into ``caches``; then the last layer ends with those."""
         batch, width = tokens.shape
         self._rotation(width)
         cos = self._cos[:width].repeat(batch, 1, 1)
         sin = self._sin[:width].repeat(batch, 1, 1)
         x = F.embedding(tokens.reshape(-1), self._embed)
         repeat = self._heads // self._kv_heads
-        caches = []
         last = len(self._layers) - 1
         for number, layer in enumerate(self._layers):
             q, k, v = self._project(layer, x, cos, sin)
             q, k, v = (t.view(batch, width, -1, self._size).transpose(1, 2) for t in (q, k, v))
-            caches.append(torch.stack([k, v]))
-            if number == last:
-                break  # What follows would only serve logits, and a step makes those.
+            if caches is not None:
+                caches.append(torch.stack([k, v]))
+                if number == last:
+                    break  # What follows would only serve logits, and a step makes those.
             if repeat > 1:
                 k = k.repeat_interleave(repeat, dim=1)
                 v = v.repeat_interleave(repeat, dim=1)
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale)
             x = self._finish(layer, x, attended.transpose(1, 2).reshape(batch * width, -1))
-        return KeyValues(caches)
+        return x
 
     def step(self, tokens: Tensor, positions: np.ndarray, cache: KeyValues) -> Tensor:
         batch = len(tokens)
@@ -364,133 +382,3 @@ class DirectDecoder:
             x = self._finish(layer, x, torch.bmm(weights, seen[1]).view(batch, -1))
         x = rms_norm(x, self._norm, self._eps)
         return linear(x, self._head)
-
-
-class _SlotLayer(CacheLayerMixin):
-    """One layer's slots, as transformers' attention wants to see them."""
-
-    def __init__(self, store: Tensor, positions: Tensor, end: int) -> None:
-        super().__init__()
-        self._store, self._positions, self._end = store, positions, end
-        self._rows = torch.arange(len(positions), device=positions.device)
-        self.keys, self.values = store[0], store[1]
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The store is there already."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Puts one token a row into its slot; returns all slots up to the last one in use."""
-        self._store[0, self._rows, :, self._positions] = key_states[:, :, 0]
-        self._store[1, self._rows, :, self._positions] = value_states[:, :, 0]
-        return self._store[0, :, :, : self._end], self._store[1, :, :, : self._end]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys seen, and the first one's offset."""
-        return self._end, 0
-
-    def get_seq_length(self) -> int:
-        """Tokens before this one, in the longest row."""
-        return self._end - 1
-
-    def get_max_length(self) -> int:
-        """No limit of its own."""
-        return -1
-
-
-class GenericDecoder:
-    """Any transformers causal model with full attention, through its own forward."""
-
-    def __init__(self, model: Any) -> None:
-        config = model.config.get_text_config()
-        limit = attention_limit(config)
-        if limit is not None:
-            raise TandemError(
-                f"the torch engine keeps full attention only, and {config.model_type} has "
-                f"{limit}: use rollout.engine=vllm"
-            )
-        if "flash" in str(config._attn_implementation):
-            raise TandemError(
-                f"the torch engine masks slots itself, which {config._attn_implementation} "
-                f"can't: set model.attention=sdpa"
-            )
-        self._model = model
-
-    def prefill(self, tokens: Tensor, lengths: Tensor) -> KeyValues:
-        slots = torch.arange(tokens.shape[1], device=tokens.device)
-        cache = DynamicCache()
-        self._model(
-            input_ids=tokens,
-            attention_mask=(slots < lengths[:, None]).long(),
-            position_ids=slots[None].expand(len(tokens), -1),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return KeyValues([torch.stack([layer.keys, layer.values]) for layer in cache.layers])
-
-    def step(self, tokens: Tensor, positions: np.ndarray, cache: KeyValues) -> Tensor:
-        at = torch.from_numpy(positions).to(tokens.device)
-        end = int(positions.max()) + 1
-        slots = Cache(layers=[_SlotLayer(store, at, end) for store in cache.layers])
-        output = self._model(
-            input_ids=tokens[:, None],
-            attention_mask=visible(positions, tokens.device, self._model.dtype)[:, None, None],
-            position_ids=at[:, None],
-            past_key_values=slots,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        logits: Tensor = output.logits[:, -1]
-        return logits
-
-
-@torch.inference_mode()
-def disagreement(model: Any, decoder: Decoder) -> float:
-    """Greatest difference of a decoder's logits from the model's own, over their spread.
-
-    Two rows of unlike length: one prefill and two steps.
-    """
-    device = model.get_input_embeddings().weight.device
-    vocabulary = model.get_input_embeddings().num_embeddings
-    numbers = np.random.Generator(np.random.Philox(key=0)).integers(0, vocabulary, (2, 9))
-    tokens = torch.from_numpy(numbers).to(device)
-    lengths = np.array([4, 7])
-    expected = model(input_ids=tokens).logits.float()
-    cache = decoder.prefill(tokens[:, :7], torch.from_numpy(lengths).to(device))
-    cache.resize(2, 9)
-    rows = torch.arange(2, device=device)
-    worst = 0.0
-    for step in range(2):
-        positions = lengths + step
-        at = torch.from_numpy(positions).to(device)
-        logits = decoder.step(tokens[rows, at], positions, cache).float()
-        worst = max(worst, float((logits - expected[rows, at]).abs().max()))
-    return worst / max(float(expected.std()), 1e-6)
-
-
-def choose(model: Any, kind: str = "auto") -> Decoder:
-    """The fastest decoder that is right for a model.
-
-    ``auto`` takes the direct one where the model's kind allows it and where, tried on a few
-    tokens, its logits are those of transformers; ``direct`` and ``generic`` force one.
-
-    Raises:
-        TandemError: no decoder can run this model.
-    """
-    if kind == "generic":
-        return GenericDecoder(model)
-    reason = why_not_direct(model)
-    if reason is None:
-        direct = DirectDecoder(model)
-        limit = 1e-3 if model.dtype == torch.float32 else 0.25
-        difference = disagreement(model, direct)
-        if difference <= limit:
-            return direct
-        reason = f"its logits are off by {difference:.2g} of their spread"
-    if kind == "direct":
-        raise TandemError(f"the direct decoder can't run this model: {reason}")
-    log.info("generation goes through transformers' forward, which is slower: %s", reason)
-    return GenericDecoder(model)

@@ -17,7 +17,8 @@ The contract:
 - Closing the iterator of :meth:`Engine.generate` aborts what is left of its groups.
 
 An engine may have two more attributes: ``weights_device``, the GPU on which new weights arrive by
-NCCL, and ``weights_on_host=False``, where they may also wait there until they are loaded.
+NCCL, and ``weights_on_host=False``, where they may also wait there until they are loaded. One that
+is a :class:`Scorer` too has every version checked that it takes up; both of the above are.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from ..common.records import Int32Array, Sample, SamplingParams, Source, Version
+from ..common.records import Float32Array, Int32Array, Sample, SamplingParams, Source, Version
 from ..common.weights.manifest import SegmentPlace
 
 
@@ -55,15 +56,27 @@ class GroupRequest:
     """``[L]`` how each response begins: one array for all samples, or one for each."""
     prefix_source: Source = Source.EXPERT
     """Who wrote the prefix."""
+    prefix_logprobs: Float32Array | tuple[Float32Array | None, ...] | None = None
+    """``[L]`` nats; what its writer gave to each token of the prefix: one array for all samples, or
+    one for each; None where that wasn't recorded."""
     longest: int | None = None
     """Most tokens of a response, its prefix counted; None = as many as its prefix and
     ``sampling.max_new_tokens`` make."""
+    urgent: bool = False
+    """Begins before all that wait, and beyond the engine's greatest number of samples if need be.
+    For the few short samples of a check; an engine may take no notice."""
 
     def prefix(self, index: int) -> Int32Array:
         """``[L]`` The prefix of one sample."""
         if isinstance(self.prefix_tokens, tuple):
             return self.prefix_tokens[index]
         return self.prefix_tokens
+
+    def recorded(self, index: int) -> Float32Array | None:
+        """``[L]`` The recorded log-probs of one sample's prefix, or None."""
+        if isinstance(self.prefix_logprobs, tuple):
+            return self.prefix_logprobs[index]
+        return self.prefix_logprobs
 
     def room(self, prefix: int) -> int:
         """Most tokens that are sampled after a prefix of so many."""
@@ -210,4 +223,30 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Aborts what runs and frees the engine."""
+        ...
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """What an engine has besides, so that its weights can be checked."""
+
+    async def score(
+        self, rows: Sequence[Int32Array], temperature: float = 1.0
+    ) -> list[Float32Array]:
+        """Log-probs that the weights in use give to the tokens of some rows.
+
+        Computed from the tokens alone, not from any stored keys and values, over the whole
+        vocabulary, at the temperature asked for, whatever the samples' own may be. Generation
+        goes on before and after it.
+
+        Args:
+            rows: ``[S]`` token ids each, at least two and fewer than the model's context.
+            temperature: above 0.
+
+        Returns:
+            Of each row ``[S - 1]`` nats: of every token but the first, given those before it.
+
+        Raises:
+            TandemError: the engine can't.
+        """
         ...

@@ -49,7 +49,7 @@ def make_engine(
         return _vllm(model, rollout, rows, max_prompt_tokens)
     if ":" in rollout.engine:
         return _imported(rollout.engine, model, rollout, rows)
-    return _torch(model, rollout, rows)
+    return _torch(model, rollout, rows, max_prompt_tokens)
 
 
 def choose_engine(rollout: RolloutConfig) -> str:
@@ -65,7 +65,9 @@ def choose_engine(rollout: RolloutConfig) -> str:
     return "vllm" if torch.cuda.is_available() else "torch"
 
 
-def _torch(model: ModelConfig, rollout: RolloutConfig, rows: int) -> Engine:
+def _torch(
+    model: ModelConfig, rollout: RolloutConfig, rows: int, max_prompt_tokens: int | None
+) -> Engine:
     import torch
 
     from ..common.models import load_model, load_tokenizer
@@ -73,25 +75,31 @@ def _torch(model: ModelConfig, rollout: RolloutConfig, rows: int) -> Engine:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # The engine keeps its own cache, which flash attention's kernels can't read.
-    attention = "eager" if model.attention == "eager" else "sdpa"
+    attention = model.attention if model.attention in ("eager", "sdpa") else "auto"
     loaded = load_model(
-        model.path, dtype=rollout.dtype or model.dtype, attention=attention, device=device
+        model.path,
+        dtype=rollout.dtype or model.dtype,
+        attention=attention,
+        device=device,
+        flash=False,
     )
+    longest = None if max_prompt_tokens is None else max_prompt_tokens + rollout.max_new_tokens
     return TorchEngine(
         loaded,
         load_tokenizer(model.path),
         recompute_kv=rollout.recompute_kv,
         update_wait=rollout.update_wait_seconds,
         max_rows=rows,
+        longest=longest,
     )
 
 
 def _vllm(
     model: ModelConfig, rollout: RolloutConfig, rows: int, max_prompt_tokens: int | None
 ) -> Engine:
-    from ..common.models import load_tokenizer, resolve
+    from ..common.models import load_tokenizer, read_model_config, resolve
     from . import vllm_version
-    from .model_facts import model_facts
+    from .model_facts import model_facts, require_checkpoint_names
     from .vllm_engine import VllmEngine
     from .vllm_process import VllmProcess
 
@@ -106,6 +114,8 @@ def _vllm(
     path = resolve(model.path)
     dtype = rollout.dtype or model.dtype
     facts = model_facts(path, dtype=dtype, context=context, tokenizer=tokenizer)
+    kind = str(read_model_config(model.path).get("model_type"))
+    require_checkpoint_names(path, facts.specs, kind)
     cache = settings.kv_cache_mb
     arguments: dict[str, Any] = {
         "model": path,

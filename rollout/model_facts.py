@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..common import prompts
+from ..common.errors import ConfigError, DataError
+from ..common.plain import read_object
 from .engine import ParameterSpec
 
 
@@ -73,3 +77,54 @@ def model_facts(path: str, *, dtype: str, context: int | None, tokenizer: Any) -
     except OSError:
         pass  # The folder has none; the model's own config has its say.
     return facts_of(model, tokenizer, context=context)
+
+
+def require_checkpoint_names(path: str, specs: Iterable[ParameterSpec], kind: str) -> None:
+    """Refuses a model whose parameters transformers names otherwise than its checkpoint does.
+
+    Weights travel under transformers' names, and an engine that reads checkpoints knows theirs: it
+    would leave out what it doesn't know, such as experts that transformers holds in one tensor.
+
+    Args:
+        path: a model folder with safetensors; anything else is let through.
+        specs: of the model's parameters.
+        kind: ``model_type``.
+
+    Raises:
+        ConfigError: a parameter isn't in the checkpoint under its name.
+    """
+    known = _checkpoint_names(Path(path))
+    if not known:
+        return
+    # Some checkpoints are of the model without its head, whose names lack the first part.
+    unknown = [
+        spec.name
+        for spec in specs
+        if spec.name not in known and spec.name.partition(".")[2] not in known
+    ]
+    if unknown:
+        raise ConfigError(
+            f"rollout.engine=vllm can't take up new weights of model type {kind!r}: transformers "
+            f"names {len(unknown)} of its parameters otherwise than the checkpoint does, such as "
+            f"{unknown[0]}: set rollout.engine=torch"
+        )
+
+
+def _checkpoint_names(folder: Path) -> set[str]:
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        found = read_object(
+            index.read_bytes(), str(index), DataError, "get the model's files again"
+        )
+        return set(found.get("weight_map") or {})
+    names: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt") as tensors:
+                names |= set(tensors.keys())
+        except (OSError, SafetensorError):
+            # Whoever loads it says what is wrong with it.
+            return set()
+    return names

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..common.config import Config
 from ..common.prefixes import prefix_length, prefix_shares
-from ..common.records import ExpertTrace, Int32Array
+from ..common.records import ExpertTrace, Float32Array, Int32Array
 from ..common.seeds import keyed_generator
 from .engine import no_tokens
 
 
-def prefixes(
-    config: Config, group_id: str, step: int, traces: Sequence[ExpertTrace]
-) -> tuple[Int32Array, ...]:
-    """One array for each sample of the group; the last ones are those of the traces.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prefixes:
+    """How each sample of a group begins, one entry a sample."""
+
+    tokens: tuple[Int32Array, ...]
+    """``[L]`` each."""
+    logprobs: tuple[Float32Array | None, ...]
+    """``[L]`` nats; what the expert gave to them, None where its trace has none recorded."""
+
+
+def prefixes(config: Config, group_id: str, step: int, traces: Sequence[ExpertTrace]) -> Prefixes:
+    """The beginnings of a group's samples; the last ones are those of the traces.
 
     Keyed by (run seed, group id). At least one token is left to the policy, both of the trace and
     of ``rollout.max_new_tokens``, which bounds prefix and continuation together.
@@ -37,9 +46,12 @@ def prefixes(
         low=expert.prefix_low,
         high=expert.prefix_high,
     )
-    begun = []
+    begun: list[Int32Array] = []
+    known: list[Float32Array | None] = []
     for trace, share in zip(traces, shares, strict=True):
         length = len(trace.tokens)
         most = max(0, min(prefix_length(length, share), length - 1, rollout.max_new_tokens - 1))
         begun.append(trace.tokens[:most])
-    return (*([no_tokens()] * (rollout.group_size - len(begun))), *begun)
+        known.append(None if trace.logprobs is None else trace.logprobs[:most])
+    free = rollout.group_size - len(begun)
+    return Prefixes(tokens=(*([no_tokens()] * free), *begun), logprobs=(*([None] * free), *known))

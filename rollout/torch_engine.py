@@ -19,19 +19,29 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
+from ..common.agreement import untried_lengths
 from ..common.errors import TandemError
-from ..common.records import FinishReason, Version
+from ..common.records import FinishReason, Float32Array, Int32Array, Version
 from .batch import Batch, Row, rows_of
+from .choice import choose
 from .contract import NOTHING, Response, Running, enter, fitting, refusal, stream
-from .decoder import choose
+from .decoder import Decoder
 from .engine import EngineStats, FinishedGroup, GroupRequest, ParameterSpec, StagedWeights
 from .model_facts import facts_of
 
 log = logging.getLogger("tandem.rollout")
 
 T = TypeVar("T")
+
+URGENT_ROWS = 8
+"""Places beyond ``max_rows`` that the cache is given room for, so that it isn't copied as a whole
+when urgent groups join a full batch."""
+
+SCORED_TOKENS = 128
+"""Tokens that are scored in one pass, unless one row has more: their logits are held at once."""
 
 
 class TorchEngine:
@@ -52,6 +62,7 @@ class TorchEngine:
         prefill_tokens: int = 16384,
         decoder: str = "auto",
         version: Version | None = None,
+        longest: int | None = None,
     ) -> None:
         """Takes over a model, which must be used by nothing else from here on.
 
@@ -63,23 +74,29 @@ class TorchEngine:
                 they wait, no group joins. 0 = they are loaded between two token steps.
             max_rows: most samples generated at a time; bounds the cache's memory.
             prefill_tokens: most padded tokens of one prefill pass; bounds its memory.
-            decoder: ``auto``, ``direct`` or ``generic``; see :func:`tandem.rollout.decoder.choose`.
+            decoder: ``auto``, ``direct`` or ``generic``; see :func:`tandem.rollout.choice.choose`.
             version: of the model's own weights, where they have one.
+            longest: most tokens of prompt and response that will be asked for; None = the
+                model's own limit. Windows of the model that such rows don't reach aren't tried,
+                and rows that would reach them are refused.
 
         Raises:
-            TandemError: the model can't be run.
+            ConfigError: the model can't be run, or not with its own log-probs.
         """
         model = model.eval().requires_grad_(False)
         self._tokenizer = tokenizer
         self._recompute = recompute_kv
         self._update_wait = update_wait
         self._max_rows = max_rows
-        self._facts = facts_of(model, tokenizer)
+        untried = [] if longest is None else untried_lengths(model, longest)
+        self._facts = facts_of(model, tokenizer, context=min(untried, default=None))
+        self._decoder = choose(model, decoder, longest=longest)
+        self._device = model.get_input_embeddings().weight.device
         self._batch = Batch(
-            choose(model, decoder),
+            self._decoder,
             self._facts,
-            model.get_input_embeddings().weight.device,
-            max_rows=max_rows,
+            self._device,
+            max_rows=max_rows + URGENT_ROWS,
             prefill_tokens=prefill_tokens,
             version=version,
         )
@@ -131,6 +148,12 @@ class TorchEngine:
         """Ends groups at the next token step."""
         wanted = set(group_ids)
         await self._ask(lambda: self._abort(wanted))
+
+    async def score(
+        self, rows: Sequence[Int32Array], temperature: float = 1.0
+    ) -> list[Float32Array]:
+        """Log-probs of tokens; see :class:`~tandem.rollout.engine.Scorer`."""
+        return await self._ask(lambda: score(self._decoder, rows, temperature, self._device))
 
     async def pause(self) -> None:
         """Returns once no token step runs."""
@@ -249,7 +272,8 @@ class TorchEngine:
         if self._update is None:
             return
         due, load = self._update
-        if not len(self._batch) or self._paused or time.monotonic() >= due:
+        waited_for = any(not group.request.urgent for group in self._batch.groups())
+        if not waited_for or self._paused or time.monotonic() >= due:
             self._update = None
             load()
 
@@ -259,6 +283,8 @@ class TorchEngine:
             group.error = refusal(group.request, self._facts)
             if group.error is not None or group.request.count == 0:
                 self._deliver(group)
+            elif group.request.urgent:
+                self._waiting.appendleft(group)
             else:
                 self._waiting.append(group)
 
@@ -268,10 +294,14 @@ class TorchEngine:
             return
         running = len(self._batch)
         room = self._max_rows - running
-        if running and room * 8 < self._max_rows:
+        if running and room * 8 < self._max_rows and not self._waiting[0].request.urgent:
             return
         groups: list[Running] = []
-        while self._waiting and (self._waiting[0].request.count <= room or not (running or groups)):
+        while self._waiting and (
+            self._waiting[0].request.urgent
+            or self._waiting[0].request.count <= room
+            or not (running or groups)
+        ):
             group = self._waiting.popleft()
             room -= group.request.count
             groups.append(group)
@@ -326,3 +356,26 @@ class TorchEngine:
         if self._recompute:
             self._batch.recompute()
         self._load_seconds += time.perf_counter() - since
+
+
+def score(
+    decoder: Decoder, rows: Sequence[Int32Array], temperature: float, device: torch.device
+) -> list[Float32Array]:
+    """Of each row ``[S - 1]`` log-probs of its tokens; so many rows at a time as the memory of their
+    logits allows."""
+    found: list[Float32Array] = []
+    longest = max(map(len, rows), default=1)
+    start = 0
+    while start < len(rows):
+        some = rows[start : start + max(1, SCORED_TOKENS // longest)]
+        start += len(some)
+        lengths = torch.tensor([len(row) for row in some], device=device)
+        padded = np.zeros((len(some), longest), dtype=np.int64)
+        for row, place in zip(some, padded, strict=True):
+            place[: len(row)] = row
+        tokens = torch.from_numpy(padded).to(device)
+        logits = decoder.logits(tokens, lengths)[:, :-1]
+        every = (logits.float() / temperature).log_softmax(-1)
+        scored = every.gather(2, tokens[:, 1:, None]).squeeze(2).cpu().numpy()
+        found += [one[: len(row) - 1] for one, row in zip(scored, some, strict=True)]
+    return found

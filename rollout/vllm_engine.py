@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from ..common.errors import TandemError, WeightsError
-from ..common.records import Version
+from ..common.records import Float32Array, Int32Array, Version
 from ..common.weights.manifest import SegmentPlace
 from . import handover, vllm_requests
 from .contract import NOTHING, Running, enter, fitting, refusal, stream
@@ -52,6 +52,8 @@ LOAD_SECONDS = 600.0
 """Deadline for all workers to load a version; ``weights.commit_seconds`` is usually shorter."""
 QUIET_SECONDS = 0.02
 """No output has come for so long after a pause: none is on its way any more."""
+DEAR_VOCABULARY = 4096
+"""Tokens of a vocabulary from which on a position's whole distribution is dear."""
 UNNAMED = "unnamed"
 """What vLLM calls weights that have no version."""
 
@@ -112,6 +114,7 @@ class VllmEngine:
         # Owned by the front end's thread.
         self._groups: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._urgent: set[asyncio.Task[None]] = set()
         self._held: list[_Running] = []
         self._changing = False
         self._paused = False
@@ -138,6 +141,17 @@ class VllmEngine:
     def version(self) -> Version | None:
         """Version of the weights in use."""
         return self._version
+
+    @property
+    def scores_plain(self) -> bool:
+        """Whether scoring at a temperature other than 1 is dear: whole distributions have to come."""
+        return self._facts.vocabulary > DEAR_VOCABULARY
+
+    @property
+    def prefix_block(self) -> int:
+        """Tokens that the prefix cache keeps together: a shorter prompt is never found in it."""
+        config = getattr(self._process.llm, "vllm_config", None)
+        return int(getattr(getattr(config, "cache_config", None), "block_size", None) or 16)
 
     @property
     def broken(self) -> str:
@@ -167,6 +181,12 @@ class VllmEngine:
     async def abort(self, group_ids: Iterable[str]) -> None:
         """Ends groups at the next token step."""
         await self._process.run(self._abort(set(group_ids)))
+
+    async def score(
+        self, rows: Sequence[Int32Array], temperature: float = 1.0
+    ) -> list[Float32Array]:
+        """Log-probs of tokens; see :class:`~tandem.rollout.engine.Scorer`."""
+        return await self._process.run(self._score(rows, temperature))
 
     async def pause(self) -> None:
         """Returns once no token step runs."""
@@ -262,8 +282,9 @@ class VllmEngine:
             context = [*request.prompt_tokens.tolist(), *prefix.tolist()]
             room = min(self._facts.context - len(context), request.room(len(prefix)))
             task = asyncio.create_task(self._consume(group, name, context, indices, room))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            for tasks in (self._tasks, self._urgent) if request.urgent else (self._tasks,):
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
 
     async def _consume(
         self, group: _Running, name: str, context: list[int], indices: range, room: int
@@ -290,6 +311,7 @@ class VllmEngine:
                     salt=str(self._version or UNNAMED),
                     versions=self._versions,
                     progress=progress,
+                    urgent=group.request.urgent,
                 )
                 group.finished.update(zip(indices, ended, strict=True))
         except asyncio.CancelledError:
@@ -306,6 +328,25 @@ class VllmEngine:
             group.left -= 1
             if group.left == 0:
                 self._deliver(group)
+
+    async def _score(self, rows: Sequence[Int32Array], temperature: float) -> list[Float32Array]:
+        if self.broken:
+            raise TandemError(self.broken)
+        self._requests += 1
+        names = [f"score/{self._requests}/{number}" for number in range(len(rows))]
+
+        async def one(name: str, row: Int32Array) -> Float32Array:
+            return await vllm_requests.score(
+                self._process.llm, name, row.tolist(), temperature, salt=name
+            )
+
+        try:
+            if temperature == 1.0:
+                return await asyncio.gather(*map(one, names, rows))
+            # One at a time: each brings whole distributions.
+            return [await one(name, row) for name, row in zip(names, rows, strict=True)]
+        except Exception as error:  # vLLM has many kinds.
+            raise TandemError(f"vLLM couldn't score {len(rows)} rows: {error}") from error
 
     def _deliver(self, group: _Running) -> None:
         del self._groups[group.request.group_id]
@@ -414,8 +455,9 @@ class VllmEngine:
             await self._stage(ticket, place, count, version)
             self._changing = True
             before = self._version
-            if self._tasks and self._update_wait and not self._paused:
-                await asyncio.wait(self._tasks, timeout=self._update_wait)
+            waited_for = self._tasks - self._urgent
+            if waited_for and self._update_wait and not self._paused:
+                await asyncio.wait(waited_for, timeout=self._update_wait)
             try:
                 if not self._paused:
                     await self._freeze()

@@ -230,6 +230,10 @@ def make_llm(arguments: Mapping[str, Any], counters: Counters) -> Any:
         # A model folder's own temperature or top_p must not stand in for what was asked.
         "generation_config": "vllm",
         "enable_prefix_caching": True,
+        # A check of new weights doesn't wait behind the groups that do.
+        "scheduling_policy": "priority",
+        # At a temperature other than 1 it takes a position's whole distribution.
+        "max_logprobs": -1,
         "disable_log_stats": True,
         # Two workers with one seed would draw the same numbers.
         "seed": secrets.randbelow(2**31),

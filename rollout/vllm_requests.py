@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..common.errors import TandemError
-from ..common.records import FinishReason, SamplingParams, Version
+from ..common.records import FinishReason, Float32Array, SamplingParams, Version
 from .contract import Response
 
 REASONS = {
@@ -21,6 +21,10 @@ REASONS = {
     "abort": FinishReason.ABORT,
 }
 """vLLM's finish reasons. It has more, of requests that failed; those fail their group."""
+
+
+FIRST = -1
+"""vLLM's priority of what is urgent; less comes first, and all else has 0."""
 
 
 def says_versions(llm: Any) -> bool:
@@ -80,6 +84,7 @@ async def sample(
     salt: str,
     versions: Mapping[str, Version],
     progress: Progress | None = None,
+    urgent: bool = False,
 ) -> list[Response]:
     """Draws some samples of one prompt. Up to vLLM's hearing of the request it doesn't wait.
 
@@ -94,6 +99,7 @@ async def sample(
         salt: requests with unlike salts share no cached keys.
         versions: by the names that vLLM was told; weights of other names have none.
         progress: keeps the spans where vLLM doesn't; costs an output each step.
+        urgent: goes before all that wait.
     """
     import vllm
     from vllm.sampling_params import RequestOutputKind
@@ -115,7 +121,9 @@ async def sample(
         output_kind=kind,
     )
     ended = Progress(count, None) if progress is None else progress
-    async for output in llm.generate(_prompt(context, salt), parameters, name):
+    async for output in llm.generate(
+        _prompt(context, salt), parameters, name, priority=FIRST if urgent else 0
+    ):
         for one in output.outputs:
             ended.latest[one.index] = one
     lacking = ended.latest.count(None)
@@ -137,6 +145,57 @@ async def sample(
         )
         for output in ended.latest
     ]
+
+
+async def score(
+    llm: Any, name: str, row: Sequence[int], temperature: float, *, salt: str
+) -> Float32Array:
+    """``[S - 1]`` Log-probs of a row's tokens but the first, from a prefill of their own.
+
+    vLLM reads no cached keys for prompts whose log-probs are asked for, and it gives those of
+    temperature 1. At another one they are over the sum of all tokens' ``p^(1/T)``, so that each
+    position's whole distribution has to come.
+
+    Args:
+        llm: vLLM's ``AsyncLLM``.
+        name: the request's id.
+        row: ``[S]`` token ids.
+        temperature: above 0.
+        salt: no other request has it.
+    """
+    import vllm
+    from vllm.sampling_params import RequestOutputKind
+
+    parameters = vllm.SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        # The row's own tokens, or every token.
+        prompt_logprobs=0 if temperature == 1.0 else -1,
+        flat_logprobs=True,
+        detokenize=False,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    flat = None
+    async for output in llm.generate(_prompt(list(row), salt), parameters, name, priority=FIRST):
+        flat = output.prompt_logprobs
+    if flat is None or len(flat) != len(row):
+        raise TandemError(
+            f"vLLM gave log-probs of {0 if flat is None else len(flat)} of {len(row)} tokens"
+        )
+    # Of the first token there are none; the row's own token stands first at its position.
+    starts, ends = np.array(flat.start_indices[1:]), np.array(flat.end_indices[1:])
+    every = np.array(flat.logprobs, dtype=np.float64)
+    own = every[starts]
+    if temperature == 1.0:
+        return own.astype(np.float32)
+    found = []
+    for start, end in zip(starts, ends, strict=True):
+        # Those of all tokens follow, that of the row's own a second time.
+        heated = every[start + 1 : end] / temperature
+        most = heated.max()
+        found.append(every[start] / temperature - most - np.log(np.exp(heated - most).sum()))
+    return np.array(found, dtype=np.float32)
 
 
 def _prompt(context: list[int], salt: str) -> Any:

@@ -46,6 +46,7 @@ from ..common.weights.protocol import (
     pack,
     unpack,
 )
+from ..common.weights.scored_rows import ScoredRows
 from ..common.weights.segment import (
     remove_left_behind,
     shared_memory_name,
@@ -76,6 +77,7 @@ EXIT_HALF_LOADED = 70
 """Exit status of a process whose engine may hold half of two versions (EX_SOFTWARE)."""
 
 CommitFunction = Callable[[StagedTensors, Version], float]
+CheckFunction = Callable[[Version, ScoredRows | None], bool]
 
 
 def _exit(message: str) -> None:
@@ -107,6 +109,9 @@ class WeightReceiver:
         current_term: newest term begun, in place of the ledger's; asked before every commit.
         fatal: what ends the process.
         transports: makes a transport by name and interface.
+        check: ``check(version, scored)`` is called when the engine serves a version that was loaded,
+            with what the learner says that it makes of some rows. False: the version is fetched and
+            loaded anew. Called from the stager's thread; meanwhile nothing else is committed.
     """
 
     def __init__(
@@ -125,6 +130,7 @@ class WeightReceiver:
         current_term: Callable[[], int] | None = None,
         fatal: Callable[[str], None] = _exit,
         transports: Callable[[str, str], Transport] = make_transport,
+        check: CheckFunction | None = None,
     ) -> None:
         self._run_id = run_id if run_id is not None else cast("Store", store).run_id
         self._member = member
@@ -141,6 +147,7 @@ class WeightReceiver:
         self._current_term = current_term if current_term is not None else _term_of(store, member)
         self._fatal = fatal
         self._transports = transports
+        self._check = check
         self._on_host = on_host or self._device.type == "cpu"
         self._offered = offered_transports(self._device)
         self._device_name = device_name(self._device)
@@ -156,7 +163,14 @@ class WeightReceiver:
         self._version: Version | None = None
         self._content = ""
         self._term = 0
-        self._counts = {"committed": 0, "restamped": 0, "refused": 0, "failed": 0, "bytes": 0}
+        self._counts = {
+            "committed": 0,
+            "restamped": 0,
+            "reloaded": 0,
+            "refused": 0,
+            "failed": 0,
+            "bytes": 0,
+        }
         self._seconds = {"stage": 0.0, "commit": 0.0, "pause": 0.0, "paused": 0.0}
 
         # Owned by the control thread.
@@ -166,6 +180,8 @@ class WeightReceiver:
         self._next_have = 0.0
         self._stager: _Stager | None = None
         self._offer: Prepare | None = None
+        # STAGED, until its COMMIT has come.
+        self._told: Staged | None = None
         self._fitting = ""
         self._wait: Wait | None = None
         self._threads: list[threading.Thread] = []
@@ -355,6 +371,9 @@ class WeightReceiver:
         if sent:
             self._greeted = True
             self._next_have = time.monotonic() + HAVE_SECONDS
+            if self._states.state is ReceiverState.STAGED and self._told is not None:
+                # Connections break while a learner stands still, and what was under way is lost.
+                self._send(self._told)
 
     def _on_stop(self) -> None:
         pass
@@ -485,7 +504,8 @@ class WeightReceiver:
         assert self._offer is not None
         self._expect(f"commit version {self._states.offered}", self._settings.commit_seconds)
         digest = self._offer.manifest.digest
-        self._send(Staged(round=round_id, digest=digest, checksums=checksums))
+        self._told = Staged(round=round_id, digest=digest, checksums=checksums)
+        self._send(self._told)
 
     def _on_failed(self, stager: _Stager, round_id: str, stage: str, reason: str) -> None:
         if stager is self._stager and round_id == self._states.round:
@@ -493,6 +513,9 @@ class WeightReceiver:
 
     def _on_commit(self, message: Commit) -> None:
         if not self._current(message.round, ReceiverState.STAGED) or self._offer is None:
+            return
+        if self._told is None:
+            # It came before; this one answers a STAGED that was repeated.
             return
         if (message.run_id, message.version) != (self._run_id, self._states.offered):
             self._give_up(
@@ -503,6 +526,8 @@ class WeightReceiver:
             )
             return
         assert self._stager is not None
+        self._told = None
+        self._wait = Wait("the ledger", "say which term has begun", self._settings.commit_seconds)
         self._stager.jobs.put(("commit", message.round, self._offer))
 
     def _on_committed(self, round_id: str, seconds: float) -> None:
@@ -518,6 +543,10 @@ class WeightReceiver:
             )
         )
         self._next_have = time.monotonic() + HAVE_SECONDS
+
+    def _on_disowned(self) -> None:
+        # The learner is to hear of it at once; it offers its newest version again.
+        self._next_have = 0.0
 
     def _on_abort(self, message: Abort) -> None:
         if message.round == self._states.round:
@@ -591,6 +620,14 @@ class WeightReceiver:
             self._counts["committed" if offer.bytes_follow else "restamped"] += 1
             self._changed.notify_all()
         self._mailbox.post(("committed", offer.round, seconds))
+
+    def _disown(self) -> None:
+        """What the engine serves isn't the version that it is called: the worker has none."""
+        with self._changed, self._lock:
+            self._version = None
+            self._content = ""
+            self._counts["reloaded"] += 1
+        self._mailbox.post(("disowned",))
 
 
 class _Stager:
@@ -705,6 +742,9 @@ class _Stager:
             )
             return
         receiver._end_commit(offer, time.perf_counter() - start, paused)
+        check, scored = receiver._check, offer.manifest.scored
+        if tensors and check is not None and not check(version, scored):
+            receiver._disown()
 
 
 def _stage_of(kind: str, error: Exception) -> str:

@@ -25,18 +25,19 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..common import disk
 from ..common.config import Config
 from ..common.errors import DeadlineError, StoreError, TandemError, WireError
 from ..common.records import (
     FinishReason,
     Group,
     GroupReceipt,
-    Int32Array,
     Problem,
+    Sample,
     SamplingParams,
     Version,
 )
@@ -48,13 +49,15 @@ from ..replay.ledger import Lease, LeaseReply, Ledger
 from ..replay.members import Members
 from ..replay.rules import choose_traces
 from ..replay.store import EvaluationRequest, EvaluationResult, RunStore
+from .commit_check import CommitCheck
 from .engine import Engine, FinishedGroup, GroupRequest, NamedWeights, no_tokens
 from .engines import make_engine
-from .prefixes import prefixes
+from .prefixes import Prefixes, prefixes
 from .submission import PoolAddress, Submitter
 
 if TYPE_CHECKING:
     from ..common.weights.buffer import StagedTensors
+    from ..common.weights.scored_rows import ScoredRows
     from .evaluate.evaluation import Evaluation, Evaluator
 
 log = logging.getLogger("tandem.rollout")
@@ -76,10 +79,10 @@ PROBLEMS_KEPT = 4096
 """Problems kept in memory."""
 DRAIN_SHARE = 0.4
 """Of ``launch.drain_seconds``: for what is being generated, and again for its receipts."""
-MIN_SAMPLES = 2
-"""Finished samples that a group past its deadline needs to be committed at all."""
 MAX_ENGINE_FAILURES = 3
 """Batches in a row of which the engine finished nothing; then the process ends."""
+EXIT_UNLIKE = 65
+"""Exit status of a worker whose weights aren't those that were published (EX_DATAERR)."""
 SWITCH_SECONDS = 0.0005
 """How long a thread may hold the interpreter while the decode thread waits for it."""
 
@@ -111,6 +114,8 @@ class _Held:
     """It is another worker's now: nothing of it is to be submitted."""
     late: bool = False
     """It was aborted at its deadline."""
+    spoiled: bool = False
+    """It may have tokens of weights that aren't what they are called."""
 
 
 class Worker:
@@ -140,6 +145,7 @@ class Worker:
         self._evaluation: asyncio.Task[Evaluation] | None = None
         self._evaluator: Evaluator | None = None
         self._steady = asyncio.Lock()
+        self._unlike = ""
         self._failures = 0
         self._counts = {
             "groups": 0,
@@ -176,6 +182,16 @@ class Worker:
         )
         if not await self._start_engine():
             return 0
+        weights, rollout = self.config.weights, self.config.rollout
+        self._check = CommitCheck(
+            self._engine,
+            dtypes=(self.config.model.dtype, self.config.engine_dtype),
+            bound=weights.check_bound,
+            temperature=rollout.temperature,
+            runs_on=rollout.recompute_kv,
+            seconds=weights.commit_seconds,
+            longest=self.config.data.max_prompt_tokens + rollout.max_new_tokens,
+        )
         self._submitter = Submitter(
             self.name,
             self._pools,
@@ -192,6 +208,7 @@ class Worker:
             # What an engine that users bring needn't say.
             device=getattr(self._engine, "weights_device", "cpu"),
             on_host=getattr(self._engine, "weights_on_host", True),
+            check=self._check_weights if self._check.is_on else None,
         )
         self._receiver = receiver
         await self._in_redis(self._register)
@@ -236,6 +253,7 @@ class Worker:
 
     def _on_sigterm(self) -> None:
         log.info(f"{self.name} was told to end; draining")
+        disk.stop_waiting()
         self._stop.set()
         self._nudge.set()
         self._loop.call_later(DRAIN_SHARE * self.config.launch.drain_seconds, self._cut_short)
@@ -286,6 +304,9 @@ class Worker:
                 log.warning(f"Redis is away, trying again: {error}")
                 with self._clock.doing("wait/redis"):
                     await self._nap(1.0)
+            if self._unlike:
+                log.error(f"{self._unlike}; {self.name} ends so that a fresh process can try again")
+                return EXIT_UNLIKE
             # An engine that can't be mended says so, if it knows: each try costs its groups one.
             if self._failures and (broken := getattr(self._engine, "broken", "")):
                 log.error(f"{broken}; {self.name} ends so that a fresh process can take its place")
@@ -301,8 +322,9 @@ class Worker:
     async def _turn(self) -> bool:
         """One evaluation or one batch; False if there was nothing to do."""
         held = self._engine.version
-        if held is None:
-            self._waiting_for = "learner: the first weights"
+        if held is None or self._check.suspect:
+            which = "the first weights" if held is None else "weights that pass their check"
+            self._waiting_for = f"learner: {which}"
             self._state = await self._in_redis(self._runs.state)
             with self._clock.doing("wait/version"):
                 await self._nap(IDLE_SECONDS)
@@ -311,6 +333,8 @@ class Worker:
             with self._clock.doing("generate"):
                 await self._nap(IDLE_SECONDS)
             return False
+        # Also while the weights are being checked: its result waits for that, and what is sampled for
+        # training instead would make the learner's next version come first.
         with self._clock.doing("generate" if self._in_engine else "redis"):
             request = await self._in_redis(lambda: self._runs.claim_evaluation(self.name, held))
         if request is not None:
@@ -326,6 +350,10 @@ class Worker:
         with self._clock.doing("generate" if self._in_engine else "redis"):
             reply, problems, begun = await self._in_redis(lambda: self._lease(held, room))
         self._state, self._lease_seconds = reply.state, reply.lease_seconds
+        if self._check.suspect:
+            for lease in reply.leases:
+                await self._give_back(lease, "the weights failed their check", failed=False)
+            return False
         if not reply.leases:
             self._waiting_for = "" if self._in_engine else reply.wait or "ledger"
             slug = _slug(self._waiting_for)
@@ -349,7 +377,7 @@ class Worker:
 
     def _lease(
         self, held: Version, room: int
-    ) -> tuple[LeaseReply, dict[str, Problem], dict[str, tuple[Int32Array, ...]]]:
+    ) -> tuple[LeaseReply, dict[str, Problem], dict[str, Prefixes]]:
         """Leases with their problems, and by group how its samples begin where they begin with a
         trace (in the Redis thread)."""
         reply = self._ledger.lease(held, room)
@@ -376,8 +404,8 @@ class Worker:
             self._problems.popitem(last=False)
         return reply, chosen, begun
 
-    def _begun(self, leases: Sequence[Lease], step: int) -> dict[str, tuple[Int32Array, ...]]:
-        """By group with a trace, the prefix of each sample; nothing where traces enter whole."""
+    def _begun(self, leases: Sequence[Lease], step: int) -> dict[str, Prefixes]:
+        """By group with a trace, how its samples begin; nothing where traces enter whole."""
         if self.config.expert.prefix is None:
             return {}
         names = {lease.group_id: self._traces(lease) for lease in leases}
@@ -401,7 +429,7 @@ class Worker:
         self,
         leases: Sequence[Lease],
         problems: dict[str, Problem],
-        begun: Mapping[str, tuple[Int32Array, ...]],
+        begun: Mapping[str, Prefixes],
     ) -> None:
         """Generates one batch; hands in each group as it finishes."""
         rollout, seed = self.config.rollout, self.config.run.seed
@@ -419,14 +447,18 @@ class Worker:
             )
             for lease in leases
         }
+        # Those that enter only where all failed replace samples once they are graded.
+        instead = self.config.expert.when == "always"
+        nothing = Prefixes(tokens=(), logprobs=())
         requests = [
             GroupRequest(
                 group_id=lease.group_id,
                 prompt_tokens=problems[lease.problem_id].prompt_tokens,
-                count=rollout.group_size - len(traces[lease.group_id]),
+                count=rollout.group_size - (len(traces[lease.group_id]) if instead else 0),
                 sampling=sampling,
                 seed=seed,
-                prefix_tokens=begun.get(lease.group_id, no_tokens()),
+                prefix_tokens=begun.get(lease.group_id, nothing).tokens or no_tokens(),
+                prefix_logprobs=begun.get(lease.group_id, nothing).logprobs or None,
                 longest=rollout.max_new_tokens,
             )
             for lease in leases
@@ -458,11 +490,15 @@ class Worker:
         self, finished: FinishedGroup, lease: Lease, problem: Problem, traces: tuple[str, ...]
     ) -> int:
         """Submits one finished group or gives its lease back; 1 where the engine did its part."""
+        await self._check.settled(finished.samples)
         with self._lock:
             held = self._held.get(lease.group_id)
         if held is None or held.revoked:
             self._counts["revoked_groups"] += 1
             self._forget(lease.group_id)
+            return 1
+        if held.spoiled:
+            await self._give_back(lease, "the weights failed their check", failed=False)
             return 1
         if finished.error is not None:
             log.warning(f"group {lease.group_id} failed: {finished.error}")
@@ -470,15 +506,20 @@ class Worker:
             await self._give_back(lease, finished.error, failed=True)
             return 0
         samples = finished.samples
-        whole = tuple(s for s in samples if s.finish_reason is not FinishReason.ABORT)
-        if len(whole) < len(samples):
+        ended = sum(s.finish_reason is not FinishReason.ABORT for s in samples)
+        if ended < len(samples):
             if not held.late:  # Aborted in a drain.
                 await self._give_back(lease, "drained", failed=False)
                 return 1
-            if len(whole) < MIN_SAMPLES:
+            samples = at_deadline(samples)
+            keeps_late = self.config.learner.objective.stragglers != "leave_out"
+            enough = (len(samples) if keeps_late else ended) >= self._ledger.settings.least_verdicts
+            # Of too few the ledger would reject the group (its settings were read for the lease),
+            # and without one that ended there is nothing to learn from.
+            if not (ended and enough):
                 await self._give_back(
                     lease,
-                    f"{len(whole)} of {len(samples)} samples finished before its deadline",
+                    f"{ended} of {len(finished.samples)} samples finished before its deadline",
                     failed=True,
                 )
                 return 1
@@ -492,7 +533,7 @@ class Worker:
             prompt_text=problem.prompt_text,
             gold=problem.gold,
             data_source=problem.data_source,
-            samples=whole,
+            samples=samples,
             trace_ids=traces,
             extra=problem.extra,
         )
@@ -504,8 +545,8 @@ class Worker:
             await self._give_back(lease, str(error), failed=True)
             return 1
         self._counts["groups"] += 1
-        self._counts["samples"] += len(whole)
-        self._counts["tokens"] += sum(len(s.tokens) for s in whole)
+        self._counts["samples"] += len(samples)
+        self._counts["tokens"] += sum(len(s.tokens) for s in samples)
         return 1
 
     async def _give_back(self, lease: Lease, reason: str, *, failed: bool) -> None:
@@ -546,6 +587,7 @@ class Worker:
                     self._evaluator.evaluate(
                         problems,
                         temperature=request.temperature,
+                        top_p=self.config.evaluate.top_p,
                         samples=request.samples,
                         max_new_tokens=self.config.rollout.max_new_tokens,
                         seed=self.config.run.seed,
@@ -553,8 +595,10 @@ class Worker:
                     )
                 )
                 await asyncio.wait([self._evaluation])
-            if self._evaluation.cancelled():
-                log.info(f"evaluation {request.id} was left to another worker")
+            await self._check.settled(self._responses(self._evaluation))
+            if self._evaluation.cancelled() or self._check.suspect:
+                reason = "the weights failed their check" if self._check.suspect else "drained"
+                await self._give_back_evaluation(request, reason, failed=False)
                 return
             found = self._evaluation.result()
             step = version.step if version is not None else request.step
@@ -562,7 +606,13 @@ class Worker:
                 id=request.id,
                 set_name=request.set_name,
                 step=found.step if found.step is not None else step,
+                version=found.version,
                 accuracy=found.accuracy,
+                samples=found.samples,
+                pass_rate=found.pass_rate,
+                accuracy_by_source=found.by_source,
+                pass_by_source=found.pass_by_source,
+                problems_by_source=found.problems_by_source,
                 problems=found.problems,
                 format_share=found.format_share,
                 right_and_formed=found.right_and_formed,
@@ -578,11 +628,24 @@ class Worker:
             )
         except StoreError:
             raise
-        except TandemError as error:
-            # Its claim expires, and this or another worker tries again.
+        except (TandemError, ValueError) as error:
+            # This or another worker tries again, unless it has failed too often.
             log.error(f"evaluation {request.id} failed: {error}")
+            await self._give_back_evaluation(request, str(error), failed=True)
         finally:
             self._evaluating = None
+
+    async def _give_back_evaluation(
+        self, request: EvaluationRequest, reason: str, *, failed: bool
+    ) -> None:
+        # Not to be renewed any more; another worker may claim it from here on.
+        self._evaluating = None
+        await self._in_redis(
+            lambda: self._runs.give_back_evaluation(
+                request.id, self.name, reason=reason, failed=failed
+            )
+        )
+        log.info(f"evaluation {request.id} was given back: {reason}")
 
     # New weights.
 
@@ -603,15 +666,69 @@ class Worker:
             log.warning(f"version {version} is committed into a long evaluation")
         try:
             if tensors:
+                if self._check.is_on:
+                    await self._check.begin(version)
                 await self._engine.load(NamedWeights(dict(tensors), tensors.place), version)
             else:
                 await self._engine.restamp(version)
+        except BaseException:
+            self._check.end(passed=None)
+            raise
         finally:
             if still:
                 self._steady.release()
         self._nudge.set()
         self._wake_keeper.set()
         return self._engine.stats().load_seconds - before
+
+    def _check_weights(self, version: Version, scored: ScoredRows | None) -> bool:
+        """Called from the receiver's thread when the engine serves a version; False = it is to be
+        fetched and loaded anew."""
+        done = asyncio.run_coroutine_threadsafe(self._examine(version, scored), self._loop)
+        return done.result()
+
+    async def _examine(self, version: Version, scored: ScoredRows | None) -> bool:
+        try:
+            found = await self._check.examine(version, scored)
+            failed = [str(difference) for difference in found if not difference.passes]
+        except TandemError as error:
+            failed = [str(error)]
+        except Exception as error:
+            # Groups wait for the check's end, whatever that is.
+            log.exception(f"version {version} couldn't be checked")
+            failed = [f"it couldn't be checked: {type(error).__name__}: {error}"]
+        self._check.end(passed=not failed)
+        self._nudge.set()
+        if not failed:
+            return True
+        # Before anything that has waited goes on.
+        self._spoil()
+        told = f"version {version} isn't what the learner published ({'; '.join(failed)})"
+        self._check.counts.alarm = told
+        if self._check.in_a_row == 1:
+            log.error(f"{told}: what it sampled is discarded, and it is fetched anew")
+            return False
+        self._unlike = (
+            f"{told}, loaded {self._check.in_a_row} times. If it is the engine's own rounding, raise "
+            f"weights.check_bound (0: no check)"
+        )
+        return True
+
+    def _spoil(self) -> None:
+        """Ends and discards all that is under way: it may have tokens of weights that are none."""
+        with self._lock:
+            for held in self._held.values():
+                held.spoiled = True
+            ids = list(self._held)
+        self._abort(ids)
+        if self._evaluation is not None:
+            self._evaluation.cancel()
+
+    @staticmethod
+    def _responses(evaluation: asyncio.Task[Evaluation]) -> list[Sample]:
+        if evaluation.cancelled() or evaluation.exception() is not None:
+            return []
+        return [sample for sample, _ in evaluation.result().responses]
 
     # Beside the loop.
 
@@ -735,7 +852,8 @@ class Worker:
                 "results": dict(submissions.results),
                 "mean_receipt_seconds": submissions.receipt_seconds / max(receipts, 1),
             },
-            "weights": self._receiver.stats(),
+            "weights": {**self._receiver.stats(), "check": self._check.stats()},
+            "alarm": self._check.counts.alarm,
         }
 
     # Draining.
@@ -759,6 +877,22 @@ class Worker:
         for lease in left:
             await self._give_back(lease, "drained", failed=False)
         return status
+
+
+def at_deadline(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    """What of a group's samples is handed in at its deadline.
+
+    Those that ended, and those that were still being sampled, with the tokens they had, under a
+    finish reason of their own: leaving them out would favour short answers. One of which no token
+    was sampled can be no row; it leaves its group as one without a verdict does.
+    """
+    return tuple(
+        replace(s, finish_reason=FinishReason.DEADLINE)
+        if s.finish_reason is FinishReason.ABORT
+        else s
+        for s in samples
+        if s.finish_reason is not FinishReason.ABORT or s.oldest_step is not None
+    )
 
 
 def _slug(reason: str) -> str:

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,15 +68,36 @@ def tandem_command() -> str:
     return str(path)
 
 
+def _module(stem: str) -> ModuleType:
+    name = f"tandem_tests_{stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / f"{stem}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Any]]:
+    """Mounts file systems of so many megabytes; skips where this machine doesn't let it."""
+    module = _module("small_disk")
+    made: list[Any] = []
+
+    def mount(megabytes: int) -> Any:
+        made.append(module.SmallDisk(tmp_path / f"disk-{len(made)}", megabytes))
+        return made[-1]
+
+    yield mount
+    for one in made:
+        one.close()
+
+
 @pytest.fixture(scope="session")
 def servers() -> ModuleType:
     """``tests/redis_server.py``: real redis-servers (tests are no package, hence by path)."""
-    name = "tandem_tests_redis_server"
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / "redis_server.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = _module("redis_server")
     if module.executable() is None:
         pytest.skip("no redis-server: install it, or the extra tandem-rl[redis-server]")
     return module

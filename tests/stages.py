@@ -42,6 +42,8 @@ class Stage:
     """A module; where it cannot be imported the stage is listed as not run."""
     get: str = ""
     """How to get the package."""
+    long: bool = False
+    """Run with ``--all`` or where it is required; listed as not run otherwise."""
     byhand: str = ""
     """How to run what is left out of it, because it takes long."""
     deadline_s: float = 1200.0
@@ -71,12 +73,14 @@ STAGES = (
         name="e2e",
         args=("tests/e2e", "-m", "not vllm and not byhand"),
         needs="tests/e2e",
+        long=True,
         byhand="bash tests/run.sh tests/e2e -m byhand (two minutes)",
     ),
     Stage(
         name="faults",
         args=("tests/faults", "-m", "not byhand"),
         needs="tests/faults",
+        long=True,
         byhand="bash tests/run.sh tests/faults -m byhand (three minutes)",
     ),
     Stage(
@@ -84,10 +88,11 @@ STAGES = (
         args=("tests/rollout", "tests/e2e", "-m", "vllm and not byhand"),
         package="vllm",
         get="bash launch/setup.sh --dev --vllm",
+        long=True,
         byhand="bash tests/run.sh tests/rollout -m 'vllm and byhand' (ten minutes)",
         deadline_s=600.0,
     ),
-    Stage(name="package", args=("tests/repo/test_package.py", "-m", "not byhand")),
+    Stage(name="package", args=("tests/repo/test_package.py", "-m", "not byhand"), long=True),
 )
 
 
@@ -318,8 +323,11 @@ def test_environment(scratch: Path) -> dict[str, str]:
     return env
 
 
-def run_all(required: frozenset[str] = frozenset()) -> int:
-    """Every check and stage; returns the exit code. Of the required stages nothing is skipped."""
+def run_stages(required: frozenset[str] = frozenset(), *, every: bool = False) -> int:
+    """The checks and stages, long ones only where asked for; returns the exit code.
+
+    Of the required stages nothing is skipped.
+    """
     began = time.monotonic()
     tally = Tally()
     before = tree_state()
@@ -332,6 +340,9 @@ def run_all(required: frozenset[str] = frozenset()) -> int:
     for name, command in checks():
         run_check(name, command, env, tally)
     for stage in STAGES:
+        if stage.long and not every and stage.name not in required:
+            tally.not_run.append(f"stage {stage.name}: bash tests/run.sh --all runs it as well")
+            continue
         run_stage(stage, env, scratch, tally, required=stage.name in required)
     print()
     if before is None:
@@ -352,8 +363,8 @@ def run_all(required: frozenset[str] = frozenset()) -> int:
 
 
 def main() -> int:
-    """With pytest's arguments, pytest alone; without, everything."""
-    if len(sys.argv) > 1 and not sys.argv[1].startswith("--require"):
+    """With pytest's arguments, pytest alone; without, the checks and stages."""
+    if len(sys.argv) > 1 and not sys.argv[1].startswith(("--require", "--all")):
         os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.execv(sys.executable, [sys.executable, "-m", "pytest", *sys.argv[1:]])
@@ -365,7 +376,9 @@ def main() -> int:
         choices=[stage.name for stage in STAGES],
         help="a stage that fails where it, or a test of it, would be listed as not run",
     )
-    return run_all(frozenset(parser.parse_args().require))
+    parser.add_argument("--all", action="store_true", help="the long stages as well")
+    asked = parser.parse_args()
+    return run_stages(frozenset(asked.require), every=asked.all)
 
 
 if __name__ == "__main__":

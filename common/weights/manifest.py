@@ -22,6 +22,7 @@ from typing import Any
 from ..errors import WeightsError
 from ..records import Version
 from ..wire import register
+from .scored_rows import ScoredRows
 
 ALIGNMENT = 256
 """Bytes; offsets of tensors and buckets are multiples, so that any dtype can be viewed in
@@ -101,6 +102,9 @@ class WeightManifest:
     Empty in an outline, whose checksums are all 0 because they are still being taken."""
     digest: str
     """SHA-256 over run id, version and content; it travels over CURVE, the bytes do not."""
+    scored: ScoredRows | None = None
+    """What an engine that has loaded these weights must make of some rows; None = nobody said.
+    In no digest: it travels over CURVE alone."""
 
     @property
     def params(self) -> tuple[TensorEntry, ...]:
@@ -241,13 +245,20 @@ def manifest_digest(run_id: str, version: Version, content: str) -> str:
 
 
 def make_manifest(
-    run_id: str, version: Version, layout: Layout, checksums: Sequence[int], kind: str
+    run_id: str,
+    version: Version,
+    layout: Layout,
+    checksums: Sequence[int],
+    kind: str,
+    scored: ScoredRows | None = None,
 ) -> WeightManifest:
     """The manifest of one version, from the layout and the checksums of its buckets."""
-    return with_checksums(make_outline(run_id, version, layout, kind), checksums)
+    return with_checksums(make_outline(run_id, version, layout, kind, scored), checksums)
 
 
-def make_outline(run_id: str, version: Version, layout: Layout, kind: str) -> WeightManifest:
+def make_outline(
+    run_id: str, version: Version, layout: Layout, kind: str, scored: ScoredRows | None = None
+) -> WeightManifest:
     """A manifest without checksums: a reader of the same memory takes its own meanwhile."""
     return WeightManifest(
         run_id=run_id,
@@ -260,6 +271,7 @@ def make_outline(run_id: str, version: Version, layout: Layout, kind: str) -> We
         total_bytes=layout.total_bytes,
         content="",
         digest=manifest_digest(run_id, version, ""),
+        scored=scored,
     )
 
 

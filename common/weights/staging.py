@@ -13,6 +13,7 @@ from ..records import Version
 from .buffer import flat_buffer, views
 from .checksum import algorithm_for, checksum
 from .manifest import Layout, WeightManifest, make_manifest, make_outline, restamped
+from .scored_rows import ScoredRows
 from .segment import SHARED_MEMORY, Segment
 
 log = logging.getLogger("tandem.learner.weights")
@@ -48,6 +49,8 @@ class StagingSlot:
             self.buffer = flat_buffer(layout.total_bytes, device)
         self.tensors = views(self.buffer, layout.params)
         self.version: Version | None = None
+        self.scored: ScoredRows | None = None
+        """What the version makes of some rows; travels with it and with its re-stamps."""
         self.published = 0.0
         self.pins = 0
         """Readers and writers; with none it may be overwritten."""
@@ -69,6 +72,7 @@ class StagingSlot:
     def reset(self) -> None:
         """Before it is overwritten."""
         self.version = None
+        self.scored = None
         self.started = False
         self._manifests = {}
         self._host = None
@@ -102,7 +106,7 @@ class StagingSlot:
             self._settle()
             kind = algorithm_for(buffer.device)
             sums = [checksum(piece, kind) for piece in self._pieces(buffer)]
-            manifest = make_manifest(run_id, version, self.layout, sums, kind)
+            manifest = make_manifest(run_id, version, self.layout, sums, kind, self.scored)
             self._manifests[buffer.device.type] = manifest
         return restamped(manifest, version)
 
@@ -112,7 +116,8 @@ class StagingSlot:
         known = self._manifests.get("cpu")
         if known is not None:
             return restamped(known, version)
-        return make_outline(run_id, version, self.layout, algorithm_for(torch.device("cpu")))
+        kind = algorithm_for(torch.device("cpu"))
+        return make_outline(run_id, version, self.layout, kind, self.scored)
 
     def pieces(self, on_host: bool) -> list[torch.Tensor]:
         """The buckets, where a transport can read them."""

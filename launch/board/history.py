@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from ...common.parts import parts
+from ...common.ratio_check import alarm_of
+
 _AGE = re.compile("[0-9]{1,4}")
 WINDOW = 20
 """Steps that recent means and paces are taken over."""
@@ -37,6 +40,10 @@ class History:
     def __init__(self) -> None:
         self.step = 0
         """The latest step."""
+        self.alarm = ""
+        """The newest alarm of the ratio check, with its step and how many steps had one; empty where
+        none had."""
+        self._alarms = (0, 0)
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
         self._evaluations: dict[tuple[str, int], Evaluated] = {}
 
@@ -56,6 +63,17 @@ class History:
             recent.clear()
         recent.append(record)
         self.step = max(self.step, step)
+        self.note_alarm(record)
+
+    def note_alarm(self, record: Mapping[str, Any]) -> None:
+        """Takes in nothing of a step but its alarm."""
+        alarm, step = alarm_of(record), record.get("step")
+        last, count = self._alarms
+        # A learner that was killed writes steps again.
+        if alarm and type(step) is int and step > last:
+            self._alarms = (step, count + 1)
+            others = f" ({count + 1:,} such steps in this run)" if count else ""
+            self.alarm = f"step {step}: {alarm}{others}"
 
     @property
     def evaluations(self) -> tuple[Evaluated, ...]:
@@ -123,17 +141,26 @@ class History:
 
 
 def read(path: Path) -> History:
-    """The history of a whole file; only what it keeps is parsed."""
+    """The history of all parts of a run's metrics; only what it keeps is parsed."""
     history = History()
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return history
-    # A crash of the host may leave the last line cut; the learner writes its step again.
-    whole = lines[:-1]
-    old = max(0, len(whole) - 2 * WINDOW)
-    kept = [line for line in whole[:old] if b'"eval/' in line] + whole[old:]
-    for record in parsed(kept):
+    kept: list[bytes] = []
+    recent: deque[bytes] = deque()
+    for part in parts(path):
+        with open(part, "rb") as file:
+            for line in file:
+                # A crash of the host may leave the last line cut; the learner writes it again.
+                if not line.endswith(b"\n"):
+                    break
+                recent.append(line)
+                if len(recent) <= 2 * WINDOW:
+                    continue
+                old = recent.popleft()
+                if b'"eval/' in old:
+                    kept.append(old)
+                elif b'"ratio/alarm": 1' in old:
+                    for record in parsed([old]):
+                        history.note_alarm(record)
+    for record in parsed([*kept, *recent]):
         history.add(record)
     return history
 
@@ -172,13 +199,12 @@ def _ages(record: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _evaluations(record: Mapping[str, Any], step: int) -> Iterator[Evaluated]:
-    for name, value in record.items():
-        if name.startswith("eval/") and name.endswith("/accuracy"):
-            base = name.removesuffix("/accuracy")
-            if _is_number(value):
-                yield Evaluated(
-                    set=base.removeprefix("eval/"),
-                    step=step,
-                    accuracy=float(value),
-                    problems=int(first_number(record, f"{base}/problems") or 0),
-                )
+    name = str(record.get("eval/id", "")).rpartition("@")[0]
+    accuracy = record.get(f"eval/{name}/accuracy")
+    if _is_number(accuracy):
+        yield Evaluated(
+            set=name,
+            step=step,
+            accuracy=float(accuracy),
+            problems=int(first_number(record, f"eval/{name}/problems") or 0),
+        )

@@ -10,7 +10,7 @@ import yaml
 
 from ...common.errors import DataError, StoreError
 from ...common.plain import read_object
-from ...common.run_folder import RunFolder, read_join
+from ...common.run_folder import RunFolder, read_join, wall_seconds
 from ...replay.connection import connect
 from ..folder_lock import supervisor_of
 from ..summary import read_restarts
@@ -60,8 +60,9 @@ def known_of(folder: RunFolder) -> Known:
     record = folder.read_run()
     supervisor = supervisor_of(folder)
     state = record.get("state")
-    elapsed = _seconds(record.get("wall_seconds"))
+    elapsed = wall_seconds(record)
     if supervisor is not None:
+        elapsed = _seconds(record.get("wall_seconds"))
         elapsed += max(0.0, time.time() - (_seconds(record.get("began")) or time.time()))
     elif state not in ("finished", "failed"):
         state = "stopped"

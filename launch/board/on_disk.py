@@ -7,24 +7,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...common.errors import DataError
+from ...common.parts import is_part, parts
 from ...common.run_folder import RunFolder
-from ...common.telemetry import read_json_lines
+from ...learner.journal import History
 from ..hardware import free_bytes
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "redis": ("redis",),
     "checkpoints": ("checkpoints",),
     "model": ("model",),
-    "journal": ("journal.jsonl",),
-    "metrics": ("metrics.jsonl",),
-    "samples": ("samples.jsonl",),
+    "journal": (),
+    "metrics": (),
+    "samples": (),
+    "cut": ("cut",),
     "logs": ("logs",),
     "data": ("data",),
     "trackers": ("wandb", "tensorboard", "trackers"),
 }
 """Entries of a run's folder by what they are; ``redis`` is the append-only file. Weights lie in
-``checkpoints`` and, at the end, in ``model``."""
+``checkpoints`` and, at the end, in ``model``. Journal, metrics and samples are files in parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,35 +53,31 @@ class JournalEnd:
 def disk_use(folder: RunFolder) -> DiskUse:
     """Adds up files as they are now; what goes away meanwhile isn't counted."""
     of = {entry: part for part, entries in PARTS.items() for entry in entries}
-    parts = dict.fromkeys([*PARTS, "other"], 0)
+    sizes = dict.fromkeys([*PARTS, "other"], 0)
     for path in folder.path.iterdir():
-        parts[of.get(path.name, "other")] += sum(_sizes(path))
-    return DiskUse(parts=parts, free=free_bytes(folder.path))
+        sizes[of.get(path.name) or _record(folder, path.name) or "other"] += sum(_sizes(path))
+    return DiskUse(parts=sizes, free=free_bytes(folder.path))
 
 
 def journal_end(folder: RunFolder) -> JournalEnd | None:
-    """Of a run's ``journal.jsonl``; None where there is none yet.
+    """Of a run's journal; None where there is none yet.
 
     Raises:
-        DataError: a line before the last is damaged.
+        StoreError: it is damaged.
     """
-    if not folder.journal.exists():
+    if not parts(folder.journal):
         return None
-    rows, applied, quarantined = 0, 0, set()
-    for record in read_json_lines(folder.journal):
-        kind, step = record.get("kind"), record.get("step")
-        if type(step) is not int:
-            raise DataError(f"{folder.journal} is damaged: it has the step {str(step)[:40]!r}")
-        if kind == "row":
-            rows = max(rows, step)
-        elif kind == "applied":
-            applied = step
-        elif kind == "quarantined":
-            applied = step
-            quarantined.add(step)
-        elif kind == "resumed":
-            applied = min(applied, step)
-    return JournalEnd(rows=rows, applied=applied, quarantined=tuple(sorted(quarantined)))
+    history = History(folder.journal)
+    quarantined = [s for s, outcome in history.outcomes().items() if outcome == "quarantined"]
+    return JournalEnd(
+        rows=history.last_step, applied=history.applied_step, quarantined=tuple(quarantined)
+    )
+
+
+def _record(folder: RunFolder, name: str) -> str:
+    """The record that a file is a part of; empty where it is of none."""
+    records = {"journal": folder.journal, "metrics": folder.metrics, "samples": folder.samples}
+    return next((what for what, path in records.items() if is_part(path, name)), "")
 
 
 def _sizes(path: Path) -> Iterator[int]:

@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 from rich.color import ColorSystem
 
+from ...common.printable import raw
 from ..sizes import human
 from .inspection import Inspection
 from .painter import Painter, plain
@@ -28,7 +29,7 @@ def show(snapshot: Snapshot, stream: TextIO, inspection: Inspection | None = Non
     glyphs = UNICODE if has_blocks(stream) else ASCII
     painter = Painter(ColorSystem.STANDARD if live and has_colour() else None)
     lines = draw(snapshot, columns - 1, glyphs=glyphs)
-    stream.write(painter.paint(lines, [], columns).replace("\r\n", "\n"))
+    raw(stream).write(painter.paint(lines, [], columns).replace("\r\n", "\n"))
     for line in more(snapshot, inspection or Inspection()):
         stream.write(plain(line) + "\n")
 

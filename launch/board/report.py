@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import DataError
+from ...common.parts import read_parts
 from ...common.run_folder import RunFolder
-from ...common.telemetry import read_json_lines
 
 SECONDS = 120.0
 """For the drawing; matplotlib's first start on a machine looks through all its fonts."""
@@ -179,7 +179,11 @@ def draw(folder: RunFolder) -> Path:
     Raises:
         DataError: there are no metrics to draw, or matplotlib isn't installed.
     """
-    metrics = list(read_json_lines(folder.metrics))
+    wanted = {"step", "train/lr", *(c.metric for panel in PANELS for c in panel.curves)}
+    metrics = [
+        {k: v for k, v in record.items() if k in wanted or k.startswith("eval/")}
+        for record in read_parts(folder.metrics)
+    ]
     if not any("train/lr" in record for record in metrics):
         raise DataError(f"{folder.metrics} has no steps to draw")
     try:

@@ -193,7 +193,7 @@ class Snapshot:
     grading: Grading | None = None
     """Of the reward pools."""
     alarms: tuple[str, ...] = ()
-    """What a pool wants a person to look at."""
+    """What a pool or the learner wants a person to look at."""
     dead_letters: tuple[Mapping[str, Any], ...] = ()
     """Groups given up, where they were asked for."""
     journalled: int | None = None
@@ -302,7 +302,7 @@ def assemble(
         restarts=tuple(restarts),
         grader_restarts=facts.grader_restarts if facts else 0,
         grading=_grading(fresh),
-        alarms=tuple(f"{m}: {r['alarm']}" for m, r in sorted(fresh.items()) if r.get("alarm")),
+        alarms=_alarms(fresh, history),
         dead_letters=facts.dead_letters if facts else known.dead_letters,
         journalled=facts.journalled if facts else None,
         term=facts.term if facts else None,
@@ -329,6 +329,15 @@ def _fresh(facts: Facts | None, now: float) -> dict[str, Mapping[str, Any]]:
         for member, report in facts.reports.items()
         if member in heard or now - float(report.get("time") or 0.0) < FRESH_SECONDS
     }
+
+
+def _alarms(fresh: Mapping[str, Mapping[str, Any]], history: History) -> tuple[str, ...]:
+    """The learner's is in the run's metrics, where the folder is at hand, of all its lives."""
+    reports = {m: r for m, r in sorted(fresh.items()) if r.get("alarm")}
+    if history.alarm:
+        reports = {m: r for m, r in reports.items() if r.get("role") != "learner"}
+    own = (f"learner: {history.alarm}",) if history.alarm else ()
+    return own + tuple(f"{member}: {report['alarm']}" for member, report in reports.items())
 
 
 def _evaluations(facts: Facts | None, history: History) -> tuple[Evaluated, ...]:

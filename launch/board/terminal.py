@@ -8,8 +8,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...common.disk import try_append
+from ...common.printable import printable
 from .painter import KEPT, Painter, plain
 from .tty import Tty, has_blocks, has_colour, silence, wants_live
 
@@ -41,11 +44,33 @@ class Terminal:
         self.live = not plain and wants_live(sys.stdout)
         """Whether :meth:`go_live` will draw."""
         self._said: deque[str] = deque(maxlen=KEPT)
+        self._log: Path | None = None
+        self._unwritten: deque[str] = deque(maxlen=KEPT)
         self._screen: Screen | None = None
         self._handler = _Warnings(self.say)
 
+    def keep(self, log: Path) -> None:
+        """Appends all that is said to a file as well: nobody may be able to read it here."""
+        self._log = log
+        self.note()
+
+    def note(self, *lines: str) -> None:
+        """Writes lines to that file alone; what finds no space there is written later."""
+        now = time.strftime("%H:%M:%S")
+        self._unwritten += [f"{now} {printable(line)}\n" for line in lines]
+        if self._log is None:
+            return
+        try:
+            with open(self._log, "ab", buffering=0) as file:
+                while self._unwritten:
+                    try_append(file, self._unwritten[0].encode("utf-8", "replace"))
+                    self._unwritten.popleft()
+        except OSError:
+            pass  # The disk is full, or the folder has gone: what is said is what counts.
+
     def say(self, line: str) -> None:
         """Prints a line at once, or with the view's next turn."""
+        self.note(line)
         screen = self._screen
         if screen is not None and screen.say(line):
             return

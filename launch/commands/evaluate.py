@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,14 @@ from ..options import existing
 
 if TYPE_CHECKING:
     from ...common.config import Config
+
+
+_SAMPLING = {
+    "temperature": (float, "0 takes the most likely token"),
+    "top_p": (float, "nucleus that tokens are sampled from, in (0, 1]"),
+    "samples": (int, "responses a problem; their mean is reported"),
+}
+"""Settings of the section ``evaluate`` that are options as well."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", metavar="DIR", help="a run's folder")
     parser.add_argument("--set", metavar="NAME", help="which of the run's held-out sets")
     parser.add_argument("--limit", type=int, metavar="N", help="the first N problems")
+    for key, (kind, about) in _SAMPLING.items():
+        name = key.replace("_", "-")
+        parser.add_argument(f"--{name}", type=kind, help=f"{about} (evaluate.{key})")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--out", metavar="FILE", help="write the figures there, as JSON")
 
@@ -41,6 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigError(f"--limit {arguments.limit}: at least 1 problem is needed")
     config, folder = _config(arguments)
+    if config.evaluate.top_p < 1 and config.evaluate.temperature == 0:
+        print(
+            f"note: temperature 0 takes the most likely token, so that top_p="
+            f"{config.evaluate.top_p:g} changes nothing: give --temperature too",
+            file=sys.stderr,
+        )
     model = arguments.model or (str(folder.model) if folder else None)
     if model is None:
         raise ConfigError("name the model with --model DIR, or a run with --run DIR")
@@ -99,6 +117,8 @@ def _config(arguments: argparse.Namespace) -> tuple[Config, RunFolder | None]:
         if beside.run_json.exists() and beside.config.exists():
             folder = beside
     name, overrides = split(arguments.words, "")
+    given = {key: getattr(arguments, key) for key in _SAMPLING}
+    overrides += [f"evaluate.{key}={value}" for key, value in given.items() if value is not None]
     if name:
         return load(name).resolve(overrides), folder
     if folder is not None:

@@ -13,9 +13,10 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 from ...common.errors import DataError
+from ...common.printable import raw
 from ..options import existing
 
 if TYPE_CHECKING:
@@ -253,7 +254,8 @@ class _Progress:
     """A bar on a terminal, else a line now and then."""
 
     def __init__(self, stream: IO[str], total: int | None, done: int) -> None:
-        self._stream = stream
+        # The bar goes back to the beginning of its line.
+        self._stream = raw(cast(TextIO, stream))
         self._total = total
         self._done = self._began_with = done
         self._since = time.monotonic()

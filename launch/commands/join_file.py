@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from ...common.errors import DataError
+from ...common.plain import sealed
 from ...common.run_folder import read_join, write_private
 from ..options import existing, newest_run
 
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         join = dataclasses.replace(join, host=arguments.host)
     elif join.host in ("0.0.0.0", "::"):
         join = dataclasses.replace(join, host=socket.getfqdn())
-    write_private(out, json.dumps(dataclasses.asdict(join)) + "\n")
+    write_private(out, json.dumps(sealed(dataclasses.asdict(join))) + "\n")
     print(f"{out}: copy it to the other host (it holds the password), then run there:")
     print(f"  tandem rollout --join {out.name}")
     if is_loopback(join.host):

@@ -76,7 +76,14 @@ def vllm_setting(config: Config, key: str, default: Any) -> Any:
 
 def uses_vllm(config: Config, device: str) -> bool:
     """Whether the engine is vLLM: asked for, or found on a GPU under ``auto``."""
-    return config.rollout.engine == "vllm" or (config.rollout.engine == "auto" and device == "cuda")
+    return engine_name(config, device) == "vllm"
+
+
+def engine_name(config: Config, device: str) -> str:
+    """``torch``, ``vllm`` or an import path: what ``auto`` takes on a machine that has what it wants."""
+    if config.rollout.engine != "auto":
+        return config.rollout.engine
+    return "vllm" if device == "cuda" else "torch"
 
 
 def stages_on_gpu(config: Config, device: str) -> bool:
@@ -95,9 +102,7 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
     held whole by every rank.
     """
     n, ranks, e = shape.parameters, config.learner.ranks, element(config)
-    stage = config.learner.zero_stage
-    if ranks == 1 and stage in (1, 2) and e == 4:
-        stage = 0  # As the learner does: one fp32 rank has nothing to partition.
+    stage = config.zero_stage()
     moments = 8 * n if e == 4 and stage == 0 else 12 * n
     if e == 2 and stage == 0:
         moments = 8 * n

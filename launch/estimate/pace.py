@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...common.choices import own_rows
 from .memory import element, engine_element, stages_on_gpu, vllm_setting
 from .node import Node
 from .sizes import ModelShape
@@ -112,11 +113,6 @@ def load(
         response=min(limit, response_tokens or RESPONSE_SHARE * limit),
         longest=limit,
     )
-
-
-def own_rows(config: Config) -> int:
-    """Samples of a group that the policy generates, wholly or from a prefix on."""
-    return config.rollout.group_size - (0 if config.expert.prefix else config.expert.per_group)
 
 
 def pace(config: Config, shape: ModelShape, node: Node, work: Load, cache_tokens: int) -> Pace:

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...common import disk
 from ...common.errors import DataError
-from ...common.plain import damaged, fits, read_object
+from ...common.plain import damaged, fits, read_object, sealed, unsealed
+from ...common.ratio_check import alarm_of
 from ...common.run_folder import write_atomic
 from ..progress import MetricsTail
 from .tracker import Tracker, metrics_of
@@ -42,7 +44,8 @@ class Sent:
         except FileNotFoundError:
             return cls()
         way_out = "remove it, and all records are sent again"
-        kept = read_object(data, str(path), DataError, way_out)
+        content = read_object(data, str(path), DataError, way_out)
+        kept = unsealed(content, str(path), DataError, way_out)
         evaluations = kept.get("evaluations")
         if not (
             fits(kept.get("rows"), int)
@@ -57,7 +60,7 @@ class Sent:
         """Replaces the file."""
         path.parent.mkdir(mode=0o700, exist_ok=True)
         kept = {"rows": self.rows, "step": self.step, "evaluations": sorted(self.evaluations)}
-        write_atomic(path, json.dumps(kept) + "\n")
+        disk.persist(path, lambda: write_atomic(path, json.dumps(sealed(kept)) + "\n"))
 
     def takes(self, record: dict[str, Any]) -> bool:
         """Notes a record; False where it was sent before."""
@@ -88,10 +91,12 @@ class Following:
     def catch_up(self) -> int:
         """Sends what is new; returns the number of records."""
         before = self._sent.rows
-        for record in self._tail.read():
+        for record in self._tail.records():
             row = self._sent.rows
             if self._sent.takes(record):
                 self._tracker.log(row, record["step"], record["time"], metrics_of(record))
+                if alarm := alarm_of(record):
+                    self._tracker.alarm(record["step"], record["time"], alarm)
         if self._sent.rows > before:
             self._tracker.flush()
             self._sent.write(self._state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from time import time as now
 
 from .tracker import Tracker
 
@@ -23,7 +24,7 @@ class TensorboardLog(Tracker):
         folder.mkdir(mode=0o700, exist_ok=True)
         self._writer = EventFileWriter(str(folder), max_queue_size=1000)
         if first:
-            self._write_text("config", f"```yaml\n{config}\n```")
+            self._write_text("config", f"```yaml\n{config}\n```", 0, now())
 
     def log(self, row: int, step: int, time: float, metrics: Mapping[str, float]) -> None:
         """One event with all scalars."""
@@ -34,9 +35,11 @@ class TensorboardLog(Tracker):
         event = Event(wall_time=time, step=step, summary=Summary(value=values))
         self._writer.add_event(event)
 
-    def _write_text(self, tag: str, text: str) -> None:
-        import time
+    def alarm(self, step: int, time: float, text: str) -> None:
+        """A text at its step, under the tag ``alarm``."""
+        self._write_text("alarm", text, step, time)
 
+    def _write_text(self, tag: str, text: str, step: int, moment: float) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -52,7 +55,8 @@ class TensorboardLog(Tracker):
                 tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
             ),
         )
-        self._writer.add_event(Event(wall_time=time.time(), step=0, summary=Summary(value=[value])))
+        summary = Summary(value=[value])
+        self._writer.add_event(Event(wall_time=moment, step=step, summary=summary))
 
     def flush(self) -> None:
         """Writes what is queued."""

@@ -25,6 +25,16 @@ class Tracker(ABC):
         """
 
     @abstractmethod
+    def alarm(self, step: int, time: float, text: str) -> None:
+        """What a person should look at, told beside the step's metrics.
+
+        Args:
+            step: Of the run.
+            time: Unix time of its record.
+            text: A sentence with the figures.
+        """
+
+    @abstractmethod
     def flush(self) -> None:
         """Makes what was logged readable."""
 

@@ -20,6 +20,8 @@ INIT_SECONDS = 30.0
 """Longest wait for the server at the start."""
 FINISH_SECONDS = 30.0
 """Longest wait for the last uploads at the end."""
+ALERT_SECONDS = 600
+"""Between two alerts."""
 
 
 def place_of(folder: Path) -> dict[str, Any]:
@@ -96,6 +98,15 @@ class WandbRun(Tracker):
     def log(self, row: int, step: int, time: float, metrics: Mapping[str, float]) -> None:
         """One row."""
         self._run.log({"step": step, **metrics}, step=row)
+
+    def alarm(self, step: int, time: float, text: str) -> None:
+        """An alert, which W&B passes on as the user has set it; at most one in :data:`ALERT_SECONDS`."""
+        self._run.alert(
+            title="What is sampled isn't what is learned from",
+            text=f"Step {step}: {text}",
+            level="WARN",
+            wait_duration=ALERT_SECONDS,
+        )
 
     def flush(self) -> None:
         """W&B sends by itself."""

@@ -42,6 +42,8 @@ class Objective(ABC):
     """What no micro-batch, mini-batch or rank splits."""
     columns: frozenset[Column] = frozenset({"behaviour"})
     """What the trainer has to fill in."""
+    clips_own: ClassVar[bool] = False
+    """Whether a clip may decide about own tokens: see :meth:`clipped`."""
     plain_temperature: ClassVar[frozenset[Literal["own", "expert"]]] = frozenset()
     """Sources whose tokens are scored at temperature 1 rather than at the sample's (SFT,
     preference losses)."""
@@ -87,6 +89,15 @@ class Objective(ABC):
         Raises:
             NonFiniteError: a log-prob that counts is infinite or NaN.
         """
+
+    def clipped(self, rows: Rows, log_ratios: Tensor) -> Tensor:
+        """``[N]`` bool: tokens at whose ratio to the behaviour policy a clip decides.
+
+        Args:
+            rows: Without ``logprobs``.
+            log_ratios: ``[N]`` log π_θ/μ.
+        """
+        return torch.zeros_like(rows.expert)
 
     def report(self, sums: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
         """Metrics of an update from the sums of its losses."""

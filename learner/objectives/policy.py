@@ -34,6 +34,8 @@ class PolicyGradient(Objective):
     :mod:`tandem.learner.aggregation`.
     """
 
+    clips_own = True
+
     def __init__(self, settings: ObjectiveSettings) -> None:
         super().__init__(settings)
         if settings.kl_coefficient:
@@ -227,22 +229,35 @@ class PolicyGradient(Objective):
             coefficient = scaled_coefficient(coefficient, settings.entropy_target, measured)
         return coefficient * mean
 
-    def _clip_sums(self, ratios: Tensor, advantages: Tensor, own: Tensor) -> Sums:
+    def clipped(self, rows: Rows, log_ratios: Tensor) -> Tensor:
+        advantages = rows.by_token(rows.advantages)
+        above, below, far = self._clip_decides(log_ratios, advantages, ~rows.expert)
+        return above | below | far
+
+    def _clip_decides(
+        self, log_ratios: Tensor, advantages: Tensor, own: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``[N]`` bool each: over the upper clip, under the lower one, over the dual one."""
         positive = own & (advantages > 0)
         negative = own & (advantages < 0)
-        ratio = ratios.exp()
+        ratio = log_ratios.exp()
         high, low = self.settings.clip_high, self.settings.clip_low
         dual = self.settings.dual_clip
         none = torch.zeros_like(own)
-        above = positive & (ratio > 1 + high) if high is not None else none
-        below = negative & (ratio < 1 - low) if low is not None else none
-        far = negative & (ratio > dual) if dual is not None else none
+        return (
+            positive & (ratio > 1 + high) if high is not None else none,
+            negative & (ratio < 1 - low) if low is not None else none,
+            negative & (ratio > dual) if dual is not None else none,
+        )
+
+    def _clip_sums(self, log_ratios: Tensor, advantages: Tensor, own: Tensor) -> Sums:
+        above, below, far = self._clip_decides(log_ratios, advantages, own)
         return {
             "clipped_positive": above.sum(),
             "clipped_negative": below.sum(),
             "clipped_dual": far.sum(),
-            "positive": positive.sum(),
-            "negative": negative.sum(),
+            "positive": (own & (advantages > 0)).sum(),
+            "negative": (own & (advantages < 0)).sum(),
         }
 
     def report(self, sums: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:

@@ -7,6 +7,7 @@ if given then return tonumber(given) or given end
 local first = redis.call('hsetnx', key('evaluation_results'), ARGV[3], ARGV[4])
 redis.call('zrem', key('evaluations_open'), ARGV[3])
 redis.call('hdel', key('evaluation_claims'), ARGV[3])
+redis.call('hdel', key('evaluation_failures'), ARGV[3])
 hint('state')
 answer(first)
 return first

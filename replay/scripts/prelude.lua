@@ -21,6 +21,12 @@
 --   server            string  INFO's run_id of the server's life that last judged deadlines
 --   heard             string  ms at which some member was last heard of
 --   dead              hash    serial -> what is to be told of a group given up for its failures
+--   evaluations       hash    id -> request; due while in evaluations_open, done once it is in
+--                             evaluation_results, given up where it is in neither
+--   evaluations_open  zset    id -> step from which on a worker's weights are new enough
+--   evaluation_claims hash    id -> <ms at which the claim expires> <member>
+--   evaluation_failures  hash id -> <failed attempts> <why the last one failed>
+--   evaluation_results   hash id -> result; the first one stands
 --   answers:<caller>  hash    request number -> name of the script and its answer
 -- Sizes are read from these sets; nothing is counted beside them.
 --
@@ -160,6 +166,21 @@ local function are_labels(list)
   return n ~= nil
 end
 
+-- Whether a decoded list has whole numbers only, ascending.
+local function are_places(list)
+  local n, before = length_of(list), -1
+  for i = 1, n or 0 do
+    if not is_count(list[i], before + 1) then return false end
+    before = list[i]
+  end
+  return n ~= nil
+end
+
+local function places(i, name)
+  if ARGV[i] == '[]' or are_places(decoded(ARGV[i], '[')) then return nil end
+  return unfit(i, name, 'a JSON list of places, ascending')
+end
+
 local function labels(i, name)
   if ARGV[i] == '[]' or are_labels(decoded(ARGV[i], '[')) then return nil end
   return unfit(i, name, 'a JSON list of names in ASCII')
@@ -207,7 +228,8 @@ local NUMBERS = {
   term = true, journalled = true, cursor = true, trimmed = true, groups_per_step = true,
   max_staleness = true, window = true, lease_ms = true, group_deadline_ms = true,
   max_attempts = true, max_inflight = true, steps = true, total_groups = true,
-  pass_length = true, group_bytes = true, offline = true,
+  pass_length = true, group_bytes = true, offline = true, least_verdicts = true,
+  group_size = true,
 }
 local function meta(...)
   local names = {...}

@@ -52,7 +52,8 @@ local function misshapen(row)
     end
     if not is_count(entry.attempt) or not is_count(entry.bytes) or type(entry.digest) ~= 'string'
         or #entry.digest > 64 or not string.find(entry.digest, '^%x+$')
-        or not are_labels(entry.traces) then
+        or not are_labels(entry.traces)
+        or (entry.replaced ~= nil and not are_places(entry.replaced)) then
       return 'of step ' .. row.step .. ' has a damaged entry for group ' .. entry.id
     end
     entry.serial, before = serial, serial
@@ -120,8 +121,12 @@ for step = m.journalled + 1, journalled do
     redis.call('zadd', key('taken'), step, serial)
     local traces = '[]'
     if #entry.traces > 0 then traces = cjson.encode(entry.traces) end
-    entries[i] = string.format('{"id":"%s","attempt":%d,"digest":"%s","bytes":%d,"traces":%s}',
-      entry.id, entry.attempt, entry.digest, entry.bytes, traces)
+    local replaced = ''
+    if #(entry.replaced or {}) > 0 then
+      replaced = ',"replaced":' .. cjson.encode(entry.replaced)
+    end
+    entries[i] = string.format('{"id":"%s","attempt":%d,"digest":"%s","bytes":%d,"traces":%s%s}',
+      entry.id, entry.attempt, entry.digest, entry.bytes, traces, replaced)
   end
   redis.call('hset', key('rows'), step, string.format('{"step":%d,"short":%s,"groups":[%s]}', step,
     tostring(row.short), table.concat(entries, ',')))

@@ -9,7 +9,7 @@ local wrong = called('take', 4) or whole(3, 'step') or whole(4, 'term')
 if wrong then return wrong end
 local m, missing = meta('term', 'journalled', 'cursor', 'trimmed', 'groups_per_step',
   'max_staleness', 'window', 'late', 'max_attempts', 'steps', 'total_groups', 'pass_length',
-  'ended', 'state')
+  'ended', 'state', 'traces_when', 'group_size', 'seed')
 if not m then return missing end
 local step = tonumber(ARGV[3])
 local refused = fenced(m.term, ARGV[4])
@@ -92,12 +92,35 @@ end
 
 -- A row is told by position, also where a group that was put back came later.
 table.sort(cut, function(one, other) return tonumber(one) < tonumber(other) end)
+
+-- Traces that were chosen at admission, and places of the own samples that give way to them: where
+-- traces enter groups that all failed, they replace samples without a verdict, which are no rows, and
+-- then the own rows whose SHA-1 of (seed, step, id, place) is least. JSON; '' where none gives way.
+local function mixed(id, traces, correct, own_rows)
+  if m.traces_when ~= 'all_failed' then return traces, '' end
+  if not correct or tonumber(correct) > 0 then return '[]', '' end
+  local rows, drawn, chosen = cjson.decode(own_rows), {}, {}
+  for i, place in ipairs(rows) do
+    drawn[i] = {redis.sha1hex(table.concat({'replaced', m.seed, step, id, place}, ':')), place}
+  end
+  table.sort(drawn, function(one, other) return one[1] < other[1] end)
+  for i = 1, math.min(#rows, #rows + #cjson.decode(traces) - m.group_size) do
+    chosen[i] = drawn[i][2]
+  end
+  table.sort(chosen)
+  if #chosen == 0 then return traces, '' end
+  return traces, ',"replaced":[' .. table.concat(chosen, ',') .. ']'
+end
+
 local places, entries = {}, {}
 for i, serial in ipairs(cut) do
-  local known = redis.call('hmget', group_key(serial), 'attempt', 'digest', 'bytes', 'traces')
+  local known = redis.call('hmget', group_key(serial), 'attempt', 'digest', 'bytes', 'traces',
+    'correct', 'own_rows')
+  local id = id_of(tonumber(serial), m.pass_length)
+  local traces, replaced = mixed(id, known[4], known[5], known[6])
   places[i] = {tonumber(serial), known[1]}
-  entries[i] = string.format('{"id":"%s","attempt":%s,"digest":"%s","bytes":%s,"traces":%s}',
-    id_of(tonumber(serial), m.pass_length), known[1], known[2], known[3], known[4])
+  entries[i] = string.format('{"id":"%s","attempt":%s,"digest":"%s","bytes":%s,"traces":%s%s}',
+    id, known[1], known[2], known[3], traces, replaced)
 end
 -- Deletes first: when Redis is full, a script may write only after it has deleted.
 redis.call('zremrangebyrank', key('graded'), 0, #cut - 1)

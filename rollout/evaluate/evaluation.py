@@ -59,10 +59,14 @@ class Evaluation:
     """Responses whose grading failed by no fault of theirs; they count as not correct."""
     by_source: dict[str, float]
     """Accuracy by data source."""
+    pass_by_source: dict[str, float]
+    """pass@k by data source."""
     problems_by_source: dict[str, int]
     """Problems by data source."""
     step: int | None
     """Step of the oldest weights that sampled; None where the engine has no version."""
+    version: str
+    """Versions of the weights that sampled, ``term.step``, oldest first; empty without any."""
     seconds: float
     """Wall time, grading included."""
     tokens: int
@@ -199,6 +203,7 @@ def summarise(
     rewards = [g.reward for g in grades if g.reward is not None]
     flat = [sample for group in responses for sample in group]
     steps = [s.oldest_step for s in flat if s.oldest_step is not None]
+    versions = sorted({(span.term, span.step) for s in flat for span in s.spans})
     sources = sorted({problem.data_source for problem in problems})
     of_source = {
         source: np.array([problem.data_source == source for problem in problems])
@@ -221,8 +226,12 @@ def summarise(
         cut_share=float(np.mean([s.finish_reason is FinishReason.LENGTH for s in flat])),
         ungraded=sum(grade.verdict.leaves_baseline for grade in grades),
         by_source={s: float(per_problem[mask].mean()) for s, mask in of_source.items()},
+        pass_by_source={
+            s: float(per_problem[mask].any(axis=1).mean()) for s, mask in of_source.items()
+        },
         problems_by_source={s: int(mask.sum()) for s, mask in of_source.items()},
         step=min(steps, default=None),
+        version=" ".join(f"{term}.{step}" for term, step in versions),
         seconds=seconds,
         tokens=sum(len(sample.tokens) for sample in flat),
         responses=tuple(zip(flat, grades, strict=True)),
@@ -269,6 +278,7 @@ def evaluate_folder(
                     problems,
                     grader,
                     temperature=settings.temperature,
+                    top_p=settings.top_p,
                     samples=settings.samples,
                     max_new_tokens=rollout.max_new_tokens,
                     seed=seed,

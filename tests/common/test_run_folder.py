@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem.common.errors import DataError
-from tandem.common.run_folder import JoinInfo, RunFolder, read_join, write_atomic
+from tandem.common.run_folder import JoinInfo, RunFolder, read_join, wall_seconds, write_atomic
 
 INFO = JoinInfo(run_id="abc", host="127.0.0.1", port=7000, password="hunter2")
 
@@ -84,3 +84,13 @@ def test_paths_of_the_config_may_name_the_run(tmp_path: Path):
     assert folder.resolve("{run}/data/x.parquet") == tmp_path / "data" / "x.parquet"
     assert folder.resolve("data/x.parquet") == Path("data/x.parquet")
     assert folder.resolve("~/x") == Path.home() / "x"
+
+
+def test_the_time_of_a_supervisor_that_was_killed_counts_to_its_last_sign_of_life():
+    life = {"wall_seconds": 30.0, "began": 1000.0, "alive": 1012.5}
+    for state, seconds in (("stopped", 30.0), ("finished", 30.0), ("running", 42.5)):
+        assert wall_seconds({**life, "state": state}) == seconds
+    assert wall_seconds({**life, "state": "failed", "alive": 900.0}) == 30.0
+    # As an older version wrote it, and nothing at all.
+    assert wall_seconds({"state": "running", "wall_seconds": 7, "began": 1000.0}) == 7.0
+    assert wall_seconds({}) == 0.0

@@ -10,10 +10,12 @@ import psutil
 import pytest
 from processes import Run, RunOnScreen, gone, listening, mode, step, steps, summary, tandem
 
+from tandem.learner.journal import read
+
 pytestmark = pytest.mark.timeout(400)
 
 FEW = (
-    "run.steps=24",
+    "run.steps=60",
     "learner.checkpoint_every=5",
     "evaluate.every=10",
     "evaluate.limit=20",
@@ -83,15 +85,19 @@ def test_a_run_survives_kill_9_of_every_process(survived: Survived) -> None:
 
 
 def test_every_step_is_trained_once(survived: Survived) -> None:
-    assert steps(survived.folder) == list(range(1, 25))
-    journal = (survived.folder / "journal.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in journal]
-    ids = [
-        group["id"]
-        for row in {r["step"]: r for r in rows if "groups" in r}.values()
-        for group in row["groups"]
-    ]
+    assert steps(survived.folder) == list(range(1, 61))
+    rows = [r["row"] for r in read(survived.folder / "journal.jsonl") if r["kind"] == "row"]
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    ids = [group["id"] for row in rows for group in row["groups"]]
     assert len(ids) == len(set(ids))
+
+
+def test_new_weights_are_checked_and_pass(survived: Survived) -> None:
+    lines = (survived.folder / "metrics.jsonl").read_text().splitlines()
+    records = list(map(json.loads, lines))
+    assert sum(r.get("weights/checks", 0) for r in records) > 0
+    assert sum(r.get("weights/checks_failed", 0) for r in records) == 0
+    assert all(r["time/score"] > 0 for r in records if "time/publish" in r)
 
 
 def test_it_listens_on_loopback_only(survived: Survived) -> None:
@@ -125,13 +131,13 @@ def test_no_secret_is_readable_by_others_or_written_where_it_is_shown(survived: 
 
 def test_the_summary_tells_what_came_of_it(survived: Survived) -> None:
     made = summary(survived.folder)
-    assert made["steps"] == 24
+    assert made["steps"] == 60
     assert made["accuracy_before"] < 0.1
     assert 0.0 <= made["accuracy_after"] <= 1.0
-    assert made["samples_trained"] == 24 * 64
+    assert made["samples_trained"] == 60 * 64
     assert made["staleness_max"] <= 1
     assert set(made["idle_shares"]) >= {"learner", "rollout", "reward"}
-    assert made["ledger"]["trained"] == 24 * 8
+    assert made["ledger"]["trained"] == 60 * 8
     assert "held-out accuracy" in survived.output
 
 
@@ -152,7 +158,7 @@ def test_the_status_of_a_live_run(survived: Survived) -> None:
     # The learner confirms a step before it writes its metrics.
     assert earliest <= status["step"] <= latest
     assert earliest * 8 <= status["ledger"]["trained"] <= (latest + 1) * 8
-    assert status["total_steps"] == 24
+    assert status["total_steps"] == 60
     (worker,) = (member for member in status["members"] if member["role"] == "rollout")
     assert worker["version"][0] == status["term"] == 1
     assert status["step"] - 2 <= worker["version"][1] <= latest
@@ -174,7 +180,7 @@ def test_the_status_tells_of_restarts(survived: Survived) -> None:
 def test_what_is_piped_are_lines(survived: Survived) -> None:
     assert "\x1b" not in survived.output
     assert "\r" not in survived.output
-    assert "step 24/24" in survived.output
+    assert "step 60/60" in survived.output
     assert "report.png" in survived.output
     assert (survived.folder / "report.png").read_bytes().startswith(b"\x89PNG")
 
@@ -210,7 +216,7 @@ def test_a_finished_run_is_left_as_it_is(survived: Survived) -> None:
     before = (survived.folder / "metrics.jsonl").read_bytes()
     code, out, err = tandem(survived.folder.parent.parent, "start")
     assert (code, err) == (0, "")
-    assert "is finished (24 steps" in out
+    assert "is finished (60 steps" in out
     assert (survived.folder / "metrics.jsonl").read_bytes() == before
 
 
@@ -247,7 +253,7 @@ def test_kill_9_of_all_then_ctrl_c_then_the_end(tmp_path: Path) -> None:
         run = RunOnScreen(tmp_path, *words)
         run.view.await_text(lambda told: "resumes" in told)
         run.view.resize(120, 40)
-        figures = ("/24 ", "held-out", "idle", "rollout-0 v2.")
+        figures = ("/60 ", "held-out", "idle", "rollout-0 v2.")
         run.view.await_text(lambda told: all(figure in told for figure in figures), 60.0)
         port = json.loads((folder / "join.json").read_text())["port"]
         run.view.type("\x03")
@@ -261,7 +267,7 @@ def test_kill_9_of_all_then_ctrl_c_then_the_end(tmp_path: Path) -> None:
         # The same command goes on where it stopped and ends the run.
         run = Run(tmp_path, *words)
         assert run.wait() == 0, run.said()
-        assert steps(folder) == list(range(1, 25))
+        assert steps(folder) == list(range(1, 61))
         made = summary(folder)
         assert made["accuracy_after"] > made["accuracy_before"] + 0.2
         assert json.loads((folder / "join.json").read_text())["port"] == port
@@ -310,11 +316,11 @@ def test_two_ranks_run_and_survive_the_death_of_one(tmp_path: Path) -> None:
 
 
 def test_a_learner_that_cannot_live_ends_the_run_with_its_log(tmp_path: Path) -> None:
-    run = Run(tmp_path, "start", *FEW, "learner.objective.name=nonesuch:Objective")
+    run = Run(tmp_path, "start", *FEW, "learner.objective.name=json:Objective")
     try:
         assert run.wait() != 0
     finally:
         run.end()
     assert "learner-0" in run.said()
-    assert "nonesuch" in run.said()
+    assert "json:Objective" in run.said()
     assert "Traceback" not in run.said().partition("the last lines of")[0]

@@ -39,6 +39,8 @@ def documented(name: str, page: Iterable[str]) -> bool:
     """Whether a name stands on the page, or one of its patterns fits it."""
     patterns = {
         "eval/SET/": r"eval/[^/]+/",
+        "source/NAME/": r"source/.+/",
+        "pass@K": r"pass@\d+",
         "replay/staleness_share_AGE": r"replay/staleness_share_\d+",
         "weights/MEMBER/": r"weights/[a-z]+-[\w.-]+/",
         "reward/COMPONENT": r"reward/(format|tag_count|reasoning_steps|repetition)",
@@ -87,6 +89,7 @@ def test_every_metric_on_the_page_is_written_by_the_run_or_stands_in_the_code(
         stem = entry.removesuffix("AGE").removesuffix("NAME").removesuffix("COMPONENT")
         # `f"{name}/class_{k}"` writes several that the page names one by one.
         made = (f'f"{stem}{{', f"}}/{last.rpartition('_')[0]}_{{")
+        made += (f"/{last.replace('@K', '@{')}",) if "@K" in last else ()
         if not any(one in code for one in (*literals, *made)):
             unknown.append(entry)
     assert unknown == []
@@ -95,5 +98,6 @@ def test_every_metric_on_the_page_is_written_by_the_run_or_stands_in_the_code(
 def test_a_name_that_is_not_on_the_page_would_be_seen(page: dict[str, str]) -> None:
     assert documented("reward/verdict_timeout", page)
     assert documented("eval/amc/accuracy", page)
+    assert documented("eval/amc/source/lab/math/pass@16", page)
     assert not documented("train/made_up", page)
     assert not documented("eval/amc/made_up", page)

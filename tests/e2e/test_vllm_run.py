@@ -71,6 +71,14 @@ def test_vllms_logprobs_are_the_learners(finished: Finished) -> None:
     assert max(fresh) < 1e-3
 
 
+def test_new_weights_are_checked_and_pass(finished: Finished) -> None:
+    lines = (finished.folder / "metrics.jsonl").read_text().splitlines()
+    records = list(map(json.loads, lines))
+    assert sum(r.get("weights/checks", 0) for r in records) > 0
+    assert sum(r.get("weights/checks_failed", 0) for r in records) == 0
+    assert all(r["time/score"] > 0 for r in records if "time/publish" in r)
+
+
 def test_no_process_and_no_file_is_left(finished: Finished) -> None:
     assert gone(finished.children, 20)
     left = [path for folder in segment.places() for path in folder.glob("tandem-weights-*")]

@@ -1,7 +1,8 @@
-"""Audits a finished run's folder: is every group trained once, or rejected with a reason?
+"""Audits a finished run's folder: is every group trained once, or rejected with a reason, and every
+evaluation that was due made and told once?
 
-An independent reading: plain redis-py on a copy of the append-only file, ``journal.jsonl``,
-``samples.jsonl`` and the checkpoint. Of the ledger's code it uses nothing; it knows the names of
+An independent reading: plain redis-py on a copy of the append-only file, the journal's files,
+``samples.jsonl``, ``metrics.jsonl`` and the checkpoint. Of the ledger's code it uses nothing; it knows the names of
 its keys. :func:`gather` reads, :func:`examine` judges, so that planted breaches can be judged too.
 """
 
@@ -24,7 +25,7 @@ import xxhash
 import yaml
 
 from tandem.common import wire
-from tandem.common.records import Group
+from tandem.common.records import Group, Verdict
 
 MOST_REJECTED = 0.02
 NOT_BY_KILLS = ("attempts", "ungraded", "quarantined", "run_ended")
@@ -58,6 +59,12 @@ class Evidence:
     """Rows that Redis still has."""
     payloads: dict[str, bytes]
     """``<id>:<attempt>:<digest>`` -> encoded group, where Redis still has it."""
+    told: list[dict[str, Any]] = field(default_factory=list)
+    """Records of evaluations in ``metrics.jsonl``, in order."""
+    evaluations: dict[str, list[str]] = field(default_factory=dict)
+    """Ids in Redis that are asked for, open, claimed, and that have failures."""
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Id -> result in Redis."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,15 +92,47 @@ def gather(folder: Path) -> Evidence:
             client = redis.Redis(port=server.port, password=server.password)
             found = _read_redis(client, f"tandem:{run['run_id']}:")
             client.close()
+    metrics = [line for path in sorted(folder.glob("metrics*.jsonl")) for line in _lines(path)]
     return Evidence(
+        told=[record for record in metrics if "eval/id" in record],
         config=yaml.safe_load((folder / "config.yaml").read_text()),
         sources=[(name, size, weight) for name, size, weight in run["ingest"]["sources"]],
-        journal=_lines(folder / "journal.jsonl"),
+        journal=journal_of(folder),
         samples=samples,
         checkpoint=json.loads((newest / "state.json").read_text()),
         optimizer_steps=_optimizer_steps(newest),
         **found,
     )
+
+
+def journal_of(folder: Path) -> list[dict[str, Any]]:
+    """The journal's records that count, in order; while a run goes on, of whole lines.
+
+    A later term's file begins with the place in an earlier one that it builds on; what stands
+    behind that place, and in files that nobody builds on, is of learners that were overtaken.
+    """
+    files = {_term_of(path): path for path in folder.glob("journal*.jsonl")}
+    segments: list[list[dict[str, Any]]] = []
+    end: int | None = None
+    wanted = ""
+    for _, path in sorted(files.items(), reverse=True):
+        if wanted and path.name != wanted:
+            continue
+        data = path.read_bytes()[:end]
+        whole = data[: data.rfind(b"\n") + 1]
+        records = [json.loads(line) for line in whole.split(b"\n")[:-1]]
+        if not records and path.name != "journal.jsonl":
+            continue
+        assert end is None or len(whole) == end, f"{path} ends before byte {end}"
+        segments.append(records)
+        if path.name != "journal.jsonl":
+            after = records[0]["after"]
+            wanted, end = after["file"], after["bytes"]
+    return [record for records in reversed(segments) for record in records]
+
+
+def _term_of(path: Path) -> int:
+    return int(path.stem.partition("-")[2] or 1)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -145,6 +184,13 @@ def _read_redis(client: Any, prefix: str) -> dict[str, Any]:
             bucket = int(name.partition(":")[2])
             final |= {bucket * 256 + int(k): text for k, text in fields(name).items()}
     return {
+        "evaluations": {
+            "asked": sorted(fields("evaluations")),
+            "open": members("evaluations_open"),
+            "claimed": sorted(fields("evaluation_claims")),
+            "failed": sorted(fields("evaluation_failures")),
+        },
+        "results": {id_: json.loads(text) for id_, text in fields("evaluation_results").items()},
         "meta": fields("meta"),
         "live": {name: members(name) for name in LIVE_SETS}
         | {"groups": sorted(name for name in names if name.startswith("group:"))},
@@ -167,6 +213,7 @@ def examine(evidence: Evidence) -> Findings:
     _nothing_live(evidence, found)
     _staleness(evidence, rows, found)
     _redis_agrees(evidence, rows, found)
+    _evaluations(evidence, rows, found)
     return found
 
 
@@ -212,7 +259,7 @@ def _history(evidence: Evidence, rows: dict[int, dict[str, Any]], found: Finding
     """Each row is applied once on the line of history that the final checkpoint has."""
     say = found.breaches.append
     applied: Counter[int] = Counter()
-    term = 0
+    term = trainer = 0
     again = lives = 0
     for record in evidence.journal:
         kind, step = record["kind"], record["step"]
@@ -231,14 +278,16 @@ def _history(evidence: Evidence, rows: dict[int, dict[str, Any]], found: Finding
             if step != max(applied, default=0) + 1 and step not in applied:
                 say(f"step {step} was applied after step {max(applied, default=0)}")
             applied[step] += 1
+            trainer = record["term"]
     at = evidence.checkpoint["step"]
     for step in rows:
         if applied[step] != 1:
             say(f"row {step} is applied {applied[step]} times on the final line of history")
     if at != max(rows, default=0):
         say(f"the final checkpoint is at step {at}, the journal ends at {max(rows, default=0)}")
-    if evidence.checkpoint["term"] != term:
-        say(f"the final checkpoint is of term {evidence.checkpoint['term']}, not {term}")
+    # A learner that finds the last step in its checkpoint writes no other one.
+    if not trainer <= evidence.checkpoint["term"] <= term:
+        say(f"the final checkpoint is of term {evidence.checkpoint['term']}, not {trainer}")
     # A step in which no group's rewards differ has no gradient, and moves nothing.
     moving = sum(
         any(_differ(group) for group in groups.values())
@@ -322,6 +371,7 @@ def _staleness(evidence: Evidence, rows: dict[int, dict[str, Any]], found: Findi
     say = found.breaches.append
     bound = evidence.config["replay"]["max_staleness"]
     size = evidence.config["rollout"]["group_size"]
+    after_grading = evidence.config.get("expert", {}).get("when") == "all_failed"
     worst = 0
     for step, row in sorted(rows.items()):
         for entry in row["groups"]:
@@ -329,8 +379,10 @@ def _staleness(evidence: Evidence, rows: dict[int, dict[str, Any]], found: Findi
             versions: list[int] = []
             payload = evidence.payloads.get(name)
             if payload is not None:
-                own = size - len(entry["traces"])
+                own = size - (0 if after_grading else len(entry["traces"]))
                 versions += _spans(payload, name, entry["digest"], own, say)
+                if after_grading:
+                    _replaced(payload, entry, size, say)
             told = evidence.samples.get(step, {}).get(entry["id"])
             if told is None:
                 say(f"samples.jsonl lacks group {entry['id']} of step {step}")
@@ -350,6 +402,19 @@ def _staleness(evidence: Evidence, rows: dict[int, dict[str, Any]], found: Findi
                     )
                     break
     found.figures["greatest age of a token"] = worst
+
+
+def _replaced(payload: bytes, entry: dict[str, Any], size: int, say: Any) -> None:
+    """Traces are in the groups that all failed and in no others, and no group has too many rows."""
+    group = wire.decode(payload, Group)
+    verdicts = {place: sample.verdict for place, sample in enumerate(group.samples)}
+    rows = {place for place, one in verdicts.items() if one and not one.leaves_baseline}
+    traces, gone = tuple(entry["traces"]), entry.get("replaced", [])
+    failed = Verdict.CORRECT not in verdicts.values()
+    if traces != (group.trace_ids if failed else ()):
+        say(f"group {group.group_id} has the traces {traces}, and its samples are {verdicts}")
+    if not set(gone) <= rows or len(gone) != max(0, len(rows) + len(traces) - size):
+        say(f"in group {group.group_id} the samples {gone} of {sorted(rows)} gave way to {traces}")
 
 
 def _spans(payload: bytes, name: str, digest: str, size: int, say: Any) -> list[int]:
@@ -385,6 +450,57 @@ def _redis_agrees(evidence: Evidence, rows: dict[int, dict[str, Any]], found: Fi
     if lost:
         say(f"{len(lost)} payloads of kept rows are gone, such as {min(lost)}")
     found.figures["payloads beside the rows' own"] = len(evidence.payloads.keys() - kept)
+
+
+def _evaluations(evidence: Evidence, rows: dict[int, dict[str, Any]], found: Findings) -> None:
+    """Every evaluation that was due is made once and told once, as it was made."""
+    say = found.breaches.append
+    last = max(rows, default=0)
+    due = {f"{name}@{step}": step for name in _sets(evidence) for step in _due(evidence, last)}
+    told = Counter(str(record["eval/id"]) for record in evidence.told)
+    for id_ in sorted(due.keys() - told.keys()):
+        say(f"evaluation {id_} was due and is told nowhere")
+    for id_, times in sorted(told.items()):
+        if id_ not in due:
+            say(f"evaluation {id_} is told and was not due")
+        if times > 1:
+            say(f"evaluation {id_} is told {times} times")
+    for name, ids in evidence.evaluations.items():
+        if name == "asked" and set(ids) != due.keys():
+            say(f"evaluations that are asked for aren't those due: {sorted(set(ids) ^ due.keys())}")
+        elif name != "asked" and ids:
+            say(f"{len(ids)} evaluation(s) left that are {name}: {ids[:3]}")
+    if evidence.results.keys() != due.keys():
+        say(f"results in Redis aren't those due: {sorted(evidence.results.keys() ^ due.keys())}")
+    terms = max((record["term"] for record in evidence.journal), default=1)
+    later = 0
+    for record in evidence.told:
+        id_ = str(record["eval/id"])
+        base = f"eval/{id_.rpartition('@')[0]}"
+        result = evidence.results.get(id_, {})
+        step, made = due.get(id_, 0), result.get("step")
+        if record["step"] != made or record[f"{base}/accuracy"] != result.get("accuracy"):
+            say(f"evaluation {id_} is told with other figures than Redis has")
+        versions = [tuple(map(int, one.split("."))) for one in record["eval/version"].split()]
+        if not versions or min(one[1] for one in versions) != record["step"]:
+            say(f"evaluation {id_} of step {record['step']} measured {record['eval/version']!r}")
+        if not all(1 <= term <= terms and step <= at <= last for term, at in versions):
+            say(f"evaluation {id_} measured {record['eval/version']!r}, which can't be")
+        later += record["step"] > step
+    found.figures["evaluations due"] = len(due)
+    found.figures["evaluations of later weights"] = later
+
+
+def _sets(evidence: Evidence) -> list[str]:
+    return [held["name"] for held in evidence.config.get("data", {}).get("evaluate", ())]
+
+
+def _due(evidence: Evidence, last: int) -> set[int]:
+    settings = evidence.config.get("evaluate", {})
+    every = settings.get("every", 0)
+    due = set(range(every, last, every)) if every else set()
+    due |= {last} if settings.get("at_end") or (every and last % every == 0) else set()
+    return due | ({0} if settings.get("at_start") else set())
 
 
 def tampered(evidence: Evidence) -> Evidence:

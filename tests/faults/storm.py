@@ -75,6 +75,8 @@ class Plan:
     passes: int
     traces: bool
     """Half of the groups hold an expert's trace."""
+    when: str
+    """``expert.when`` where they do."""
     ahead: int
     """Groups that a worker leases ahead."""
     every: int
@@ -85,6 +87,8 @@ class Plan:
     """Of one pass, those with a trace not counted."""
     ranks: int
     """Of the learner; a kill hits any one of them."""
+    evaluations: int
+    """Steps between evaluations; there is one before the first and one after the last besides."""
     rewrites: int
     """How often the append-only file is rewritten, spread over the run's rows."""
     kills: tuple[Kill, ...]
@@ -101,6 +105,7 @@ class Plan:
             f"data.miniature_fresh={self.problems}",
             f"data.train={json.dumps([fresh, expert] if self.traces else [fresh])}",
             f"expert.per_group={int(self.traces)}",
+            f"expert.when={self.when if self.traces else 'always'}",
             f"rollout.workers={WORKERS}",
             f"rollout.groups_ahead={self.ahead}",
             f"reward.pools={self.pools}",
@@ -110,6 +115,7 @@ class Plan:
             f"weights.every={self.every}",
             f"learner.checkpoint_every={self.checkpoints}",
             f"learner.ranks={self.ranks}",
+            f"evaluate.every={self.evaluations}",
         ]
 
 
@@ -159,12 +165,14 @@ def plan(
         pools=pools,
         passes=passes,
         traces=traces,
+        when=random.Random(f"storm {seed}, traces").choice(("always", "all_failed")),
         ahead=ahead,
         every=every,
         checkpoints=checkpoints,
         problems=problems,
         ranks=drawn if ranks is None else ranks,
         rewrites=more.randint(0, 6),
+        evaluations=more.choice((1, 3, 5)),
         kills=tuple(planned),
         last=Kill(
             step=rows,
@@ -309,11 +317,7 @@ class Storm:
 
 def journalled(folder: Path) -> int:
     """Rows in the journal."""
-    try:
-        text = (folder / "journal.jsonl").read_bytes()
-    except FileNotFoundError:
-        return 0
-    return text.count(b'{"kind":"row"')
+    return sum(record["kind"] == "row" for record in audit.journal_of(folder))
 
 
 def restarts(folder: Path) -> Counter[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,14 @@ import xxhash
 from audit import Evidence, digest_of, examine, tampered
 
 from tandem.common import wire
-from tandem.common.records import FinishReason, Group, Sample, SamplingParams, VersionSpan
+from tandem.common.records import (
+    FinishReason,
+    Group,
+    Sample,
+    SamplingParams,
+    Verdict,
+    VersionSpan,
+)
 
 ROWS = {1: ["0-0", "0-1"], 2: ["0-2", "0-3"], 3: ["0-4"]}
 """A pass of five groups, two a step; the last row is short."""
@@ -76,6 +84,8 @@ def right() -> Evidence:
     return Evidence(
         config={
             "run": {"passes": 1},
+            "data": {"evaluate": [{"name": "held"}]},
+            "evaluate": {"every": 2, "at_start": True, "at_end": True},
             "replay": {"groups_per_step": 2, "max_staleness": 0},
             "rollout": {"group_size": 2},
         },
@@ -95,7 +105,20 @@ def right() -> Evidence:
         final={int(n[2:]): f"D:{step}:1" for step, ids in ROWS.items() for n in ids},
         rows=rows,
         payloads=payloads,
+        told=[evaluation(step) for step in (0, 2, 3)],
+        evaluations={"asked": [f"held@{step}" for step in (0, 2, 3)], "open": [], "claimed": []},
+        results={f"held@{step}": {"step": step, "accuracy": 0.5} for step in (0, 2, 3)},
     )
+
+
+def evaluation(step: int) -> dict[str, Any]:
+    """A record of one, as the metrics have it."""
+    return {
+        "eval/id": f"held@{step}",
+        "step": step,
+        "eval/version": f"1.{step}",
+        "eval/held/accuracy": 0.5,
+    }
 
 
 def told(evidence: Evidence) -> str:
@@ -238,3 +261,83 @@ def test_a_row_of_redis_that_is_another_one(right: Evidence) -> None:
 def test_an_older_learner_that_writes_after_a_newer_one(right: Evidence) -> None:
     right.journal[-1]["term"] = 1
     assert "term 1 wrote to the journal after term 2" in told(right)
+
+
+def test_an_evaluation_that_is_told_nowhere(right: Evidence) -> None:
+    del right.told[1]
+    assert "evaluation held@2 was due and is told nowhere" in told(right)
+
+
+def test_an_evaluation_that_is_told_twice(right: Evidence) -> None:
+    right.told.append(evaluation(2))
+    assert "evaluation held@2 is told 2 times" in told(right)
+
+
+def test_an_evaluation_that_is_still_open_or_was_not_due(right: Evidence) -> None:
+    right.evaluations["open"].append("held@3")
+    right.told.append(evaluation(1))
+    found = told(right)
+    assert "1 evaluation(s) left that are open: ['held@3']" in found
+    assert "evaluation held@1 is told and was not due" in found
+
+
+def test_an_evaluation_that_names_weights_that_it_can_not_have_measured(right: Evidence) -> None:
+    right.told[1] = evaluation(2) | {"eval/version": "1.1"}
+    assert "evaluation held@2 of step 2 measured '1.1'" in told(right)
+
+
+def test_an_evaluation_that_is_told_with_other_figures(right: Evidence) -> None:
+    right.told[1]["eval/held/accuracy"] = 0.75
+    assert "evaluation held@2 is told with other figures than Redis has" in told(right)
+
+
+def after_grading(right: Evidence, verdicts: str, traces: list[str], gone: list[int]) -> Evidence:
+    """The run with traces after grading, whose first group has such samples and such an entry."""
+    right.config["expert"] = {"when": "all_failed"}
+    row = record(right, "row", 1)["row"]
+    entry = row["groups"][0]
+    old = right.payloads.pop(f"{entry['id']}:1:{entry['digest']}")
+    group = wire.decode(old, Group)
+    of = {"c": Verdict.CORRECT, "w": Verdict.WRONG, "-": Verdict.CRASHED}
+    samples = tuple(
+        dataclasses.replace(sample, verdict=of[one], reward=0.0)
+        for sample, one in zip(group.samples, verdicts, strict=True)
+    )
+    data = wire.encode(dataclasses.replace(group, samples=samples, trace_ids=("a/0#0",)))
+    entry |= {"digest": xxhash.xxh3_64_hexdigest(data), "traces": traces, "bytes": len(data)}
+    if gone:
+        entry["replaced"] = gone
+    right.payloads[f"{entry['id']}:1:{entry['digest']}"] = data
+    rewrite(right, 1)
+    return right
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "traces", "gone", "breach"),
+    [
+        ("ww", ["a/0#0"], [1], ""),
+        ("w-", ["a/0#0"], [], ""),
+        ("cw", [], [], ""),
+        ("cw", ["a/0#0"], [1], "group 0-0 has the traces ('a/0#0',)"),
+        ("ww", [], [], "group 0-0 has the traces ()"),
+        ("ww", ["a/0#0"], [], "in group 0-0 the samples [] of [0, 1] gave way"),
+        ("w-", ["a/0#0"], [1], "in group 0-0 the samples [1] of [0] gave way"),
+    ],
+)
+def test_traces_that_entered_after_grading(
+    right: Evidence, verdicts: str, traces: list[str], gone: list[int], breach: str
+) -> None:
+    said = told(after_grading(right, verdicts, traces, gone))
+    assert breach in said if breach else "gave way" not in said and "the traces" not in said
+
+
+def test_a_final_checkpoint_of_an_older_learner_than_the_one_that_trained_last(
+    right: Evidence,
+) -> None:
+    right.checkpoint["term"] = 1
+    assert "the final checkpoint is of term 1, not 2" in told(right)
+
+
+def test_a_learner_that_dies_after_its_last_checkpoint(right: Evidence) -> None:
+    right.journal.append({"kind": "resumed", "term": 3, "step": 3})
+    assert examine(right).breaches == []

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import numpy as np
 import pytest
+from audit import journal_of
 from processes import Run, step
 from safetensors.numpy import load_file
 
@@ -38,7 +38,7 @@ def parameters(here: Path, name: str, kills: dict[int, str]) -> dict[str, np.nda
         assert run.wait() == 0, run.said()
     finally:
         run.end()
-    kinds = [json.loads(line)["kind"] for line in (folder / "journal.jsonl").open()]
+    kinds = [record["kind"] for record in journal_of(folder)]
     assert ("resumed" in kinds) == bool(kills)
     return load_file(folder / "model" / "model.safetensors")
 

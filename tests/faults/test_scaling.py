@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import redis
+from audit import journal_of
 from processes import DEADLINE, TANDEM, Run, tandem
 from scripted_engine import STEP_SECONDS
 from storm import HERE
@@ -68,8 +69,7 @@ class Job:
 
     def rows(self) -> list[float]:
         """When each row was journalled."""
-        lines = (self.folder / "journal.jsonl").read_text().splitlines()
-        records = map(json.loads, lines)
+        records = journal_of(self.folder)
         return [record["time"] for record in records if record["kind"] == "row"]
 
     def pace(self) -> float:
@@ -108,9 +108,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     patch.setenv(STEP_SECONDS, "0.02")
     made = Job(tmp_path_factory.mktemp("scaling"))
     try:
-        made.wait_for(
-            lambda: (made.folder / "journal.jsonl").exists() and len(made.rows()) > 3, "step 3"
-        )
+        made.wait_for(lambda: len(made.rows()) > 3, "step 3")
         yield made
     finally:
         made.end()

@@ -54,7 +54,9 @@ def test_all_kills_of_the_plan_were_made(survived: Survived) -> None:
         assert again[role] >= hit[role] - 1, role
 
 
-@pytest.mark.parametrize("breach", ["doubled row", "lost id", "short row", "stale group"])
+@pytest.mark.parametrize(
+    "breach", ["doubled row", "lost id", "short row", "stale group", "lost evaluation"]
+)
 def test_a_breach_planted_in_the_real_folder_is_told(survived: Survived, breach: str) -> None:
     evidence = tampered(survived.evidence)
     records = [record for record in evidence.journal if record["kind"] == "row"]
@@ -64,6 +66,8 @@ def test_a_breach_planted_in_the_real_folder_is_told(survived: Survived, breach:
         del evidence.final[17]
     elif breach == "short row":
         records[4]["row"]["groups"].pop()
+    elif breach == "lost evaluation":
+        evidence.told.pop()
     else:
         rows = next(iter(evidence.samples[9].values()))
         rows[0]["versions"] = ["1.2"]

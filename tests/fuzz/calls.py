@@ -66,6 +66,7 @@ def _payload(w: World, c: random.Random) -> tuple[int, int, str]:
 def _commit(w: World, c: random.Random) -> Args:
     serial, attempt, digest = _payload(w, c)
     samples = c.choice((0, 1, 2, 8))
+    verdicts = c.choice((samples, samples, samples, min(samples, 1)))
     least = c.choice(("", "0.0", "-1.5", "1e-05", "1.0"))
     return [
         serial,
@@ -75,10 +76,12 @@ def _commit(w: World, c: random.Random) -> Args:
         c.choice((700, 1, 0)),
         c.choice(("", 0, max(0, w.journalled - 1), w.journalled, w.journalled)),
         samples,
-        c.choice((samples, samples, samples, 0, 1)),
+        verdicts,
         least,
         least,
         c.choice(("[]", '["a/0#0"]', '["a/0#0", "b/1#1"]')),
+        c.choice((0, 0, 0, min(1, verdicts), verdicts)),
+        json.dumps(list(range(samples - verdicts, samples))),
     ]
 
 
@@ -107,6 +110,7 @@ def _entry(w: World, serial: int, c: random.Random) -> dict[str, Any]:
         "digest": digest,
         "bytes": 700,
         "traces": [],
+        **({"replaced": [0, 2]} if c.random() < 0.2 else {}),
     }
 
 
@@ -195,6 +199,10 @@ LIKELY: dict[str, Callable[[World, random.Random], Args]] = {
         c.choice(("drained", "broke: é")),
         c.choice((0, 1)),
     ],
+    "give_back_evaluation": lambda w, c: [
+        c.choice(EVALUATIONS), c.choice(MEMBERS[1:3]), c.choice(("drained", "broke: é")),
+        c.choice((0, 1)), c.choice((1, 2, 5)), c.choice((0, 2000)),
+    ],
     "lease": lambda w, c: [
         c.choice(MEMBERS),
         c.choice(HOLDERS[:3]),
@@ -214,7 +222,7 @@ LIKELY: dict[str, Callable[[World, random.Random], Args]] = {
     "renew_evaluation": lambda w, c: [
         c.choice(EVALUATIONS), c.choice(MEMBERS[1:3]), c.choice((0, 1000, 120000)),
     ],
-    "request_evaluation": lambda w, c: [c.choice(EVALUATIONS), _step(w, c), _object(w, c)],
+    "request_evaluation": lambda w, c: [c.choice(EVALUATIONS), _step(w, c), _object(w, c), _term(w, c)],
     "retry": lambda w, c: [_dead(w, c) for _ in range(c.randrange(1, 4))],
     "server_started": lambda w, c: [],
     "set_state": lambda w, c: [c.choice(("running", "running", "draining", "finished", "failed"))],
@@ -314,6 +322,7 @@ LEGAL: dict[str, Callable[[Any], bool]] = {
     "end": _count,
     "finish_evaluation": _bit,
     "give_back": _bit,
+    "give_back_evaluation": lambda r: r in (0, 1, 2),
     "lease": _json_with("leases"),
     "leave": lambda r: r == 1,
     "live": _live,

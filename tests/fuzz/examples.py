@@ -23,7 +23,8 @@ from tandem.common.records import (
     VersionSpan,
 )
 from tandem.common.weights import manifest, protocol
-from tandem.learner import journal
+from tandem.common.weights.scored_rows import ScoredRows
+from tandem.learner import journal, journal_file
 
 KEYS = sockets.new_keys()
 
@@ -50,6 +51,11 @@ def a_sample(length: int = 5, **changes: Any) -> Sample:
     return Sample(**{**values, **changes})
 
 
+def a_late_sample() -> Sample:
+    """Cut at its group's deadline."""
+    return a_sample(3, finish_reason=FinishReason.DEADLINE)
+
+
 def a_group(**changes: Any) -> Group:
     """With samples, traces and the values of a problem with pictures."""
     values: dict[str, Any] = {
@@ -61,7 +67,12 @@ def a_group(**changes: Any) -> Group:
         "prompt_text": "p",
         "gold": "4",
         "data_source": "d",
-        "samples": (a_sample(), a_sample(0, spans=()), a_sample(70, reward=None, verdict=None)),
+        "samples": (
+            a_sample(),
+            a_sample(0, spans=()),
+            a_sample(70, reward=None, verdict=None),
+            a_late_sample(),
+        ),
         "trace_ids": ("a/1#0",),
         "extra": {
             "index": 3,
@@ -84,7 +95,8 @@ def a_manifest(step: int = 3) -> manifest.WeightManifest:
         512,
     )
     sums = [2**63 + 5 * i for i in range(len(layout.ranges))]
-    return manifest.make_manifest("run", Version(term=1, step=step), layout, sums, "xxh3")
+    scored = ScoredRows(rows=((3, 1, 2), (5, 6)), logprobs=((-0.5, -2.0), (-7.25,)))
+    return manifest.make_manifest("run", Version(term=1, step=step), layout, sums, "xxh3", scored)
 
 
 RECORDS: list[Any] = [
@@ -146,7 +158,14 @@ ROW = {
     "short": False,
     "groups": [
         {"id": "0-0", "attempt": 1, "digest": "a" * 16, "bytes": 700, "traces": []},
-        {"id": "0-1", "attempt": 2, "digest": "b" * 16, "bytes": 701, "traces": ["a/0#0"]},
+        {
+            "id": "0-1",
+            "attempt": 2,
+            "digest": "b" * 16,
+            "bytes": 701,
+            "traces": ["a/0#0"],
+            "replaced": [1],
+        },
     ],
 }
 
@@ -166,6 +185,14 @@ def a_journal() -> bytes:
             lines.append({"kind": "resumed", "term": 2, "step": 2, "time": 1.5})
             lines.append({"kind": "applied", "term": 2, "step": 3, "digest": digest, "time": 1.5})
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+def summed(lines: bytes) -> bytes:
+    """The same with a digest on each line, in the order of the journal's own records."""
+    order = ("kind", "term", "step", "digest", "time", "row")
+    records = [json.loads(line) for line in lines.splitlines()]
+    ordered = [{name: r[name] for name in order if name in r} for r in records]
+    return b"".join(journal_file.encoded(record) for record in ordered)
 
 
 METRICS = b"".join(

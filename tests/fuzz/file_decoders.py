@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from decoder import Decoder, text
 from examples import (
     METRICS,
     SAFETENSORS,
     a_journal,
+    summed,
 )
 from frames import (
     flipped,
@@ -27,7 +29,7 @@ from tandem.launch.board import history, look
 from tandem.launch.estimate.sizes import count_parameters
 from tandem.launch.progress import MetricsTail
 from tandem.launch.trackers.following import Sent
-from tandem.learner import journal
+from tandem.learner import cutting, journal
 
 
 class Files:
@@ -59,21 +61,27 @@ class Files:
 
 
 def open_journal(path: Path) -> Any:
-    """Opens it as a resumed learner does, which cuts off a torn line; then all must be readable."""
+    """Opens it as a resumed learner does; then all must be readable."""
     opened = journal.Journal(path)
     opened.close()
     again = journal.Journal(path)
     again.close()
-    return opened.rows, opened.outcomes, again.rows, again.outcomes
+    return (*(_said(one) for one in (opened, again)),)
+
+
+def _said(opened: journal.Journal) -> Any:
+    rows = {step: opened.row_of(step) for step in range(1, opened.last_step + 1)}
+    return rows, opened.outcomes(), opened.applied_step, opened.last_term
 
 
 def check_journal(found: Any) -> str:
     """Rows one after another, each with a whole row; the second look is the first."""
-    rows, outcomes, *again = found
-    if [rows, outcomes] != again:
+    first, second = found
+    if first != second:
         return "the second look differs"
-    if sorted(rows) != list(range(1, len(rows) + 1)):
-        return f"it has the rows {sorted(rows)}"
+    rows, outcomes, *_ = first
+    if any(row.get("step") != step for step, row in rows.items()):
+        return f"it has the rows {rows}"
     return "" if outcomes.keys() <= rows.keys() else "it has an outcome without a row"
 
 
@@ -87,7 +95,7 @@ def write_json_line(path: Path) -> Any:
 
 def cut(path: Path) -> Any:
     """What ``cut_back`` leaves."""
-    journal.cut_back(path, 2)
+    cutting.cut_back(path, 2, path.parent / "cut")
     return path.read_bytes()
 
 
@@ -162,9 +170,14 @@ def from_files(files: Files) -> Iterable[Decoder]:
 
     lines = {"mutate": mutated_lines}
     yield one(
-        "journal", "j/journal.jsonl", [a_journal()], open_journal, check=check_journal, **lines
+        "journal",
+        "j/journal.jsonl",
+        [a_journal(), summed(a_journal())],
+        open_journal,
+        check=check_journal,
+        **lines,
     )
-    yield one("journal.cut_back", "c/metrics.jsonl", [METRICS], cut, check=check_cut, **lines)
+    yield one("cutting.cut_back", "c/metrics.jsonl", [METRICS], cut, check=check_cut, **lines)
     yield one(
         "telemetry.read_json_lines", "t/m.jsonl", [METRICS],
         lambda path: list(telemetry.read_json_lines(path)), **lines,
@@ -192,10 +205,12 @@ def from_files(files: Files) -> Iterable[Decoder]:
         lambda path: count_parameters(path.parent), mutate=mutated_table,
     )  # fmt: skip
     state = {"term": 1, "step": 5, "ranks": 1, "state": {"x": 1}, "files": {}}
+    plain = json.dumps(state, sort_keys=True, separators=(",", ":"))
+    digested = {**state, "xxh3": xxhash.xxh3_64_hexdigest(plain.encode())}
     yield one(
         "checkpoints.read",
         "p/state.json",
-        text(state),
+        text(state, digested),
         lambda path: _checkpoint(path.parent),
         imports="tandem.learner.checkpoints",
     )

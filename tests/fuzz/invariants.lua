@@ -45,7 +45,8 @@ end
 local NAMES = {
   meta = 1, leased = 1, deadlines = 1, returned = 1, graded = 1, ages = 1, taken = 1, trained = 1,
   rows = 1, quarantined = 1, server = 1, heard = 1, dead = 1, members = 1, beats = 1,
-  evaluations = 1, evaluations_open = 1, evaluation_claims = 1, evaluation_results = 1,
+  evaluations = 1, evaluations_open = 1, evaluation_claims = 1, evaluation_failures = 1,
+  evaluation_results = 1,
   problems = 1, traces = 1, reports = 1, config = 1, curve_client = 1, eval_sets = 1,
 }
 local FAMILIES = {
@@ -83,7 +84,8 @@ if not meta.created then
 end
 for _, name in ipairs({'term', 'journalled', 'cursor', 'trimmed', 'groups_per_step', 'max_staleness',
     'window', 'lease_ms', 'group_deadline_ms', 'max_attempts', 'max_inflight', 'steps',
-    'total_groups', 'pass_length', 'group_bytes', 'passes', 'group_size', 'offline'}) do
+    'total_groups', 'pass_length', 'group_bytes', 'passes', 'group_size', 'offline',
+    'least_verdicts'}) do
   if not whole(meta[name]) then say('meta', name, 'is', meta[name] or 'missing') end
 end
 for _, name in ipairs({'sources', 'seed', 'data_digest', 'late', 'state'}) do
@@ -208,6 +210,18 @@ for member in pairs(live_keys) do
   elseif should == 'graded' then
     local fine, traces = pcall(cjson.decode, group.traces or '')
     if not fine or type(traces) ~= 'table' then say('group', member, 'has the traces', group.traces) end
+    local correct, rows = whole(group.correct), group.own_rows
+    if not correct or correct > whole(group.samples) then
+      say('group', member, 'has correct samples', group.correct or 'missing')
+    end
+    if (meta.traces_when == 'all_failed') ~= (rows ~= nil) then
+      say('group', member, 'has own rows', rows or 'missing')
+    elseif rows and (not pcall(cjson.decode, rows) or #cjson.decode(rows) > whole(group.samples)) then
+      say('group', member, 'has own rows', rows)
+    end
+    if (tonumber(group.samples) or 0) < tonumber(meta.least_verdicts) then
+      say('group', member, 'is graded with', group.samples or 'no', 'samples')
+    end
     wanted_payloads[id(serial) .. ':' .. (group.attempt or '') .. ':' .. (group.digest or '')] = true
   end
   if tonumber(group.failures or 0) >= tonumber(meta.max_attempts) then
@@ -249,6 +263,14 @@ for field, value in pairs(rows) do
       if tonumber(attempt_of[serial]) ~= entry.attempt then
         say('group', entry.id, 'of row', step, 'has attempt', tostring(entry.attempt))
       end
+      local last = -1
+      for n, sample in ipairs(entry.replaced or {}) do
+        if not whole(sample) or sample <= last then
+          say('group', entry.id, 'of row', step, 'has replaced sample', tostring(sample), 'as its', n)
+        end
+        last = whole(sample) or last
+      end
+      if entry.replaced and last < 0 then say('group', entry.id, 'of row', step, 'replaced nothing') end
       if in_quarantine ~= (letter == 'R') then say('row', step, 'is quarantined in part') end
       local name = entry.id .. ':' .. entry.attempt .. ':' .. tostring(entry.digest)
       wanted_payloads[name] = true
@@ -310,8 +332,16 @@ for name, step in pairs(open) do
   if results[name] then say('evaluation', name, 'is open and done') end
   if not whole(step) then say('evaluation', name, 'is due at', step) end
 end
+local failures = hash('evaluation_failures')
 for name in pairs(asked) do
-  if not open[name] and not results[name] then say('evaluation', name, 'is lost') end
+  if not open[name] and not results[name] and not failures[name] then
+    say('evaluation', name, 'is lost')
+  end
+end
+for name, value in pairs(failures) do
+  if not asked[name] then say('evaluation', name, 'has failed and was not asked for') end
+  if results[name] then say('evaluation', name, 'has failures and is done') end
+  if not string.find(value, '^[1-9]%d* ') then say('evaluation', name, 'has failures', value) end
 end
 for name, value in pairs(hash('evaluation_claims')) do
   if not open[name] then say('evaluation', name, 'is claimed and not open') end

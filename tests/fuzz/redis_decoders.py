@@ -75,6 +75,8 @@ def from_redis() -> Iterable[Decoder]:
     result = {
         "id": "h@1", "set_name": "h", "step": 1, "accuracy": 0.5, "problems": 3,
         "format_share": 1.0, "mean_length": 4.0, "seconds": 1.0, "member": "rollout-0",
+        "version": "1.1", "samples": 4, "pass_rate": 0.75, "accuracy_by_source": {"a": 0.5, "b": 1.0},
+        "pass_by_source": {"a": 0.75}, "problems_by_source": {"a": 2, "b": 1},
     }  # fmt: skip
     waiting = {
         "group_id": "0-1",

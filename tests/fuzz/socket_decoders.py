@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgpack
 import xxhash
-from decoder import Decoder, packed, same
+from decoder import Decoder, packed, same, text
 from examples import (
     MESSAGES,
     RECORDS,
@@ -19,6 +20,7 @@ from examples import (
 )
 from frames import (
     flipped,
+    mutated_json,
     mutated_msgpack,
     spliced,
 )
@@ -34,6 +36,8 @@ from tandem.common.records import (
 from tandem.common.weights import manifest, protocol
 from tandem.learner import orders
 from tandem.reward import pipes
+from tandem.reward.code_runner import same_result, same_value
+from tandem.reward.expected import expected
 
 
 def framed(body: bytes) -> bytes:
@@ -114,6 +118,7 @@ def mutated_manifest(data: bytes, corpus: Sequence[bytes], c: random.Random) -> 
     """A manifest whose digests are right for what it says, so that the rest is looked at."""
     found = wire.decode(data, manifest.WeightManifest)
     layout, buckets, total = found.layout, list(found.buckets), found.total_bytes
+    scored: Any = "as it was"
     numbers = (0, 1, 255, 256, 257, 512, 2**31, 2**40, 2**63, total, total + 256, total - 256)
     for _ in range(c.choice((1, 1, 2))):
         what = c.random()
@@ -136,8 +141,21 @@ def mutated_manifest(data: bytes, corpus: Sequence[bytes], c: random.Random) -> 
             buckets[at] = dataclasses.replace(buckets[at], **changes)
             if c.random() < 0.2:
                 del buckets[at]
-        else:
+        elif what < 0.95:
             total = c.choice(numbers)
+        else:
+            scored = c.choice(
+                (
+                    None,
+                    ([], []),
+                    ([[1]], [[]]),
+                    ([[1, 2]], [[0.5, 0.5]]),
+                    ([[-1, 2]], [[0.0]]),
+                    ([[1, 1 << 40]], [[0.0]]),
+                    ([[1, 2]], [[float("nan")]]),
+                    ([[1] * 70_000], [[0.0] * 69_999]),
+                )
+            )
     content = manifest.content_digest(layout, buckets, found.checksum)
     changed = dataclasses.replace(
         found,
@@ -147,9 +165,12 @@ def mutated_manifest(data: bytes, corpus: Sequence[bytes], c: random.Random) -> 
         content=content,
         digest=manifest.manifest_digest(found.run_id, found.version, content),
     )
-    return (
-        mutated_frame(wire.encode(changed), corpus, c) if c.random() < 0.1 else wire.encode(changed)
-    )
+    encoded = wire.encode(changed)
+    if scored != "as it was":
+        kind, fields = msgpack.unpackb(encoded[wire.HEADER.size :], strict_map_key=False)
+        fields["scored"] = scored and dict(zip(("rows", "logprobs"), scored, strict=True))
+        encoded = framed(msgpack.packb([kind, fields]))
+    return mutated_frame(encoded, corpus, c) if c.random() < 0.1 else encoded
 
 
 def read_manifest(data: bytes) -> manifest.WeightManifest:
@@ -168,6 +189,11 @@ def check_manifest(found: manifest.WeightManifest) -> str:
     need = sum(-(-p.nbytes // manifest.ALIGNMENT) * manifest.ALIGNMENT for p in found.params)
     if need != found.total_bytes:
         return f"its tensors need {need} bytes of {found.total_bytes}"
+    if (scored := found.scored) is not None and not all(
+        len(row) == len(some) + 1 >= 2 and all(map(math.isfinite, some))
+        for row, some in zip(scored.rows, scored.logprobs, strict=True)
+    ):
+        return f"rows and log-probs that don't fit: {scored}"
     return (
         "" if manifest.layout_text(found.params) == found.layout else "its layout isn't canonical"
     )
@@ -199,7 +225,14 @@ def from_sockets() -> Iterable[Decoder]:
     )
     traces = [wire.encode(RECORDS[5])]
     group = [wire.encode(a_group()), ["a/1#0"]]
-    order = {"do": "train", "step": 3, "groups": [group], "traces": traces, "lr": 1e-6}
+    order = {
+        "do": "train",
+        "step": 3,
+        "groups": [group],
+        "traces": traces,
+        "lr": 1e-6,
+        "settled": True,
+    }
     for name, corpus, decode in (
         (
             "graders.request",
@@ -230,3 +263,28 @@ def from_sockets() -> Iterable[Decoder]:
         ),
     ):
         yield Decoder(name=name, corpus=corpus, decode=decode, mutate=mutated_msgpack)
+    yield from from_sandboxes()
+
+
+def from_sandboxes() -> Iterable[Decoder]:
+    """What a program reports, which may be anything: it is the wanted value or it isn't."""
+    wanted = {1: (2.5, None), b"a": [True, 1j], "x": {3}}
+    asked = expected(f"assert f() == {wanted!r}")
+    assert asked is not None
+    items = [
+        [1, ["tuple", ["float", "2.5"], None]],
+        [["bytes", "61"], ["list", True, ["complex", "0.0", "1.0"]]],
+        ["x", ["set", 3]],
+    ]
+    fractions = [["fraction", 1, 2], ["dict", [["tuple", 1], ["list"]]]]
+    for name, corpus, decode in (
+        ("sandbox.result", text([1, {"a": None}], 4, True), lambda d: same_result(d, "[4]")),
+        ("sandbox.value", text(["dict", *items], *fractions), lambda d: same_value(d, asked)),
+    ):
+        yield Decoder(
+            name=name,
+            corpus=corpus,
+            decode=decode,
+            mutate=mutated_json,
+            check=lambda found: "" if isinstance(found, bool) else f"it is {found!r}",
+        )

@@ -22,7 +22,12 @@ from tandem.common.records import (
 from tandem.replay.connection import Store
 from tandem.replay.ledger import Lease, Ledger, LedgerSettings
 from tandem.replay.members import Members
-from tandem.replay.store import EvaluationRequest, EvaluationResult, RunStore
+from tandem.replay.store import (
+    EVALUATION_FAILURES,
+    EvaluationRequest,
+    EvaluationResult,
+    RunStore,
+)
 
 RESTORE = """
 for _, name in ipairs(redis.call('keys', '*')) do
@@ -96,7 +101,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "late": "drop",
         "steps": 1000,
     },
-    "waits": {"groups_per_step": 2, "max_staleness": 1, "window": 2, "late": "wait", "steps": 1000},
+    "waits": {
+        "groups_per_step": 2,
+        "max_staleness": 1,
+        "window": 2,
+        "late": "wait",
+        "steps": 1000,
+        "least_verdicts": 1,
+        "traces_when": "all_failed",
+    },
     "passes": {"groups_per_step": 3, "max_staleness": 3, "window": 1, "late": "wait", "passes": 3},
     "last": {"groups_per_step": 2, "max_staleness": 2, "window": 1, "late": "wait", "steps": 6},
 }
@@ -263,9 +276,13 @@ class Builder:
             members.register(member.partition("-")[0], member, {"pid": 1, "term": term})
         for number in range(4):
             runs.request_evaluation(
-                EvaluationRequest(id=f"heldout@{number}", set_name="heldout", step=number)
+                EvaluationRequest(id=f"heldout@{number}", set_name="heldout", step=number), term
             )
-        runs.claim_evaluation("rollout-0", Version(term=term, step=0))
+        for _ in range(EVALUATION_FAILURES):  # given up; its last claim is fresh each time
+            runs.claim_evaluation("rollout-1", Version(term=term, step=0))
+            self.store.redis.hset(self.store.key("evaluation_claims"), "heldout@0", "9 rollout-1")
+            runs.give_back_evaluation("heldout@0", "rollout-1", reason="broke: é", failed=True)
+        runs.claim_evaluation("rollout-0", Version(term=term, step=1))
         runs.finish_evaluation("heldout@3", a_result("heldout@3", 3))
         runs.count_restart("rollout-1", "killed")
         world = self._know(name, ledger)

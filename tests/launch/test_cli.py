@@ -134,6 +134,59 @@ def test_a_users_preset_inherits_key_by_key(tmp_path: Path) -> None:
     assert config.learner.optimizer.warmup_steps == 5
 
 
+def test_a_users_preset_that_names_another_objective_has_that_ones_settings(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: miniature\nlearner: {objective: {name: dapo, clip_low: 0.1}}\n")
+    objective = presets.load(str(path)).resolve([]).learner.objective
+    assert (objective.advantage, objective.clip_high) == ("group_mean_std", 0.28)
+    assert (objective.clip_low, objective.gamma) == (0.1, 0.1)
+
+
+REFUSED = [
+    (["start", "miniature-easy", "rollout.group_size=1"], "raise rollout.group_size to 2"),
+    (["offline", "miniature-sft", "learner.objective.name=grpo"], "choose one of"),
+    (["offline", "miniature-sft", "learner.objective.name=dpo"], "choose one of"),
+    (["start", "miniature", "learner.objective.name=ppo"], "choose grpo"),
+    (["start", "miniature", "learner.objective.name=exgrpo"], "choose luffy"),
+    (["start", "miniature", "learner.micro_batch_tokens=84"], "raise it to at least 85"),
+    (
+        ["start", "miniature-easy", "learner.objective.name=reinforce", "replay.max_staleness=0",
+         "learner.minibatches=2"],
+        "set learner.minibatches=1",
+    ),
+    (["start", "miniature", "model.dtype=bfloat16", "learner.zero_stage=0",
+      "learner.micro_batch_tokens=512"], "set learner.zero_stage=1"),
+    (["start", "miniature", "reward.mode=boxd"], "did you mean boxed"),
+    (["start", "miniature", "reward.components.0.name=acuracy"], "did you mean accuracy"),
+    (["start", "miniature", "learner.objective.name=nonesuch:loss"], "put its folder on PYTHONPATH"),
+    (["start", "miniature", "rollout.engine=nonesuch:engine"], "put its folder on PYTHONPATH"),
+    (["start", "miniature", "replay.redis_url=localhost"], "write it as redis://"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dry", [False, True], ids=["start", "dry run"])
+@pytest.mark.parametrize(("words", "way_out"), REFUSED, ids=lambda v: " ".join(v)[-50:])
+def test_what_can_not_work_is_refused_before_anything_is_loaded_or_written(
+    words: list[str], way_out: str, dry: bool, tmp_path: Path
+) -> None:
+    words = [*words, "--dry-run"] if dry else words
+    code = (
+        f"import sys; from tandem.launch.cli import main; code = main({words!r}); "
+        f"print(code, sorted({{'torch', 'transformers', 'pyarrow'}} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert done.stdout == "2 []\n", done.stdout + done.stderr
+    assert way_out in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_preset_that_inherits_from_itself_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("base: b.yaml\n")
     (tmp_path / "b.yaml").write_text("base: a.yaml\n")
@@ -210,3 +263,26 @@ def test_every_setting_has_a_meaning() -> None:
             if not (isinstance(field.annotation, type) and issubclass(field.annotation, Section))
         }
         assert plain <= set(meanings(section)), name
+
+
+def test_a_place_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    # The kernel's own file system takes no folders, not even root's.
+    code, _, error = tandem(
+        capsys, "make-miniature", "/sys/tandem", "--fresh", "2", "--traces", "2"
+    )
+    assert code == 1
+    assert error.startswith("tandem: /sys/tandem: ")
+    assert len(error.splitlines()) == 1
+    assert "name another place" in error
+
+
+def test_an_output_that_takes_nothing_more_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "tandem.launch.cli", "presets"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "tandem: the output can't be written: No space left on device\n"

@@ -97,6 +97,33 @@ def test_the_commands_are_those_that_the_job_would_start(
         assert f"{sys.executable} -P -m tandem.launch.lifeline $$ {arguments}\n" in out
 
 
+@pytest.mark.parametrize(
+    ("words", "engine", "stage"),
+    [
+        (("miniature",), "the torch engine in float32", "ZeRO-0 in float32 (zero_stage=1 divides"),
+        (("miniature", "learner.ranks=2"), "the torch engine in float32", "ZeRO-1 in float32"),
+        (("miniature", "learner.zero_stage=3"), "the torch engine in float32", "ZeRO-3 in"),
+        (("miniature", "rollout.dtype=bfloat16"), "the torch engine in bfloat16", "ZeRO-0"),
+        (("miniature", "rollout.engine=vllm"), "vLLM in float32", "ZeRO-0"),
+        (("miniature", "rollout.engine=json:engine"), "json:engine in float32", "ZeRO-0"),
+        ((EIGHT,), "vLLM in bfloat16", "ZeRO-2 in bfloat16"),
+    ],
+    ids=lambda value: " ".join(value)[-40:] if isinstance(value, tuple) else None,
+)
+def test_each_process_is_told_with_its_engine_and_stage(
+    words: tuple[str, ...], engine: str, stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = tandem(capsys, "start", *words, "--dry-run")
+    assert code == 0
+    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
+    learners = [line for name, line in lines.items() if name.startswith("learner-")]
+    workers = [line for name, line in lines.items() if name.startswith("rollout-")]
+    assert learners
+    assert workers
+    assert all(stage in line and "engine" not in line for line in learners)
+    assert all(engine in line and "ZeRO" not in line for line in workers)
+
+
 def test_what_the_memory_would_be_is_told_for_each_process(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -132,6 +159,20 @@ def test_nccl_on_a_shared_gpu_is_refused_by_a_dry_run_and_by_a_start(
         assert (code, out) == (2, "")
         assert "set weights.transport=auto" in err
         assert len(err.splitlines()) == 1
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("setting", ["launch.bind=nowhere.invalid", "weights.interface=no-such0"])
+def test_an_address_that_is_not_this_hosts_is_told_and_not_started(
+    setting: str, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    code, out, _ = tandem(capsys, "start", "miniature", "--dry-run", setting)
+    assert code == 0
+    assert "it couldn't run this preset" in out
+    assert setting in out
+    code, _, err = tandem(capsys, "start", "miniature", setting)
+    assert code == 2
+    assert setting in err
     assert list(here.iterdir()) == []
 
 

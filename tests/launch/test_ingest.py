@@ -13,16 +13,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tandem.common import prompts
 from tandem.common.config import Config
+from tandem.common.errors import DataError
 from tandem.common.models import resolve
 from tandem.common.records import Verdict
 from tandem.common.run_folder import JoinInfo, RunFolder
-from tandem.launch import ingest, redis_server
+from tandem.launch import ingest, ingest_process, redis_server
 from tandem.launch.cli import main
+from tandem.launch.ingest_process import IngestProcess
 from tandem.launch.miniature.parquet import SCHEMA, write
 from tandem.launch.presets import load
 from tandem.replay.connection import connect
-from tandem.replay.ledger import Ledger
+from tandem.replay.ledger import Ledger, LedgerSettings
 from tandem.replay.store import RunStore
 
 
@@ -62,6 +65,78 @@ def change(path: Path, edit: Callable[[list[dict]], None]) -> None:
 # --- what comes out ---
 
 
+class _Untouched:
+    """A tokenizer that may not be given a text which is surely too long."""
+
+    def __init__(self, tokenizer: object, most: int) -> None:
+        self._tokenizer = tokenizer
+        self._most = most
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **settings: object) -> list[int]:
+        assert len(text) <= self._most
+        return self._tokenizer.encode(text, **settings)  # type: ignore[attr-defined, no-any-return]
+
+
+def test_prompts_of_ten_megabytes_are_left_out_without_a_token(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def edit(rows: list[dict]) -> None:
+        for row in rows[:3]:
+            row["prompt"][0]["content"] = "7+5-" * 2_500_000
+
+    change(made / "fresh.parquet", edit)
+    load_tokenizer = ingest.load_tokenizer
+    monkeypatch.setattr(
+        ingest, "load_tokenizer", lambda path: _Untouched(load_tokenizer(path), 1_000_000)
+    )
+    found = prepared()
+    assert found.counts["fresh"].long_prompts == 3
+    assert found.counts["fresh"].problems == 3
+    with pytest.raises(
+        DataError, match=r"row 0: the prompt has 10,000,000 characters and data\.max"
+    ):
+        prepared("data.overlong=refuse")
+
+
+def test_a_trace_of_ten_megabytes_is_left_out_without_a_token(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def edit(rows: list[dict]) -> None:
+        rows[0]["target"][0]["content"] = "7+5-" * 2_500_000
+
+    change(made / "expert.parquet", edit)
+    load_tokenizer = ingest.load_tokenizer
+    monkeypatch.setattr(
+        ingest, "load_tokenizer", lambda path: _Untouched(load_tokenizer(path), 1_000_000)
+    )
+    assert prepared().counts["expert"].long_traces == 1
+
+
+def test_no_text_of_so_many_characters_has_fewer_tokens() -> None:
+    tokenizer = ingest.load_tokenizer("miniature")
+    longest = prompts.longest_token(tokenizer)
+    for text in ("7+5-3=?", "<think>", "1+2-3\n" * 20):
+        assert len(text) <= longest * max(1, len(prompts.encode(tokenizer, text)))
+
+
+def test_a_slow_ingest_says_what_it_does(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load("miniature").resolve(PLAIN)
+    assert config.run.dir is not None
+    # So often that a line comes for certain while the child loads its tokenizer.
+    monkeypatch.setattr(ingest_process, "TELL_SECONDS", 0.05)
+    said: list[str] = []
+    process = IngestProcess(config, RunFolder(config.run.dir), said.append)
+    try:
+        assert process.prepare().traces == 3
+    finally:
+        process.close()
+    assert said
+    assert all(line.startswith("data: ") for line in said)
+
+
 def test_problems_traces_and_held_out_sets(made: Path) -> None:
     found = prepared()
     assert found.sources == (("expert", 3, 1), ("fresh", 6, 2))
@@ -94,7 +169,7 @@ def test_what_was_read_is_known_again_by_its_bytes(made: Path) -> None:
         return ingest.inputs_digest(config, RunFolder("runs/x"))
 
     before = digest()
-    assert digest("run.steps=9", "log.every=1") == before
+    assert digest("run.steps=9", "log.every=1", "expert.when=all_failed") == before
     assert digest("rollout.max_new_tokens=60") != before
     change(made / "heldout.parquet", lambda rows: rows.pop())
     assert digest() != before
@@ -119,6 +194,39 @@ def test_a_wrong_trace_does_not_enter_and_is_counted(made: Path) -> None:
     assert [trace.trace_id for trace in found.traces] == ["expert/0#0", "expert/2#0"]
     assert found.counts["expert"].refused_traces == {"wrong": 1}
     assert "1 traces graded wrong" in str(found.counts["expert"])
+
+
+def out_of_form(*which: int) -> Callable[[list[dict]], None]:
+    """Right answers in a form that closes the preset's gate."""
+
+    def edit(rows: list[dict]) -> None:
+        for number in which:
+            rows[number]["target"][0]["content"] = "So " + rows[number]["target"][0]["content"]
+
+    return edit
+
+
+def test_a_correct_trace_that_is_paid_nothing_does_not_enter_and_is_counted(made: Path) -> None:
+    """With a reward of 0 its tokens would be pushed down as those of a wrong answer are."""
+    change(made / "expert.parquet", out_of_form(1))
+    found = prepared()
+    assert [trace.trace_id for trace in found.traces] == ["expert/0#0", "expert/2#0"]
+    assert [len(problem.trace_ids) for problem in found.problems[:3]] == [1, 0, 1]
+    counts = found.counts["expert"]
+    assert (counts.traces, counts.unpaid_traces, counts.refused_traces) == (2, 1, {})
+    assert "left out: 1 traces graded correct and paid nothing" in str(counts)
+
+
+def test_without_a_trace_left_it_says_what_became_of_them(made: Path, here: Path, capsys) -> None:
+    change(made / "expert.parquet", out_of_form(0, 1, 2))
+    said = refused(capsys, here, *PLAIN)
+    assert "3 traces graded correct and paid nothing" in said
+
+
+def test_a_wrong_trace_that_is_let_in_enters_without_being_paid(made: Path) -> None:
+    change(made / "expert.parquet", lambda rows: rows[1]["reward_model"].update(ground_truth="99"))
+    found = prepared("expert.accept=[correct, wrong]")
+    assert [trace.reward for trace in found.traces] == [1.0, 0.0, 1.0]
 
 
 def test_a_reward_forced_upon_own_samples_leaves_the_experts_alone(made: Path) -> None:
@@ -209,6 +317,25 @@ def test_loading_may_be_repeated(made: Path, join: JoinInfo) -> None:
     assert len(runs.problem_ids("fresh")) == 6
     assert len(runs.eval_set("heldout")) == 5
     ingest.reload(ledger, runs, config, found.sources, found.data_digest)
+    store.close()
+
+
+def test_a_ledger_that_rejects_groups_of_one_sample_is_not_gone_on_with(
+    made: Path, join: JoinInfo
+) -> None:
+    """It was begun by a version that asked for two verdicts whatever the objective."""
+    from tandem.common.errors import StoreError
+
+    alone = ("rollout.group_size=1", "expert.per_group=0", "learner.objective.name=reinforce_pp")
+    config: Config = load("miniature").resolve([*PLAIN, *alone])
+    store = connect(join)
+    runs, ledger = RunStore(store), Ledger(store, "test")
+    sources = (("a", 6, 1),)
+    ledger.create(LedgerSettings.of(config, sources, "digest"))
+    ingest.reload(ledger, runs, config, sources, "digest")
+    store.redis.hdel(store.key("meta"), "least_verdicts")
+    with pytest.raises(StoreError, match="fewer than 2 own samples, and it asks for 1"):
+        ingest.reload(ledger, runs, config, sources, "digest")
     store.close()
 
 

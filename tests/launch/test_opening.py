@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tandem.common.config import to_yaml
-from tandem.common.errors import ConfigError, DataError
+from tandem.common.config import parse_override, to_yaml
+from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.run_folder import RunFolder
+from tandem.launch.board.terminal import Terminal
+from tandem.launch.job import Job, _without_password
 from tandem.launch.opening import Kind, Opening, open_folder
 from tandem.launch.presets import load
 
@@ -58,6 +61,32 @@ def test_an_unfinished_run_is_resumed_with_what_it_was_started_with() -> None:
     assert opening.run_id == folder.read_run()["run_id"]
     assert (opening.config.run.steps, opening.config.rollout.group_size) == (20, 4)
     assert opening.changed == {}
+
+
+def test_a_run_of_an_older_version_keeps_what_its_objective_had_of_the_preset() -> None:
+    folder = start("learner.objective.name=dapo")
+    saved = yaml.safe_load(folder.config.read_text())
+    assert saved["learner"]["objective"]["advantage"] == "group_mean_std"
+    saved["learner"]["objective"] |= {"advantage": "group_mean", "dual_clip": 3.0}
+    folder.config.write_text(yaml.safe_dump(saved))
+    opening = again()
+    assert opening.kind is Kind.RESUMED
+    objective = opening.config.learner.objective
+    assert (objective.advantage, objective.dual_clip) == ("group_mean", 3.0)
+    assert objective.clip_high == 0.28
+    assert opening.changed == {}
+
+
+def test_a_run_of_an_older_version_that_is_refused_today_can_be_mended() -> None:
+    folder = start()
+    saved = yaml.safe_load(folder.config.read_text())
+    saved["learner"]["micro_batch_tokens"] = 80
+    folder.config.write_text(yaml.safe_dump(saved))
+    run = folder.read_run()
+    folder.write_run({**run, "overrides": ["learner.micro_batch_tokens=80"]})
+    with pytest.raises(ConfigError, match="at least 85"):
+        again()
+    assert again("learner.micro_batch_tokens=85").kind is Kind.RESUMED
 
 
 def test_a_moved_run_is_resumed_where_it_is_and_nowhere_else(here: Path) -> None:
@@ -166,3 +195,69 @@ def test_a_password_in_the_url_is_no_change_and_is_not_shown() -> None:
     opening = again("replay.redis_url=redis://:secret@h:1/0")
     assert opening.changed == {}
     assert opening.config.replay.redis_url == "redis://:secret@h:1/0"
+
+
+@pytest.fixture
+def jobs():
+    """Makes jobs that start over; their locks are let go at the end."""
+    made: list[Job] = []
+
+    def make() -> Job:
+        opening = again(fresh=True)
+        made.append(Job(load("miniature"), opening, Terminal(plain=True), began=0.0))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job._lock.release()
+
+
+def test_of_two_that_start_over_at_once_one_is_refused(jobs) -> None:
+    old = start()
+    (old.path / "mark").touch()
+    first, second = jobs(), jobs()
+    first._lock.take()
+    with pytest.raises(TandemError, match="in use by process"):
+        second._lock.take()
+    first._make_folder()
+    assert (old.path.with_name("miniature.1") / "mark").exists()
+    # Begun by now: the folder isn't the one that the second wanted to move.
+    first._lock.release()
+    second._lock.take()
+    with pytest.raises(TandemError, match="started by another process just now"):
+        second._make_folder()
+    assert not old.path.with_name("miniature.2").exists()
+
+
+def test_a_folder_that_another_process_has_moved_is_told(jobs) -> None:
+    old, job = start(), jobs()
+    old.path.rename(old.path.with_name("elsewhere"))
+    with pytest.raises(TandemError, match="was moved by another process just now: start again"):
+        job._lock.take()
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "replay.redis_url=redis://:secret@h:1/0",
+        "replay.redis_url='redis://:secret@h:1/0'",
+        " replay.redis_url = redis://:secret@h:1/0 ",
+        "replay={redis_url: 'redis://user:secret@h:1/0', window: 2}",
+        'replay={"redis_url":"rediss://:secret@h:1/0"}',
+    ],
+)
+def test_no_form_of_an_override_keeps_a_password(word: str) -> None:
+    kept = _without_password(word)
+    assert "secret" not in kept
+    before, after = parse_override(word), parse_override(kept)
+    assert before[0] == after[0]
+    assert "@h:1/0" in str(after[1]) or "//h:1/0" in str(after[1])
+    if isinstance(before[1], dict):
+        assert {k: v for k, v in before[1].items() if k != "redis_url"} == {
+            k: v for k, v in after[1].items() if k != "redis_url"
+        }
+
+
+def test_other_overrides_are_kept_as_they_are() -> None:
+    for word in ("run.steps=3", "replay={window: 2}", "data.train=[{path: a}]"):
+        assert _without_password(word) == word

@@ -99,6 +99,72 @@ def test_a_killed_server_comes_back_on_its_port_with_its_data(
         again.wait(20)
 
 
+def aof_of(folder: RunFolder) -> Path:
+    """The file that commands are appended to."""
+    (path,) = [*folder.redis.glob("appendonly.aof"), *folder.redis.rglob("*.incr.aof")]
+    return path
+
+
+@pytest.mark.parametrize("zeros", [1, 7, 4096, 3 << 20])
+@pytest.mark.parametrize("torn", [0, 3, 30])
+def test_zeros_behind_the_last_command_are_taken_off(
+    folder: RunFolder, join: JoinInfo, server, zeros: int, torn: int
+) -> None:
+    """A power loss leaves a file with its last command cut and zeros up to its length."""
+    client = redis_server.client(join)
+    client.set("a", b"\0" * 20)
+    client.set("b", b"x" * 40)
+    client.close()
+    server.kill()
+    server.wait()
+    assert redis_server.mend(folder) == ""
+    path = aof_of(folder)
+    whole = path.read_bytes()
+    kept = whole[: len(whole) - torn]
+    path.write_bytes(kept + b"\0" * zeros)
+    told = redis_server.mend(folder)
+    assert f"{path} ended in {zeros:,} zero bytes" in told
+    assert path.read_bytes() == kept
+    again = start(folder, join)
+    try:
+        redis_server.wait_ready(join, deadline=20, alive=lambda: again.poll() is None)
+        client = redis_server.client(join)
+        assert client.get("a") == b"\0" * 20
+        assert client.get("b") == (None if torn else b"x" * 40)
+        client.close()
+    finally:
+        again.terminate()
+        again.wait(20)
+
+
+def test_a_snapshot_at_the_beginning_of_the_file_keeps_its_checksum(folder: RunFolder) -> None:
+    path = folder.redis / "appendonly.aof"
+    for end, zeros in ((b"\xff" + b"\0" * 8, 0), (b"*1\r\n$4\r\nPING\r\n" + b"\0" * 5, 5)):
+        path.write_bytes(b"REDIS0009" + end)
+        assert bool(redis_server.mend(folder)) == bool(zeros)
+        assert path.read_bytes() == b"REDIS0009" + end[: len(end) - zeros]
+
+
+def test_a_file_that_the_server_cannot_read_is_told_from_its_log(
+    folder: RunFolder, join: JoinInfo, server
+) -> None:
+    client = redis_server.client(join)
+    for number in range(9):
+        client.set(f"k{number}", "x" * 40)
+    client.close()
+    server.kill()
+    server.wait()
+    path = aof_of(folder)
+    log = folder.logs / "redis.log"
+    assert not redis_server.says_damaged(log.read_text())
+    path.write_bytes(
+        path.read_bytes().replace(b"*3\r\n$3\r\nSET\r\n$2\r\nk4", b"+3\r\n$3\r\nSET\r\n$2\r\nk4")
+    )
+    again = start(folder, join)
+    assert again.wait(20) != 0
+    assert redis_server.says_damaged(log.read_text())
+
+
 def test_a_port_that_is_taken_is_replaced(join: JoinInfo, server) -> None:
     assert redis_server.choose_port("127.0.0.1", join.port) != join.port
 

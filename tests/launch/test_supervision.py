@@ -11,10 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from tandem.common.disk import DiskFull
+from tandem.launch.disk_watch import DiskWatch
 from tandem.launch.supervision import (
     Outcome,
     Part,
@@ -82,6 +85,20 @@ def test_the_run_is_over_when_the_learner_has_finished_it(tmp_path: Path) -> Non
         assert running.run() is Outcome.FINISHED
     assert gone(pid)
     assert running.restarts == []
+
+
+@pytest.mark.parametrize(("before", "drains"), [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])
+def test_a_hangup_drains_unless_it_is_ignored_as_under_nohup(
+    before: signal.Handlers, drains: bool
+) -> None:
+    old = signal.signal(signal.SIGHUP, before)
+    try:
+        with supervisor() as running:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert running.stop_requested is drains
+        assert signal.getsignal(signal.SIGHUP) is before
+    finally:
+        signal.signal(signal.SIGHUP, old)
 
 
 def test_the_run_goes_on_without_a_dispensable_part_and_says_so_once(tmp_path: Path) -> None:
@@ -157,10 +174,15 @@ def test_deaths_with_progress_in_between_are_not_counted(tmp_path: Path) -> None
     assert len(running.restarts) == 6
 
 
-def test_a_configuration_error_of_a_role_is_not_tried_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "why"), [(2, "learner ended with a configuration or data error"), (3, "ended the run")]
+)
+def test_an_error_that_starting_again_cant_mend_is_not_tried_again(
+    code: int, why: str, tmp_path: Path
+) -> None:
     with supervisor(max_failures=100) as running:
-        running.start(part(tmp_path, "learner", "raise SystemExit(2)"))
-        with pytest.raises(PartFailed, match="configuration or data error"):
+        running.start(part(tmp_path, "learner", f"print('for a reason'); raise SystemExit({code})"))
+        with pytest.raises(PartFailed, match=rf"(?s){why}; .*for a reason"):
             running.run()
     assert running.restarts == []
 
@@ -424,3 +446,49 @@ def test_a_part_that_cannot_be_kept_alive_has_no_last_words(tmp_path: Path) -> N
         with pytest.raises(PartFailed):
             running.run()
     assert said == []
+
+
+def watched(small: Any, said: list[str], patience: float = 60.0) -> DiskWatch:
+    return DiskWatch(small.folder, patience, said.append, "runs/small")
+
+
+def test_deaths_on_a_full_disk_count_nothing_and_are_followed_by_a_start_when_there_is_space(
+    small_disk: Any,
+) -> None:
+    small = small_disk(4)
+    said: list[str] = []
+    restarts = small.folder / "restarts.jsonl"
+    out = small.folder / "out"
+    out.touch()
+    code = f"open({str(out)!r}, 'ab', buffering=0).write(bytes(65536))"
+    small.fill()
+    with supervisor(
+        max_failures=2,
+        say=said.append,
+        restarts_file=restarts,
+        disk_watch=watched(small, said),
+        finished=lambda: out.stat().st_size > 0,
+    ) as running:
+        learner = part(small.folder, "learner", code, may_finish=True)
+        running.start(learner)
+        wait_for(lambda: not learner.alive())
+        threading.Timer(2.5, small.empty).start()
+        assert running.run() is Outcome.FINISHED
+    told = "\n".join(said)
+    assert "the disk is full: " in told
+    assert "in runs/small can't be written (0.0 MB free)" in told
+    assert "learner ended with exit code 1; it is started again once there is space" in told
+    assert "there is space again in runs/small" in told
+    # One start waited for space, and the file tells of the death now.
+    assert [json.loads(line)["exit"] for line in restarts.read_text().splitlines()] == [1]
+
+
+def test_a_disk_that_stays_full_drains_the_run_at_its_bound(small_disk: Any) -> None:
+    small = small_disk(4)
+    said: list[str] = []
+    small.fill()
+    with supervisor(say=said.append, disk_watch=watched(small, said, 1.5)) as running:
+        running.start(part(small.folder, "learner", FOREVER, may_finish=True))
+        with pytest.raises(DiskFull, match=r"launch.full_disk_seconds=1.5.*the same command"):
+            running.run()
+    assert any("draining, since there is no space" in line for line in said)

@@ -15,7 +15,8 @@ from tandem.launch.hardware import Gpu, Machine
 from tandem.launch.idle import IdleShares, waiting_share
 from tandem.launch.presets import load
 from tandem.launch.progress import MetricsTail, Progress
-from tandem.launch.summary import Findings
+from tandem.launch.summary import Findings, Told
+from tandem.learner.journal import Journal
 from tandem.rollout import vllm_version
 
 
@@ -101,13 +102,39 @@ def test_a_line_has_the_figures_and_the_time_left(metrics: Path) -> None:
     said: list[str] = []
     watched = progress(metrics, said)
     write(metrics, *(record(step) for step in range(1, 10)))
-    write(metrics, json.dumps({"step": 0, "eval/heldout/accuracy": 0.125}) + "\n", record(10))
+    write(
+        metrics,
+        json.dumps({"step": 0, "eval/id": "heldout@0", "eval/heldout/accuracy": 0.125}) + "\n",
+        record(10),
+    )
     watched.update()
     (line,) = said
     assert line.split("  ") == [
         *("step 10/40", "reward 0.250", "held-out 12.5% (step 0)", "staleness 0.5"),
         *("128 samples/s", "restarts 0", "0:15 left"),
     ]
+
+
+def test_an_alarm_is_told_with_the_next_line_and_once(metrics: Path) -> None:
+    said: list[str] = []
+    watched = progress(metrics, said)
+    alarmed = {
+        "ratio/alarm": 1.0,
+        "ratio/lag": 0,
+        "ratio/tokens": 5,
+        "ratio/k3": 2,
+        "ratio/k3_bound": 1,
+    }
+    write(metrics, *(record(step) for step in range(1, 4)))
+    write(metrics, json.dumps({"step": 4, "term": 1, "time": 4.0, **alarmed}) + "\n")
+    write(metrics, *(record(step) for step in range(5, 21)))
+    watched.update()
+    alarm, ten, twenty = said
+    assert alarm.startswith(
+        "alarm: step 4: log-probs as sampled and as learned differ (lag 0, 5 tokens)"
+    )
+    assert ten.startswith("step 10/40")
+    assert twenty.startswith("step 20/40")
 
 
 def test_repeated_steps_are_no_progress(metrics: Path) -> None:
@@ -189,11 +216,37 @@ def test_the_summary_adds_up_what_was_trained(tmp_path: Path) -> None:
     assert json.loads(folder.summary.read_text()) == made
 
 
+def test_what_was_trained_is_told_by_the_journal_whatever_became_of_the_metrics(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    journal = Journal(folder.journal)
+    for step in range(1, 6):
+        journal.row(1, step, {"step": step})()
+        # The first one as a version of Tandem wrote it that knew no counts.
+        journal.applied(1, step, {"samples": 64, "tokens": 100} if step > 1 else None)()
+    journal.close()
+    write(folder.metrics, record(1), record(5))
+    made = summary.make(
+        folder=folder,
+        config=load("miniature").resolve([]),
+        record={"run_id": "r", "preset": "miniature", "overrides": []},
+        findings=Findings(),
+        wall_seconds=61.0,
+        machine=Machine(gpus=(), cores=2, memory_mb=1024),
+    )
+    assert (made["samples_trained"], made["tokens_trained"]) == (5 * 64, 4 * 100 + 107)
+
+
 def test_the_course_of_a_metric_is_from_its_first_tenth_to_its_last() -> None:
     records = [{"step": n, "reward/mean": float(n)} for n in range(1, 41)]
     records += [{"step": 40, "eval/heldout/accuracy": 1.0}, {"step": 41, "reward/mean": None}]
-    assert summary.course(records) == {"reward/mean": [2.5, 38.5]}
-    assert summary.course(records[:3]) == {"reward/mean": [1.0, 3.0]}
+    for count, course in ((42, [2.5, 38.5]), (3, [1.0, 3.0])):
+        told = Told()
+        for record in records[:count]:
+            told.add(record)
+        assert told.course() == {"reward/mean": course}
 
 
 def test_the_table_tells_how_the_reward_went_and_where_the_report_is(tmp_path: Path) -> None:

@@ -75,9 +75,13 @@ def track(folder: RunFolder, to: str, **environment: str) -> str:
 class Recorder(Tracker):
     def __init__(self) -> None:
         self.rows: list[tuple[int, int, dict]] = []
+        self.alarms: list[tuple[int, str]] = []
 
     def log(self, row: int, step: int, time: float, metrics: object) -> None:
         self.rows.append((row, step, dict(metrics)))  # type: ignore[call-overload]
+
+    def alarm(self, step: int, time: float, text: str) -> None:
+        self.alarms.append((step, text))
 
     def flush(self) -> None:
         pass
@@ -127,6 +131,28 @@ def test_bookkeeping_and_nulls_are_not_sent(folder: RunFolder) -> None:
     ]
 
 
+ALARM = {
+    "ratio/alarm": 1.0,
+    "ratio/lag": 0.0,
+    "ratio/tokens": 7.0,
+    "ratio/k3": 0.5,
+    "ratio/k3_bound": 1e-8,
+}
+TEXT = (
+    "log-probs as sampled and as learned differ (lag 0, 7 tokens): mean k3(μ‖π) 0.5 (bound 1e-08)"
+)
+
+
+def test_an_alarm_is_told_once_beside_its_figures(folder: RunFolder) -> None:
+    write(folder, step(1), step(2, **ALARM), step(3, **{**ALARM, "ratio/alarm": 0.0}))
+    recorder = Recorder()
+    following(folder, recorder).catch_up()
+    assert recorder.alarms == [(2, TEXT)]
+    assert [metrics["ratio/alarm"] for _, _, metrics in recorder.rows[1:]] == [1.0, 0.0]
+    following(folder, again := Recorder()).catch_up()
+    assert again.alarms == []
+
+
 def test_a_damaged_state_is_told(folder: RunFolder) -> None:
     folder.trackers.mkdir()
     (folder.trackers / "recorder.json").write_text("{")
@@ -140,7 +166,7 @@ def test_a_damaged_state_is_told(folder: RunFolder) -> None:
 def test_tensorboard_reads_a_resumed_run_as_one(folder: RunFolder) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    write(folder, step(1), step(2), evaluation(0, 0.25))
+    write(folder, step(1), step(2, **ALARM), evaluation(0, 0.25))
     assert "3 records sent (3 in all)" in track(folder, "tensorboard")
     write(folder, step(3), evaluation(3, 0.75))
     assert "2 records sent (5 in all)" in track(folder, "tensorboard")
@@ -157,6 +183,9 @@ def test_tensorboard_reads_a_resumed_run_as_one(folder: RunFolder) -> None:
     text = config.tensor_proto.string_val[0].decode()
     shown = yaml.safe_load(text.removeprefix("```yaml\n").removesuffix("```"))
     assert shown["run"]["dir"] == str(folder.path)
+    (alarm,) = log.Tensors("alarm")
+    assert (alarm.step, alarm.wall_time) == (2, 1002.0)
+    assert alarm.tensor_proto.string_val[0].decode() == TEXT
 
 
 # --- W&B ---
@@ -178,11 +207,12 @@ def test_wandb_goes_on_in_the_same_run(folder: RunFolder) -> None:
     said = track(folder, "wandb", WANDB_API_KEY="")
     assert "W&B goes offline: there is no API key" in said
     assert "wandb sync" in said
-    write(folder, step(3))
+    write(folder, step(3, **ALARM))
     track(folder, "wandb", WANDB_API_KEY="")
     files = sorted(folder.wandb.glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2
     first, second = (wandb_file.read(file) for file in files)
+    assert [wandb_file.alerts(file) for file in files] == [[], [f"Step 3: {TEXT}"]]
     for about, _ in (first, second):
         assert about == {"id": RUN_ID, "project": "tandem", "name": "mine"}
     # A copy is a run of its own there, and gets every record.

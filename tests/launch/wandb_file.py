@@ -48,3 +48,16 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
             rows.append(row | {"_step": record.history.step.num})
     return about, rows
+
+
+def alerts(path: Path) -> list[str]:
+    """The texts of its alerts."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
+    for content in records(path):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(content)
+        if record.HasField("alert"):
+            found.append(record.alert.text)
+    return found

@@ -1,4 +1,5 @@
-"""Every objective's loss once more, token by token with ``math`` alone, from its formula.
+"""Every objective's loss, and the advantages of a step's rows, once more: token by token and row by
+row with ``math`` alone, from their formulas.
 
 A loss is a function of the present log-probs ``now`` and of the frozen ones ``held`` (what stands
 under a stop-gradient). At ``now = held`` it is the loss; its slope by ``now`` is the gradient.
@@ -114,6 +115,81 @@ def case_of(rows: Rows, settings: Any, scalars: dict[str, float]) -> Case:
         width=scalars["width"],
         step=scalars["step"],
     )
+
+
+def advantages_of(
+    baseline: str,
+    rewards: Sequence[float],
+    group: Sequence[int],
+    expert_row: Sequence[bool],
+    lengths: Sequence[int],
+) -> list[float]:
+    """The advantage of every row of a step, whose mini-batches have no part in it.
+
+    Args:
+        baseline: ``learner.objective.advantage``.
+        rewards: Of all rows.
+        group: Which group each is of.
+        expert_row: Whether it holds an expert's tokens.
+        lengths: Its own and expert tokens: so often it counts where the batch is whitened.
+    """
+    rows = range(len(rewards))
+
+    def peers(row: int) -> list[int]:
+        mine = [r for r in rows if group[r] == group[row]]
+        own = [r for r in mine if not expert_row[r]]
+        return own if own and baseline.startswith("own_mean") else mine
+
+    def mean_of(these: Sequence[int]) -> float:
+        return sum(rewards[r] for r in these) / len(these)
+
+    def against_the_group(row: int) -> float:
+        these = peers(row)
+        mean = mean_of(these)
+        gap = rewards[row] - mean
+        if baseline == "leave_one_out":
+            others = [r for r in these if r != row]
+            return rewards[row] - mean_of(others) if others else 0.0
+        if baseline == "max_rl":
+            return gap / mean if mean else 0.0
+        if baseline in ("group_mean_std", "own_mean_std"):
+            squares = sum((rewards[r] - mean) ** 2 for r in these)
+            std = math.sqrt(squares / (len(these) - 1)) if len(these) > 1 else 0.0
+            if std < 1e-6:
+                std = 1.0 if baseline == "own_mean_std" else 0.0
+            return gap / (std + 1e-6) if abs(gap) > 1e-6 else 0.0
+        return gap
+
+    if baseline == "none":
+        return list(rewards)
+    if baseline not in ("reinforce_pp", "reinforce_pp_baseline"):
+        return [against_the_group(row) for row in rows]
+    values = [rewards[r] if baseline == "reinforce_pp" else against_the_group(r) for r in rows]
+    if max(values) - min(values) <= 1e-6:
+        return [0.0] * len(values)
+    tokens = sum(lengths)
+    mean = sum(n * v for n, v in zip(lengths, values, strict=True)) / tokens
+    variance = sum(n * (v - mean) ** 2 for n, v in zip(lengths, values, strict=True)) / tokens
+    return [(v - mean) / math.sqrt(max(variance, 1e-8)) for v in values]
+
+
+def ratio_figures(log_ratios: Sequence[float]) -> dict[str, float]:
+    """What the ratio check tells of tokens with these log π_θ/μ."""
+
+    def at_99(values: Sequence[float]) -> float:
+        return sorted(values)[min(len(values), max(1, round(0.99 * len(values)))) - 1]
+
+    sizes = [abs(x) for x in log_ratios]
+    distances = [math.expm1(x) - x for x in log_ratios]
+    weights = [math.exp(x) for x in log_ratios]
+    return {
+        "tokens": len(log_ratios),
+        "log_ratio": math.fsum(sizes) / len(sizes),
+        "log_ratio_p99": at_99(sizes),
+        "k3": math.fsum(distances) / len(distances),
+        "k3_p99": at_99(distances),
+        "ess": math.fsum(weights) ** 2 / len(weights) / math.fsum(w * w for w in weights),
+    }
 
 
 def agg(

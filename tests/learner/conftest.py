@@ -14,6 +14,7 @@ import torch
 
 torch.set_num_threads(1)
 TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(TESTS))
 
 
 def load(path: Path) -> ModuleType:

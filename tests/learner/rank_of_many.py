@@ -15,16 +15,22 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import made_up
+import numpy as np
 from safetensors.torch import save_file
 
 import tandem.learner.updates as updates_module
 from tandem.common.objectives import OBJECTIVES
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.rendezvous import process_group
+from tandem.learner.scored import score
 from tandem.learner.updates import Updates
 
 STEPS = 2
-KEPT = ("train/loss", "train/grad_norm", "train/tokens_own", "train/k1_reference")
+KEPT = (
+    *("train/loss", "train/grad_norm", "train/tokens_own", "train/k1_reference", "train/k3_p99"),
+    *("ratio/tokens", "ratio/log_ratio", "ratio/log_ratio_p99", "ratio/k3", "ratio/k3_p99"),
+    *("ratio/ess", "ratio/k3_bound"),
+)
 
 
 def config_of(name: str, ranks: int, stage: int) -> Any:
@@ -69,7 +75,11 @@ def train(name: str, ranks: int, stage: int) -> tuple[dict[str, torch.Tensor], l
         outcome = updates.train(step, groups, traces, lr=0.1)
         assert outcome.applied
         told.append({key: outcome.metrics[key] for key in KEPT if key in outcome.metrics})
-    return {key: tensor.clone() for key, tensor in engine.parameters()}, told
+    return {
+        # With ZeRO-3 by all ranks together, else by each alone.
+        "scored": score(engine, np.arange(24).reshape(2, 12) % 32, torch.float32),
+        **{key: tensor.clone() for key, tensor in engine.parameters()},
+    }, told
 
 
 def main() -> None:

@@ -150,9 +150,67 @@ def test_what_becomes_of_a_row_cut_by_length(
 ) -> None:
     cut = sample([3], finish_reason=FinishReason.LENGTH)
     right = sample([3, 4], reward=1.0, verdict=Verdict.CORRECT)
-    found = rows(build([(group(right, cut), ())], {}, temperature=1.0), truncation=how)
-    assert found.advantages.tolist() == row_advantages
-    assert found.masked.tolist() == masked
+    batch = build([(group(right, cut), ())], {}, temperature=1.0)
+    for of_the_others in ("wrong", "mask", "zero_advantage"):
+        found = rows(batch, truncation=how, stragglers=of_the_others)
+        assert found.advantages.tolist() == row_advantages
+        assert found.masked.tolist() == masked
+
+
+@pytest.mark.parametrize(
+    ("how", "row_advantages", "masked"),
+    [
+        ("wrong", [0.5, -0.5], [False, False]),
+        ("mask", [0.5, -0.5], [False, True]),
+        ("zero_advantage", [0.5, 0.0], [False, False]),
+    ],
+)
+def test_what_becomes_of_a_row_cut_at_its_groups_deadline(
+    how: str, row_advantages: list[float], masked: list[bool]
+) -> None:
+    late = sample([3], finish_reason=FinishReason.DEADLINE)
+    right = sample([3, 4], reward=1.0, verdict=Verdict.CORRECT)
+    batch = build([(group(right, late), ())], {}, temperature=1.0)
+    for of_the_others in ("wrong", "mask", "zero_advantage"):
+        found = rows(batch, truncation=of_the_others, stragglers=how)
+        assert found.advantages.tolist() == row_advantages
+        assert found.masked.tolist() == masked
+        # Its tokens count in the denominators whatever becomes of it.
+        assert found.lengths.tolist() == [2, 1]
+
+
+def test_stragglers_that_are_left_out_leave_the_baseline_too() -> None:
+    late = sample([3], finish_reason=FinishReason.DEADLINE)
+    right = sample([3, 4], reward=1.0, verdict=Verdict.CORRECT)
+    members = group(right, sample([5]), late)
+    batch = build([(members, ())], {}, temperature=1.0, stragglers=False)
+    assert batch.left_out == 1
+    assert rows(batch).advantages.tolist() == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_prefixs_tokens_are_weighed_against_the_log_probs_that_were_recorded(
+    recorded: bool,
+) -> None:
+    """LUFFY's weight of an expert token, f(w) = w / (w + γ) with w = π_θ / π_φ."""
+    phi = np.array([-0.7, -1.9], np.float32)
+    begun = sample(
+        [3, 4, 5],
+        source=np.array([1, 1, 0], np.uint8),
+        logprobs=np.array([*(phi if recorded else [np.nan] * 2), -0.5], np.float32),
+        spans=(VersionSpan(term=1, step=4, start=2, end=3),),
+        reward=1.0,
+        verdict=Verdict.CORRECT,
+    )
+    found = rows(build([(group(sample([3, 4]), begun), ())], {}, temperature=1.0))
+    now = torch.tensor([-0.5, -0.5, -0.4, -1.2, -0.5], dtype=torch.float64)
+    objective = make("luffy", ObjectiveSettings(gamma=0.1, aggregation="constant"))
+    loss, _ = objective.loss(found.with_columns(logprobs=now), {"constant": 1.0})
+    behind = phi.astype(np.float64) if recorded else np.zeros(2)
+    weight = np.exp(np.array([-0.4, -1.2]) - behind)
+    shaped = weight / (weight + 0.1)
+    # Own tokens have a ratio of 1; advantages are −0.5 and 0.5.
+    assert float(loss) == pytest.approx(2 * 0.5 - 0.5 - 0.5 * shaped.sum(), abs=1e-6)
 
 
 def test_environment_text_is_context_and_no_target() -> None:

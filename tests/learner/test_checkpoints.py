@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,71 @@ def test_a_step_that_is_saved_again_replaces_the_old_and_what_was_above(tmp_path
     save(checkpoints, 3, "other")
     assert steps(checkpoints) == [3]
     assert (tmp_path / "step-00000003" / "engine" / "shard.pt").read_text() == "other 3"
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def test_one_flipped_bit_anywhere_makes_the_one_before_the_newest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(Checkpoints(tmp_path), 3)
+    save(Checkpoints(tmp_path), 6)
+    folder = tmp_path / "step-00000006"
+    for path in (folder / "engine" / "shard.pt", folder / "state.json"):
+        for bit in range(8 * path.stat().st_size):
+            flip(path, bit)
+            caplog.clear()
+            found = Checkpoints(tmp_path).newest()
+            if found is not None and found.version.step == 6:
+                # White space of the JSON became other white space.
+                assert path.name == "state.json"
+                assert json.loads(path.read_text())
+                assert found.state == {"seed": 3}
+            else:
+                assert found is not None, (path, bit)
+                assert found.version.step == 3
+                assert "left out a checkpoint" in caplog.text
+                assert str(folder) in caplog.text
+            flip(path, bit)
+    whole = Checkpoints(tmp_path).newest()
+    assert whole is not None
+    assert whole.version.step == 6
+
+
+def test_a_damaged_one_is_none_of_those_that_are_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, kept=2)
+    save(checkpoints, 3)
+    save(checkpoints, 6)
+    flip(tmp_path / "step-00000006" / "engine" / "shard.pt", 9)
+    assert checkpoints.newest() is not None
+    assert steps(checkpoints) == [3]
+    save(checkpoints, 9)
+    assert steps(checkpoints) == [3, 9]
+    assert not (tmp_path / "step-00000006").exists()
+
+
+def test_one_without_digests_still_loads_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "step-00000003"
+    (folder / "engine").mkdir(parents=True)
+    (folder / "engine" / "shard.pt").write_text("weights 3")
+    old = {"term": 1, "step": 3, "ranks": 1, "state": {}, "files": {"engine/shard.pt": 9}}
+    (folder / "state.json").write_text(json.dumps(old))
+    found = Checkpoints(tmp_path).newest()
+    assert found is not None
+    assert found.version.step == 3
+    assert "has no digests, as an older version of Tandem wrote it" in caplog.text
+
+
+def test_a_step_past_the_journals_end_is_not_gone_on_from(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 3)
+    save(checkpoints, 6)
+    found = checkpoints.newest(last_step=5)
+    assert found is not None
+    assert found.version.step == 3

@@ -66,6 +66,24 @@ def test_the_99th_percentile_is_a_value_that_is_there() -> None:
     assert percentile(torch.tensor([3.0]), 0.99) == 3.0
 
 
+@pytest.mark.parametrize("count", [3, 100, 1000])
+def test_a_percentile_over_ranks_is_that_of_all_their_values(count: int) -> None:
+    """Whatever rank they lie on: here the greatest are all on the first, and the last has none."""
+    values = torch.arange(float(count)).flip(0)
+    shares = [values[: count // 2], values[count // 2 :], values[:0]]
+    given: list[torch.Tensor] = []
+
+    def gather(mine: torch.Tensor) -> torch.Tensor:
+        given.append(mine)
+        return mine
+
+    for mine in shares:
+        percentile(mine, 0.99, count, gather)
+    for mine in shares:
+        found = percentile(mine, 0.99, count, lambda _: torch.cat(given))
+        assert found == percentile(values, 0.99)
+
+
 def test_a_whole_update_tells_all_its_metrics(hand: ModuleType) -> None:
     """The numbers of LUFFY's worked example."""
     these, _ = hand.reference_case()

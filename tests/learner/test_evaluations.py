@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -10,10 +11,15 @@ import pytest
 
 from tandem.common.records import Version
 from tandem.learner import evaluations as module
-from tandem.learner.evaluations import Evaluations
+from tandem.learner.evaluations import Evaluations, record_of
 from tandem.replay.connection import Store, connect
 from tandem.replay.members import Members
-from tandem.replay.store import EvaluationRequest, EvaluationResult, RunStore
+from tandem.replay.store import (
+    EVALUATION_FAILURES,
+    EvaluationRequest,
+    EvaluationResult,
+    RunStore,
+)
 
 
 @pytest.fixture
@@ -127,3 +133,70 @@ def test_a_wait_ends_without_workers_at_the_deadline_and_in_a_drain(
     assert "no rollout worker has been there" in caplog.text
     draining = make(lambda: True)
     assert not draining.wait(draining.request(2, 4), lambda result: None)
+
+
+def test_a_learner_that_starts_takes_up_what_its_predecessor_asked_for(
+    make: Make, store: Store
+) -> None:
+    first = make()
+    first.request(2, 10)
+    for _ in range(2):
+        request = claim(store, 2)
+        assert request is not None
+        answer(store, request)
+    first.request(4, 10)
+    second = make()
+    second.begin(2, told={"hard@2"})
+    assert [result.id for result in second.arrived()] == ["heldout@2"]
+    # Steps that its predecessor was killed before it could ask for are asked for, others once.
+    second.request_since(2, 6, 10)
+    assert sorted(second.open()) == ["hard@4", "hard@6", "heldout@4", "heldout@6"]
+    assert RunStore(store).open_evaluations() == ["hard@4", "heldout@4", "hard@6", "heldout@6"]
+
+
+def test_an_evaluation_that_was_given_up_is_waited_for_no_longer(
+    make: Make, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluations = make()
+    ids = evaluations.request(2, 4)
+    for _ in ids:
+        request = claim(store, 2)
+        assert request is not None
+        claims = store.key("evaluation_claims")
+        for _ in range(EVALUATION_FAILURES):
+            store.redis.hset(claims, request.id, "9 rollout-0")
+            RunStore(store).give_back_evaluation(
+                request.id, "rollout-0", reason="problem a/7 can't be answered", failed=True
+            )
+    assert evaluations.wait(ids, lambda result: None)
+    assert "evaluation hard@2 is given up" in caplog.text
+    assert "problem a/7 can't be answered" in caplog.text
+
+
+def test_a_record_carries_what_each_source_gave_and_the_version_that_was_measured() -> None:
+    result = EvaluationResult(
+        id="heldout@60",
+        set_name="heldout",
+        step=63,
+        version="2.63 2.64",
+        accuracy=0.5,
+        samples=4,
+        pass_rate=0.75,
+        accuracy_by_source={"gsm8k": 0.25, "lab/math": 0.75},
+        pass_by_source={"gsm8k": 0.5, "lab/math": 1.0},
+        problems_by_source={"gsm8k": 2, "lab/math": 2},
+        problems=4,
+        format_share=1.0,
+        mean_length=20.0,
+        seconds=0.1,
+        member="rollout-0",
+    )
+    found = record_of(result)
+    assert {found[name] for name in ("step", "eval/due", "eval/version")} == {63, 60, "2.63 2.64"}
+    assert found["eval/heldout/pass@4"] == 0.75
+    assert found["eval/heldout/source/gsm8k/accuracy"] == 0.25
+    assert found["eval/heldout/source/lab/math/pass@4"] == 1.0
+    assert found["eval/heldout/source/lab/math/problems"] == 2
+    once = record_of(dataclasses.replace(result, samples=1))
+    assert not [name for name in once if "pass@" in name]
+    assert once["eval/heldout/source/gsm8k/accuracy"] == 0.25

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +63,27 @@ def test_every_public_function_has_a_docstring(name: str) -> None:
         own = getattr(value, "__module__", "") == module.__name__
         if own and not attribute.startswith("_") and inspect.isfunction(value):
             assert (value.__doc__ or "").strip(), f"{name}.{attribute}"
+
+
+def test_a_learners_start_leaves_no_folder_behind(tmp_path: Path) -> None:
+    code = """
+import os, signal, torch
+from tandem.learner.engine import _deepspeed
+from tandem.learner.rendezvous import process_group
+with process_group(0, 1, None):
+    _deepspeed(torch.device("cpu"))
+    print(os.environ["TORCH_EXTENSIONS_DIR"], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TORCH_EXTENSIONS_DIR"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**environment, "TMPDIR": str(tmp_path)},
+    )
+    assert ran.returncode == -signal.SIGKILL, ran.stderr[-2000:]
+    # A place of its own all the same: a stranger's build must be neither found nor waited for.
+    assert Path(ran.stdout.split()[-1]).parent == tmp_path
+    assert list(tmp_path.iterdir()) == []

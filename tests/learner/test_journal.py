@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from tandem.common.errors import StoreError
 from tandem.learner import journal as journals
-from tandem.learner.journal import Journal, cut_back, read
+from tandem.learner.journal import Journal, read, trained
 
 
 def row(step: int, name: str = "0-0") -> dict[str, object]:
@@ -57,16 +56,17 @@ def test_a_disk_that_takes_nothing_is_an_error_and_no_endless_wait(
     journal.close()
 
 
-def test_a_torn_last_line_is_cut_off_and_written_anew(path: Path) -> None:
+def test_a_torn_last_line_is_left_out_and_written_anew(path: Path) -> None:
     filled(path, 2).close()
     whole = path.read_bytes()
     path.write_bytes(whole[:-10])
     journal = Journal(path)
-    assert journal.outcomes == {1: "applied"}
+    assert journal.outcomes() == {1: "applied"}
+    journal.resumed(2, 1)
     journal.applied(2, 2)()
     journal.close()
     records = list(read(path))
-    assert [r["kind"] for r in records] == ["row", "applied", "row", "applied"]
+    assert [r["kind"] for r in records] == ["row", "applied", "row", "resumed", "applied"]
     assert records[-1]["term"] == 2
 
 
@@ -81,6 +81,7 @@ def test_damage_before_the_last_line_is_never_guessed_at(path: Path) -> None:
 def test_each_step_has_one_row(path: Path) -> None:
     filled(path, 2).close()
     journal = Journal(path)
+    journal.resumed(2, 2)
     journal.row(2, 2, row(2))()
     assert sum(r["kind"] == "row" for r in read(path)) == 2
     with pytest.raises(StoreError, match="step 2 has another row"):
@@ -93,20 +94,13 @@ def test_a_resumed_line_gives_up_what_was_applied_above_it(path: Path) -> None:
     journal = filled(path, 4)
     journal.row(1, 5, row(5))()
     journal.quarantined(1, 5, "not finite")()
+    journal.close()
+    journal = Journal(path)
     journal.resumed(2, 2)
     for seen in (journal, Journal(path)):
-        assert seen.outcomes == {1: "applied", 2: "applied", 5: "quarantined"}
-        assert sorted(seen.rows) == [1, 2, 3, 4, 5]
-        assert seen.last_term == 2
-
-
-def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    lines = [json.dumps({"step": step, "x": 1}) for step in (1, 2, 3, 0, 2)]
-    path.write_text("\n".join(lines) + '\n{"step": 1, "x"')
-    cut_back(path, 2)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 0, 2]
-    cut_back(tmp_path / "absent.jsonl", 2)
+        assert seen.outcomes() == {1: "applied", 2: "applied", 5: "quarantined"}
+        assert [seen.row_of(step)["step"] for step in range(1, 6)] == [1, 2, 3, 4, 5]
+        assert (seen.last_step, seen.applied_step, seen.last_term) == (5, 2, 2)
 
 
 def test_a_row_that_is_not_the_one_of_its_digest_is_damage(path: Path) -> None:
@@ -125,8 +119,22 @@ def test_an_outcome_without_a_row_and_a_row_out_of_turn_are_damage(path: Path) -
             Journal(path)
 
 
-def test_records_with_other_line_separators_in_their_texts_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    path.write_text('{"step": 1, "text": "a\u2028b\x85c"}\n[]\n{"step": "x"}\n', encoding="utf-8")
-    cut_back(path, 2)
-    assert path.read_text(encoding="utf-8") == '{"step": 1, "text": "a\u2028b\x85c"}\n'
+def test_what_was_trained_is_counted_on_the_present_line_of_history(path: Path) -> None:
+    journal = Journal(path)
+    for step in range(1, 5):
+        journal.row(1, step, row(step))()
+        journal.applied(1, step, {"samples": 10 * step, "tokens": 7} if step > 1 else None)()
+    assert trained(path) == {1: None, 2: (20, 7), 3: (30, 7), 4: (40, 7)}
+    journal.close()
+    journal = Journal(path)
+    journal.resumed(2, 2)
+    journal.applied(2, 3, {"samples": 30, "tokens": 7})()
+    assert trained(path) == {1: None, 2: (20, 7), 3: (30, 7)}
+
+
+def test_no_line_says_that_a_run_goes_on_from_a_step_that_has_no_row(path: Path) -> None:
+    journal = filled(path, 2)
+    with pytest.raises(StoreError, match=r"the checkpoint is of step 3, and .* ends at step 2"):
+        journal.resumed(2, 3)
+    journal.close()
+    assert Journal(path).last_step == 2

@@ -61,6 +61,57 @@ def test_chunked_gradients_are_the_plain_ones(
         torch.testing.assert_close(pieces, plain)
 
 
+@pytest.mark.parametrize("kept", [0, 2])
+@pytest.mark.parametrize("heat", [True, False])
+@pytest.mark.parametrize(
+    ("scale", "cap", "biased"),
+    [(0.25, None, False), (1.0, 2.0, False), (3.0, 1.0, True), (1.0, None, True)],
+)
+def test_bias_scale_and_cap_are_those_of_the_formula(
+    scale: float,
+    cap: float | None,
+    biased: bool,
+    heat: bool,
+    kept: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Values and all gradients, plain and chunked, against autograd of cap · tanh(scale z / cap)."""
+    monkeypatch.setitem(module.KEPT_BYTES, "cpu", 4 * N * 3 * kept)
+    monkeypatch.setattr(module, "LEAST_SLICE", 3)
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * N * 3)
+    ramp = torch.linspace(-1, 1, N, dtype=torch.float64)
+    results = []
+    for kind in ("formula", "plain", "chunked"):
+        hidden, weight, tokens, temperature = case(torch.float64)
+        bias = torch.linspace(-2, 1, V, dtype=torch.float64).requires_grad_() if biased else None
+        if kind == "formula":
+            logits = hidden @ weight.T
+            if bias is not None:
+                logits = logits + bias
+            logits = scale * logits if cap is None else cap * torch.tanh(scale * logits / cap)
+            every = torch.log_softmax(logits / temperature[:, None] if heat else logits, -1)
+            found = every[torch.arange(N), tokens]
+            entropy = -(every.exp() * every).sum(-1)
+        else:
+            found, entropy = token_logprobs(
+                hidden,
+                weight,
+                tokens,
+                temperature if heat else None,
+                bias=bias,
+                scale=scale,
+                cap=cap,
+                entropy_gradient=True,
+                chunked=kind == "chunked",
+            )
+        ((found * ramp).sum() + (entropy * ramp.flip(0)).sum()).backward()
+        gradients = [t.grad for t in (hidden, weight, bias) if t is not None]
+        results.append([found.detach(), entropy.detach(), *gradients])
+    for ours in results[1:]:
+        for one, formula in zip(ours, results[0], strict=True):
+            torch.testing.assert_close(one, formula)
+
+
 def test_a_bf16_matrix_gets_a_bf16_gradient_summed_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

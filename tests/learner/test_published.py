@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.launch.presets import load
+from tandem.learner.objectives import make
 from tandem.learner.published import MixedLoss, mixed_policy_loss, supervised_multitask_loss
 
 F64 = torch.float64
@@ -135,3 +137,84 @@ def test_batches_of_one_kind_and_none_at_all_are_finite(hand: ModuleType) -> Non
             assert getattr(found, name).isfinite()
     assert supervised_multitask_loss(logprobs, mask, torch.zeros(2)).item() == 0.0
     assert supervised_multitask_loss(logprobs, mask, torch.tensor([1, 0])).item() == 1.0
+
+
+RANKS, ROWS, MICRO_BATCHES, WIDTH = 8, 512, 4, 4
+
+
+class Toy:
+    """Eight parameters of which every token's log-prob and entropy are smooth functions."""
+
+    def __init__(self) -> None:
+        rng = torch.Generator().manual_seed(0)
+        self.features = torch.randn(ROWS, WIDTH, 8, generator=rng, dtype=F64)
+        self.advantages = 30 * torch.randn(ROWS, generator=rng, dtype=F64)
+        self.old = -2 * torch.rand(ROWS, WIDTH, generator=rng, dtype=F64)
+        self.expert = (torch.arange(ROWS) % 8 == 7)[:, None].expand(-1, WIDTH)
+        self.parameters = torch.full((8,), 0.1, dtype=F64, requires_grad=True)
+
+    def scored(self) -> tuple[torch.Tensor, torch.Tensor]:
+        score = self.features @ self.parameters
+        return -torch.nn.functional.softplus(score), torch.sigmoid(score)
+
+    def trained(self, gradient: Any, *, clip: float, eps: float) -> torch.Tensor:
+        """The parameters after three steps of AdamW on clipped gradients."""
+        optimizer = torch.optim.AdamW([self.parameters], lr=1e-2, betas=(0.9, 0.999), eps=eps)
+        for _ in range(3):
+            self.parameters.grad = gradient(self)
+            norm = torch.nn.utils.clip_grad_norm_([self.parameters], clip)
+            assert norm > 1.5 * clip, "or the clip would decide nothing"
+            optimizer.step()
+        return self.parameters.detach()
+
+
+def published_gradient(toy: Toy) -> torch.Tensor:
+    """Micro-batches' losses and mean entropies are summed up by each rank, gradients averaged."""
+    logprobs, entropy = toy.scored()
+    mask = torch.ones_like(toy.expert)
+    total = logprobs.sum() * 0
+    for part in torch.arange(ROWS).chunk(RANKS * MICRO_BATCHES):
+        columns = (logprobs, toy.old, toy.advantages, mask, toy.expert)
+        loss = mixed_policy_loss(*(column[part] for column in columns)).loss
+        total = total + loss - 0.001 * entropy[part].mean()
+    return torch.autograd.grad(total / RANKS, toy.parameters)[0]
+
+
+def test_the_preset_clips_and_steps_as_the_published_code(hand: ModuleType) -> None:
+    """Its gradient is rows / ranks = 64 times smaller: so are its clip and Adam's epsilon."""
+    found = load("qwen2.5-math-7b-luffy-8gpu").resolve(())
+    mini_batch = (
+        found.replay.groups_per_step // found.learner.minibatches * found.rollout.group_size
+    )
+    assert mini_batch == ROWS
+    wanted = found.learner.objective
+    objective = make(
+        "luffy",
+        **{key: getattr(wanted, key) for key in ("clip_low", "clip_high", "dual_clip", "gamma")},
+        aggregation=wanted.aggregation,
+        entropy_over=wanted.entropy_over,
+        entropy_coefficient=0.001 * MICRO_BATCHES * RANKS / ROWS,
+        expert_negative=True,
+    )
+    assert wanted.entropy_coefficient == pytest.approx(0.001 * 7 * RANKS / ROWS, rel=0.01)
+
+    def gradient(toy: Toy) -> torch.Tensor:
+        logprobs, entropy = toy.scored()
+        rows = hand.rows(
+            torch.arange(ROWS).repeat_interleave(WIDTH),
+            toy.expert.flatten(),
+            torch.where(toy.expert, 0.0, toy.old).flatten(),
+            toy.advantages,
+            logprobs=logprobs.flatten(),
+            entropy=entropy.flatten(),
+        )
+        scalars = hand.scalars_of(objective, rows, constant=float(ROWS * WIDTH))
+        return torch.autograd.grad(objective.loss(rows, scalars)[0], toy.parameters)[0]
+
+    optimizer = found.learner.optimizer
+    ours = Toy().trained(gradient, clip=optimizer.grad_clip, eps=optimizer.eps)
+    theirs = Toy().trained(published_gradient, clip=1.0, eps=1e-8)
+    torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)
+    torch.testing.assert_close(
+        gradient(Toy()) * 64, published_gradient(Toy()), atol=1e-9, rtol=1e-9
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -43,6 +45,19 @@ def group_sampled_at(*steps: int) -> Group:
         data_source="miniature",
         samples=samples,
     )
+
+
+def test_stragglers_and_their_groups_are_told_apart_from_long_samples() -> None:
+    whole = group_sampled_at(9, 9, 9, 9)
+    reasons = (FinishReason.DEADLINE, FinishReason.DEADLINE, FinishReason.LENGTH, FinishReason.STOP)
+    samples = tuple(
+        dataclasses.replace(sample, finish_reason=reason)
+        for sample, reason in zip(whole.samples, reasons, strict=True)
+    )
+    told = describe(10, [(dataclasses.replace(whole, samples=samples), ()), (whole, ())], {})
+    assert told["rollout/stragglers"] == 0.25
+    assert told["rollout/partial_groups"] == 0.5
+    assert told["rollout/truncated"] == 0.125
 
 
 def shares(told: dict[str, float]) -> dict[int, float]:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.common.agreement import Probe
+from tandem.learner import shared_prompts
 from tandem.learner.microbatch import micro_batch, rows_of
 from tandem.learner.objectives import ObjectiveSettings, make
 from tandem.learner.policy import Policy
@@ -62,7 +64,7 @@ def test_gradient_checkpointing_recomputes_with_the_same_layout(made_up: ModuleT
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_model_whose_attention_is_its_own_keeps_padded_rows() -> None:
+def mistral(window: int) -> Any:
     from transformers import MistralConfig, MistralForCausalLM
 
     sizes = MistralConfig(
@@ -72,15 +74,49 @@ def test_a_model_whose_attention_is_its_own_keeps_padded_rows() -> None:
         num_attention_heads=2,
         num_key_value_heads=1,
         intermediate_size=32,
-        sliding_window=2,
+        sliding_window=window,
     )
     torch.manual_seed(0)
     model = MistralForCausalLM(sizes)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.5)
+    return model
+
+
+@pytest.mark.parametrize("window", [2, 5, 9])
+def test_a_sliding_window_is_kept(window: int, made_up: ModuleType) -> None:
+    batch = made_up.random_rows(7)
+    which = [0, 1, 2, 5, 9]
+    assert max(batch.lengths[which]) > window
+    _, expected = scored(Policy(mistral(window)), batch, which, False)
+    policy = Policy(mistral(window))
+    assert policy.share_prompts()
+    _, found = scored(policy, batch, which, True)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-4)
+    # Nor is it lost where rows come without a layout.
+    ids = torch.arange(3, 23)[None]
+    own = mistral(window)(input_ids=ids).logits
+    torch.testing.assert_close(policy.model(input_ids=ids).logits, own, atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_whose_attention_is_its_own_keeps_padded_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One whose window only a row beyond it shows; short rows agree."""
+    model = mistral(20)
+    plain = shared_prompts.attention
+
+    def without_window(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs | {"sliding_window": None})
+
+    monkeypatch.setattr(shared_prompts, "attention", without_window)
     policy = Policy(model)
-    assert not policy.share_prompts()
+    assert policy.share_prompts(Probe.of(model, 20))
+    model = mistral(20)
+    policy = Policy(model)
+    assert not policy.share_prompts(Probe.of(model, 40))
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from tandem.common.errors import DataError
+from tandem.common.records import Verdict, Version
 from tandem.learner.journal import Journal
 from tandem.learner.reports import describe, texts
 from tandem.learner.sources import LedgerSource, OfflineSource
@@ -91,6 +93,62 @@ def test_a_row_of_the_ledger_comes_with_its_traces(run: Any) -> None:
     assert {"prompt", "gold", "rows", "problem_id", "worker"} <= first.keys()
 
 
+def test_where_all_failed_a_trace_takes_the_place_of_an_own_sample(
+    server: Any, made_up: ModuleType, tmp_path: Path
+) -> None:
+    """Groups 0 and 1 failed, 2 has a right sample; the problem of group 1 may have no trace."""
+    config = made_up.config_of(
+        expert={"per_group": 1, "when": "all_failed"}, replay={"groups_per_step": 3}
+    )
+    run = made_up.Run(server.join(), config, tmp_path)
+    size = config.rollout.group_size
+    term = run.ledger.new_term()
+    (*leases,) = run.ledger.lease(Version(term=term, step=0), 3).leases
+    committed = {}
+    for number, lease in enumerate(leases):
+        group = run.answer(lease, Version(term=term, step=0))
+        samples = made_up.samples_of(lease, Version(term=term, step=0), size)
+        if number < 2:
+            samples = tuple(
+                dataclasses.replace(s, verdict=Verdict.WRONG, reward=0.0) for s in samples
+            )
+        committed[lease.group_id] = dataclasses.replace(group, samples=samples)
+        run.ledger.commit(committed[lease.group_id])
+    fetch = LedgerSource(run.ledger, run.runs).take(1, term)
+    assert not isinstance(fetch, Waiting)
+    batch = fetch()
+    entries = {entry["id"]: entry for entry in batch.row["groups"]}
+    expected = set()
+    for number, (group, names) in enumerate(batch.groups):
+        whole = committed[group.group_id]
+        enters = number < 2 and bool(whole.trace_ids)
+        assert names == (whole.trace_ids if enters else ())
+        gone = entries[group.group_id].get("replaced", [])
+        assert len(gone) == enters
+        kept = [s for place, s in enumerate(whole.samples) if place not in gone]
+        assert [s.tokens.tolist() for s in group.samples] == [s.tokens.tolist() for s in kept]
+        if enters:
+            expected.add(group.group_id)
+            (out,) = batch.replaced[group.group_id]
+            assert out.tokens.tolist() == whole.samples[gone[0]].tokens.tolist()
+        assert len(group.samples) + len(names) == size
+    assert expected
+    assert batch.replaced.keys() == expected
+
+    told = describe(1, batch.groups, batch.traces, batch.replaced)
+    assert told["replay/replaced_groups"] == pytest.approx(len(expected) / 3)
+    assert told["replay/expert_rows"] == len(expected)
+    # What was sampled is told of, whether it is trained on or not.
+    assert told["reward/accuracy"] == pytest.approx(size // 2 / (3 * size))
+    records = texts(1, batch.groups, batch.traces, 3, batch.replaced)
+    for record in records:
+        rows = record["rows"]
+        marked = [row for row in rows if row.get("replaced")]
+        assert len(marked) == (record["group_id"] in expected)
+        assert len([row for row in rows if row["source"] == "own"]) == size
+    run.close()
+
+
 def test_steps_of_the_checkpoint_that_redis_lost_are_settled_from_the_journal(
     run: Any, tmp_path: Path
 ) -> None:
@@ -109,8 +167,7 @@ def test_steps_of_the_checkpoint_that_redis_lost_are_settled_from_the_journal(
     journal.quarantined(term, 2, "loss is nan")()
 
     term = run.ledger.new_term(journal.last_term)
-    journal.resumed(term, 2)
-    assert source.begin(term, journal) == 2
+    assert source.begin(term, journal, 2) == 2
     source.durable(2, term)
     counts = run.ledger.counts()
     assert (counts["trained"], counts["rejected:quarantined"], counts["taken"]) == (2, 2, 0)
@@ -129,7 +186,6 @@ def test_a_step_above_the_checkpoint_is_not_settled_before_it_is_trained_again(
         fetch = source.take(1, term)
     journal.row(term, 1, fetch().row)()
     journal.applied(term, 1)()
-    journal.resumed(term, 0)
-    source.begin(term, journal)
+    source.begin(term, journal, 0)
     assert run.ledger.counts()["taken"] == 2
     journal.close()

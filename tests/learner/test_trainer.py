@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,12 +19,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file
 
+from tandem.common.config import to_yaml
+from tandem.common.errors import RunFailedError
 from tandem.common.records import Group, Version
-from tandem.learner.journal import read
+from tandem.learner.journal import read, trained
 from tandem.replay.ledger import Lease
 
 pytest.importorskip("deepspeed")
@@ -171,8 +178,6 @@ def metrics(run: Any) -> list[dict[str, Any]]:
 
 
 def weights(run: Any) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(run.folder.model / "model.safetensors")
 
 
@@ -188,7 +193,7 @@ def test_a_run_ends_finished_with_all_its_records(straight: Any) -> None:
     assert [record["step"] for record in metrics(straight)] == list(range(1, 9))
     assert straight.ledger.counts()["trained"] == 16
     names = {name.partition("/")[0] for name in metrics(straight)[-1] if "/" in name}
-    assert names == {"train", "reward", "rollout", "replay", "time"}
+    assert names == {"train", "ratio", "reward", "rollout", "replay", "time"}
     samples = [json.loads(line) for line in straight.folder.samples.read_text().splitlines()]
     assert [record["step"] for record in samples] == [n for n in range(1, 9) for _ in range(2)]
     assert {row["source"] for row in samples[0]["rows"] + samples[1]["rows"]} == {"own", "expert"}
@@ -225,6 +230,178 @@ def test_a_killed_and_resumed_run_is_the_run_it_would_have_been(
     kept = sorted(path.name for path in killed.folder.checkpoints.glob("step-*"))
     assert len(kept) == 2
     assert kept[-1] == "step-00000008"
+
+
+def test_a_resume_that_fails_leaves_every_record_as_it_was(
+    start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(run={"steps": 12}, learner={"checkpoint_every": 2})
+    run.work()
+    first = launch(run)
+    until(lambda: run.ledger.counts()["trained"] >= 14, "step 7")
+    first.signal(signal.SIGKILL)
+    first.wait()
+    files = (run.folder.metrics, run.folder.samples, run.folder.journal)
+    before = [path.read_bytes() for path in files]
+    aside = run.folder.checkpoints.rename(run.folder.path / "aside")
+    log = finish(run, launch(run), expected=2)
+    assert "There is no checkpoint to save" in log
+    assert [path.read_bytes() for path in files] == before
+
+    shutil.rmtree(run.folder.checkpoints)
+    aside.rename(run.folder.checkpoints)
+    finish(run, launch(run))
+    assert [record["step"] for record in metrics(run)] == list(range(1, 13))
+    told = [json.loads(line)["step"] for line in run.folder.samples.read_text().splitlines()]
+    assert told == [step for step in range(1, 13) for _ in range(2)]
+    assert trained(run.folder.journal) == {
+        record["step"]: (record["train/rows"], record["train/tokens_own"])
+        for record in metrics(run)
+    }
+
+
+def test_a_flipped_bit_in_a_checkpoint_costs_some_steps_and_changes_nothing(
+    straight: Any, start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(**LUFFY)
+    run.work()
+    first = launch(run)
+    until(lambda: run.ledger.counts()["trained"] >= 14, "step 7")
+    first.signal(signal.SIGKILL)
+    first.wait()
+    # Weights and moments of one rank lie in one file.
+    (path,) = (run.folder.checkpoints / "step-00000006").rglob("*.pt")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    log = finish(run, launch(run))
+    assert f"left out a checkpoint: {path} is damaged" in log
+    assert "resumes from the checkpoint of step 3" in log
+    for name, tensor in weights(straight).items():
+        assert torch.equal(weights(run)[name], tensor), name
+
+
+def told(run: Any) -> list[str]:
+    """Ids of the evaluations in the metrics, sorted by step."""
+    ids = [str(record["eval/id"]) for record in metrics(run) if "eval/id" in record]
+    return sorted(ids, key=lambda id_: int(id_.partition("@")[2]))
+
+
+EVALUATED: dict[str, Any] = {
+    "run": {"steps": 12},
+    "learner": {"checkpoint_every": 5},
+    "evaluate": {"at_start": True, "at_end": True, "every": 2},
+    "data": {"evaluate": [{"path": "x", "name": "held"}]},
+}
+
+
+@pytest.mark.parametrize("under_way", [2, 8])
+def test_every_evaluation_is_told_once_though_the_learner_is_killed(
+    start_run: StartRun, launch: Launch, under_way: int
+) -> None:
+    """One is under way at the death, and those before it have records that are cut or kept."""
+    run = start_run(**EVALUATED)
+    run.evaluates = lambda request: request.step < under_way
+    run.work()
+    first = launch(run)
+    until(lambda: run.ledger.counts()["trained"] >= 18, "step 9")
+    first.signal(signal.SIGKILL)
+    first.wait()
+    run.evaluates = lambda request: True
+    finish(run, launch(run))
+    assert told(run) == [f"held@{step}" for step in range(0, 13, 2)]
+    assert run.runs.open_evaluations() == []
+
+
+def test_an_exact_evaluation_is_exact_though_the_learner_dies_while_it_waits(
+    start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(**EVALUATED | {"evaluate": EVALUATED["evaluate"] | {"exact": True}})
+    run.evaluates = lambda request: request.step < 4
+    run.work()
+    first = launch(run)
+    until(lambda: run.runs.open_evaluations() == ["held@4"], "the evaluation of step 4")
+    first.signal(signal.SIGKILL)
+    first.wait()
+    run.evaluates = lambda request: True
+    finish(run, launch(run))
+    found = [record for record in metrics(run) if "eval/id" in record]
+    assert [record["step"] for record in found] == list(range(0, 13, 2))
+    assert [record["eval/due"] for record in found] == list(range(0, 13, 2))
+
+
+def test_an_evaluation_that_was_never_asked_for_is_asked_for_at_the_resume(
+    start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(**EVALUATED)
+    run.work()
+    first = launch(run)
+    until(lambda: run.ledger.counts()["trained"] >= 18, "step 9")
+    first.signal(signal.SIGKILL)
+    first.wait()
+    # As if the kill had come between a step and its request, and Redis had lost a result.
+    redis, key = run.store.redis, run.store.key
+    for name in ("evaluations", "evaluation_results"):
+        redis.hdel(key(name), "held@6", "held@8")
+    redis.zrem(key("evaluations_open"), "held@6", "held@8")
+    finish(run, launch(run))
+    assert told(run) == [f"held@{step}" for step in range(0, 13, 2)]
+    late = {r["eval/id"]: r for r in metrics(run) if "eval/id" in r}["held@6"]
+    assert late["eval/due"] == 6
+    assert late["step"] >= 8
+
+
+def test_a_step_that_is_undone_loses_no_evaluation(start_run: StartRun, launch: Launch) -> None:
+    sections = EVALUATED | {"run": {"steps": 6}}
+    run = start_run(**sections | {"learner": {"checkpoint_every": 3, "minibatches": 2}})
+    poison(run, {"1-3"})
+    answer = run.answer
+
+    def late(lease: Lease, held: Version) -> Group:
+        # By then it stands in the metrics above the checkpoint, from where it is cut.
+        while lease.group_id == "1-3" and "held@4" not in told(run):
+            run.evaluate(Version(term=held.term, step=run.ledger.journalled()))
+            time.sleep(0.02)
+        return answer(lease, held)
+
+    run.answer = late
+    run.work()
+    assert "step 5: loss or gradient not finite" in finish(run, launch(run))
+    assert told(run) == [f"held@{step}" for step in range(0, 7, 2)]
+
+
+def test_a_payload_that_was_flipped_ends_the_run_once_with_what_can_be_saved(
+    straight: Any, start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(**LUFFY)
+    run.work()
+    first = launch(run)
+    until(lambda: run.ledger.counts()["trained"] >= 14, "step 7")
+    first.signal(signal.SIGKILL)
+    first.wait()
+    run.folder.config.write_text(to_yaml(run.config))
+    entry = next(r["row"] for r in read(run.folder.journal) if r["step"] == 7)["groups"][0]
+    name = run.store.key(f"payload:{entry['id']}:{entry['attempt']}:{entry['digest']}")
+    data = bytearray(run.store.call("get", name))
+    data[len(data) // 2] ^= 1
+    run.store.call("set", name, bytes(data))
+    before = run.folder.metrics.read_bytes()
+    log = finish(run, launch(run), expected=2)
+    assert f"the samples of group {entry['id']} (row 7) are not the ones" in log
+    assert "The model as it was trained up to step 6 can be saved" in log
+    assert f"`tandem export {run.folder.path}`" in log
+    assert run.folder.metrics.read_bytes() == before
+
+    run.folder.write_run({"run_id": run.join.run_id})
+    command = [sys.executable, "-m", "tandem.launch", "export", str(run.folder.path)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+    assert (told.returncode, told.stdout[:26]) == (0, "the model of step 6 is in "), told.stderr
+    exported = load_file(run.folder.path / "model-of-step-6" / "model.safetensors")
+    trained_on = load_file(straight.folder.model / "model.safetensors")
+    assert {n: t.shape for n, t in exported.items()} == {n: t.shape for n, t in trained_on.items()}
+    told = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+    assert told.returncode == 2
+    assert "is there already: name another folder with --out" in told.stderr
 
 
 def poison(run: Any, bad_groups: set[str]) -> None:
@@ -282,6 +459,94 @@ def test_steps_that_are_not_finite_are_quarantined_and_undone(
         assert torch.equal(weights(run)[name], tensor), name
 
 
+def sampled_elsewhere(run: Any, groups: set[str]) -> None:
+    """Has the worker answer these groups with log-probs of −40: far over bounds of a slack of 1e12, as
+    which the made-up log-probs of the others are not."""
+    made = run.answer
+
+    def answered(lease: Lease, held: Version) -> Group:
+        group: Group = made(lease, held)
+        if group.group_id not in groups:
+            return group
+        samples = tuple(
+            dataclasses.replace(s, logprobs=np.full_like(s.logprobs, -40.0)) for s in group.samples
+        )
+        return dataclasses.replace(group, samples=samples)
+
+    run.answer = answered
+
+
+def checked(on_alarm: str, **more: Any) -> dict[str, Any]:
+    """Sections of a run whose ratio check finds those groups."""
+    check = {"on_alarm": on_alarm, "slack": 1e12}
+    return {"learner": {"ratio_check": check, **more}, "replay": {"max_staleness": 0}}
+
+
+@pytest.mark.parametrize("on_alarm", ["tell", "quarantine"])
+def test_what_was_sampled_elsewhere_is_told_or_quarantined(
+    on_alarm: str, start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(**checked(on_alarm))
+    sampled_elsewhere(run, {"0-2"})
+    run.work()
+    assert launch(run).wait() == 0
+    records = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    alarms = {r["step"]: r["train/applied"] for r in records if r.get("ratio/alarm")}
+    assert alarms == {2: float(on_alarm == "tell")}
+    (log,) = run.folder.logs.glob("learner-*.log")
+    told = re.findall(
+        r"step 2: log-probs as sampled and as learned differ \(lag 0, .*\(bound", log.read_text()
+    )
+    assert told
+    counts = run.ledger.counts()
+    assert counts.get("rejected:quarantined", 0) == (0 if on_alarm == "tell" else 2)
+    report = run.runs.reports()["learner-0"]
+    assert report["alarm"].startswith("step 2: log-probs as sampled")
+
+
+def test_alarms_in_a_row_end_the_run_as_other_bad_steps_do(
+    start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(**checked("quarantine", max_nonfinite=2))
+    sampled_elsewhere(run, {"0-2", "0-4"})
+    run.work()
+    assert launch(run).wait() != 0
+    (log,) = run.folder.logs.glob("learner-*.log")
+    assert "2 steps in a row had" in log.read_text()
+    assert "the last one step 3, log-probs as sampled" in log.read_text()
+
+
+def test_a_run_that_an_alarm_stopped_goes_on_as_its_message_says(
+    start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(**checked("stop"))
+    sampled_elsewhere(run, {"0-2"})
+    run.work()
+
+    def last_words() -> str:
+        (log,) = run.folder.logs.glob("learner-*.log")
+        return str(log.read_text().splitlines()[-1])
+
+    for _ in range(2):
+        # The same groups again, and so the same end: with a checkpoint from before them.
+        assert launch(run).wait() != 0
+        assert re.search(
+            r"step 2 is not trained .*mean k3.* \(bound .*The checkpoint of step 1 .*"
+            r"on_alarm is tell \(.*\) or quarantine",
+            last_words(),
+        )
+        assert run.runs.state() == "failed"
+        assert [c.name for c in run.folder.checkpoints.glob("step-*")] == ["step-00000001"]
+    config = run.config.model_dump(mode="json")
+    config["learner"]["ratio_check"]["on_alarm"] = "quarantine"
+    run.runs.put_config(yaml.safe_dump(config))
+    run.runs.set_state("running")  # as `tandem start` does
+    assert launch(run).wait() == 0
+    outcomes = {r["step"]: r["kind"] for r in read(run.folder.journal) if r["kind"] != "row"}
+    assert outcomes[2] == "quarantined"
+    assert run.runs.state() == "finished"
+
+
 def test_samples_kept_for_a_resume_never_fill_redis_for_good(
     own_server: Any,
     made_up: ModuleType,
@@ -318,7 +583,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run(start_run: StartRun, launch: La
     run = start_run(run={"steps": 6}, learner={"max_nonfinite": 2})
     poison(run, {"0-2", "0-4"})
     run.work()
-    log = finish(run, launch(run), expected=1)
+    log = finish(run, launch(run), expected=3)
     assert "2 steps in a row had a loss or gradient that isn't finite" in log
     assert run.runs.state() == "failed"
 
@@ -343,6 +608,52 @@ def test_offline_sft_lowers_the_loss_without_a_worker(start_run: StartRun, launc
     flat = [name for row in rows for name in row]
     for start in range(0, 60, 3):
         assert len(set(flat[start : start + 3])) == 3
+    assert run.runs.state() == "finished"
+
+
+def test_an_offline_run_that_moves_nothing_ends_and_says_why(
+    start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(
+        run={"steps": 30},
+        # All traces are paid alike, so that whitened rewards are 0.
+        learner={
+            "source": "offline",
+            "objective": {"name": "luffy", "advantage": "reinforce_pp"},
+            "max_idle": 3,
+        },
+        rollout={"workers": 0},
+    )
+    log = finish(run, launch(run), expected=RunFailedError.exit_code)
+    assert "step 3: no token of the last 3 steps could move the gradient" in log
+    assert "choose sft" in log
+    assert run.runs.state() == "failed"
+    assert [record["train/idle_steps"] for record in metrics(run)] == [1, 2, 3]
+    assert not run.folder.model.exists()
+
+
+def test_an_online_run_that_moves_nothing_says_so_once_and_goes_on(
+    start_run: StartRun, launch: Launch
+) -> None:
+    run = start_run(run={"steps": 8}, learner={"max_idle": 3})
+    answer = run.answer
+
+    def equal(lease: Lease, held: Version) -> Group:
+        group: Group = answer(lease, held)
+        # The groups of steps 3 to 6: two a step, in their order, of six problems.
+        same = 4 <= 6 * lease.pass_ + lease.position < 12
+        samples = [
+            dataclasses.replace(s, reward=1.0 if same else float(i))
+            for i, s in enumerate(group.samples)
+        ]
+        return dataclasses.replace(group, samples=tuple(samples))
+
+    run.answer = equal
+    run.work()
+    log = finish(run, launch(run))
+    assert log.count("could move the gradient") == 1
+    idle = [record["train/idle_steps"] for record in metrics(run)]
+    assert idle == [0, 0, 1, 2, 3, 4, 0, 0]
     assert run.runs.state() == "finished"
 
 
@@ -389,7 +700,11 @@ def test_two_ranks_train_as_one_does_and_listen_on_loopback_only(
         log = finish(pair, rank)
     assert "on 2 rank(s), ZeRO-1" in log
     for one, two in zip(metrics(straight), metrics(pair), strict=True):
-        for name in ("train/loss", "train/grad_norm", "train/ratio_mean", "train/tokens_own"):
+        assert two["ratio/tokens"] == one["ratio/tokens"]
+        for name in (
+            *("train/loss", "train/grad_norm", "train/ratio_mean", "train/tokens_own"),
+            *("ratio/log_ratio", "ratio/log_ratio_p99", "ratio/k3", "ratio/k3_p99"),
+        ):
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
     for name, tensor in weights(straight).items():
         # The mean: Adam blows rounding up where a gradient is 0 but for rounding (biases of k).

@@ -59,3 +59,34 @@ def test_time_lost_is_a_share_of_what_the_engines_were_busy() -> None:
     # A worker that was started anew counts from nothing.
     later = {"rollout-0": worker(2, 0.5, 1.0), "rollout-1": worker(3, 0.0, 4.0)}
     assert rates.lost(later)["weights/engine_time_lost"] == pytest.approx(0.1)
+
+
+def checks(pid: int, made: int, failed: int, nearness: float | None) -> Any:
+    check = {
+        "checks": made,
+        "failures": failed,
+        "seconds": 0.01 * made,
+        "nearness": nearness,
+    }
+    return {"role": "rollout", "pid": pid, "weights": {"check": check}}
+
+
+def test_checks_are_counted_once_and_the_nearest_to_its_bound_is_told() -> None:
+    rates = TransferRates()
+    first = {"rollout-0": checks(1, 3, 0, 0.1), "rollout-1": checks(2, 2, 1, 0.5)}
+    found = rates.checked(first)
+    assert found == {
+        "weights/checks": 5.0,
+        "weights/checks_failed": 1.0,
+        "weights/check_nearness": pytest.approx(0.5),
+        "weights/check_seconds": pytest.approx(0.03),
+    }
+    assert rates.checked(first) == {}
+    # A worker that was started anew counts from nothing; a figure that is no number has none.
+    assert rates.checked({"rollout-1": checks(3, 1, 1, None)}) == {
+        "weights/checks": 1.0,
+        "weights/checks_failed": 1.0,
+        "weights/check_nearness": 0.0,
+        "weights/check_seconds": pytest.approx(0.01),
+    }
+    assert rates.checked({"learner-0": {"role": "learner", "weights": {}}}) == {}

@@ -14,7 +14,7 @@ import torch
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError
 from tandem.common.objectives import OBJECTIVES
-from tandem.common.records import Group, Sample, SamplingParams, Source
+from tandem.common.records import FinishReason, Group, Sample, SamplingParams, Source
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.objectives import Grpo, Objective, ObjectiveSettings, make
 from tandem.learner.updates import GroupWithTraces, Updates, objective_of
@@ -88,6 +88,24 @@ def test_rows_without_an_advantage_are_left_out_and_still_count(
     assert half.metrics["train/rows"] == 16
     assert half.metrics["train/rows_active"] == 8
     assert half.metrics["train/loss"] == pytest.approx(alone.metrics["train/loss"] / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("how", "active"), [("wrong", 8), ("mask", 6), ("zero_advantage", 6), ("leave_out", 6)]
+)
+def test_the_setting_says_what_becomes_of_stragglers(
+    learner: Learner, made_up: ModuleType, how: str, active: int
+) -> None:
+    """The last sample of each group was cut at its deadline."""
+    groups = []
+    for group, names in groups_of(made_up, 2):
+        *ended, late = group.samples
+        late = dataclasses.replace(late, finish_reason=FinishReason.DEADLINE)
+        groups.append((dataclasses.replace(group, samples=(*ended, late)), names))
+    updates = learner(learner={"objective": {"stragglers": how}})
+    found = updates.train(1, groups, {}, lr=1e-3).metrics
+    assert found["train/rows"] == (6 if how == "leave_out" else 8)
+    assert found["train/rows_active"] == active
 
 
 def test_the_constant_is_configured_length_times_nominal_rows(
@@ -164,6 +182,100 @@ def test_columns_are_filled_in_and_units_stay_whole(learner: Learner, made_up: M
     assert objective.scalars["sum_logprobs"] < 0
 
 
+BASELINES = (
+    "group_mean",
+    "group_mean_std",
+    "own_mean",
+    "own_mean_std",
+    "leave_one_out",
+    "max_rl",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "none",
+)
+
+
+class Recorder(Grpo):
+    """Keeps the advantages of the rows that its updates count."""
+
+    def __init__(self, settings: ObjectiveSettings) -> None:
+        super().__init__(settings)
+        self.given: list[float] = []
+
+    def statistics(self, rows: Any) -> dict[str, torch.Tensor]:
+        self.given += rows.advantages.tolist()
+        return super().statistics(rows)
+
+
+def with_rewards(
+    groups: list[GroupWithTraces], rewards: list[list[float]]
+) -> list[GroupWithTraces]:
+    """The groups with these rewards of their samples."""
+    return [
+        (
+            dataclasses.replace(
+                group,
+                samples=tuple(
+                    dataclasses.replace(sample, reward=reward)
+                    for sample, reward in zip(group.samples, own, strict=True)
+                ),
+            ),
+            names,
+        )
+        for (group, names), own in zip(groups, rewards, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_advantages_are_of_the_steps_batch_however_it_is_cut(
+    baseline: str, minibatches: int, learner: Learner, made_up: ModuleType, formula: ModuleType
+) -> None:
+    """Two groups whose samples are all wrong, one of them with an expert's row, and two others."""
+    objective = Recorder(ObjectiveSettings())
+    updates = learner(
+        objective,
+        learner={"minibatches": minibatches, "objective": {"advantage": baseline}},
+        replay={"groups_per_step": 4},
+    )
+    rewards = [[0.0, 1.0, 0.5, 1.0], [0.0] * 4, [1.0, 0.0, 0.0, 0.0], [0.0] * 3]
+    groups = with_rewards([*groups_of(made_up, 3), *groups_of(made_up, 4, size=3)[3:]], rewards)
+    groups[3] = (groups[3][0], ("a/0#0",))
+    trace = made_up.trace(0)
+    updates.train(1, groups, {"a/0#0": trace}, lr=1e-3)
+    expected = formula.advantages_of(
+        baseline,
+        [reward for own in rewards for reward in own] + [trace.reward],
+        [number for number in range(4) for _ in range(4)],
+        [False] * 15 + [True],
+        [len(s.tokens) for group, _ in groups for s in group.samples] + [len(trace.tokens)],
+    )
+    assert objective.given == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_group_that_is_all_wrong_learns_from_the_rest_of_the_batch(
+    learner: Learner, made_up: ModuleType
+) -> None:
+    """REINFORCE++ has no group baseline: alone in its mini-batch, such a group is pressed down as
+    far as beside the others."""
+    (first, names), (second, _) = groups_of(made_up, 2)
+    alike = (first.samples[0],) * 4
+    groups = [(dataclasses.replace(group, samples=alike), names) for group in (first, second)]
+    found = {}
+    for minibatches in (1, 2):
+        objective = Recorder(ObjectiveSettings())
+        updates = learner(
+            objective, learner={"minibatches": minibatches, "objective": {"name": "reinforce_pp"}}
+        )
+        rewards = [[1.0, 1.0, 1.0, 0.0], [0.0] * 4]
+        outcome = updates.train(1, with_rewards(groups, rewards), {}, lr=1e-3)
+        assert outcome.metrics["train/rows_active"] == 8
+        found[minibatches] = objective.given
+    # Mean 3/8, variance 15/64.
+    assert found[2] == found[1]
+    assert found[2][4:] == pytest.approx([-0.375 / (15 / 64) ** 0.5] * 4)
+
+
 def test_an_objective_that_needs_a_critic_is_refused(made_up: ModuleType) -> None:
     config = made_up.config_of(learner={"objective": {"name": "ppo"}})
     with pytest.raises(ConfigError, match="needs the values of a critic"):
@@ -238,15 +350,17 @@ def test_a_reference_that_gives_no_numbers_changes_nothing(
     learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = made_up.tiny_model(seed=5)
-    with torch.no_grad():
-        reference.model.embed_tokens.weight.fill_(float("nan"))
     monkeypatch.setattr("tandem.learner.updates.load_model", lambda path, **kwargs: reference)
     for key in ("kl_coefficient", "kl_reward_coefficient"):
         updates = learner(learner={"objective": {key: 0.03}})
         before = snapshot(updates)
+        # Later than at start, where it would be refused.
+        with torch.no_grad():
+            reference.model.embed_tokens.weight.fill_(float("nan"))
         assert not updates.train(1, groups_of(made_up, 2), {}, lr=1e-3).applied
         after = snapshot(updates)
         assert all(torch.equal(after[name], before[name]) for name in before)
+        reference.load_state_dict(made_up.tiny_model(seed=5).state_dict())
 
 
 def test_an_experts_tokens_cost_no_kl(

@@ -20,7 +20,7 @@ from tandem.common.errors import FencedError, StoreError
 from tandem.common.run_folder import JoinInfo
 from tandem.replay import connection
 from tandem.replay.connection import Command
-from tandem.replay.ledger import Ledger, LedgerSettings
+from tandem.replay.ledger import REJECTIONS, Ledger, LedgerSettings
 from tandem.replay.members import Members
 from tandem.replay.rules import Limits
 
@@ -45,6 +45,7 @@ KEPT: dict[str, tuple[Any, ...]] = {
         b"superseded",
         b"resend",
         b"rejected unknown: this group was never leased",
+        *(b"rejected " + reason.encode() for reason in REJECTIONS),  # it had been
     ),
     "confirm": (0,),
     "create": (),
@@ -84,6 +85,8 @@ def run_settings(draw: st.DrawFn) -> dict[str, Any]:
         "groups_per_step": draw(st.sampled_from([2, 1, 3])),
         "late": draw(st.sampled_from(["wait", "drop"])),
         "max_attempts": draw(st.sampled_from([2, 1, 3])),
+        "least_verdicts": draw(st.sampled_from([2, 1])),
+        "traces_when": draw(st.sampled_from(["always", "all_failed"])),
         "lease_seconds": 10.0,
         "group_deadline_seconds": draw(st.sampled_from([4.0, 25.0])),
         "max_inflight": draw(st.sampled_from([100] * 5 + [2])),
@@ -206,6 +209,10 @@ class LedgerMachine(RuleBasedStateMachine):
             window=s.window,
             late=s.late,
             max_attempts=s.max_attempts,
+            least_verdicts=s.least_verdicts,
+            group_size=s.group_size,
+            seed=s.seed,
+            traces_when=s.traces_when,
             max_inflight=s.max_inflight,
             steps=s.steps or 0,
             total_groups=(s.passes or 0) * s.sources[0][1],

@@ -47,6 +47,8 @@ class Live:
     oldest: int | None = None
     """Step of its oldest own token, once graded."""
     traces: tuple[str, ...] = ()
+    correct: int = 0
+    own_rows: tuple[int, ...] = ()
     nbytes: int = 0
 
 
@@ -276,6 +278,8 @@ class LedgerModel:
         oldest: int | None,
         verdicts: int,
         traces: tuple[str, ...] = (),
+        correct: int = 0,
+        own_rows: tuple[int, ...] = (),
         put: bool = True,
     ) -> tuple[str, str]:
         name = (self.id_of(serial), attempt, digest)
@@ -287,6 +291,7 @@ class LedgerModel:
             live=None if group is None else (group.state, group.attempt),
             final=None if final is None else (final[0], final[2], final[3]),
             verdicts=verdicts,
+            least_verdicts=self.limits.least_verdicts,
             payload_is_there=name in self.payloads,
         )
         if group is not None and verdict == "rejected":
@@ -295,7 +300,8 @@ class LedgerModel:
             self.payloads[name] = True
             group.state, group.deadline = "graded", None
             group.digest, group.nbytes, group.oldest = digest, nbytes, oldest
-            group.traces = traces
+            group.traces, group.correct = traces, correct
+            group.own_rows = own_rows if self.limits.traces_when == "all_failed" else ()
         return verdict, why
 
     # -- the learner -----------------------------------------------------------------------
@@ -342,14 +348,25 @@ class LedgerModel:
         for serial in done.row:
             group = self.live.pop(serial)
             assert group.attempt is not None
+            traces, replaced = rules.mix(
+                group.traces,
+                when=self.limits.traces_when,
+                correct=group.correct,
+                own_rows=group.own_rows,
+                group_size=self.limits.group_size,
+                seed=self.limits.seed,
+                step=step,
+                group_id=self.id_of(serial),
+            )
             row["groups"].append(
                 {
                     "id": self.id_of(serial),
                     "attempt": group.attempt,
                     "digest": group.digest,
                     "bytes": group.nbytes,
-                    "traces": list(group.traces),
+                    "traces": list(traces),
                 }
+                | ({"replaced": list(replaced)} if replaced else {})
             )
             self.final[serial] = ("T", step, group.attempt, "")
             self.taken[serial] = step

@@ -18,6 +18,15 @@ from tandem.replay.dead_letters import retry
 from tandem.replay.ledger import Ledger, LedgerSettings, Row, Waiting
 
 
+def of_samples(group: Any) -> dict[str, Any]:
+    """What a commit says of the samples' verdicts."""
+    verdicts = [sample.verdict for sample in group.samples]
+    return {
+        "correct": verdicts.count(Verdict.CORRECT),
+        "own_rows": tuple(i for i, v in enumerate(verdicts) if v is not Verdict.CRASHED),
+    }
+
+
 class Moves(LedgerMachine):
     """What can be done."""
 
@@ -81,6 +90,7 @@ class Moves(LedgerMachine):
                     oldest=step,
                     verdicts=verdicts,
                     traces=group.trace_ids,
+                    **of_samples(group),
                 )
                 for one, group, payload, step in asked
             ]
@@ -96,16 +106,20 @@ class Moves(LedgerMachine):
     def group(
         self, serial: int, attempt: int, step: int | None, verdicts: int, flavour: int
     ) -> Any:
+        """Of flavour 1 all samples failed, of flavour 2 one is correct."""
         sample = self.make.sample
-        samples = [sample(step, reward=0.25 * flavour)] * verdicts
-        samples += [sample(step, reward=None, verdict=Verdict.CRASHED)] * (2 - verdicts)
+        wrong = sample(step, reward=0.0, verdict=Verdict.WRONG)
+        crashed = sample(step, reward=None, verdict=Verdict.CRASHED)
+        samples = [crashed] * (2 - verdicts) + [wrong] * verdicts
+        if flavour == 2 and verdicts:
+            samples[-1] = sample(step, reward=0.5)
 
         class Of:
             group_id = self.model.id_of(serial)
             problem_id = "a/0"
 
         Of.attempt = max(1, attempt)  # type: ignore[attr-defined]
-        traces = (f"a/{flavour}#0",) if flavour == 2 else ()
+        traces = [(), ("a/1#0",), ("a/2#0", "a/2#1")][flavour]
         return self.make.graded(Of, step, samples=tuple(samples), trace_ids=traces)
 
     def commit_without_payload(self, one: Handed, flavour: int) -> None:
@@ -121,6 +135,7 @@ class Moves(LedgerMachine):
                 oldest=one.held,
                 verdicts=2,
                 traces=group.trace_ids,
+                **of_samples(group),
                 put=False,
             )[0],
         )

@@ -131,7 +131,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "an old attempt commits": ("commit", "tonumber(known[2]) ~= attempt", "false"),
     "a second commit counts": ("commit", "if known[1] == 'graded' then", "if false then"),
-    "one verdict is enough": ("commit", "tonumber(ARGV[10]) < 2", "tonumber(ARGV[10]) < 1"),
+    "one verdict is always enough": ("commit", "m.least_verdicts or 2", "1"),
+    "two verdicts are always needed": ("commit", "m.least_verdicts or 2", "2"),
     "a late attempt of a trained group is a duplicate": (
         "commit",
         "if finished == attempt then return 'duplicate' end\n  return 'superseded'",
@@ -153,6 +154,24 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "commit",
         "redis.call('zrem', key('returned'), serial)\nredis.call('persist'",
         "redis.call('persist'",
+    ),
+    "traces enter whatever was graded": ("take", "m.traces_when ~= 'all_failed'", "true"),
+    "traces enter beside a correct sample": ("take", "tonumber(correct) > 0", "false"),
+    "no own row gives way": ("take", "if #chosen == 0 then", "if true then"),
+    "the same rows give way in every step": (
+        "take",
+        "m.seed, step, id, place",
+        "m.seed, id, place",
+    ),
+    "a sample without a verdict keeps its place": (
+        "take",
+        "#rows + #cjson.decode(traces) - m.group_size)",
+        "#cjson.decode(traces))",
+    ),
+    "a row that is written again forgets who gave way": (
+        "reassert",
+        "if #(entry.replaced or {}) > 0 then",
+        "if false then",
     ),
     "the sweep takes what is just fresh": (
         "take",

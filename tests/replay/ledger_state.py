@@ -137,7 +137,8 @@ def _bits(value: bytes | None) -> set[int]:
 def _group(fields: dict[str, str]) -> tuple[Any, ...]:
     numbers = (int(fields.get(n, 0)) for n in ("attempt", "failures", "step", "leased_ms", "cap"))
     texts = (fields.get(n, "") for n in ("state", "worker", "holder", "released", "digest"))
-    return (*numbers, *texts, int(fields.get("bytes", 0)), json.loads(fields.get("traces", "[]")))
+    lists = (json.loads(fields.get(name, "[]")) for name in ("traces", "own_rows"))
+    return (*numbers, *texts, *(int(fields.get(n, 0)) for n in ("bytes", "correct")), *lists)
 
 
 def _final(text: str) -> tuple[str, int, int, str]:
@@ -160,7 +161,8 @@ def expected(model: LedgerModel) -> dict[str, Any]:
     def group(live: Live) -> tuple[Any, ...]:
         numbers = (live.attempt or 0, live.failures, live.held, live.leased_ms, live.cap)
         texts = (live.state, live.worker, live.holder, live.released, live.digest)
-        return (*numbers, *texts, live.nbytes, list(live.traces))
+        lists = (list(live.traces), list(live.own_rows))
+        return (*numbers, *texts, live.nbytes, live.correct, *lists)
 
     def places(groups: dict[int, Live]) -> dict[int, float]:
         return {serial: group.place for serial, group in groups.items()}

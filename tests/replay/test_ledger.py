@@ -349,12 +349,42 @@ def test_a_group_with_fewer_than_two_own_verdicts_is_rejected(world: Worlds, mak
         make.sample(0, reward=None, verdict=Verdict.CRASHED),
         make.sample(0, reward=None, verdict=Verdict.GOLD_UNPARSABLE),
         make.sample(0, reward=None, verdict=None),
+        # Correct, and no component that pays had anything to say: there is nothing to learn from.
+        make.sample(0, reward=None),
     )
     (receipt,) = w.ledger.commit_many([make.graded(lease, samples=samples)])
     assert receipt.result is CommitResult.REJECTED
-    assert "fewer than two own samples" in receipt.detail
+    assert "1 of its own samples have a verdict, and the objective needs 2" in receipt.detail
     assert w.ledger.state_of(lease.group_id) == "rejected(ungraded, 0)"
     assert w.commit([lease]) == ["rejected"]
+
+
+def test_a_group_of_one_verdict_is_kept_where_rows_are_not_compared(world: Worlds, make: Any):
+    w = world(group_size=1, least_verdicts=1)
+    one, none = w.lease(count=2)
+    crashed = make.sample(0, reward=None, verdict=Verdict.CRASHED)
+    assert w.commit([one], samples=(make.sample(0), crashed)) == ["committed"]
+    assert w.commit([none], samples=(crashed,)) == ["rejected"]
+    assert w.ledger.state_of(none.group_id) == "rejected(ungraded, 0)"
+
+
+def test_the_floor_of_verdicts_can_not_change_in_a_run(world: Worlds):
+    w = world()
+    with pytest.raises(StoreError, match="least_verdicts is 2 there and 1 here"):
+        w.ledger.create({**_fields(w.settings), "least_verdicts": 1})
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_ledger_of_an_older_version_goes_on_with_two_verdicts(
+    world: Worlds, make: Any, least: int
+):
+    w = world()
+    w.store.redis.hdel(w.store.key("meta"), "least_verdicts")
+    assert not w.ledger.create({**_fields(w.settings), "least_verdicts": least})
+    assert w.ledger.settings.least_verdicts == 2
+    one, two = w.lease(count=2)
+    assert w.commit([one], samples=(make.sample(0),)) == ["rejected"]
+    assert w.commit([two]) == ["committed"]
 
 
 def test_a_group_that_was_never_leased_is_rejected(world: Worlds, make: Any):

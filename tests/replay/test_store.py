@@ -7,10 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.common.errors import StoreError
+from tandem.common.errors import DataError, FencedError, StoreError
 from tandem.common.records import ExpertTrace, Verdict, Version
 from tandem.replay.connection import Store
-from tandem.replay.store import EvaluationRequest, EvaluationResult, RunStore
+from tandem.replay.store import (
+    EVALUATION_FAILURES,
+    EvaluationRequest,
+    EvaluationResult,
+    RunStore,
+)
 
 
 @pytest.fixture
@@ -123,33 +128,33 @@ def test_a_held_out_set_keeps_its_order_and_can_be_cut(run: RunStore, make: Any)
 
 
 def test_a_held_out_set_that_is_not_there_is_named(run: RunStore):
-    with pytest.raises(StoreError, match="'other'"):
+    with pytest.raises(DataError, match="'other'"):
         run.eval_set("other", None)
 
 
 def test_an_evaluation_is_claimed_by_one_worker_with_new_enough_weights(run: RunStore):
-    run.request_evaluation(request("e5", 5))
+    run.request_evaluation(request("e5", 5), 1)
     assert run.claim_evaluation("rollout-0", Version(term=1, step=4)) is None
     assert run.claim_evaluation("rollout-0", Version(term=1, step=5)) == request("e5", 5)
     assert run.claim_evaluation("rollout-1", Version(term=1, step=9)) is None
 
 
 def test_the_earliest_due_evaluation_comes_first(run: RunStore):
-    run.request_evaluation(request("late", 9))
-    run.request_evaluation(request("early", 0))
+    run.request_evaluation(request("late", 9), 1)
+    run.request_evaluation(request("early", 0), 1)
     claimed = run.claim_evaluation("rollout-0", Version(term=1, step=9))
     assert claimed is not None
     assert claimed.id == "early"
 
 
 def test_a_restarted_worker_claims_its_evaluation_again(run: RunStore):
-    run.request_evaluation(request("e", 0))
+    run.request_evaluation(request("e", 0), 1)
     for _ in range(2):
         assert run.claim_evaluation("rollout-0", Version(term=1, step=0)) == request("e", 0)
 
 
 def test_an_expired_claim_goes_to_another_worker(run: RunStore):
-    run.request_evaluation(request("e", 0))
+    run.request_evaluation(request("e", 0), 1)
     run.claim_evaluation("rollout-0", Version(term=1, step=0))
     run.store.redis.hset(run.store.key("evaluation_claims"), "e", "1 rollout-0")
     assert run.claim_evaluation("rollout-1", Version(term=1, step=0)) is not None
@@ -158,7 +163,7 @@ def test_an_expired_claim_goes_to_another_worker(run: RunStore):
 
 
 def test_a_renewed_claim_lives_on(run: RunStore):
-    run.request_evaluation(request("e", 0))
+    run.request_evaluation(request("e", 0), 1)
     run.claim_evaluation("rollout-0", Version(term=1, step=0))
     run.store.redis.hset(run.store.key("evaluation_claims"), "e", "1 rollout-0")
     assert run.renew_evaluation("e", "rollout-0")
@@ -166,7 +171,7 @@ def test_a_renewed_claim_lives_on(run: RunStore):
 
 
 def test_the_first_result_stands_and_closes_the_evaluation(run: RunStore):
-    run.request_evaluation(request("e", 0))
+    run.request_evaluation(request("e", 0), 1)
     assert run.open_evaluations() == ["e"]
     assert run.finish_evaluation("e", result("e", 0))
     assert not run.finish_evaluation("e", result("e", 3, accuracy=0.9))
@@ -176,10 +181,61 @@ def test_the_first_result_stands_and_closes_the_evaluation(run: RunStore):
 
 
 def test_an_evaluation_asked_for_again_is_not_made_again(run: RunStore):
-    run.request_evaluation(request("e", 0))
+    run.request_evaluation(request("e", 0), 1)
     run.finish_evaluation("e", result("e", 0))
-    run.request_evaluation(request("e", 0))
+    run.request_evaluation(request("e", 0), 1)
     assert run.open_evaluations() == []
+
+
+def test_an_evaluation_that_is_given_back_is_due_for_everybody(run: RunStore):
+    run.request_evaluation(request("e", 0), 1)
+    run.claim_evaluation("rollout-0", Version(term=1, step=0))
+    assert not run.give_back_evaluation("e", "rollout-1", reason="not its own", failed=False)
+    assert run.give_back_evaluation("e", "rollout-0", reason="drained", failed=False)
+    assert run.claim_evaluation("rollout-1", Version(term=1, step=0)) == request("e", 0)
+
+
+def test_an_evaluation_that_keeps_failing_is_given_up_until_it_is_asked_for_again(run: RunStore):
+    run.request_evaluation(request("e", 0), 1)
+    for attempt in range(EVALUATION_FAILURES):
+        assert run.given_up_evaluations() == {}
+        # Its failures leave a pause in which nobody claims it.
+        assert (run.claim_evaluation("rollout-0", Version(term=1, step=0)) is None) == (attempt > 0)
+        claims = run.store.key("evaluation_claims")
+        run.store.redis.hset(claims, "e", "1 rollout-0")
+        run.claim_evaluation("rollout-0", Version(term=1, step=0))
+        assert run.give_back_evaluation("e", "rollout-0", reason=f"no {attempt}", failed=True)
+    assert run.given_up_evaluations() == {"e": f"no {EVALUATION_FAILURES - 1}"}
+    assert run.open_evaluations() == []
+    run.request_evaluation(request("e", 0), 1)
+    assert run.given_up_evaluations() == {}
+    assert run.claim_evaluation("rollout-0", Version(term=1, step=0)) == request("e", 0)
+
+
+def test_a_result_forgets_the_failures_before_it(run: RunStore):
+    run.request_evaluation(request("e", 0), 1)
+    run.claim_evaluation("rollout-0", Version(term=1, step=0))
+    run.give_back_evaluation("e", "rollout-0", reason="broke", failed=True)
+    run.finish_evaluation("e", result("e", 0))
+    assert run.given_up_evaluations() == {}
+    assert list(run.evaluation_results(["e", "other"])) == ["e"]
+
+
+def test_an_older_learner_asks_for_no_evaluation(world: Any):
+    w = world()
+    run = RunStore(w.store)
+    w.ledger.new_term()
+    with pytest.raises(FencedError):
+        run.request_evaluation(request("e", 0), w.term)
+    assert run.open_evaluations() == []
+
+
+def test_a_result_with_figures_by_source_is_read_back(run: RunStore):
+    figures = {"samples": 4, "pass_rate": 0.75, "version": "2.5"}
+    by_source = {"accuracy_by_source": {"a/b": 0.5}, "pass_by_source": {"a/b": 1.0}}
+    made = result("e", 5, **figures, **by_source, problems_by_source={"a/b": 2})
+    run.finish_evaluation("e", made)
+    assert run.evaluation("e") == made
 
 
 def test_results_are_listed_by_step(run: RunStore):

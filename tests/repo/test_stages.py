@@ -89,7 +89,7 @@ def test_ci_requires_vllms_stage(tmp_path: Path) -> None:
         timeout=60,
         check=True,
     )
-    assert said.stdout.splitlines() == ["setup --dev --vllm", "run --require vllm"]
+    assert said.stdout.splitlines() == ["setup --dev --vllm", "run --all --require vllm"]
 
 
 def test_a_stage_that_does_not_exist_cannot_be_required() -> None:
@@ -102,3 +102,30 @@ def test_a_stage_that_does_not_exist_cannot_be_required() -> None:
     )
     assert said.returncode == 2
     assert "invalid choice: 'vlm'" in said.stderr
+
+
+def test_long_stages_are_listed_as_not_run_unless_they_are_asked_for() -> None:
+    asked = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import stages
+stages.checks = lambda: []
+stages.run_stage = lambda stage, *args, required: print("ran", stage.name)
+stages.run_stages(frozenset(sys.argv[3:]), every=sys.argv[2] == "all")
+"""
+
+    def ran(*words: str) -> tuple[set[str], set[str]]:
+        said = subprocess.run(
+            [sys.executable, "-c", asked, str(ROOT / "tests"), *words],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout.splitlines()
+        left = {line.split(":")[1].split()[1] for line in said if "--all runs it" in line}
+        return {line.split()[1] for line in said if line.startswith("ran ")}, left
+
+    long = {"e2e", "faults", "vllm", "package"}
+    assert ran("some") == ({"docs", "unit"}, long)
+    assert ran("some", "vllm") == ({"docs", "unit", "vllm"}, long - {"vllm"})
+    assert ran("all") == ({"docs", "unit"} | long, set())

@@ -114,6 +114,30 @@ def test_the_fast_path_decides_what_is_plain(answer: str, gold: str, verdict: st
     assert decided(answer, gold) == verdict
 
 
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("(1,2)", "\\{1,2\\}", False),
+        ("\\left(1,\\sqrt2\\right)", "x \\in \\{1,\\sqrt2\\}", False),
+        ("(1,2,3)", "\\left\\{1,2,3\\right\\}", False),
+        ("2,1", "\\{1,2\\}", True),
+        ("\\{2,1\\}", "\\{1,2\\}", True),
+        ("(1,2),(3,4)", "\\{(1,2),(3,4)\\}", True),
+        ("(1,2)", "(1,2)", True),
+    ],
+)
+def test_whether_a_tuple_answers_a_set_is_a_setting(answer: str, gold: str, right: bool) -> None:
+    strict = answers.mode("boxed", tuple_for_set=False)
+    found = answers.decide(answer, gold, strict)
+    assert found is not None
+    assert (found.verdict is Verdict.CORRECT) is right
+
+
+def test_by_default_a_tuple_answers_a_set_in_its_order() -> None:
+    assert decided("(1,2)", "\\{1,2\\}") == "correct"
+    assert decided("(2,1)", "\\{1,2\\}") == "wrong"
+
+
 plain_numbers = st.one_of(
     st.integers(-9999, 9999).map(str),
     st.integers(1000, 9_999_999).map(lambda n: f"{n:,}"),

@@ -16,7 +16,8 @@ from tandem.common.errors import ConfigError, TandemError
 from tandem.common.records import Verdict
 from tandem.reward import sandbox
 from tandem.reward.code import code, last_block, read_tests
-from tandem.reward.code_runner import Runner, same_output
+from tandem.reward.code_runner import Runner, same_output, same_result, same_value
+from tandem.reward.expected import expected
 from tandem.reward.grading import Grade, GradeItem, Grader
 from tandem.reward.registry import component
 
@@ -48,7 +49,7 @@ def box(request: pytest.FixtureRequest) -> sandbox.Box:
 
 
 def run(runner: Runner, program: str, *tests: list[str], **changes: Any) -> tuple[int, int, int]:
-    settings: dict[str, Any] = {"seconds": 5.0, "total_seconds": 30.0, "memory_mb": 256}
+    settings: dict[str, Any] = {"seconds": 20.0, "total_seconds": 60.0, "memory_mb": 256}
     return runner.run(program, tests, **{**settings, "stop": False, **changes})
 
 
@@ -167,6 +168,119 @@ def test_all_pass_stops_at_the_first_failure(runner: Runner) -> None:
     assert code(pay="all").judge(2, 2) == (1.0, Verdict.CORRECT)
 
 
+CHEATS = (
+    # The comparison was made in the program's process, by a json that was the program's to patch.
+    """
+import json
+class Anything:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+json.loads = lambda text: Anything()
+json.dumps = lambda value: "1"
+def f(*numbers): return 1
+""",
+    """
+class Anything(int):
+    def __eq__(self, other): return True
+    __hash__ = int.__hash__
+def f(*numbers): return Anything(1)
+""",
+    # What it is asked to find isn't told in any frame, and a report of its own is only a wrong answer.
+    """
+import sys
+def f(*numbers):
+    frame, told = sys._getframe(), []
+    while frame is not None:
+        told.append({**frame.f_locals, **frame.f_globals})
+        frame = frame.f_back
+    for names in told:
+        for value in list(names.values()):
+            if "48" + "271" in repr(value):
+                return int("48" + "271")
+    return 1
+""",
+    "import os\nfor number in range(3, 20):\n    try: os.write(number, b'true')\n    except OSError: pass\nos._exit(0)",
+    "import builtins, atexit\nbuiltins.bool = lambda x: True\natexit.register(lambda: None)\ndef f(x): return 1",
+)
+
+
+@pytest.mark.parametrize("program", CHEATS)
+@pytest.mark.parametrize(
+    "test",
+    [
+        ["call", "f", "[2]", "48271"],
+        ["call", "f", "[2]", "[48271]"],
+        ["assert", "assert f(2) == 48271"],
+        ["assert", "assert 48271 == f(2), 'two'"],
+    ],
+)
+def test_a_program_that_tampers_with_its_process_passes_no_test(
+    runner: Runner, program: str, test: list[str]
+) -> None:
+    assert run(runner, program, test) == (0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "test"),
+    [
+        (
+            "(1, [2.5, None], {'a': {3}, b'b': 1j})",
+            "f(0) == (1, [2.5, None], {'a': {3}, b'b': 1j})",
+        ),
+        ("__import__('collections').OrderedDict(a=1)", "f(0) == {'a': 1}"),
+        ("__import__('collections').Counter('aab')", "f(0) == {'a': 2, 'b': 1}"),
+        ("__import__('collections').namedtuple('P', 'x y')(1, 2)", "f(0) == (1, 2)"),
+        ("__import__('decimal').Decimal('0.5')", "f(0) == 0.5"),
+        ("True", "f(0) is True"),
+        ("None", "f(0) is None"),
+        ("float('inf')", "f(0) == float('inf')"),
+        ("0.1 + 0.2", "abs(f(0) - 0.3) < 1e-9"),
+        ("0", "not f(0)"),
+        ("[]", "f(0) != [1] and isinstance(f(0), list)"),
+        ("frozenset({1})", "f(0) == {1}"),
+        ("'é\\n'", "'é\\n' == f(0)"),
+    ],
+)
+def test_an_assertion_holds_as_it_would_in_the_program(
+    runner: Runner, body: str, test: str
+) -> None:
+    program = f"def f(x):\n    return {body}\n"
+    passes, fails = ["assert", f"assert {test}"], ["assert", f"assert not ({test})"]
+    assert run(runner, program, passes, fails) == (1, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "test"),
+    [
+        ("[1, 2]", "f(0) == (1, 2)"),
+        ("1", "f(0) is True"),
+        ("1", "f(0) == '1'"),
+        ("{1: 2}", "f(0) == {'1': 2}"),
+    ],
+)
+def test_a_value_of_another_kind_is_another_value(runner: Runner, body: str, test: str) -> None:
+    program = f"def f(x):\n    return {body}\n"
+    assert run(runner, program, ["assert", f"assert {test}"]) == (0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [b"", b"4", b"null", b"[]", b"[[]]", b'["float"]', b'["float", "x"]', b'["complex", "1"]', b"\xff",
+     b'["fraction", 1, 0]', b'["fraction", 1e999, 1]', b'["dict", 1]', b'["dict", [["list"], 1]]',
+     b"[" * 100_000, b'["bytes", "x"]', b"9" * 100_000, b'{"list": 1}'],
+)  # fmt: skip
+def test_a_report_that_is_none_is_a_wrong_answer(report: bytes) -> None:
+    asked = expected("assert f(2) == [5]")
+    assert asked is not None
+    assert not same_value(report, asked)
+    assert not same_result(report, "[5]")
+
+
+def test_several_lines_run_in_the_program(runner: Runner) -> None:
+    tests = [["assert", "x = f(2)\nassert x == 4"], ["assert", "x = f(2)\nassert x == 5"]]
+    assert run(runner, SQUARE, *tests) == (1, 2, 0)
+
+
 # --- what a program reaches -------------------------------------------------------------------
 
 
@@ -206,6 +320,107 @@ def test_it_has_no_network_no_root_and_no_other_process(box: sandbox.Box) -> Non
 )
 def test_it_uses_up_no_more_than_it_may(runner: Runner, program: str) -> None:
     assert run(runner, program, ["assert", "assert True"], seconds=3.0)[0] == 0
+
+
+TAKES = "took = lambda: print('took', flush=True)\n"
+BEYOND = (
+    # System V segments that nobody has mapped any more.
+    """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+for number in range(8):
+    segment = libc.shmget(0, 50 << 20, 0o1600)
+    assert segment >= 0
+    at = libc.shmat(segment, None, 0)
+    ctypes.memset(at, 1, 50 << 20)
+    libc.shmdt(ctypes.c_void_p(at))
+took()
+""",
+    # Memory files, 15 MiB each, which no limit of a file's size stops.
+    """
+import os
+for number in range(30):
+    file = os.memfd_create("m")
+    for _ in range(15): os.write(file, b"1" * (1 << 20))
+took()
+""",
+    # Processes of which each is within its own limit.
+    """
+import os, time
+read, write = os.pipe()
+for number in range(5):
+    if os.fork() == 0:
+        held = bytearray(b"1") * (80 << 20)
+        os.write(write, b"1")
+        time.sleep(60)
+for number in range(5): os.read(read, 1)
+time.sleep(1)
+took()
+""",
+    # Shared maps of processes that have left their session.
+    """
+import mmap, os, time
+read, write = os.pipe()
+for number in range(5):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            held = mmap.mmap(-1, 80 << 20)
+            for at in range(0, 80 << 20, 4096): held[at] = 1
+            os.write(write, b"1")
+            time.sleep(60)
+        os._exit(0)
+for number in range(5): os.read(read, 1)
+time.sleep(1)
+took()
+""",
+    # A file system in memory of its own size.
+    """
+import ctypes, os
+libc = ctypes.CDLL(None)
+uid = os.getuid()
+assert libc.unshare(0x10020000) == 0
+assert libc.mount(b"none", b"/tmp", b"tmpfs", 0, b"size=2000m") == 0
+for number in range(30):
+    with open(f"/tmp/{number}", "wb") as file:
+        for _ in range(15): file.write(b"1" * (1 << 20))
+took()
+""",
+    # Its working folder and itself.
+    """
+held = bytearray(b"1") * (80 << 20)
+for number in range(4):
+    with open(str(number), "wb") as file:
+        for _ in range(15): file.write(b"1" * (1 << 20))
+import time
+time.sleep(1)
+took()
+""",
+)
+
+
+@pytest.mark.parametrize("program", BEYOND)
+def test_memory_is_limited_for_all_that_it_starts_together(box: sandbox.Box, program: str) -> None:
+    limits = sandbox.Limits(seconds=20.0, memory_mb=128)
+    ran = box.run(["-I", "-c", TAKES + program], b"", b"", limits)
+    assert b"took" not in ran.output
+    assert not ran.timed_out
+
+
+def test_what_processes_share_is_counted_once(box: sandbox.Box) -> None:
+    program = """
+import os, time
+held = bytearray(b"1") * (60 << 20)
+for number in range(5):
+    if os.fork() == 0:
+        time.sleep(1)
+        os._exit(0)
+for number in range(5): os.wait()
+print("done")
+"""
+    limits = sandbox.Limits(seconds=20.0, memory_mb=128)
+    assert box.run(["-I", "-c", program], b"", b"", limits).output == b"done\n"
 
 
 def test_what_it_started_ends_with_it(runner: Runner) -> None:

@@ -39,6 +39,12 @@ def verdict(mode: str, text: str, gold: str) -> str | None:
         (f"{THOUGHTS} <answer>\\boxed{{41}} \\boxed{{42}}</answer>", True, True),
         (f"{THOUGHTS} <answer>\\boxed{{42</answer>", True, False),
         (f"{THOUGHTS} <answer>41</answer> <answer>42</answer>", True, True),
+        (f"{THOUGHTS} <answer>42</answer> trailing words", True, False),
+        (f"{THOUGHTS} <answer>42</answer> apples</answer>", True, False),
+        (f"{THOUGHTS} <answer>42</answer> 43", True, False),
+        (f"{THOUGHTS} <answer>42 apples</answer>", True, True),
+        (f"{THOUGHTS} <answer>42</answer>.\n", True, True),
+        (f"{THOUGHTS} <answer>41</answer> or rather \\boxed{{42}}", True, True),
     ],
 )
 def test_r1_zero_pays_the_answer_only_in_its_literal_form(

@@ -212,7 +212,7 @@ def test_groups_are_graded_committed_and_receipted(
     for group in run.ledger.fetch(row):
         assert [s.verdict for s in group.samples] == [Verdict.CORRECT, Verdict.WRONG]
         assert [s.reward for s in group.samples] == [1.0, 0.0]
-        assert group.samples[0].grader == "boxed@3"
+        assert group.samples[0].grader == "boxed@4"
 
 
 def test_a_group_sent_again_is_a_duplicate_and_is_answered(

@@ -27,7 +27,7 @@ DECIDES = (
     "values",
 )
 """Files of ``reward/`` in which a verdict is made."""
-RECORDED = (3, "242dd3e507a099ca")
+RECORDED = (4, "22d8a9468f4e43c6")
 """The version, and the digest of those files when it was last looked at."""
 
 

@@ -23,6 +23,7 @@ def _beside(name: str, path: Path) -> ModuleType:
 
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
 tiny_models = _beside("rollout_tiny_models", HERE / "tiny_models.py")
 stand_in_pool = _beside("rollout_stand_in_pool", HERE / "stand_in_pool.py")
 # By its own name: the tests import from it.

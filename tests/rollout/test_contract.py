@@ -65,6 +65,14 @@ def test_weights_that_do_not_fit_are_told_apart(changed: dict[str, Any], told: s
         (asks(0), "no tokens"),
         (asks(prefix_tokens=(ids(5),)), "1 prefixes for 2 samples"),
         (asks(sampling=SamplingParams(max_new_tokens=0)), "max_new_tokens is under 1"),
+        (
+            asks(prefix_tokens=ids(5), prefix_logprobs=(None,)),
+            "log-probs of 1 prefixes for 2 samples",
+        ),
+        (
+            asks(prefix_tokens=ids(5, 6), prefix_logprobs=(None, np.zeros(1, np.float32))),
+            "1 recorded log-probs for a prefix of 2 tokens",
+        ),
         (asks(prefix_tokens=ids(32)), "outside the model's 32"),
         (asks(prefix_tokens=(ids(5), ids(-1))), "outside the model's 32"),
         (asks(prefix_tokens=ids(5, 1)), "end token"),
@@ -97,6 +105,23 @@ def test_a_sample_is_its_prefix_and_what_was_sampled_after_it(tiny: Any) -> None
     assert [(s.step, s.start, s.end) for s in first.spans] == [(1, 2, 4), (2, 4, 5)]
     assert [(s.step, s.start, s.end) for s in second.spans] == [(1, 0, 2), (2, 2, 3)]
     assert first.text == tiny.tokenizer().decode([7, 8, 9, 10])
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_prefix_keeps_the_log_probs_that_its_writer_recorded(tiny: Any, each: bool) -> None:
+    recorded = np.array([-0.25, -1.5], dtype=np.float32)
+    request = asks(
+        prefix_tokens=(ids(7, 8), ids(9)) if each else ids(7, 8),
+        prefix_logprobs=(recorded, None) if each else recorded,
+    )
+    response = Response(
+        ids(10), np.array([-3.0], dtype=np.float32), ((V1, 0, 1),), FinishReason.STOP
+    )
+    group = Running(request, lambda _: None, finished={0: response, 1: response})
+    first, second = finished_group(group, tiny.tokenizer()).samples
+    np.testing.assert_array_equal(first.logprobs, [-0.25, -1.5, -3.0])
+    lacking = [np.nan, -3.0] if each else [-0.25, -1.5, -3.0]
+    np.testing.assert_array_equal(second.logprobs, lacking)
 
 
 def test_groups_enter_together_or_not_at_all() -> None:

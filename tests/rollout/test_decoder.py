@@ -8,16 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.common.agreement import Probe
 from tandem.common.errors import TandemError
-from tandem.rollout.decoder import (
-    DirectDecoder,
-    GenericDecoder,
-    KeyValues,
-    choose,
-    disagreement,
-    rms_norm,
-    why_not_direct,
-)
+from tandem.rollout import choice
+from tandem.rollout.choice import choose
+from tandem.rollout.decoder import DirectDecoder, KeyValues, rms_norm, why_not_direct
+from tandem.rollout.generic_decoder import GenericDecoder
+
+LONGEST = 40
+
+
+def disagreement(model: Any, decoder: Any) -> float:
+    """Greatest difference from the model's own log-probs and entropies, in nats."""
+    return choice.disagreement(model, decoder, Probe.of(model, LONGEST)).most
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral"])
@@ -42,32 +45,51 @@ def test_bfloat16_stays_near_transformers(tiny: Any, kind: str) -> None:
     model = tiny.model(kind, dtype=torch.bfloat16)
     decoder = choose(model)
     assert isinstance(decoder, DirectDecoder)
-    assert disagreement(model, decoder) < 0.1
+    assert disagreement(model, decoder) < 0.3
+
+
+def test_a_model_as_certain_as_a_trained_one_is_not_refused_for_its_rounding(tiny: Any) -> None:
+    model = tiny.model("llama")
+    with torch.no_grad():
+        model.get_output_embeddings().weight *= 100.0
+    probe = Probe.of(model, LONGEST)
+    found = choice.disagreement(model, DirectDecoder(model), probe)
+    certain = max(float(own.logprobs.abs().max()) for own in probe.own)
+    assert certain > 100
+    assert probe.bound == pytest.approx(1e-4 * certain / 5)
+    assert probe.allows(found)
+    assert isinstance(choose(model), DirectDecoder)
+    # What it passes is still rounding.
+    model.model.layers[0].mlp.down_proj.weight.data *= 1.01
+    assert not probe.allows(choice.disagreement(model, DirectDecoder(model), probe))
+
+
+def test_layers_that_a_config_counts_are_no_window(tiny: Any) -> None:
+    model = tiny.model("qwen2")
+    assert model.config.max_window_layers < LONGEST
+    assert [row.window for row in Probe.of(model, LONGEST).rows if row.long] == []
 
 
 def test_a_model_whose_layers_do_something_else_is_found_out(tiny: Any) -> None:
     model = tiny.model("llama")
     forward = model.model.layers[1].mlp.forward
     model.model.layers[1].mlp.forward = lambda x: 2.0 * forward(x)
-    assert why_not_direct(model) is None
+    assert why_not_direct(model, LONGEST) is None
     assert isinstance(choose(model), GenericDecoder)
 
 
 def test_a_length_dependent_rope_is_left_to_transformers(tiny: Any) -> None:
     model = tiny.model("llama")
     model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    assert why_not_direct(model) == "rope type dynamic"
+    assert why_not_direct(model, LONGEST) == "rope type dynamic"
 
 
-def test_sliding_windows_are_refused(tiny: Any) -> None:
-    model = tiny.model("qwen2")
-    model.config.layer_types = ["full_attention", "sliding_attention"]
-    with pytest.raises(TandemError, match="sliding_attention"):
-        choose(model)
+def test_a_sliding_window_goes_through_transformers_where_rows_reach_it(tiny: Any) -> None:
     model = tiny.model("mistral")
     model.config.sliding_window = 16
-    with pytest.raises(TandemError, match="16 tokens"):
-        choose(model)
+    assert why_not_direct(model, 18) == "a sliding window of 16 tokens"
+    assert isinstance(choose(model, longest=40), GenericDecoder)
+    assert isinstance(choose(model, longest=17), DirectDecoder)
 
 
 def test_fused_parameters_are_still_the_models_own(tiny: Any) -> None:

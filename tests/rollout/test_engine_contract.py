@@ -13,7 +13,13 @@ from engine_calls import collect, in_engine
 
 from tandem.common.errors import WeightsError
 from tandem.common.records import FinishReason, Sample, SamplingParams, Source, Version
-from tandem.rollout.engine import Engine, FinishedGroup, GroupRequest, NamedWeights
+from tandem.rollout.engine import (
+    Engine,
+    FinishedGroup,
+    GroupRequest,
+    NamedWeights,
+    Scorer,
+)
 
 V1, V2 = Version(term=1, step=1), Version(term=1, step=2)
 NewEngine = Callable[..., Any]
@@ -619,5 +625,93 @@ class TestWeightsInFlight:
         assert {s.name: (s.shape, s.dtype) for s in specs} == expected
 
 
+class TestScores:
+    """What an engine says of given tokens, which is how new weights are checked."""
+
+    @pytest.mark.parametrize("temperature", [1.0, 1.3])
+    def test_are_those_of_a_full_forward_at_the_temperature(
+        self, new_engine: NewEngine, tiny: Any, temperature: float
+    ) -> None:
+        rows = [prompt(20), prompt(2, 1), prompt(33, 2)]
+        found = in_engine(new_engine(tiny.model()), lambda e: e.score(rows, temperature))
+        reference = tiny.model()
+        for row, scored in zip(rows, found, strict=True):
+            tokens = torch.from_numpy(row).long()
+            with torch.no_grad():
+                logits = reference(input_ids=tokens[None]).logits[0, :-1].float()
+            every = (logits / temperature).log_softmax(-1)
+            expected = every.gather(1, tokens[1:, None])[:, 0].numpy()
+            assert scored.dtype == np.float32
+            np.testing.assert_allclose(scored, expected, atol=3e-5)
+
+    @pytest.mark.parametrize("temperature", [1.0, 1.3])
+    def test_are_the_logprobs_that_were_recorded(
+        self, new_engine: NewEngine, tiny: Any, temperature: float
+    ) -> None:
+        request = asks("0-0", temperature=temperature)
+
+        async def scenario(engine: Any) -> tuple[FinishedGroup, list[np.ndarray]]:
+            group = (await collect(engine, request))["0-0"]
+            rows = [np.concatenate([request.prompt_tokens, s.tokens]) for s in group.samples]
+            return group, await engine.score(rows, temperature)
+
+        group, found = in_engine(new_engine(tiny.model()), scenario)
+        for sample, scored in zip(group.samples, found, strict=True):
+            recorded = scored[len(request.prompt_tokens) - 1 :]
+            np.testing.assert_allclose(recorded, sample.logprobs, atol=3e-5)
+
+    def test_come_while_groups_are_generated(self, new_engine: NewEngine, tiny: Any) -> None:
+        row = prompt(20)
+
+        async def scenario(engine: Any) -> tuple[np.ndarray, np.ndarray, FinishedGroup]:
+            alone = (await engine.score([row]))[0]
+            running = asyncio.create_task(collect(engine, asks("0-0", count=8, new=100)))
+            while engine.stats().decode_steps < 3:
+                await asyncio.sleep(0.001)
+            beside = (await engine.score([row]))[0]
+            return alone, beside, (await running)["0-0"]
+
+        alone, beside, group = in_engine(new_engine(tiny.model()), scenario)
+        np.testing.assert_allclose(alone, beside, atol=3e-5)
+        assert len(group.samples) == 8
+
+    def test_are_those_of_new_weights_once_they_are_loaded(
+        self, new_engine: NewEngine, tiny: Any
+    ) -> None:
+        row = prompt(20)
+
+        async def scenario(engine: Any) -> list[np.ndarray]:
+            await engine.load(NamedWeights(tiny.weights(tiny.model(seed=1))), V2)
+            found: list[np.ndarray] = await engine.score([row])
+            return found
+
+        loaded = in_engine(new_engine(tiny.model(), version=V1), scenario)[0]
+        fresh = in_engine(new_engine(tiny.model(seed=1)), lambda e: e.score([row]))[0]
+        np.testing.assert_allclose(loaded, fresh, atol=3e-5)
+
+
+def test_an_urgent_group_does_not_wait_its_turn(new_engine: NewEngine, tiny: Any) -> None:
+    async def scenario(engine: Any) -> list[str]:
+        order: list[str] = []
+
+        async def one(request: GroupRequest) -> None:
+            async for group in engine.generate([request]):
+                order.append(group.group_id)
+
+        tasks = [asyncio.create_task(one(asks("0-0", count=4, new=100, temperature=0.0)))]
+        while engine.stats().decode_steps < 2:
+            await asyncio.sleep(0.001)
+        tasks.append(asyncio.create_task(one(asks("0-1", count=4, new=100))))
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(one(asks("check", count=2, new=2, urgent=True))))
+        await asyncio.wait(tasks)
+        return order
+
+    order = in_engine(new_engine(tiny.model(), max_rows=4), scenario)
+    assert order.index("check") < order.index("0-1")
+
+
 def test_it_is_an_engine(new_engine: NewEngine, tiny: Any) -> None:
-    assert isinstance(new_engine(tiny.model()), Engine)
+    engine = new_engine(tiny.model())
+    assert isinstance(engine, Engine)
+    assert isinstance(engine, Scorer)

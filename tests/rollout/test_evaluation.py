@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,7 @@ def test_figures_are_those_of_the_grades() -> None:
     assert found.accuracy == pytest.approx(2 / 6)
     assert found.pass_rate == pytest.approx(2 / 3)
     assert found.by_source == {"a": pytest.approx(0.25), "b": pytest.approx(0.5)}
+    assert found.pass_by_source == {"a": pytest.approx(0.5), "b": pytest.approx(1.0)}
     assert found.problems_by_source == {"a": 2, "b": 1}
     assert found.format_share == pytest.approx(5 / 6)
     assert found.right_and_formed == pytest.approx(2 / 6)
@@ -167,3 +170,55 @@ def test_the_shipped_model_does_short_chains_and_no_long_ones(tmp_path: Path) ->
     assert found[8].accuracy < 0.05
     assert found[2].by_source == {"miniature": found[2].accuracy}
     assert dataclasses.asdict(found[2])["step"] is None
+
+
+def _chains(path: Path, count: int) -> Path:
+    """Held-out problems that the shipped model answers nearly always, if it takes likely tokens."""
+    from random import Random
+
+    import pyarrow.parquet as pq
+
+    from tandem.launch.miniature.parquet import table
+    from tandem.launch.miniature.problems import distinct
+
+    rows = table(distinct(Random(2), 2, count), split="heldout", with_target=False)
+    pq.write_table(rows, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "engine", ["torch", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(300)])]
+)
+def test_the_command_samples_from_the_nucleus_that_it_is_told(
+    engine: str, tmp_path: Path, tandem_command: str
+) -> None:
+    data = _chains(tmp_path / "chains.parquet", 30)
+    words = [tandem_command, "evaluate", "miniature", "--model", "miniature", "--data", str(data)]
+    words += ["--json", f"rollout.engine={engine}", "--temperature", "2"]
+
+    def accuracy(*more: str) -> float:
+        done = subprocess.run(
+            [*words, *more], capture_output=True, text=True, timeout=200, check=True, cwd=tmp_path
+        )
+        found: float = json.loads(done.stdout)["accuracy"]
+        return found
+
+    # At temperature 2 the model is often wrong; a small nucleus holds one token.
+    assert accuracy("--top-p", "0.01") > 0.9
+    if engine == "torch":
+        assert accuracy() < 0.8
+
+
+def test_a_nucleus_that_is_none_is_refused_with_its_setting(
+    tmp_path: Path, tandem_command: str
+) -> None:
+    done = subprocess.run(
+        [tandem_command, "evaluate", "--model", "miniature", "--data", "x", "--top-p", "1.5"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert "evaluate.top_p" in done.stderr

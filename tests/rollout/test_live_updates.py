@@ -284,9 +284,9 @@ def test_logprobs_are_those_of_the_learners_own_forward(history: History) -> Non
 # An engine in bfloat16.
 
 BITS = 16
-CLEAR = 0.5
+CLEAR = 1.5
 """Distance of the two best logits from which on bfloat16 leaves no doubt: they are under 32, where
-its steps are 0.125."""
+its steps are 0.125, and a few layers of other orders of summation add up to some steps."""
 FEW = 3
 
 
@@ -346,10 +346,11 @@ def test_an_engine_in_bfloat16_gets_bfloat16_and_says_what_generate_says(
             worker("greedy", prompts, NEW_TOKENS), expected, margins, strict=True
         ):
             assert {(span.term, span.step) for span in spans} == {(term, step)}
-            clear = next((i for i, m in enumerate(apart) if m < CLEAR), len(apart))
-            clear = min(clear, len(tokens))
-            assert tokens[:clear] == row[:clear]
-            compared += clear
+            pairs = enumerate(zip(tokens, row, strict=False))
+            alike = next((i for i, (one, other) in pairs if one != other), len(tokens))
+            # They may part only where `generate` itself was in doubt.
+            assert alike == len(tokens) or apart[alike] < CLEAR, (alike, apart[alike])
+            compared += alike
             same += len(tokens)
     assert compared > same / 2
     worker("rest")

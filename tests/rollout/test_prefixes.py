@@ -23,12 +23,12 @@ def config_of(limit: int = 100, **expert: Any) -> Config:
     )
 
 
-def trace(length: int) -> ExpertTrace:
+def trace(length: int, logprobs: np.ndarray | None = None) -> ExpertTrace:
     return ExpertTrace(
         trace_id="a/0#0",
         problem_id="a/0",
         tokens=np.arange(length, dtype=np.int32),
-        logprobs=None,
+        logprobs=logprobs,
         text="",
         tokenizer_digest="",
         reward=1.0,
@@ -37,14 +37,23 @@ def trace(length: int) -> ExpertTrace:
 
 
 def lengths(config: Config, *traces: ExpertTrace, group: str = "0-0", step: int = 0) -> list[int]:
-    return [len(one) for one in prefixes(config, group, step, traces)]
+    return [len(one) for one in prefixes(config, group, step, traces).tokens]
 
 
 def test_the_last_samples_begin_with_the_traces() -> None:
     config = config_of(prefix="fixed", prefix_low=0.2, prefix_high=0.6)
     assert lengths(config, trace(10), trace(20)) == [0, 0, 0, 2, 12]
-    *_, last = prefixes(config, "0-0", 0, [trace(10)])
+    *_, last = prefixes(config, "0-0", 0, [trace(10)]).tokens
     assert last.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_recorded_log_probs_are_cut_with_their_tokens() -> None:
+    config = config_of(prefix="fixed", prefix_low=0.2, prefix_high=0.6)
+    recorded = -np.arange(20, dtype=np.float32)
+    found = prefixes(config, "0-0", 0, [trace(10), trace(20, recorded)])
+    assert found.logprobs[:4] == (None, None, None, None)
+    assert found.logprobs[4] is not None
+    assert found.logprobs[4].tolist() == [-float(n) for n in range(12)]
 
 
 @pytest.mark.parametrize(("limit", "longest"), [(100, 9), (8, 7)])

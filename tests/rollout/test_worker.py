@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from tandem.common.records import (
     Version,
 )
 from tandem.common.telemetry import Clock
+from tandem.common.weights.scored_rows import ScoredRows, fixed_rows
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger, LedgerSettings, Row
 from tandem.replay.members import Members
@@ -56,6 +57,11 @@ sys.exit(main(join, config, name=sys.argv[2], folder=None))
 """
 
 
+HERE = Path(__file__).resolve().parent
+ENGINES = os.pathsep.join(map(str, (HERE, HERE.parent / "faults")))
+"""Where engines of the tests' own are found."""
+
+
 def until(holds: Callable[[], Any], what: str | Callable[[], str], deadline: float = 40.0) -> Any:
     """Waits for a true value and returns it."""
     end = time.monotonic() + deadline
@@ -70,7 +76,9 @@ def until(holds: Callable[[], Any], what: str | Callable[[], str], deadline: flo
 class Bench:
     """Everything of a run but the worker: Redis, ledger, pool, and a learner that only counts."""
 
-    def __init__(self, server: Any, pool_of: Any, folder: Path) -> None:
+    def __init__(
+        self, server: Any, pool_of: Any, folder: Path, config: Config | None = None
+    ) -> None:
         from tandem.learner.publish import WeightPublisher
 
         self.server = server
@@ -80,7 +88,7 @@ class Bench:
         self.runs = RunStore(self.store)
         self.ledger = Ledger(self.store, "learner-0")
         self.members = Members(self.store)
-        self.config = settings()
+        self.config = config or settings()
         tokenizer = load_tokenizer("miniature")
         self.problems = [problem(tokenizer, number) for number in range(40)]
         self.runs.put_config(to_yaml(self.config))
@@ -90,6 +98,8 @@ class Bench:
         self.runs.put_eval_set("heldout", self.problems[:12])
         self.ledger.create(LedgerSettings.of(self.config, [("train", 40, 1)], "digest"))
         self.model = load_model("miniature")
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+        self.judged: list[Group] = []
         self.term = self.ledger.new_term()
         self.publisher = WeightPublisher(self.store, self.join, self.config, self.term, "learner-0")
         self.publisher.start()
@@ -119,13 +129,28 @@ class Bench:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.mul_(1.0001)
-        self.publisher.publish(
-            Version(term=self.term, step=step), list(self.model.named_parameters())
+        named = list(self.model.named_parameters())
+        self.weights[step] = {name: p.detach().clone() for name, p in named}
+        self.publisher.publish(Version(term=self.term, step=step), named, self._scored())
+
+    def _scored(self) -> ScoredRows:
+        """What the weights make of the rows by which workers check theirs."""
+        rows = fixed_rows(self.model.config.vocab_size, 256, seed=7)
+        found = self.logprobs(torch.from_numpy(rows))
+        return ScoredRows(
+            rows=tuple(map(tuple, rows.tolist())), logprobs=tuple(map(tuple, found.tolist()))
         )
+
+    @torch.no_grad()
+    def logprobs(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``[B, S - 1]`` of all tokens but the first, by the model as it is."""
+        every = self.model(input_ids=tokens).logits[:, :-1].float().log_softmax(-1)
+        return every.gather(2, tokens[:, 1:, None]).squeeze(2)
 
     def _judge(self, group: Group) -> tuple[CommitResult, str] | None:
         if self.silent:
             return None
+        self.judged.append(group)
         graded = [
             dataclasses.replace(sample, verdict=Verdict.WRONG, reward=0.0)
             for sample in group.samples
@@ -133,7 +158,7 @@ class Bench:
         ledger = Ledger(self.store, "reward-0")
         return ledger.commit(dataclasses.replace(group, samples=tuple(graded))), ""
 
-    def worker(self, name: str = "rollout-0") -> subprocess.Popen[bytes]:
+    def worker(self, name: str = "rollout-0", **environment: str) -> subprocess.Popen[bytes]:
         """Starts a worker process."""
         path = self.folder / "join.json"
         path.write_text(json.dumps(dataclasses.asdict(self.join)))
@@ -142,7 +167,7 @@ class Bench:
                 [sys.executable, "-c", START, str(path), name],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ENGINES, **environment},
             )
         self.workers.append(process)
         return process
@@ -193,7 +218,7 @@ class Bench:
         self.store.close()
 
 
-def settings() -> Config:
+def settings(*overrides: str) -> Config:
     return build(
         {
             "run": {"steps": 1000, "seed": 7},
@@ -204,7 +229,8 @@ def settings() -> Config:
             "rollout": {"group_size": 4, "groups_per_batch": 3, "max_new_tokens": 40},
             "replay": {"groups_per_step": 2, "max_staleness": 1, "lease_seconds": 20},
             "launch": {"drain_seconds": 20},
-        }
+        },
+        overrides,
     )
 
 
@@ -228,7 +254,7 @@ def trace(tokenizer: Any, number: int) -> ExpertTrace:
         trace_id=f"train/{number}#0",
         problem_id=f"train/{number}",
         tokens=tokens,
-        logprobs=None,
+        logprobs=-np.arange(len(tokens), dtype=np.float32) / 8,
         text=text,
         tokenizer_digest="",
         reward=1.0,
@@ -283,6 +309,9 @@ def test_a_sample_begins_with_a_part_of_the_problems_trace(
         whole = known.get(group.problem_id)
         half = 0 if whole is None else len(whole) // 2
         assert begun == [0, 0, 0, half]
+        # The expert's own log-probs, which the weight of its tokens divides by.
+        recorded = -np.arange(half, dtype=np.float32) / 8
+        np.testing.assert_array_equal(group.samples[-1].logprobs[:half], recorded)
         assert group.trace_ids == ()
         last = group.samples[-1]
         assert half < len(last.tokens) <= 40
@@ -310,13 +339,28 @@ def test_it_follows_the_published_versions(bench: Bench, worker: subprocess.Pope
 def test_it_makes_a_due_evaluation(bench: Bench, worker: subprocess.Popen[bytes]) -> None:
     bench.train(1)
     bench.runs.request_evaluation(
-        EvaluationRequest(id="heldout@1", set_name="heldout", step=bench.step, limit=10)
+        EvaluationRequest(id="heldout@1", set_name="heldout", step=bench.step, limit=10),
+        bench.term,
     )
     result = until(lambda: bench.runs.evaluation("heldout@1"), "the evaluation")
     assert result.problems == 10
     assert result.step == bench.step
     assert 0.0 <= result.accuracy <= 1.0
     assert result.member == "rollout-0"
+    assert result.version == f"{bench.term}.{bench.step}"
+    assert sum(result.problems_by_source.values()) == 10
+    assert result.accuracy_by_source.keys() == result.problems_by_source.keys()
+
+
+def test_an_evaluation_that_can_not_be_made_is_given_up_and_the_worker_goes_on(
+    bench: Bench, worker: subprocess.Popen[bytes]
+) -> None:
+    bench.runs.request_evaluation(
+        EvaluationRequest(id="lost@1", set_name="lost", step=bench.step), bench.term
+    )
+    until(lambda: bench.runs.given_up_evaluations(), "the end of the attempts")
+    assert "no held-out set 'lost'" in bench.runs.given_up_evaluations()["lost@1"]
+    bench.train(1)
 
 
 def test_it_reports_what_it_does(bench: Bench, worker: subprocess.Popen[bytes]) -> None:
@@ -377,6 +421,133 @@ def test_it_ends_by_itself_when_the_run_is_finished(bench: Bench) -> None:
     until(lambda: bench.held(), "the new worker")
     bench.runs.set_state("finished")
     assert process.wait(20) == 0, bench.log()[-2000:]
+
+
+LATE = (
+    "rollout.engine=late_engine:make",
+    "expert.per_group=0",
+    "expert.prefix=null",
+    "replay.group_deadline_seconds=1.5",
+    "replay.max_attempts=1",
+)
+"""Half of the groups have samples that end, none has only such samples."""
+
+
+@pytest.mark.parametrize("stragglers", ["mask", "leave_out"])
+def test_at_its_deadline_a_group_keeps_what_was_sampled(
+    tmp_path: Path, pools: Any, servers: Any, stragglers: str
+) -> None:
+    (tmp_path / "redis").mkdir()
+    config = settings(*LATE, f"learner.objective.stragglers={stragglers}")
+    with servers.running(tmp_path / "redis") as server:
+        bench = Bench(server, pools.StandInPool, tmp_path, config)
+        try:
+            bench.worker()
+            groups = bench.train(1)
+            for group in groups:
+                assert int(group.prompt_tokens.sum()) % 2 == 0
+                # The fourth never began: without a token it can be no row.
+                *ended, late = group.samples
+                assert [s.finish_reason for s in ended] == [FinishReason.STOP] * 2
+                assert late.finish_reason is FinishReason.DEADLINE
+                assert len(late.tokens) > max(len(s.tokens) for s in ended)
+                assert np.isfinite(late.logprobs).all()
+                assert late.spans[-1].end == len(late.tokens)
+
+            def reported() -> dict[str, int] | None:
+                report = bench.runs.reports().get("rollout-0")
+                found = report["counts"] if report else {"groups": 0}
+                return found if found["groups"] >= 2 else None
+
+            counts = until(reported, "a report of both groups")
+            assert counts["partial_groups"] == counts["groups"]
+            # Where no sample ended nothing can be learned: a failed attempt.
+            until(bench.ledger.dead_letters, "a group that was given up")
+            for dead in bench.ledger.dead_letters():
+                assert dead["reason"] == "0 of 4 samples finished before its deadline"
+        finally:
+            bench.close()
+
+
+PLANTED = (
+    "rollout.engine=planted_engine:make",
+    "expert.per_group=0",
+    "expert.prefix=null",
+    "replay.max_attempts=1",
+)
+"""One failed attempt of a group is its last."""
+
+
+@pytest.fixture
+def planted(tmp_path: Path, pools: Any, servers: Any) -> Iterator[Bench]:
+    (tmp_path / "redis").mkdir()
+    with servers.running(tmp_path / "redis") as server:
+        bench = Bench(server, pools.StandInPool, tmp_path, settings(*PLANTED))
+        try:
+            yield bench
+        finally:
+            bench.close()
+
+
+def steps_of(groups: Sequence[Group]) -> set[int]:
+    return {span.step for g in groups for sample in g.samples for span in sample.spans}
+
+
+def test_it_leaves_when_its_weights_are_not_those_that_were_published(planted: Bench) -> None:
+    process = planted.worker(TANDEM_PLANTED="2,99")
+    planted.train(1)
+    planted.runs.request_evaluation(
+        EvaluationRequest(id="heldout@2", set_name="heldout", step=2, limit=10), planted.term
+    )
+    planted.train(1)
+    assert process.wait(30) == 65, planted.log()[-3000:]
+    said = planted.log()
+    version = f"version {planted.term}.2 isn't what the learner published"
+    assert said.count(version) == 2
+    assert "what it sampled is discarded, and it is fetched anew" in said
+    assert "given rows: row " in said
+    assert "learner's -" in said
+    assert "loaded 2 times. If it is the engine's own rounding, raise weights.check_bound" in said
+    assert "rollout-0 ends so that a fresh process can try again" in said
+    # No token of that version has left it, and nothing is lost or counted against anybody.
+    assert steps_of(planted.judged) <= {0, 1}
+    assert planted.runs.evaluation("heldout@2") is None
+    assert planted.ledger.dead_letters() == []
+    assert planted.ledger.counts().get("leased", 0) == 0
+    # The next one has no fault, and does what was given back.
+    planted.worker()
+    planted.train(2)
+    until(lambda: max(steps_of(planted.judged)) >= 2, "samples of the version or a later one")
+    until(lambda: planted.runs.evaluation("heldout@2"), "the evaluation")
+
+
+def test_a_version_that_was_loaded_wrongly_once_is_fetched_anew(planted: Bench) -> None:
+    process = planted.worker(TANDEM_PLANTED="2,1")
+    planted.train(5)
+    assert process.poll() is None, planted.log()[-3000:]
+
+    def checked() -> dict[str, Any] | None:
+        found = planted.runs.reports().get("rollout-0", {}).get("weights", {})
+        return found if found.get("check", {}).get("failures") else None
+
+    report = until(checked, "a report of the failure")
+    assert report["reloaded"] == 1
+    assert report["check"]["failures"] == 1
+    assert report["check"]["checks"] >= 3
+    assert not report["check"]["suspect"]
+    told = planted.runs.reports()["rollout-0"]["alarm"]
+    assert f"version {planted.term}.2 isn't what the learner published (given rows: row" in told
+    assert report["check"]["difference"] <= report["check"]["bound"]
+    assert planted.ledger.dead_letters() == []
+    # Whatever was submitted was sampled from the weights that it names.
+    for group in planted.judged:
+        for sample in group.samples:
+            if len(sample.spans) > 1:
+                continue
+            planted.model.load_state_dict(planted.weights[sample.spans[0].step], strict=False)
+            row = torch.from_numpy(np.concatenate([group.prompt_tokens, sample.tokens]))
+            scored = planted.logprobs(row.long()[None])[0, len(group.prompt_tokens) - 1 :]
+            np.testing.assert_allclose(scored.numpy(), sample.logprobs, atol=1e-3)
 
 
 def test_shares_of_time_count_what_is_still_going_on() -> None:

@@ -51,7 +51,8 @@ class RawLearner:
             message = unpack(frames)
             if isinstance(message, kind):
                 return message
-            assert type(message).__name__ in ("Have", "Ack"), message
+            # STAGED is repeated until COMMIT comes.
+            assert type(message).__name__ in ("Have", "Ack", "Staged"), message
 
     def send(self, message: Any) -> None:
         """To the worker that spoke last."""

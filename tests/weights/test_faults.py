@@ -15,6 +15,7 @@ from weight_processes import FlippedByte, as_bytes, config, model, specs_of
 from tandem.common.errors import WeightsError
 from tandem.common.records import Version
 from tandem.common.weights.protocol import Commit, Committed, Have, Refused, Staged
+from tandem.learner.weight_service import WeightService
 
 TRANSPORTS = ("gloo", "shared_memory")
 BIG = specs_of(model(0, big=True))
@@ -304,3 +305,47 @@ def test_a_commit_before_the_bytes_are_checked_changes_nothing(run: Any, raw: Ra
     assert raw.expect(Have).version is None
     raw.send(Commit(round="a", run_id=raw.run_id, version=v(1)))
     assert worker.next() == (v(1), weights_of(1))
+
+
+def test_a_worker_repeats_what_it_has_staged_until_commit_comes(run: Any, raw: RawLearner) -> None:
+    worker = Setting(run, "shared_memory").worker()
+    raw.expect(Have)
+    raw.prepare("a", v(1))
+    first = raw.expect(Staged)
+    # Nobody answers, as where the connection broke with the message on it.
+    assert raw.expect(Staged, seconds=10) == first
+    # Each repetition may be answered; one is enough.
+    for _ in range(3):
+        raw.send(Commit(round="a", run_id=raw.run_id, version=v(1)))
+    assert worker.next(DEADLINE) == (v(1), weights_of(1))
+    assert raw.expect(Committed).version == v(1)
+    committed(raw, worker, "b", v(2))
+
+
+@pytest.mark.parametrize("lost", [Staged, Commit, Committed])
+def test_a_message_that_is_lost_costs_seconds_and_not_a_deadline(
+    run: Any, monkeypatch: pytest.MonkeyPatch, lost: type
+) -> None:
+    patient = config(
+        transport="shared_memory", open_seconds=300, stage_seconds=300, commit_seconds=300
+    )
+    gone = []
+
+    def losing(real: Any, message: int) -> Any:
+        def pass_on(*args: Any) -> None:
+            if isinstance(args[message], lost) and not gone:
+                gone.append(args[message])
+            else:
+                real(*args)
+
+        return pass_on
+
+    for name, message in (("_on_staged", 3), ("_on_committed", 3), ("_send", 2)):
+        monkeypatch.setattr(WeightService, name, losing(getattr(WeightService, name), message))
+    publisher = run.publisher(config=patient)
+    worker = Setting(run, "shared_memory").worker(config=patient)
+    publish(publisher, 1, others=(worker,))
+    publisher.wait_served(v(1), DEADLINE)
+    assert len(gone) == 1
+    publish(publisher, 2, others=(worker,))
+    publisher.wait_served(v(2), DEADLINE)

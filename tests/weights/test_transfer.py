@@ -10,6 +10,7 @@ from weight_processes import FlippedByte, as_bytes, config, listening, model, sp
 
 from tandem.common.errors import DeadlineError, WeightsError
 from tandem.common.records import Version
+from tandem.common.weights.scored_rows import ScoredRows
 
 
 def v(step: int, term: int = 1) -> Version:
@@ -262,3 +263,26 @@ def test_another_layout_is_refused_by_name(run: Any) -> None:
         publisher.publish(v(2), model(2)[:-1])
     publisher.publish(v(2), model(2))
     assert run.worker().next() == (v(2), as_bytes(model(2)))
+
+
+def test_what_the_learner_scored_goes_with_a_version_and_with_its_restamps(run: Any) -> None:
+    publisher = run.publisher()
+    told = [ScoredRows(rows=((3, 1, 2),), logprobs=((-0.5, -float(step)),)) for step in range(3)]
+
+    def offered() -> tuple[Version, ScoredRows | None, ScoredRows | None]:
+        """To a worker that joins now: with checksums, and before they are taken."""
+        pin, version, _ = publisher._slots.pin_newest(begin=False)
+        outline = pin.slot.outline_of("run", version).scored
+        whole = pin.slot.manifest_of("run", version).scored
+        pin.release()
+        return version, outline, whole
+
+    publisher.publish(v(1), model(1), told[1])
+    assert offered() == (v(1), told[1], told[1])
+    publisher.restamp(v(2))
+    assert offered() == (v(2), told[1], told[1])
+    publisher.publish(v(3), model(3), told[2])
+    assert offered() == (v(3), told[2], told[2])
+    # Its buffer had another version's before.
+    publisher.publish(v(4), model(4))
+    assert offered() == (v(4), None, None)

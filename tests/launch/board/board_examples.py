@@ -48,6 +48,20 @@ def record(step: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def alarmed(step: int, **more: Any) -> dict[str, Any]:
+    """A step whose samples the learner doesn't score as they were sampled."""
+    figures = {"lag": 0.0, "tokens": 812.0, "log_ratio": 0.25, "log_ratio_bound": 2e-05}
+    return record(
+        step, **{f"ratio/{k}": v for k, v in figures.items()}, **{"ratio/alarm": 1.0}, **more
+    )
+
+
+ALARM = (
+    "log-probs as sampled and as learned differ (lag 0, 812 tokens): "
+    "mean |log π/μ| 0.25 (bound 2e-05)"
+)
+
+
 def evaluated(step: int, accuracy: float, **more: Any) -> dict[str, Any]:
     """An evaluation, as the learner writes it."""
     return {

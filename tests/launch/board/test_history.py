@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from board_examples import evaluated, history, record
+from board_examples import ALARM, alarmed, evaluated, history, record
 
 from tandem.launch.board.history import WINDOW, History, read
 
@@ -65,3 +65,17 @@ def test_a_file_is_read_as_if_record_by_record(tmp_path: Path) -> None:
     assert told.evaluations == by_hand.evaluations
     assert told.learner_seconds() == by_hand.learner_seconds()
     assert read(tmp_path / "none.jsonl").step == 0
+
+
+def test_an_alarm_of_the_ratio_check_is_kept_however_long_ago(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = [record(step) for step in range(1, 5 * WINDOW)]
+    records[4], records[6] = alarmed(5), alarmed(7)
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    told, by_hand = read(path), History()
+    # A learner that was killed writes its last steps again.
+    for one in [*records[:7], *records[3:]]:
+        by_hand.add(one)
+    assert told.alarm == by_hand.alarm == f"step 7: {ALARM} (2 such steps in this run)"
+    assert told.learner_seconds() == by_hand.learner_seconds()
+    assert History().alarm == ""

@@ -19,6 +19,7 @@ from tandem.launch.board.on_disk import DiskUse, JournalEnd, disk_use, journal_e
 from tandem.launch.board.page import more
 from tandem.launch.board.snapshot import Grading
 from tandem.launch.cli import main
+from tandem.learner.journal import Journal
 from tandem.replay.inspection import KINDS, MemoryUse, OldestLease, WaitingAges
 
 FOUND = Inspection(
@@ -84,12 +85,17 @@ def test_the_disk_is_added_up_by_part(tmp_path: Path) -> None:
 def test_the_journal_is_told_on_its_present_line_of_history(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert journal_end(folder) is None
-    kinds = ["row 1", "applied 1", "row 2", "quarantined 2", "row 3", "applied 3", "resumed 1"]
-    lines = [
-        json.dumps({"kind": kind, "step": int(step)})
-        for kind, _, step in (entry.partition(" ") for entry in kinds)
-    ]
-    folder.journal.write_text("\n".join(lines) + '\n{"kind": "row", "st')
+    first = Journal(folder.journal)
+    for step in (1, 2, 3):
+        first.row(1, step, {"step": step})
+        first.quarantined(1, step, "nan") if step == 2 else first.applied(1, step)
+    first.close()
+    second = Journal(folder.journal)
+    second.resumed(2, 1)
+    second.close()
+    with open(folder.path / "journal-0002.jsonl", "a") as file:
+        file.write('{"kind":"row","te')
+    assert disk_use(folder).parts["other"] == 0
     assert journal_end(folder) == JournalEnd(rows=3, applied=1, quarantined=(2,))
 
 

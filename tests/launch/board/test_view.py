@@ -6,7 +6,7 @@ import io
 from dataclasses import replace
 
 import pytest
-from board_examples import KNOWN, NOW, REPORTS, facts, member, snapshot
+from board_examples import ALARM, KNOWN, NOW, REPORTS, alarmed, facts, history, member, snapshot
 
 from tandem.launch.board.history import History
 from tandem.launch.board.page import show
@@ -116,6 +116,22 @@ def test_what_the_pools_do_is_told_and_their_alarm_too() -> None:
     stream = io.StringIO()
     show(made, stream)
     assert "alarm: reward-0: 12% of the last minute's requests hung" in stream.getvalue()
+
+
+def test_an_alarm_of_the_learner_is_told_once_live_and_after_the_end() -> None:
+    made = history()
+    made.add(alarmed(101))
+    learner = {**REPORTS["learner-0"], "alarm": f"step 101: {ALARM}"}
+    live = assemble(KNOWN, made, facts(reports={**REPORTS, "learner-0": learner}), now=NOW)
+    ended = assemble(KNOWN, made, now=NOW)
+    elsewhere = assemble(KNOWN, History(), facts(reports={"learner-0": learner}), now=NOW)
+    assert live.alarms == ended.alarms == (f"learner: step 101: {ALARM}",)
+    assert elsewhere.alarms == (f"learner-0: step 101: {ALARM}",)
+    assert any("alarm" in line.plain and "step 101" in line.plain for line in draw(live, 100))
+    stream = io.StringIO()
+    show(ended, stream)
+    assert f"alarm: learner: step 101: {ALARM}" in stream.getvalue()
+    assert ended.to_json()["alarms"] == ended.alarms
 
 
 def test_why_the_figures_are_old_is_told() -> None:

@@ -1,0 +1,434 @@
+"""What a config may not ask for, although each of its values is fit: choices that would do nothing,
+or fail only once the run is under way.
+
+Each rule gives the refusal, with the values and the way out, or None. They ask for nothing but the
+config, so that a refusal comes within seconds, before a process starts. What only the data can tell
+is refused at ingest (:mod:`tandem.launch.ingest`), what only the machine can by the preflight, what only
+the model can by the process that loads it.
+
+``RULES`` hold for every config that is made (but for one that is read back from a run's folder, which
+an older version may have begun); ``START_RULES`` besides for a run that a person starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .objectives import OBJECTIVES, WITHOUT_GROUP
+from .records import Verdict
+
+if TYPE_CHECKING:
+    from .config import Config
+
+Rule = Callable[["Config"], str | None]
+
+
+LEASES_STOP_SHARE = 0.75
+"""Share of ``replay.maxmemory_mb`` that leases may fill, the worst case of those out included."""
+
+
+def group_bytes(config: Config) -> int:
+    """Worst case of one group's payload: of a response 4 bytes a token for its id, 4 for its log-prob, 1
+    for its source, and about 6 of text; of a prompt 4 and 6."""
+    response = 15 * config.rollout.max_new_tokens
+    return config.rollout.group_size * response + 10 * config.data.max_prompt_tokens
+
+
+def own_rows(config: Config) -> int:
+    """Least own samples that a worker is asked for in a group: traces that enter after grading, or that
+    samples only begin with, take the place of none."""
+    expert = config.expert
+    instead = expert.prefix is None and expert.when == "always"
+    return config.rollout.group_size - (expert.per_group if instead else 0)
+
+
+def longest_row(config: Config) -> int:
+    """Tokens that the forward pass of the longest possible row reads: prompt and response, but for
+    the last token, after which nothing is predicted. Traces over the limits are left out at ingest."""
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens - 1
+
+
+def rows_of_group(config: Config) -> int:
+    """Rows of a whole group."""
+    return config.rollout.group_size if _online(config) else 1
+
+
+def _online(config: Config) -> bool:
+    return config.learner.source == "ledger"
+
+
+def _missing(config: Config) -> str | None:
+    name = config.learner.objective.name
+    entry = OBJECTIVES.get(name)
+    if entry is None or not entry.missing:
+        return None
+    return f"learner.objective.name={name} needs {entry.missing}"
+
+
+def _group_baseline(config: Config) -> str | None:
+    objective, own = config.learner.objective, own_rows(config)
+    least = objective.least_verdicts
+    if not _online(config) or own >= least:
+        return None
+    traces = f" - expert.per_group={config.expert.per_group}" if config.expert.per_group else ""
+    return (
+        f"rollout.group_size={config.rollout.group_size}{traces} leaves {own} own sample a group, "
+        f"and learner.objective.name={objective.name} with advantage={objective.advantage} compares "
+        f"at least {least}: raise rollout.group_size to {config.rollout.group_size + least - own}, "
+        f"or choose an objective that compares no rows of a group, such as reinforce_pp "
+        f"(learner.objective.advantage: {' or '.join(WITHOUT_GROUP)})"
+    )
+
+
+def _whitened_alone(config: Config) -> str | None:
+    rows = config.replay.groups_per_step * rows_of_group(config)
+    objective = config.learner.objective
+    entry = OBJECTIVES.get(objective.name)
+    reads = entry is None or "advantage" in entry.reads
+    if objective.advantage != "reinforce_pp" or rows > 1 or not reads:
+        return None
+    return (
+        f"learner.objective.advantage=reinforce_pp whitens rewards over a step's rows, and one row is "
+        f"all that a step has: raise replay.groups_per_step from {config.replay.groups_per_step}"
+    )
+
+
+def _no_ratio(config: Config) -> str | None:
+    name, size = config.learner.objective.name, config.learner.minibatches
+    entry = OBJECTIVES.get(name)
+    if size == 1 or entry is None or entry.has_ratio:
+        return None
+    return (
+        f"learner.minibatches={size} makes {size} updates of a step, and learner.objective.name={name} "
+        f"has no ratio for tokens that the weights before the first of them sampled: set "
+        f"learner.minibatches=1, or choose an objective with a clip, such as grpo"
+    )
+
+
+def _correction(config: Config) -> str | None:
+    objective = config.learner.objective
+    entry = OBJECTIVES.get(objective.name)
+    if entry is None or "correction" not in entry.reads:
+        return None
+    if objective.correction == "none":
+        return (
+            f"learner.objective.correction=none leaves the stale tokens of {objective.name} without "
+            f"any weight: choose truncate or mask, or the objective reinforce for fresh samples"
+        )
+    low, high = objective.correction_low, objective.correction_high
+    if objective.correction == "mask" and low >= high:
+        return (
+            f"learner.objective.correction=mask keeps weights from correction_low={low:g} to "
+            f"correction_high={high:g}, which are none: lower the first or raise the second"
+        )
+    return None
+
+
+def _traces_after_grading(config: Config) -> str | None:
+    expert = config.expert
+    if expert.when != "all_failed":
+        return None
+    if config.learner.source != "ledger":
+        return (
+            f"expert.when=all_failed asks what own samples were graded, and learner.source="
+            f"{config.learner.source} has none: set expert.when=always"
+        )
+    if not expert.per_group:
+        return (
+            "expert.when=all_failed has no trace to put in the place of a failed sample: set "
+            "expert.per_group to 1 or more, or expert.when=always"
+        )
+    if expert.prefix is not None:
+        return (
+            f"expert.when=all_failed puts whole traces into groups that were graded, and "
+            f"expert.prefix={expert.prefix} begins samples with a part of one: set "
+            f"expert.prefix=null, or expert.when=always"
+        )
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    _missing,
+    _traces_after_grading,
+    _group_baseline,
+    _whitened_alone,
+    _no_ratio,
+    _correction,
+)
+
+
+def why_refused(config: Config) -> str | None:
+    """The first refusal of :data:`RULES`, or None."""
+    return _first(RULES, config)
+
+
+# -- of a run that is started ----------------------------------------------------------------------
+
+
+def micro_batch_refusal(config: Config, *, unit: str, what: str = "") -> str | None:
+    """Why the budget of a micro-batch can't hold every unit that may come; None if it can.
+
+    Args:
+        config: The run's.
+        unit: What the objective splits nowhere: a row, or a pair or group, which take the rows of a
+            whole group.
+        what: The objective, for the message.
+    """
+    rows = 1 if unit == "row" else rows_of_group(config)
+    least = rows * longest_row(config)
+    budget = config.learner.micro_batch_tokens
+    if least <= budget:
+        return None
+    times = f"{rows} rows of a group, which {what} never splits, x " if rows > 1 else ""
+    fewer = "rollout.group_size, " if rows > 1 else ""
+    return (
+        f"learner.micro_batch_tokens={budget:,} is less than the longest that may come: {times}"
+        f"{longest_row(config):,} tokens (data.max_prompt_tokens={config.data.max_prompt_tokens:,} + "
+        f"rollout.max_new_tokens={config.rollout.max_new_tokens:,} - 1): raise it to at least "
+        f"{least:,}, or lower {fewer}data.max_prompt_tokens or rollout.max_new_tokens"
+    )
+
+
+def _micro_batch(config: Config) -> str | None:
+    name = config.learner.objective.name
+    entry = OBJECTIVES.get(name)
+    return micro_batch_refusal(config, unit="row" if entry is None else entry.unit, what=name)
+
+
+def _bf16_sums(config: Config) -> str | None:
+    learner = config.learner
+    if learner.zero_stage or config.model.dtype != "bfloat16":
+        return None
+    groups = math.ceil(config.replay.groups_per_step / learner.minibatches)
+    tokens = groups * rows_of_group(config) * longest_row(config)
+    if tokens <= learner.micro_batch_tokens:
+        return None
+    return (
+        f"learner.zero_stage=0 adds up the gradients of an update's micro-batches in "
+        f"model.dtype=bfloat16, which is off by some percent (1.5e-2 measured); an update has up to "
+        f"{tokens:,} tokens, and learner.micro_batch_tokens={learner.micro_batch_tokens:,}: set "
+        f"learner.zero_stage=1, which adds up in float32 and rounds once"
+    )
+
+
+def _offline(config: Config) -> str | None:
+    objective = config.learner.objective
+    entry = OBJECTIVES.get(objective.name)
+    if _online(config) or entry is None:
+        return None
+    if entry.alone == "nothing":
+        able = ", ".join(n for n, e in OBJECTIVES.items() if e.alone == "always")
+        return (
+            f"learner.objective.name={objective.name} learns nothing from an expert's trace that is "
+            f"alone in its group, which is all that learner.source=offline has: choose one of {able}, "
+            f"or luffy with learner.objective.advantage=none; or sample with learner.source=ledger"
+        )
+    if entry.alone == "by advantage" and objective.advantage not in WITHOUT_GROUP:
+        return (
+            f"learner.objective.name={objective.name} with advantage={objective.advantage} gives a "
+            f"trace that is alone in its group the advantage 0, and learner.source=offline has no "
+            f"other rows: set learner.objective.advantage=none, or choose sft"
+        )
+    return None
+
+
+def _supervised(config: Config) -> str | None:
+    if config.learner.objective.name != "sft" or not _online(config) or config.expert.per_group:
+        return None
+    return (
+        "learner.objective.name=sft learns from expert traces alone, and expert.per_group=0 lets none "
+        "into a group: set expert.per_group=1, or learner.source=offline (`tandem offline`)"
+    )
+
+
+def _no_reward(config: Config) -> str | None:
+    reward = config.reward
+    if not _online(config):
+        return None
+    if reward.own_reward is not None:
+        if config.learner.objective.least_verdicts > 1 and not config.expert.per_group:
+            return (
+                f"reward.own_reward={reward.own_reward:g} pays every sample alike, so that no group "
+                f"teaches anything: leave it null, or let traces in with expert.per_group"
+            )
+    elif not any(component.weight for component in reward.components):
+        return (
+            "no component of reward.components has a weight, so that every sample is paid 0: give one "
+            "a weight, such as {name: accuracy, weight: 1}"
+        )
+    return None
+
+
+def _bounds(config: Config) -> str | None:
+    objective = config.learner.objective
+    entry = OBJECTIVES.get(objective.name)
+    low, high = objective.expert_clip_low, objective.expert_clip_high
+    if low is not None and high is not None and low > high:
+        return (
+            f"learner.objective.expert_clip_low={low:g} is over expert_clip_high={high:g}: swap them, "
+            f"or set one to null"
+        )
+    scaled = objective.entropy_target is not None and objective.entropy_adapt == "scaled"
+    if scaled and not objective.entropy_coefficient and entry and "entropy_target" in entry.reads:
+        return (
+            f"learner.objective.entropy_target={objective.entropy_target:g} scales the coefficient, and "
+            f"entropy_coefficient=0: set learner.objective.entropy_coefficient, or "
+            f"entropy_adapt=stepped, which may begin at 0"
+        )
+    return None
+
+
+def _memory(config: Config) -> str | None:
+    limit, group = config.replay.maxmemory_mb << 20, group_bytes(config)
+    if config.replay.redis_url is not None or not _online(config):
+        return None
+    if group <= LEASES_STOP_SHARE * limit:
+        return None
+    return (
+        f"replay.maxmemory_mb={config.replay.maxmemory_mb} has no room for one group: leases stop at "
+        f"{LEASES_STOP_SHARE:.0%} of it, and a group of rollout.group_size="
+        f"{config.rollout.group_size} may take {math.ceil(group / 2**20)} MiB: raise it to "
+        f"{math.ceil(group / LEASES_STOP_SHARE / 2**20)} or more"
+    )
+
+
+def _context(config: Config) -> str | None:
+    given, longest = config.rollout.vllm.max_model_len, longest_row(config) + 1
+    if given is None or given >= longest or config.rollout.engine not in ("vllm", "auto"):
+        return None
+    return (
+        f"rollout.vllm.max_model_len={given:,} is less than data.max_prompt_tokens="
+        f"{config.data.max_prompt_tokens:,} + rollout.max_new_tokens={config.rollout.max_new_tokens:,}: "
+        f"raise it to at least {longest:,}, or leave it null"
+    )
+
+
+def _engine_gpus(config: Config) -> str | None:
+    rollout = config.rollout
+    if rollout.engine != "torch" or rollout.gpus_per_worker == 1 or config.launch.gpus == "none":
+        return None
+    return (
+        f"rollout.gpus_per_worker={rollout.gpus_per_worker} shares an engine out over GPUs, and "
+        f"rollout.engine=torch uses one: set rollout.gpus_per_worker=1 and raise rollout.workers, or "
+        f"rollout.engine=vllm"
+    )
+
+
+def _accepted(config: Config) -> str | None:
+    usable = [verdict.value for verdict in Verdict if not verdict.leaves_baseline]
+    for name in config.expert.accept:
+        if name not in usable:
+            near = difflib.get_close_matches(name, usable, n=1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            return f"expert.accept names {name!r}, which is none of {', '.join(usable)}{meant}"
+    return None
+
+
+def _unused_prefix(config: Config) -> str | None:
+    expert, fresh = config.expert, type(config.expert)()
+    if expert.prefix in (None, "fixed", "random") and expert.prefix_steps is not None:
+        return (
+            f"expert.prefix_steps={expert.prefix_steps} is read by the schedules in time alone, and "
+            f"expert.prefix={expert.prefix or 'null'}: leave it null, or set expert.prefix=linear"
+        )
+    if expert.prefix is None:
+        for name in ("prefix_low", "prefix_high"):
+            if getattr(expert, name) != getattr(fresh, name):
+                return (
+                    f"expert.{name}={getattr(expert, name):g} is a share of a trace that samples begin "
+                    f"with, and expert.prefix=null begins none: set expert.prefix=fixed, or leave it"
+                )
+    return None
+
+
+def _evaluations(config: Config) -> str | None:
+    evaluate = config.evaluate
+    if evaluate.every and not config.data.evaluate:
+        return (
+            f"evaluate.every={evaluate.every} has no set to evaluate on: name one in data.evaluate, or "
+            f"set evaluate.every=0"
+        )
+    if evaluate.samples > 1 and evaluate.temperature == 0:
+        return (
+            f"evaluate.samples={evaluate.samples} at evaluate.temperature=0 are so many equal "
+            f"responses: set evaluate.temperature=1, or evaluate.samples=1"
+        )
+    return None
+
+
+def _twice(config: Config) -> str | None:
+    for key, names in (
+        ("data.train", [source.short_name for source in config.data.train]),
+        ("data.evaluate", [one.name for one in config.data.evaluate]),
+    ):
+        for name in names:
+            if names.count(name) > 1:
+                return f"{key} has two entries named {name!r}: give each its own name"
+    return None
+
+
+def _attention(config: Config) -> str | None:
+    if config.model.attention != "flash_attention_2":
+        return None
+    if config.model.dtype != "bfloat16":
+        return (
+            "model.attention=flash_attention_2 computes in half precision alone, and "
+            "model.dtype=float32: set model.dtype=bfloat16, or model.attention=sdpa"
+        )
+    if config.launch.gpus == "none":
+        return (
+            "model.attention=flash_attention_2 needs a GPU, and launch.gpus=none: set "
+            "model.attention=sdpa, or launch.gpus=required"
+        )
+    return None
+
+
+def _waits(config: Config) -> str | None:
+    wait, commit = config.rollout.update_wait_seconds, config.weights.commit_seconds
+    if wait < commit:
+        return None
+    return (
+        f"rollout.update_wait_seconds={wait:g} lets new weights wait longer than they may take, "
+        f"weights.commit_seconds={commit:g}: lower the first or raise the second"
+    )
+
+
+def _nccl_on_cpus(config: Config) -> str | None:
+    if config.weights.transport != "nccl" or config.launch.gpus != "none":
+        return None
+    return (
+        "weights.transport=nccl joins GPUs, and launch.gpus=none: set weights.transport=auto, or "
+        "launch.gpus=required"
+    )
+
+
+START_RULES: tuple[Rule, ...] = (
+    _micro_batch,
+    _bf16_sums,
+    _offline,
+    _supervised,
+    _no_reward,
+    _bounds,
+    _memory,
+    _context,
+    _engine_gpus,
+    _accepted,
+    _unused_prefix,
+    _evaluations,
+    _twice,
+    _attention,
+    _waits,
+    _nccl_on_cpus,
+)
+
+
+def why_not_started(config: Config) -> str | None:
+    """The first refusal of :data:`START_RULES`, or None."""
+    return _first(START_RULES, config)
+
+
+def _first(rules: tuple[Rule, ...], config: Config) -> str | None:
+    return next((refusal for rule in rules if (refusal := rule(config))), None)

@@ -1,0 +1,55 @@
+"""Writes the model of a run's checkpoint as a Hugging Face folder, without Redis or the journal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..common.config import Config
+from ..common.errors import DataError
+from ..common.models import load_model, resolve
+from ..common.run_folder import RunFolder
+from .checkpoints import Checkpoints
+from .engine import DeepSpeedEngine
+from .policy import device_of
+from .rendezvous import process_group
+
+
+def export(
+    folder: RunFolder, config: Config, out: Path | None, port: int, last_step: int | None = None
+) -> tuple[int, Path]:
+    """Writes the newest whole checkpoint's model; returns its step and where it is.
+
+    Args:
+        folder: The run's.
+        config: The run's.
+        out: A folder that isn't there yet; ``model-of-step-N`` in the run's folder where None.
+        port: A free one, for the one rank's rendezvous.
+        last_step: No later checkpoint is taken.
+
+    Raises:
+        DataError: there is no whole checkpoint, or it is one of ZeRO stage 3, whose parts are one
+            rank's each.
+    """
+    checkpoint = Checkpoints(folder.checkpoints).newest(last_step)
+    if checkpoint is None:
+        raise DataError(f"{folder.checkpoints} has no whole checkpoint to export")
+    step = checkpoint.version.step
+    out = out or folder.path / f"model-of-step-{step}"
+    if out.exists():
+        raise DataError(f"{out} is there already: name another folder with --out")
+    if config.learner.zero_stage == 3 and checkpoint.ranks > 1:
+        raise DataError(
+            f"{checkpoint.folder} is in {checkpoint.ranks} ranks' parts (learner.zero_stage=3): "
+            f"python -m deepspeed.utils.zero_to_fp32 {checkpoint.folder}/engine {out} joins them"
+        )
+    with process_group(0, 1, port):
+        model = load_model(
+            config.model.path,
+            dtype=config.model.dtype,
+            attention=config.model.attention,
+            device=device_of(0),
+        )
+        engine = DeepSpeedEngine(model, config, device_of(0))
+        engine.load_weights(checkpoint.folder)
+        engine.export(out, Path(resolve(config.model.path)))
+    return step, out

@@ -1,0 +1,79 @@
+"""What the policy makes of a few fixed rows, in the dtype in which its weights travel.
+
+Workers' engines score the same rows when they have taken the weights up
+(:mod:`tandem.common.weights.scored_rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from .engine import DeepSpeedEngine
+
+
+@torch.no_grad()
+def score(engine: DeepSpeedEngine, rows: NDArray[np.int64], dtype: torch.dtype) -> Tensor:
+    """Log-probs of rows under the present weights, by the policy's own forward.
+
+    With ZeRO-3 collective: every rank calls it with the same rows.
+
+    Args:
+        engine: of this rank.
+        rows: ``[R, S]`` token ids.
+        dtype: of the weights on the wire. Where it isn't the learner's own, they are rounded to
+            it for this one pass (in a copy, which is what it costs), and computed with as ever: an
+            engine in bf16 then differs by its own rounding alone. With ZeRO-3 no rank has all of
+            them at once: there the matrix products alone are made in it, by autocast.
+
+    Returns:
+        ``[R, S - 1]`` nats at temperature 1, float32, on the CPU.
+    """
+    policy = engine.policy
+    tokens = torch.from_numpy(rows).to(engine.device)
+    count, length = tokens.shape
+    starts = torch.arange(count, device=engine.device)[:, None] * length
+    before = (starts + torch.arange(length - 1, device=engine.device)).flatten()
+    arguments = (tokens, before, tokens[:, 1:].flatten(), None)
+    own = next(policy.parameters()).dtype
+    policy.eval()
+    try:
+        if dtype == own:
+            found, _ = policy(*arguments)
+        elif engine.stage < 3:
+            with _rounded(policy, dtype):
+                found, _ = policy(*arguments)
+        else:
+            with torch.autocast(engine.device.type, dtype, enabled=dtype != torch.float32):
+                found, _ = policy(*arguments)
+    finally:
+        policy.train()
+    return found.view(count, length - 1).float().cpu()
+
+
+@contextmanager
+def _rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Puts rounded copies in the parameters' places, and the parameters back."""
+    places = [
+        (module._parameters, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.is_floating_point()
+    ]
+    # Tied ones stay tied.
+    copies = {
+        id(p): nn.Parameter(p.detach().to(dtype).to(p.dtype), requires_grad=False)
+        for _, _, p in places
+    }
+    try:
+        for parameters, name, parameter in places:
+            parameters[name] = copies[id(parameter)]
+        yield
+    finally:
+        for parameters, name, parameter in places:
+            parameters[name] = parameter

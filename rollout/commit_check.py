@@ -1,0 +1,485 @@
+"""Checks each version of the weights that the engine has taken up, before its samples count.
+
+Checksums say that the right bytes have arrived. That the engine also computes with them what the
+learner would is seen from what it says of a few tokens:
+
+- **given rows**: it scores the rows that the learner scored when it published the version. Finds
+  matrices in each other's place, a part of an older version, another model.
+- **samples**: it draws a few tokens after the same prompt as ever, whose keys and values the prefix
+  cache may still have from before, and then scores them as given ones. Finds cached keys of other
+  weights, and log-probs that aren't those of the distribution that was drawn from.
+- **samples that ran on**: where samples are under way when the weights change, four of its own are
+  too. Finds keys and values that should have been computed again.
+
+The greatest difference, and of the given rows the mean one too, are held against bounds: those of
+the dtype in the first check, later a multiple of what earlier checks found, since rounding differs
+from model to model and from kernel to kernel. The greatest shows a fault in few places, the mean one,
+whose rounding is steadier, a small one everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..common.errors import TandemError
+from ..common.records import Float32Array, Sample, SamplingParams, Version
+from ..common.weights.scored_rows import ScoredRows
+from .engine import Engine, GroupRequest, Scorer
+
+log = logging.getLogger("tandem.rollout")
+
+GIVEN, SAMPLED, RAN_ON = "given rows", "samples", "samples that ran on"
+MEAN = "mean of the given rows"
+BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
+    GIVEN: {"float32": (3e-3, 3e-2), "float16": (0.1, 1.0), "bfloat16": (0.5, 8.0)},
+    MEAN: {"float32": (6e-5, 1e-3), "float16": (5e-3, 0.1), "bfloat16": (0.03, 1.0)},
+    SAMPLED: {"float32": (1e-3, 1e-2), "float16": (0.05, 0.5), "bfloat16": (0.1, 2.0)},
+    RAN_ON: {"float32": (3e-4, 3e-3), "float16": (0.05, 0.5), "bfloat16": (0.1, 2.0)},
+}
+"""Nats that always pass for rounding, and those that pass in a first check and at most. Given rows are
+random, so that their tokens have log-probs of -10 to -30: the difference of logits that bf16 rounds
+to one part in 256, and of a long tail in any dtype."""
+TIMES, MEAN_TIMES = 10.0, 3.0
+"""A difference of so many times the median of the earlier ones is no rounding, the greatest and the
+mean one."""
+REMEMBERED = 64
+"""Earlier differences of which the median is taken."""
+SAMPLES, TOKENS = 2, 8
+"""What is drawn in a check: so many samples of so many tokens."""
+RUN_ON_SAMPLES = 4
+"""Samples that are to run on."""
+HOT = 2.0
+"""Their temperature, unless the engine scores at 1 alone without ado: a trained model is so certain of
+its tokens at its own that older keys make no difference to them."""
+BLOCK = 16
+"""Tokens that a prefix cache keeps together, where the engine doesn't say."""
+STEPS_BEFORE, STEPS_AFTER = 2, 8
+"""Token steps of samples that are to run on, before the weights change and after."""
+RUN_ON_SECONDS = 2.0
+"""Longest wait for these steps."""
+LONGEST_RUN_ON = 256
+"""Tokens of the check's longest row."""
+LOOK_SECONDS = 0.001
+LARGEST = 1e9
+"""Told in place of infinity."""
+
+
+class Noise:
+    """What differences of one kind pass for rounding.
+
+    >>> noise = Noise(RAN_ON, "float32")
+    >>> noise.bound
+    0.003
+    >>> noise.add(1e-4)
+    >>> round(noise.bound, 6)
+    0.001
+    """
+
+    def __init__(self, kind: str, dtype: str, first: float | None = None) -> None:
+        """No check was made yet.
+
+        Args:
+            kind: of the difference.
+            dtype: the coarser one of learner's and engine's.
+            first: what passes of given rows in a first check; the other kinds' follow. None = by
+                the dtype.
+        """
+        least, most = BOUNDS[kind][dtype]
+        self._first = most if first is None else most * first / BOUNDS[GIVEN][dtype][1]
+        self._least = min(least, self._first)
+        self._times = MEAN_TIMES if kind == MEAN else TIMES
+        self._seen: deque[float] = deque(maxlen=REMEMBERED)
+
+    @property
+    def bound(self) -> float:
+        """Greatest difference, nats, that the next check lets pass."""
+        if not self._seen:
+            return self._first
+        return min(self._first, max(self._least, self._times * self.usual))
+
+    @property
+    def usual(self) -> float:
+        """Median of what was found, nats; 0 before a check."""
+        return median(self._seen) if self._seen else 0.0
+
+    def add(self, difference: float) -> None:
+        """A check has passed."""
+        self._seen.append(difference)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The greatest one among tokens of one kind."""
+
+    kind: str
+    """Of what: given rows, samples, or samples that ran on."""
+    size: float
+    """Nats; infinite where one side isn't a number."""
+    bound: float
+    """What passes."""
+    where: str
+    """Row, token and both figures, for a person."""
+    mean: float
+    """Over all tokens, nats."""
+    mean_bound: float
+    """What of it passes."""
+
+    @property
+    def nearness(self) -> float:
+        """The difference in bounds, the greatest or the mean one; over 1 it can't be rounding."""
+        return max(self.size / self.bound, self.mean / self.mean_bound)
+
+    @property
+    def passes(self) -> bool:
+        """Whether it can be rounding."""
+        return self.nearness <= 1.0
+
+    def __str__(self) -> str:
+        told = f"{self.kind}: {self.where}: {self.size:.4g} nats apart, where {self.bound:.2g} pass"
+        if self.kind != GIVEN:
+            return told
+        return f"{told}; in the mean {self.mean:.4g}, where {self.mean_bound:.2g} pass"
+
+
+@dataclass(slots=True)
+class _RunOn:
+    """Samples that were begun before the weights changed."""
+
+    request: GroupRequest
+    samples: asyncio.Task[tuple[Sample, ...]]
+
+
+@dataclass(slots=True)
+class CheckCounts:
+    """Since the worker's start."""
+
+    checks: int = 0
+    """Versions that were checked, each load once."""
+    failures: int = 0
+    """Of them, those that weren't what the learner published."""
+    seconds: float = 0.0
+    """Of the last check, from the end of the load."""
+    last: tuple[Difference, ...] = field(default=())
+    """What the last check found."""
+    alarm: str = ""
+    """What the last one that failed found; empty as long as none has."""
+
+
+class CommitCheck:
+    """Checks one engine; for one loop.
+
+    Args:
+        engine: is checked where it is a :class:`~.engine.Scorer`.
+        dtypes: the learner's and the engine's; the coarser one counts.
+        bound: of the first check; None = by the dtype, 0 = nothing is checked.
+        temperature: of the run's samples.
+        runs_on: samples under way go on with keys and values of the new weights.
+        seconds: deadline for what is asked of the engine.
+        longest: tokens of the run's longest row, prompt and response: a model may be tried for no
+            longer ones, so the check's aren't.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        dtypes: Iterable[str],
+        bound: float | None,
+        temperature: float,
+        runs_on: bool,
+        seconds: float,
+        longest: int = LONGEST_RUN_ON,
+    ) -> None:
+        self._engine: Any = engine
+        # vLLM can't score a row without sampling one token more.
+        self._longest = min(longest - 1, LONGEST_RUN_ON)
+        # Greedy tokens have the log-probs of temperature 1.
+        hot = temperature if getattr(engine, "scores_plain", False) else HOT
+        self._temperature = {SAMPLED: temperature, RAN_ON: hot}
+        self._runs_on = runs_on
+        self._seconds = seconds
+        dtype = max(dtypes, key=lambda name: BOUNDS[GIVEN][name])
+        self._noise = {kind: Noise(kind, dtype, bound or None) for kind in BOUNDS}
+        self._prompt: NDArray[np.int32] | None = None
+        self._asked = 0
+        self._running: _RunOn | None = None
+        self._told: set[str] = set()
+        self._nearness: deque[float] = deque(maxlen=REMEMBERED)
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self.counts = CheckCounts()
+        self.unchecked: Version | None = None
+        """The version whose check isn't over."""
+        self.suspect = False
+        """The weights in use have failed their check."""
+        self.in_a_row = 0
+        """Checks that have failed since the last one that passed."""
+        self.is_on = bound != 0
+        """Whether versions are checked."""
+        if self.is_on and not isinstance(engine, Scorer):
+            self.is_on = False
+            log.warning(
+                f"new weights aren't checked: {type(engine).__name__} has no method `score` "
+                f"(see tandem.rollout.engine.Scorer)"
+            )
+
+    def stats(self) -> dict[str, Any]:
+        """For the worker's report: counts, how near to their bounds the recent checks came at most
+        (over 1 one failed), and of the last one the kind that came nearest, with its greatest
+        difference and bound (nats)."""
+        counts = self.counts
+        last = max(counts.last, key=lambda found: found.nearness, default=None)
+        nearness = max(self._nearness, default=0.0)
+        return {
+            "on": self.is_on,
+            "checks": counts.checks,
+            "failures": counts.failures,
+            "seconds": counts.seconds,
+            "suspect": self.suspect,
+            "kind": last.kind if last else None,
+            "nearness": min(nearness, LARGEST),
+            "difference": last.size if last and last.size < float("inf") else None,
+            "bound": last.bound if last else None,
+        }
+
+    # What waits for a check.
+
+    async def settled(self, samples: Iterable[Sample] = ()) -> None:
+        """Returns when these samples have no token of a version whose check isn't over."""
+        spans = {(span.term, span.step) for sample in samples for span in sample.spans}
+        while (version := self.unchecked) is not None:
+            if (version.term, version.step) not in spans:
+                return
+            await self._settled.wait()
+
+    def end(self, *, passed: bool | None) -> None:
+        """Lets go of what waits: the check has passed or failed, or (None) there is none to make."""
+        if passed is not None:
+            self.suspect = not passed
+            self.in_a_row = 0 if passed else self.in_a_row + 1
+        self.unchecked = None
+        self._settled.set()
+        if self._running is not None:
+            self._running.samples.cancel()
+            self._running = None
+
+    # Before the weights change.
+
+    async def begin(self, version: Version) -> None:
+        """Just before a version is loaded: what has a token of it is to wait from here on. Where
+        samples are under way, gets some of its own under way too."""
+        self.unchecked = version
+        self._settled.clear()
+        if self._prompt is None or not self._runs_on or not self._engine.stats().running_rows:
+            return
+        # As long as they may be: they are ended once the weights have changed.
+        request = self._request(RAN_ON, RUN_ON_SAMPLES, tokens=self._longest)
+        task = asyncio.create_task(self._sample(request))
+        self._running = _RunOn(request, task)
+        await self._steps(STEPS_BEFORE, task)
+
+    async def _steps(self, count: int, task: asyncio.Task[Any]) -> None:
+        """Returns after so many token steps, or when the task is done."""
+        until = time.monotonic() + RUN_ON_SECONDS
+        wanted = self._engine.stats().decode_steps + count
+        while not task.done() and self._engine.stats().decode_steps < wanted:
+            if time.monotonic() > until:
+                return
+            await asyncio.sleep(LOOK_SECONDS)
+
+    # After it.
+
+    async def examine(self, version: Version, scored: ScoredRows | None) -> list[Difference]:
+        """What differs, given rows first; empty where the learner has told no figures.
+
+        Raises:
+            TandemError: the engine can't score given rows.
+        """
+        since = time.perf_counter()
+        running, self._running = self._running, None
+        try:
+            if scored is None:
+                self._tell_once("new weights aren't checked: the learner sends no figures for it")
+                return []
+            block = int(getattr(self._engine, "prefix_block", BLOCK))
+            tokens = np.array([token for row in scored.rows for token in row], dtype=np.int32)
+            self._prompt = np.resize(tokens, max(1, min(block + 1, self._longest - TOKENS)))
+            found = [await self._given(scored)]
+            for kind, samples in (
+                (SAMPLED, await self._sampled(version)),
+                (RAN_ON, await self._ran_on(version, running)),
+            ):
+                if samples:
+                    found.append(await self._recorded(kind, samples))
+        finally:
+            if running is not None and not running.samples.done():
+                running.samples.cancel()
+        counts = self.counts
+        counts.checks += 1
+        counts.last = tuple(found)
+        counts.seconds = time.perf_counter() - since
+        self._nearness.append(max(difference.nearness for difference in found))
+        if all(difference.passes for difference in found):
+            for difference in found:
+                self._noise[difference.kind].add(difference.size)
+                if difference.kind == GIVEN:
+                    self._noise[MEAN].add(difference.mean)
+        else:
+            counts.failures += 1
+        return found
+
+    async def _given(self, scored: ScoredRows) -> Difference:
+        rows = [np.array(row, dtype=np.int32) for row in scored.rows]
+        try:
+            async with asyncio.timeout(self._seconds):
+                found = await self._engine.score(rows)
+        except TimeoutError:
+            raise TandemError(
+                f"the engine didn't score {len(rows)} rows in {self._seconds:.0f} s"
+            ) from None
+        expected = [np.array(some) for some in scored.logprobs]
+        return self._greatest(GIVEN, rows, [1] * len(rows), expected, found, "learner's")
+
+    async def _sampled(self, version: Version) -> list[tuple[NDArray[np.int32], Sample, int, int]]:
+        """Rows with their samples, and from which token to which they are of this version."""
+        request = self._request(SAMPLED, SAMPLES, tokens=TOKENS)
+        try:
+            async with asyncio.timeout(self._seconds):
+                samples = await self._sample(request)
+        except TimeoutError:
+            self._tell_once(
+                f"new weights are checked by given rows alone: the engine drew no samples for the "
+                f"check in {self._seconds:.0f} s"
+            )
+            return []
+        return _of_version(request, samples, version, crossing=False)
+
+    async def _ran_on(
+        self, version: Version, running: _RunOn | None
+    ) -> list[tuple[NDArray[np.int32], Sample, int, int]]:
+        if running is None:
+            return []
+        await self._steps(STEPS_AFTER, running.samples)
+        await self._engine.abort([running.request.group_id])
+        try:
+            async with asyncio.timeout(self._seconds):
+                samples = await running.samples
+        except TimeoutError:
+            return []
+        return _of_version(running.request, samples, version, crossing=True)
+
+    async def _recorded(
+        self, kind: str, samples: Sequence[tuple[NDArray[np.int32], Sample, int, int]]
+    ) -> Difference:
+        """Holds what was recorded of samples against their scores."""
+        rows = [row for row, *_ in samples]
+        try:
+            async with asyncio.timeout(self._seconds):
+                found = await self._engine.score(rows, self._temperature[kind] or 1.0)
+        except TimeoutError:
+            raise TandemError(
+                f"the engine didn't score {len(rows)} rows in {self._seconds:.0f} s"
+            ) from None
+        recorded = [sample.logprobs[start:end] for _, sample, start, end in samples]
+        firsts = [len(row) - (end - start) for row, _, start, end in samples]
+        return self._greatest(kind, rows, firsts, recorded, found, "recorded")
+
+    def _greatest(
+        self,
+        kind: str,
+        rows: Sequence[NDArray[np.int32]],
+        firsts: Sequence[int],
+        expected: Sequence[NDArray[Any]],
+        found: Sequence[Float32Array],
+        whose: str,
+    ) -> Difference:
+        """Over all tokens of the rows from the first on that counts."""
+        worst, where, every = -1.0, "", []
+        for number, (row, first, here, there) in enumerate(
+            zip(rows, firsts, expected, found, strict=True)
+        ):
+            scored = np.asarray(there, dtype=np.float64)[first - 1 :]
+            apart = np.abs(scored - here)
+            apart[np.isnan(apart)] = np.inf
+            every.append(apart)
+            at = int(apart.argmax())
+            if apart[at] > worst:
+                worst = float(apart[at])
+                where = (
+                    f"row {number}, token {first + at} (id {row[first + at]}), {whose} "
+                    f"{here[at]:.4f} and scored {scored[at]:.4f}"
+                )
+        # Of few tokens the mean says no more than the greatest.
+        mean_bound = self._noise[MEAN].bound if kind == GIVEN else float("inf")
+        bound = self._noise[kind].bound
+        if kind != GIVEN:
+            # A trained model's samples are nearly certain, and so without rounding, until one isn't.
+            bound = max(bound, self._noise[GIVEN].usual)
+        return Difference(
+            kind=kind,
+            size=worst,
+            bound=bound,
+            where=where,
+            mean=float(np.concatenate(every).mean()),
+            mean_bound=mean_bound,
+        )
+
+    # Asking the engine.
+
+    def _request(self, kind: str, count: int, *, tokens: int) -> GroupRequest:
+        assert self._prompt is not None
+        self._asked += 1
+        return GroupRequest(
+            group_id=f"check/{self._asked}",
+            prompt_tokens=self._prompt,
+            count=count,
+            sampling=SamplingParams(temperature=self._temperature[kind], max_new_tokens=tokens),
+            seed=0,
+            longest=max(1, self._longest - len(self._prompt)),
+            urgent=True,
+        )
+
+    async def _sample(self, request: GroupRequest) -> tuple[Sample, ...]:
+        async for group in self._engine.generate([request]):
+            if group.error is not None:
+                self._tell_once(f"a check of new weights drew no samples: {group.error}")
+            return tuple(group.samples)
+        return ()
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            log.warning(text)
+
+
+def _of_version(
+    request: GroupRequest, samples: Iterable[Sample], version: Version, *, crossing: bool
+) -> list[tuple[NDArray[np.int32], Sample, int, int]]:
+    """Of each sample that has tokens of a version: its row up to them, itself, their start and end.
+
+    Args:
+        request: of the samples.
+        samples: with their spans.
+        version: of the tokens.
+        crossing: only tokens that follow on others of another version.
+    """
+    found = []
+    for sample in samples:
+        for span in sample.spans:
+            end = min(span.end, span.start + TOKENS)
+            if (span.term, span.step) != (version.term, version.step) or end <= span.start:
+                continue
+            row = np.concatenate([request.prompt_tokens, sample.tokens[:end]]).astype(np.int32)
+            if (span.start > 0) is crossing:
+                found.append((row, sample, span.start, end))
+    return found

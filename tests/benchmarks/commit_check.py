@@ -1,0 +1,84 @@
+"""False alarms of the check of new weights, and what it costs learner and workers.
+
+    .venv/bin/python tests/benchmarks/commit_check.py                  # 1,000 updates of each
+    .venv/bin/python tests/benchmarks/commit_check.py --steps 100 --staleness 1 --dtype float32
+
+Runs the whole system (``tandem start miniature``) at each staleness with engines in each dtype, and
+prints for each run how many versions were checked, how many failed, how near to their bound the
+others came, and the share of the learner's and the engines' time that it took. A run lasts some
+minutes; one failed check ends with exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SETTINGS = (
+    "evaluate.every=0",
+    "evaluate.at_start=false",
+    "evaluate.at_end=false",
+    "data.miniature_fresh=20000",
+)
+
+
+def run(folder: Path, steps: int, staleness: int, dtype: str) -> tuple[str, float]:
+    """A line of the table, and how many checks failed."""
+    own = [f"replay.max_staleness={staleness}", f"rollout.dtype={dtype}"]
+    if staleness > 1:
+        # Samples then run on while the weights change.
+        own.append("rollout.update_wait_seconds=0")
+    command = (sys.executable, "-m", "tandem.launch.cli", "start", "miniature", "--plain")
+    subprocess.run(
+        [*command, f"run.dir={folder}", f"run.steps={steps}", *SETTINGS, *own],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [record for record in map(json.loads, lines) if "train/loss" in record]
+
+    def every(name: str) -> list[float]:
+        return [record[name] for record in records if record.get(name) is not None]
+
+    failed = sum(every("weights/checks_failed"))
+    learner = sum(every("time/score")) / max(sum(every("time/total")), 1e-9)
+    line = (
+        f"{staleness:>9} {dtype:>9} {len(records):>8} {sum(every('weights/checks')):>7.0f} "
+        f"{failed:>7.0f} {max(every('weights/check_nearness'), default=0.0):>8.2f} "
+        f"{1e3 * statistics.median(every('time/score')):>9.1f} {learner:>8.1%} "
+        f"{1e3 * statistics.median(every('weights/check_seconds')):>9.1f}"
+    )
+    return line, failed
+
+
+def main() -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--steps", type=int, default=1000, help="updates of each run")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4])
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    arguments = parser.parse_args()
+    print(
+        f"{'staleness':>9} {'engines':>9} {'updates':>8} {'checks':>7} {'failed':>7} {'nearest':>8} "
+        f"{'learner':>12} {'':>5} {'worker':>9}\n{'':>53} {'ms':>9} {'of time':>8} {'ms':>9}"
+    )
+    failures = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        for staleness in arguments.staleness:
+            for dtype in arguments.dtype:
+                place = Path(folder) / f"{staleness}-{dtype}"
+                line, failed = run(place, arguments.steps, staleness, dtype)
+                failures += failed
+                print(line, flush=True)
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

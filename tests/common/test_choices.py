@@ -1,0 +1,318 @@
+"""Choices that a config, or the start of a run, refuses: what would do nothing, or fail only once the
+run is under way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.common import config as c
+from tandem.common.choices import micro_batch_refusal, own_rows, why_not_started
+from tandem.common.errors import ConfigError
+from tandem.common.objectives import OBJECTIVES
+
+TREE: dict[str, Any] = {"run": {"steps": 10}, "data": {"train": [{"path": "a.parquet"}]}}
+FRESH = "replay.max_staleness=0"
+OFFLINE = "learner.source=offline"
+
+
+def build(*overrides: str) -> c.Config:
+    return c.build(TREE, overrides)
+
+
+def start(*overrides: str) -> str | None:
+    """Why a run of this config isn't started."""
+    return why_not_started(build(*overrides))
+
+
+def named(name: str) -> str:
+    return f"learner.objective.name={name}"
+
+
+# -- samples of a group --------------------------------------------------------------------------
+
+ALONE = ("rollout.group_size=1", FRESH)
+COMPARES_NO_ROWS = {"reinforce", "reinforce_pp", "sft"}
+
+
+@pytest.mark.parametrize("name", sorted(COMPARES_NO_ROWS))
+def test_one_sample_a_group_is_enough_where_no_rows_are_compared(name: str):
+    config = build(f"learner.objective.name={name}", *ALONE)
+    assert config.learner.objective.least_verdicts == 1
+
+
+WIRED = [name for name, entry in OBJECTIVES.items() if not entry.missing]
+
+
+@pytest.mark.parametrize("name", sorted(set(WIRED) - COMPARES_NO_ROWS))
+def test_one_sample_a_group_is_refused_where_rows_are_compared(name: str):
+    with pytest.raises(ConfigError, match=r"group_size=1 leaves 1 own sample.*group_size to 2"):
+        build(f"learner.objective.name={name}", *ALONE)
+    assert build(f"learner.objective.name={name}", FRESH).learner.objective.least_verdicts == 2
+
+
+def test_traces_take_the_place_of_samples_unless_they_enter_later_or_are_only_begun_with():
+    with pytest.raises(ConfigError, match=r"group_size=3 - expert.per_group=2 .* to 4"):
+        build("rollout.group_size=3", "expert.per_group=2")
+    build("rollout.group_size=3", "expert.per_group=2", "expert.prefix=fixed")
+    build("rollout.group_size=3", "expert.per_group=2", "expert.when=all_failed")
+    build("rollout.group_size=3", "expert.per_group=2", "learner.objective.advantage=none")
+
+
+def test_of_an_objective_of_your_own_the_advantage_decides():
+    own = "learner.objective.name=my.module:loss"
+    with pytest.raises(ConfigError, match="advantage=group_mean compares at least 2"):
+        build(own, *ALONE)
+    build(own, "learner.objective.advantage=none", *ALONE)
+
+
+def test_a_pair_needs_two_rows_whatever_the_advantage():
+    with pytest.raises(ConfigError, match="compares at least 2"):
+        build("learner.objective.name=dpo", "learner.objective.advantage=none", *ALONE)
+
+
+def test_offline_no_group_is_sampled():
+    build("rollout.group_size=1", OFFLINE)
+
+
+def test_a_row_is_not_whitened_alone():
+    alone = (named("reinforce_pp"), *ALONE, "replay.groups_per_step=1")
+    with pytest.raises(ConfigError, match=r"raise replay\.groups_per_step from 1"):
+        build(*alone)
+    build(*alone, "replay.groups_per_step=2")
+    build(*alone, "rollout.group_size=2")
+
+
+# -- objectives ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "instead"), [("ppo", "choose grpo"), ("exgrpo", "choose luffy")])
+def test_an_objective_that_no_run_can_train_with_is_refused(name: str, instead: str):
+    with pytest.raises(ConfigError, match=instead):
+        build(named(name), FRESH)
+
+
+@pytest.mark.parametrize("name", WIRED)
+def test_offline_an_objective_is_refused_that_learns_nothing_from_a_trace_alone(name: str):
+    entry = OBJECTIVES[name]
+    one_row = ("learner.micro_batch_tokens=99999", FRESH)
+    compared = start(named(name), "learner.objective.advantage=group_mean", OFFLINE, *one_row)
+    rewarded = start(named(name), "learner.objective.advantage=none", OFFLINE, *one_row)
+    if entry.alone == "always":
+        assert (compared, rewarded) == (None, None)
+    elif entry.alone == "by advantage":
+        assert "set learner.objective.advantage=none" in str(compared)
+        assert rewarded is None
+    else:
+        assert "learner.source=ledger" in str(compared)
+        assert "learner.source=ledger" in str(rewarded)
+
+
+def test_offline_an_objective_of_your_own_is_tried():
+    assert start(named("my.module:loss"), OFFLINE) is None
+
+
+@pytest.mark.parametrize("name", ["reinforce", "reinforce_baseline", "srft"])
+def test_several_updates_of_a_step_need_a_ratio(name: str):
+    with pytest.raises(ConfigError, match=r"set learner\.minibatches=1"):
+        build(named(name), FRESH, "learner.minibatches=2")
+    build(named(name), FRESH)
+    build("learner.minibatches=2")
+
+
+@pytest.mark.parametrize("name", ["reinforce", "reinforce_baseline"])
+def test_clips_that_are_not_read_hold_no_stale_sample(name: str):
+    clips = ("learner.objective.clip_low=0.2", "learner.objective.clip_high=0.2")
+    with pytest.raises(ConfigError, match=r"set replay\.max_staleness=0"):
+        build(named(name), *clips)
+
+
+@pytest.mark.parametrize("name", ["tis", "icepop", "mis", "decoupled_ppo"])
+def test_weights_of_stale_tokens_are_chosen_and_not_empty(name: str):
+    with pytest.raises(ConfigError, match="choose truncate or mask"):
+        build(named(name), "learner.objective.correction=none")
+    bounds = ("learner.objective.correction_low=3", "learner.objective.correction_high=2")
+    with pytest.raises(ConfigError, match="which are none"):
+        build(named(name), "learner.objective.correction=mask", *bounds)
+
+
+def test_zero_0_in_bf16_is_refused_where_it_adds_up_micro_batches():
+    bf16 = ("model.dtype=bfloat16", "learner.zero_stage=0")
+    assert "set learner.zero_stage=1" in str(start(*bf16))
+    assert start("learner.zero_stage=0") is None
+    assert start("model.dtype=bfloat16", "learner.zero_stage=1") is None
+    assert start(*bf16, "data.max_prompt_tokens=20", "rollout.max_new_tokens=20") is None
+
+
+# -- naming another objective ----------------------------------------------------------------------
+
+PRESET = {
+    **TREE,
+    "learner": {"objective": {"name": "luffy", "advantage": "group_mean", "gamma": 0.3}},
+}
+
+
+def test_another_name_brings_its_own_settings():
+    objective = c.build(PRESET, [named("reinforce_pp")]).learner.objective
+    assert (objective.advantage, objective.aggregation) == ("reinforce_pp", "token_mean")
+    assert objective.gamma == 0.3
+
+
+def test_what_is_set_beside_the_name_wins():
+    given = [named("reinforce_pp"), "learner.objective.advantage=own_mean"]
+    assert c.build(PRESET, given).learner.objective.advantage == "own_mean"
+    assert c.build(PRESET, given[::-1]).learner.objective.advantage == "own_mean"
+
+
+def test_the_same_name_changes_nothing():
+    tree = {**TREE, "learner": {"objective": {"name": "dapo", "clip_high": 0.3}}}
+    assert c.build(tree, [named("dapo")]).learner.objective.clip_high == 0.3
+
+
+# -- the longest row -------------------------------------------------------------------------------
+
+
+def test_a_micro_batch_must_hold_the_longest_row():
+    limits = ("data.max_prompt_tokens=100", "rollout.max_new_tokens=51")
+    assert start(*limits, "learner.micro_batch_tokens=150") is None
+    refusal = str(start(*limits, "learner.micro_batch_tokens=149"))
+    assert "at least 150" in refusal
+    assert "data.max_prompt_tokens=100" in refusal
+    assert "rollout.max_new_tokens=51" in refusal
+
+
+@pytest.mark.parametrize("name", ["dpo", "orpo", "cpo"])
+def test_a_micro_batch_must_hold_the_longest_group_where_groups_stay_whole(name: str):
+    limits = (
+        "data.max_prompt_tokens=100",
+        "rollout.max_new_tokens=51",
+        "rollout.group_size=4",
+        named(name),
+    )
+    assert start(*limits, "learner.micro_batch_tokens=600") is None
+    refusal = str(start(*limits, "learner.micro_batch_tokens=599"))
+    assert "at least 600" in refusal
+    assert f"which {name} never splits" in refusal
+
+
+def test_the_unit_of_an_objective_of_your_own_is_told_by_itself():
+    config = build("learner.micro_batch_tokens=2047")
+    assert micro_batch_refusal(config, unit="row") is None
+    assert "16,376" in str(micro_batch_refusal(config, unit="group", what="mine"))
+
+
+# -- the rest --------------------------------------------------------------------------------------
+
+NOTHING = [
+    ([named("sft")], "set expert.per_group=1"),
+    (["reward.own_reward=1"], "pays every sample alike"),
+    (["reward.components=[{name: accuracy, weight: 0}]"], "is paid 0"),
+    (["reward.components=[]", "expert.per_group=1"], "is paid 0"),
+    (["learner.objective.expert_clip_low=3", "learner.objective.expert_clip_high=1"], "swap them"),
+    (["learner.objective.entropy_target=0.3"], "set learner.objective.entropy_coefficient"),
+    (["replay.maxmemory_mb=1", "rollout.max_new_tokens=9000"], "raise it to 2 or more"),
+    (["rollout.engine=vllm", "rollout.vllm.max_model_len=2047"], "raise it to at least 2,048"),
+    (["rollout.engine=torch", "rollout.gpus_per_worker=2"], "set rollout.gpus_per_worker=1"),
+    (["expert.accept=[corect]"], "did you mean correct?"),
+    (["expert.accept=[crashed]"], "which is none of"),
+    (["expert.prefix_low=0.5"], "expert.prefix=null begins none"),
+    (["expert.prefix_steps=5"], "schedules in time alone"),
+    (
+        ["expert.per_group=1", "expert.prefix=random", "expert.prefix_steps=5"],
+        "schedules in time alone",
+    ),
+    (["evaluate.every=5"], "name one in data.evaluate"),
+    (["evaluate.samples=4"], "set evaluate.temperature=1"),
+    (["data.train=[{path: x/a.parquet}, {path: y/a.parquet}]"], "two entries named 'a'"),
+    (["data.evaluate=[{path: a}, {path: b}]"], "two entries named 'heldout'"),
+    (["model.attention=flash_attention_2"], "set model.dtype=bfloat16"),
+    (
+        ["model.attention=flash_attention_2", "model.dtype=bfloat16", "launch.gpus=none"],
+        "needs a GPU",
+    ),
+    (["rollout.update_wait_seconds=60"], "weights.commit_seconds=60"),
+    (["weights.transport=nccl", "launch.gpus=none"], "weights.transport=auto"),
+]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "learner.optimizer.lr=.inf",
+        "learner.optimizer.betas=[0.9, 1]",
+        "learner.optimizer.betas=[-0.1, 0.9]",
+        "learner.optimizer.eps=-1",
+        "learner.optimizer.weight_decay=-1",
+        "replay.lease_seconds=.inf",
+        "learner.objective.sft_coefficient=.nan",
+    ],
+)
+def test_a_number_that_no_optimizer_or_clock_takes_is_refused(override: str):
+    with pytest.raises(ConfigError, match=override.partition("=")[0]):
+        build(override)
+
+
+@pytest.mark.parametrize(("overrides", "way_out"), NOTHING, ids=lambda v: str(v)[:60])
+def test_what_would_do_nothing_or_fail_later_is_not_started(overrides: list[str], way_out: str):
+    assert way_out in str(start(*overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [named("sft"), "expert.per_group=1"],
+        ["reward.own_reward=1", "expert.per_group=1"],
+        ["reward.own_reward=1", named("reinforce"), FRESH],
+        ["expert.accept=[correct, wrong]"],
+        ["expert.per_group=1", "expert.prefix=linear", "expert.prefix_steps=5"],
+        ["evaluate.every=5", "data.evaluate=[{path: a}]"],
+        ["evaluate.samples=4", "evaluate.temperature=1"],
+        ["weights.transport=nccl"],
+    ],
+    ids=lambda v: " ".join(v)[:60],
+)
+def test_what_has_an_effect_is_started(overrides: list[str]):
+    assert start(*overrides) is None
+
+
+# -- a run that was begun before -------------------------------------------------------------------
+
+
+def test_a_stored_config_is_read_whatever_is_refused_today():
+    tree = build(FRESH).model_dump(mode="json")
+    tree["learner"]["objective"]["name"] = "ppo"
+    with pytest.raises(ConfigError, match="ppo needs values"):
+        c.build(tree)
+    assert c.read_config(c.yaml.safe_dump(tree)).learner.objective.name == "ppo"
+
+
+def test_a_resumed_run_may_raise_its_micro_batches():
+    before, after = build(), build("learner.micro_batch_tokens=9999")
+    assert c.frozen_differences(before, after) == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["expert.per_group=0"], r"no trace to put.*per_group to 1"),
+        (
+            ["expert.per_group=1", "expert.prefix=fixed"],
+            r"expert.prefix=null, or expert.when=always",
+        ),
+        (["expert.per_group=1", "learner.source=offline"], r"offline has none: set expert.when"),
+    ],
+)
+def test_traces_chosen_after_grading_need_graded_groups_and_whole_traces(
+    overrides: list[str], told: str
+):
+    with pytest.raises(ConfigError, match=told):
+        build("expert.when=all_failed", *overrides)
+
+
+def test_where_traces_enter_after_grading_all_own_samples_are_asked_for():
+    config = build("rollout.group_size=2", "expert.per_group=1", "expert.when=all_failed")
+    assert own_rows(config) == 2
+    with pytest.raises(ConfigError, match="leaves 1 own sample"):
+        build("rollout.group_size=2", "expert.per_group=1")

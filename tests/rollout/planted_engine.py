@@ -1,0 +1,42 @@
+"""The torch engine with a fault: ``rollout.engine=planted_engine:make``.
+
+``TANDEM_PLANTED=STEP,TIMES`` swaps two matrices, behind all checksums, in the first so many loads of
+weights from that step on.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tandem.common.config import ModelConfig, RolloutConfig
+from tandem.common.models import load_model, load_tokenizer
+from tandem.common.records import Version
+from tandem.rollout.engine import NamedWeights
+from tandem.rollout.torch_engine import TorchEngine
+
+FIRST, SECOND = (f"model.layers.{number}.self_attn.o_proj.weight" for number in (0, 1))
+
+
+class PlantedEngine(TorchEngine):
+    """See the module."""
+
+    _step, _times = map(int, os.environ.get("TANDEM_PLANTED", "0,0").split(","))
+
+    async def load(self, state: Any, version: Version) -> None:
+        """As the torch engine's, but for the fault."""
+        tensors = dict(state.tensors())
+        if version.step >= self._step and self._times:
+            self._times -= 1
+            tensors[FIRST], tensors[SECOND] = tensors[SECOND], tensors[FIRST]
+        await super().load(NamedWeights(tensors), version)
+
+
+def make(model: ModelConfig, rollout: RolloutConfig, *, max_rows: int) -> PlantedEngine:
+    """The factory that ``rollout.engine`` names."""
+    return PlantedEngine(
+        load_model(model.path, dtype="float32"),
+        load_tokenizer(model.path),
+        recompute_kv=rollout.recompute_kv,
+        max_rows=max_rows,
+    )
