@@ -204,7 +204,7 @@ def test_a_reward_that_asks_for_no_answer_needs_no_gold(plain: Grader) -> None:
 
 @pytest.mark.parametrize("doing", ["hang", "sleep", "eat"])
 def test_a_text_that_hangs_a_function_is_paid_as_wrong_and_costs_its_group_nothing(
-    hostile: Grader, doing: str
+    hostile: Grader, doing: str, make: Any
 ) -> None:
     before = hostile.grader_pids()
     grades = hostile.grade_texts(items("\\boxed{2}", f"{doing} \\boxed{{2}}", "\\boxed{3}"))
@@ -216,7 +216,8 @@ def test_a_text_that_hangs_a_function_is_paid_as_wrong_and_costs_its_group_nothi
         "own_rewards:noted": 0.5,
         "accuracy": 1.0,
     }
-    assert not any(psutil.pid_exists(pid) for pid in before if pid not in hostile.grader_pids())
+    gone = [pid for pid in before if pid not in hostile.grader_pids()]
+    make.until(lambda: not any(psutil.pid_exists(pid) for pid in gone), "the end of a killed grader")
 
 
 @pytest.mark.parametrize("doing", ["raise", "leave"])

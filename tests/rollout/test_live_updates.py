@@ -284,9 +284,10 @@ def test_logprobs_are_those_of_the_learners_own_forward(history: History) -> Non
 # An engine in bfloat16.
 
 BITS = 16
-CLEAR = 1.5
-"""Distance of the two best logits from which on bfloat16 leaves no doubt: they are under 32, where
-its steps are 0.125, and a few layers of other orders of summation add up to some steps."""
+CLEAR = 4.0
+"""Distance of the two best logits from which on bfloat16 leaves no doubt. The logits are under 32,
+where its steps are 0.125, and a few layers of other orders of summation add up to a dozen steps on
+some processors; the median distance is over 10."""
 FEW = 3
 
 
