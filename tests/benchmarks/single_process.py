@@ -70,6 +70,7 @@ class PlainEngine:
         *,
         lr: float,
         before_step: Callable[[], None] | None = None,
+        inspect: Callable[[Sequence[torch.Tensor]], bool] | None = None,
     ) -> UpdateResult:
         """One optimizer step on the sum of the micro-batches' losses."""
         total = 0.0
@@ -92,6 +93,8 @@ class PlainEngine:
                 sums[name] = sums.get(name, 0.0) + float(value)
             logprobs.append(scored.detach())
             entropies.append(entropy.detach())
+        if inspect is not None:
+            inspect(logprobs)
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self._clip)
         for group in self._optimizer.param_groups:
             group["lr"] = lr

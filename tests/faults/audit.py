@@ -83,7 +83,7 @@ def gather(folder: Path) -> Evidence:
     checkpoints = folder / "checkpoints"
     newest = checkpoints / (checkpoints / "LATEST").read_text().strip()
     samples: dict[int, dict[str, list[dict[str, Any]]]] = {}
-    for line in _lines(folder / "samples.jsonl"):
+    for line in (one for path in sorted(folder.glob("samples*.jsonl")) for one in _lines(path)):
         samples.setdefault(line["step"], {})[line["group_id"]] = line["rows"]
     with tempfile.TemporaryDirectory(prefix="tandem-audit-") as place:
         copied = Path(place) / "redis"

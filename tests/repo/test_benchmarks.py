@@ -1,0 +1,29 @@
+"""What the running system is measured against still runs: benchmarks are else started by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_loop_in_one_process_trains() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "tests" / "benchmarks" / "single_process.py"),
+            *("--preset", "miniature", "--steps", "2", "run.steps=2", "data.miniature_fresh=64"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    parts = json.loads(done.stdout.splitlines()[-1])
+    assert len(parts["update"]) == 2, parts
+    assert all(seconds > 0 for seconds in parts["learn"])
