@@ -217,7 +217,9 @@ def test_a_text_that_hangs_a_function_is_paid_as_wrong_and_costs_its_group_nothi
         "accuracy": 1.0,
     }
     gone = [pid for pid in before if pid not in hostile.grader_pids()]
-    make.until(lambda: not any(psutil.pid_exists(pid) for pid in gone), "the end of a killed grader")
+    make.until(
+        lambda: not any(psutil.pid_exists(pid) for pid in gone), "the end of a killed grader"
+    )
 
 
 @pytest.mark.parametrize("doing", ["raise", "leave"])
