@@ -1,6 +1,6 @@
 """What the check of what was sampled tells: names of its metrics, and an alarm as a sentence.
 
-The figures are made by :mod:`tandem.learner.ratio_check`; boards and trackers read them here.
+The figures are made by :mod:`tandem.learner.metrics.ratio_check`; boards and trackers read them here.
 """
 
 from __future__ import annotations

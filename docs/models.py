@@ -18,7 +18,7 @@ HEAD = """# Models
 
 Which decoder-only models of transformers train and sample as they are meant to. This page is made of
 the list in [tests/families.py](../tests/families.py) by `python docs/models.py`; every entry is a test
-(`tests/learner/test_families.py`, `tests/rollout/test_families.py`), in which the family is made small from
+(`tests/learner/forward/test_families.py`, `tests/rollout/test_families.py`), in which the family is made small from
 its config, with random weights.
 
 ## What is checked when a run starts

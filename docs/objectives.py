@@ -50,7 +50,7 @@ importable by the learner (installed, or on `PYTHONPATH`).
 ```python
 @EXAMPLE@```
 
-`rows` is a [`Rows`](../learner/rows.py): flat tokens with their rows. `scalars` has the sums of
+`rows` is a [`Rows`](../learner/rows/rows.py): flat tokens with their rows. `scalars` has the sums of
 `statistics(rows)` over the update (an attribute of the function, beside `own_tokens`,
 `expert_tokens` and `sequences`), `constant`, `width` and `step`. Return the part of the update's loss
 that these rows make, and if you like a dict of sums for `metrics.jsonl`. Dividing by anything but

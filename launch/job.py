@@ -448,7 +448,7 @@ class Job:
 
     def _what_is_left(self) -> str:
         # DeepSpeed isn't loaded in every supervisor.
-        from ..learner.checkpoints import what_is_left
+        from ..learner.resume.checkpoints import what_is_left
 
         return what_is_left(self._folder)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .losses.penalties import controlled_coefficient, learned_coefficient, stepped_coefficient
 from .objectives import ObjectiveSettings
-from .penalties import controlled_coefficient, learned_coefficient, stepped_coefficient
 
 
 @dataclass(slots=True, kw_only=True)

@@ -23,13 +23,13 @@ from ..common.agreement import Probe
 from ..common.config import Config
 from ..common.errors import DataError
 from ..common.run_folder import replace_folder, sync_tree
-from .agreement import longest_row
-from .finite import NonFiniteError
-from .microbatch import MicroBatch
+from .forward.policy import Policy, count_parameters
+from .forward.verification import longest_row
+from .losses.finite import NonFiniteError
 from .objectives import Objective
-from .policy import Policy, count_parameters
 from .rendezvous import gather_names, sum_over_ranks
-from .rows import Rows
+from .rows.microbatch import MicroBatch
+from .rows.rows import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

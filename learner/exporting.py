@@ -8,10 +8,10 @@ from ..common.config import Config
 from ..common.errors import DataError
 from ..common.models import load_model, resolve
 from ..common.run_folder import RunFolder
-from .checkpoints import Checkpoints
 from .engine import DeepSpeedEngine
-from .policy import device_of
+from .forward.policy import device_of
 from .rendezvous import process_group
+from .resume.checkpoints import Checkpoints
 
 
 def export(

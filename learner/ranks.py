@@ -22,8 +22,9 @@ from ..common.records import ExpertTrace, Group
 from .engine import DeepSpeedEngine
 from .orders import pack_order, read_order
 from .rendezvous import broadcast_bytes
+from .rows.batch import GroupWithTraces
 from .scored import score
-from .updates import GroupWithTraces, StepOutcome, Updates
+from .updates import StepOutcome, Updates
 
 IDLE_SECONDS = 20.0
 """Rank 0 says so often that it is alive while it waits for something."""

@@ -43,22 +43,22 @@ from ..replay.connection import Store, connect
 from ..replay.ledger import Ledger, Waiting
 from ..replay.members import Members
 from ..replay.store import EvaluationResult, RunStore
-from .checkpoints import Checkpoint, Checkpoints, what_is_left
-from .cutting import cut_back
 from .engine import DeepSpeedEngine
 from .evaluations import Evaluations, record_of, told_in
-from .grading_rates import GradingRates
-from .idle import Idle
-from .journal import Journal
-from .policy import device_of
+from .forward.policy import device_of
+from .metrics.grading_rates import GradingRates
+from .metrics.idle import Idle
+from .metrics.ratio_alarm import RatioAlarm, ratios_of
+from .metrics.reports import describe, texts
 from .publish import WeightPublisher
 from .ranks import Leader, follow
-from .ratio_alarm import RatioAlarm, ratios_of
 from .rendezvous import process_group
-from .reports import describe, texts
+from .resume.checkpoints import Checkpoint, Checkpoints, what_is_left
+from .resume.cut_back import cut_back
+from .resume.journal import Journal
 from .room import size_of, write_with_room
+from .rows.sources import BatchSource, Fetch, LedgerSource, OfflineSource, StepBatch
 from .schedule import learning_rate
-from .sources import BatchSource, Fetch, LedgerSource, OfflineSource, StepBatch
 from .transfer_rates import TransferRates
 from .updates import Updates
 

@@ -13,25 +13,22 @@ from ..common.agreement import Probe
 from ..common.config import Config
 from ..common.errors import ConfigError
 from ..common.models import load_model
-from ..common.records import ExpertTrace, Group
-from .agreement import longest_row
-from .batch import Batch, build
+from ..common.records import ExpertTrace
 from .coefficients import Coefficients
-from .diagnostics import diagnose
 from .engine import DeepSpeedEngine, UpdateResult
-from .finite import widened
-from .microbatch import MicroBatch, micro_batch, penalised, rows_of
+from .forward.policy import Policy
+from .forward.verification import longest_row
+from .losses.finite import widened
+from .losses.returns import kl_penalised
+from .metrics.diagnostics import diagnose
+from .metrics.ratio_check import RatioCheck
 from .objectives import Objective, ObjectiveSettings, make
 from .objectives.base import where
-from .packing import plan
-from .policy import Policy
-from .ratio_check import RatioCheck
 from .rendezvous import gather_over_ranks, max_over_ranks, sum_over_ranks
-from .returns import kl_penalised
-from .rows import Rows
-
-GroupWithTraces = tuple[Group, Sequence[str]]
-"""A group with the ids of the expert traces that fill it up."""
+from .rows.batch import Batch, GroupWithTraces, build
+from .rows.microbatch import MicroBatch, micro_batch, penalised, rows_of
+from .rows.packing import plan
+from .rows.rows import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

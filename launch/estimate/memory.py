@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 BUCKET = 500_000_000
 """Elements of DeepSpeed's reduction bucket (``reduce_bucket_size``, its default)."""
 LOGIT_CHUNK = {"cpu": 32 << 20, "cuda": 256 << 20}
-"""Bytes of one chunk of float32 logits, as in :mod:`tandem.learner.logprobs`."""
+"""Bytes of one chunk of float32 logits, as in :mod:`tandem.learner.forward.logprobs`."""
 CHUNKED_FROM = 8192
 """Vocabulary from which logits are made chunk by chunk, likewise."""
 CHUNK_COPIES = 3

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ...common.errors import ConfigError
 from ...common.objectives import OBJECTIVES, check_name
-from ..aggregation import counts
-from ..finite import finite
-from ..rows import Rows
+from ..losses.aggregation import counts
+from ..losses.finite import finite
+from ..rows.rows import Rows
 from .settings import ObjectiveSettings
 
 Column = Literal["behaviour", "proximal", "reference", "values", "current"]

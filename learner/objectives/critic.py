@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ...common.errors import ConfigError
-from ..finite import finite
-from ..penalties import value_loss
-from ..rows import Rows
+from ..losses.finite import finite
+from ..losses.penalties import value_loss
+from ..rows.rows import Rows
 from .base import Sums, register, where
 from .policy import PolicyGradient
 

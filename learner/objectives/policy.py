@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ...common.errors import ConfigError
-from ..aggregation import aggregate
-from ..finite import finite, widened
-from ..penalties import kl_in_loss, scaled_coefficient
-from ..ratios import (
+from ..losses.aggregation import aggregate
+from ..losses.finite import finite, widened
+from ..losses.penalties import kl_in_loss, scaled_coefficient
+from ..losses.ratios import (
     cispo,
     clamped,
     clip_surrogate,
@@ -20,8 +20,8 @@ from ..ratios import (
     ppo_clip,
     sequence_log_ratio,
 )
-from ..rows import Rows
-from ..shaping import own_ratios
+from ..losses.shaping import own_ratios
+from ..rows.rows import Rows
 from .base import Objective, Sums, register, scored, where
 from .settings import ObjectiveSettings
 
@@ -30,8 +30,8 @@ class PolicyGradient(Objective):
     """``L = agg(ℓ_own) + agg(ℓ_expert) − c_H mean(H) + β agg(KL)``.
 
     A subclass says what an own token costs (:meth:`own_losses`) and what an expert token costs
-    (:meth:`expert_losses`). Advantages, masks and denominators: :mod:`tandem.learner.advantages`,
-    :mod:`tandem.learner.aggregation`.
+    (:meth:`expert_losses`). Advantages, masks and denominators: :mod:`tandem.learner.losses.advantages`,
+    :mod:`tandem.learner.losses.aggregation`.
     """
 
     clips_own = True
@@ -150,7 +150,7 @@ class PolicyGradient(Objective):
         return rows.by_token(rows.advantages.to(dtype))
 
     def aggregate(self, rows: Rows, losses: Tensor, scalars: Mapping[str, float]) -> Tensor:
-        """See :func:`tandem.learner.aggregation.aggregate`."""
+        """See :func:`tandem.learner.losses.aggregation.aggregate`."""
         return aggregate(
             losses,
             row=rows.row,

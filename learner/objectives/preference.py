@@ -1,7 +1,7 @@
 """Preference losses over the rows of groups: the better answers against the worse ones.
 
 Every pair of a group's rows with different rewards counts
-(:func:`tandem.learner.preferences.pairs_of_groups`), expert traces among them. All tokens are scored at temperature 1.
+(:func:`tandem.learner.losses.preferences.pairs_of_groups`), expert traces among them. All tokens are scored at temperature 1.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ...common.errors import ConfigError
-from ..aggregation import counts
-from ..finite import finite, widened
-from ..preferences import cpo, dpo, kto, orpo, pairs_of_groups
-from ..rows import Rows
+from ..losses.aggregation import counts
+from ..losses.finite import finite, widened
+from ..losses.preferences import cpo, dpo, kto, orpo, pairs_of_groups
+from ..rows.rows import Rows
 from .base import Objective, Sums, Unit, register, scored, where
 
 

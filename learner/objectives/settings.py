@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..advantages import Baseline
-from ..aggregation import Aggregation
-from ..penalties import KlForm
-from ..ratios import Correction, CorrectionLevel
-from ..shaping import ExpertBehaviour, Shaping
+from ..losses.advantages import Baseline
+from ..losses.aggregation import Aggregation
+from ..losses.penalties import KlForm
+from ..losses.ratios import Correction, CorrectionLevel
+from ..losses.shaping import ExpertBehaviour, Shaping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..aggregation import aggregate, counts
-from ..finite import widened
-from ..rows import Rows
+from ..losses.aggregation import aggregate, counts
+from ..losses.finite import widened
+from ..rows.rows import Rows
 from .base import Objective, Sums, register, scored, where
 from .policy import PolicyGradient
 

@@ -8,7 +8,7 @@ which other processes disturb least, and ``wall`` beside them) and the greatest 
 and their gradients; then one with the quotients, and whether they are within bounds (at most
 1/8 of the memory at no more than 1.3 times the time). Each variant runs in a process of its own, one
 after the other, by turns. ``plain`` is log_softmax, gather and −Σ p log p; ``sliced`` is
-``tandem.learner.logprobs``; ``liger`` is Liger's fused linear cross entropy, which has no entropy, and
+``tandem.learner.forward.logprobs``; ``liger`` is Liger's fused linear cross entropy, which has no entropy, and
 runs where its package and a GPU are.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from tandem.learner.logprobs import token_logprobs
+from tandem.learner.forward.logprobs import token_logprobs
 
 VARIANTS = ("plain", "sliced", "liger")
 MEMORY_BOUND, TIME_BOUND = 1 / 8, 1.3

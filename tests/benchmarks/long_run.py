@@ -22,10 +22,10 @@ import time
 from pathlib import Path
 
 from tandem.common.parts import PartedLines, parts
-from tandem.learner.cutting import cut_back
 from tandem.learner.evaluations import told_in
-from tandem.learner.journal import Journal, digest_of, trained
-from tandem.learner.journal_file import encoded
+from tandem.learner.resume.cut_back import cut_back
+from tandem.learner.resume.journal import Journal, digest_of, trained
+from tandem.learner.resume.journal_file import encoded
 
 METRICS = {f"train/metric_{number:02d}": 0.123456789 * number for number in range(60)}
 BEHIND = 20

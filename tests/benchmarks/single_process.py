@@ -27,10 +27,10 @@ from tandem.common.records import Group, Problem, SamplingParams, Version
 from tandem.common.run_folder import RunFolder
 from tandem.launch import ingest, presets
 from tandem.learner.engine import UpdateResult
-from tandem.learner.microbatch import MicroBatch
+from tandem.learner.forward.policy import Policy
 from tandem.learner.objectives import Objective
-from tandem.learner.policy import Policy
 from tandem.learner.rendezvous import process_group
+from tandem.learner.rows.microbatch import MicroBatch
 from tandem.learner.schedule import learning_rate
 from tandem.learner.updates import Updates
 from tandem.replay.mixing import choose_traces

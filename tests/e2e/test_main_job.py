@@ -10,7 +10,7 @@ import psutil
 import pytest
 from processes import Run, RunOnScreen, gone, listening, mode, step, steps, summary, tandem
 
-from tandem.learner.journal import read
+from tandem.learner.resume.journal import read
 
 pytestmark = pytest.mark.timeout(400)
 

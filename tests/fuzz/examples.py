@@ -24,7 +24,7 @@ from tandem.common.records import (
 )
 from tandem.common.weights import manifest, protocol
 from tandem.common.weights.scored_rows import ScoredRows
-from tandem.learner import journal, journal_file
+from tandem.learner.resume import journal, journal_file
 
 KEYS = sockets.new_keys()
 

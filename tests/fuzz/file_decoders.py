@@ -29,7 +29,7 @@ from tandem.launch.board import history, look
 from tandem.launch.estimate.sizes import count_parameters
 from tandem.launch.progress import MetricsTail
 from tandem.launch.trackers.following import Sent
-from tandem.learner import cutting, journal
+from tandem.learner.resume import cut_back, journal
 
 
 class Files:
@@ -95,7 +95,7 @@ def write_json_line(path: Path) -> Any:
 
 def cut(path: Path) -> Any:
     """What ``cut_back`` leaves."""
-    cutting.cut_back(path, 2, path.parent / "cut")
+    cut_back.cut_back(path, 2, path.parent / "cut")
     return path.read_bytes()
 
 
@@ -177,7 +177,7 @@ def from_files(files: Files) -> Iterable[Decoder]:
         check=check_journal,
         **lines,
     )
-    yield one("cutting.cut_back", "c/metrics.jsonl", [METRICS], cut, check=check_cut, **lines)
+    yield one("cut_back.cut_back", "c/metrics.jsonl", [METRICS], cut, check=check_cut, **lines)
     yield one(
         "telemetry.read_json_lines", "t/m.jsonl", [METRICS],
         lambda path: list(telemetry.read_json_lines(path)), **lines,
@@ -212,11 +212,11 @@ def from_files(files: Files) -> Iterable[Decoder]:
         "p/state.json",
         text(state, digested),
         lambda path: _checkpoint(path.parent),
-        imports="tandem.learner.checkpoints",
+        imports="tandem.learner.resume.checkpoints",
     )
 
 
 def _checkpoint(folder: Path) -> Any:
-    from tandem.learner.checkpoints import read  # imports DeepSpeed
+    from tandem.learner.resume.checkpoints import read  # imports DeepSpeed
 
     return read(folder)

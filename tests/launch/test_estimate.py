@@ -210,7 +210,7 @@ def test_logits_are_made_chunk_by_chunk() -> None:
 
 
 def test_the_chunks_are_those_of_the_learner() -> None:
-    from tandem.learner import logprobs
+    from tandem.learner.forward import logprobs
 
     assert memory.LOGIT_CHUNK == logprobs.CHUNK_BYTES
     assert memory.CHUNKED_FROM == logprobs.CHUNKED_FROM

@@ -16,7 +16,7 @@ from tandem.launch.idle import IdleShares, waiting_share
 from tandem.launch.presets import load
 from tandem.launch.progress import MetricsTail, Progress
 from tandem.launch.summary import Findings, Told
-from tandem.learner.journal import Journal
+from tandem.learner.resume.journal import Journal
 from tandem.rollout import vllm_version
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.learner.rows import Rows
+from tandem.learner.rows.rows import Rows
 
 Loss = Callable[["Case", Sequence[float], Sequence[float]], float]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tandem.learner.advantages import Baseline, advantages
+from tandem.learner.losses.advantages import Baseline, advantages
 from tandem.learner.objectives import Objective
-from tandem.learner.rows import Rows
+from tandem.learner.rows.rows import Rows
 
 F64 = torch.float64
 

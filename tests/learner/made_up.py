@@ -25,7 +25,7 @@ from tandem.common.records import (
 )
 from tandem.common.run_folder import JoinInfo, RunFolder
 from tandem.common.seeds import keyed_generator
-from tandem.learner.batch import NO_LAG, Batch, Row, assemble
+from tandem.learner.rows.batch import NO_LAG, Batch, Row, assemble
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Lease, Ledger, LedgerSettings
 from tandem.replay.store import EvaluationRequest, EvaluationResult, RunStore

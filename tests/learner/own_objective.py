@@ -1,7 +1,7 @@
 """A user's objective, as docs/objectives.md shows it; test_trainer.py trains with it."""
 
-from tandem.learner.aggregation import aggregate
-from tandem.learner.ratios import log_ratio
+from tandem.learner.losses.aggregation import aggregate
+from tandem.learner.losses.ratios import log_ratio
 
 
 def unclipped(rows, scalars, settings):

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tandem.learner.engine import DeepSpeedEngine, stage_of
-from tandem.learner.microbatch import dummy, micro_batch, rows_of
+from tandem.learner.forward.policy import Policy
 from tandem.learner.objectives import Objective, ObjectiveSettings, make
-from tandem.learner.packing import plan
-from tandem.learner.policy import Policy
+from tandem.learner.rows.microbatch import dummy, micro_batch, rows_of
+from tandem.learner.rows.packing import plan
 
 pytestmark = pytest.mark.usefixtures("group")
 CPU = torch.device("cpu")

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 MODULES = (
-    "advantages", "aggregation", "diagnostics", "finite", "logprobs", "mixing", "objectives",
-    "padded", "penalties", "published", "preferences", "ratios", "returns", "rows", "sequences", "shaping",
+    "forward.logprobs", "losses.advantages", "losses.aggregation", "losses.finite", "losses.mixing",
+    "losses.penalties", "losses.preferences", "losses.ratios", "losses.returns", "losses.shaping",
+    "metrics.diagnostics", "objectives", "recipes.padded", "recipes.published", "recipes.sequences",
+    "rows.rows",
 )  # fmt: skip
 SCRIPT = """
 import importlib, sys

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from tandem.common.config import to_yaml
 from tandem.common.errors import RunFailedError
 from tandem.common.records import Group, Version
-from tandem.learner.journal import read, trained
+from tandem.learner.resume.journal import read, trained
 from tandem.replay.ledger import Lease
 
 pytest.importorskip("deepspeed")

@@ -17,7 +17,8 @@ from tandem.common.objectives import OBJECTIVES
 from tandem.common.records import FinishReason, Group, Sample, SamplingParams, Source
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.objectives import Grpo, Objective, ObjectiveSettings, make
-from tandem.learner.updates import GroupWithTraces, Updates, objective_of
+from tandem.learner.rows.batch import GroupWithTraces
+from tandem.learner.updates import Updates, objective_of
 
 pytestmark = pytest.mark.usefixtures("group")
 

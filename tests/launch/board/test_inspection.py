@@ -19,7 +19,7 @@ from tandem.launch.board.on_disk import DiskUse, JournalEnd, disk_use, journal_e
 from tandem.launch.board.page import more
 from tandem.launch.board.snapshot import Grading
 from tandem.launch.cli import main
-from tandem.learner.journal import Journal
+from tandem.learner.resume.journal import Journal
 from tandem.replay.inspection import KINDS, MemoryUse, OldestLease, WaitingAges
 
 FOUND = Inspection(

@@ -1,0 +1,1 @@
+"""The policy's forward pass: from a micro-batch to log-probs and entropies."""

@@ -1,0 +1,215 @@
+"""The policy as one module: token ids in, log-probs and entropies of given tokens out."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DistError
+
+from ...common.agreement import BOUNDS, Difference, Probe, one_line
+from ...common.errors import ConfigError
+from ..rows.microbatch import MicroBatch
+from . import shared_prompts
+from .head import head_of
+from .logprobs import token_logprobs
+from .shared_prompts import Layout
+from .verification import difference
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger("tandem.learner")
+
+LONGEST = 2048
+"""Tokens of the longest row where nothing is said about rows."""
+
+EXACT = BOUNDS[torch.float32]
+"""Difference of log-probs, in nats, that rounding makes of float32."""
+
+
+class Policy(nn.Module):
+    """Wraps a causal language model so that only the wanted positions get logits.
+
+    Rows are padded on the right and attention is causal, so no token can see padding and no
+    mask is passed: with one, SDPA would leave its fast causal path. ``use_cache`` is off, without
+    which transformers takes a call without a mask for something else.
+
+    The model stays in evaluation mode, also while it trains: dropout, noise of routers and the like
+    would make π_θ differ from the policy that sampled.
+
+    Args:
+        model: Its parameters are whole; DeepSpeed may part them afterwards.
+
+    Raises:
+        ConfigError: the model has no output matrix, or changes its logits in an unknown way.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.body = _body_of(model)
+        self.head = head_of(model)
+        self._checkpointed = _checkpoint_in_evaluation(self)
+        self.shares_prompts = False
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> Policy:
+        """Turns gradient checkpointing on or off; nothing else depends on the mode."""
+        self.training = mode
+        self.model.eval()
+        for layer in self._checkpointed:
+            layer.training = mode
+        return self
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        index: Tensor,
+        targets: Tensor,
+        temperature: Tensor | None,
+        entropy_gradient: bool = False,
+        layout: Layout | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``[N]`` log-probs and ``[N]`` entropies; see :class:`~.microbatch.MicroBatch`."""
+        extra: dict[str, Any] = {} if layout is None else shared_prompts.arguments(layout)
+        hidden = self.body(input_ids=input_ids, use_cache=False, **extra).last_hidden_state
+        picked = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)
+        head = self.head
+        logprobs, entropy = token_logprobs(
+            picked,
+            head.weight,
+            targets,
+            temperature,
+            bias=head.bias,
+            scale=head.scale,
+            cap=head.cap,
+            entropy_gradient=entropy_gradient,
+        )
+        return logprobs, entropy
+
+    def score(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of a micro-batch, without gradient."""
+        there = micro.to(next(self.model.parameters()).device)
+        with torch.no_grad():
+            return self(
+                there.input_ids,
+                there.index,
+                there.targets,
+                there.temperature,
+                False,
+                there.layout,
+            )
+
+    def share_prompts(self, probe: Probe | None = None) -> bool:
+        """Switches to attention over shared prompts where the model can do it.
+
+        Tries it on the probe's rows: a model with an attention of its own kind gives other
+        log-probs, and keeps padded rows.
+
+        Args:
+            probe: Of the model; None makes one for rows of :data:`LONGEST` tokens.
+        """
+        config = self.model.config
+        before = config._attn_implementation
+        if before != "sdpa" or next(self.model.parameters()).device.type != "cpu":
+            return False
+        if probe is None:
+            probe = Probe.of(self.model, LONGEST)
+        shared_prompts.register()
+        try:
+            padded = difference(probe, self.score, share_prompts=False)
+            self.model.set_attn_implementation(shared_prompts.IMPLEMENTATION)
+            found = difference(probe, self.score, share_prompts=True)
+            # In half precision a small fault hides within the bound, but not beside padded rows.
+            self.shares_prompts = found.most <= min(probe.bound, 3 * padded.most + EXACT)
+            if not self.shares_prompts:
+                log.info(
+                    f"keeps padded rows: with shared prompts log-probs are off by "
+                    f"{found.logprob:.2g} nats, with padded rows by {padded.logprob:.2g}"
+                )
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            log.info(f"keeps padded rows: {type(error).__name__}: {error}")
+        if not self.shares_prompts:
+            self.model.set_attn_implementation(before)
+        return self.shares_prompts
+
+    def require_own(self, probe: Probe, forward: Any = None, whose: str = "the learner's") -> None:
+        """Holds the log-probs and entropies against the model's own, padded and with shared prompts.
+
+        Args:
+            probe: Of the model.
+            forward: How micro-batches are scored; None = :meth:`score`.
+            whose: Names whose log-probs they are.
+
+        Raises:
+            ConfigError: they differ over the dtype's bound.
+        """
+        if not probe.rows:
+            return
+        found = Difference()
+        try:
+            for share in {False, self.shares_prompts}:
+                found |= difference(probe, forward or self.score, share_prompts=share)
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError | DistError):
+                raise
+            raise ConfigError(
+                f"{probe.model}: {whose} log-probs can't be computed: {one_line(error)}: use "
+                f"another model"
+            ) from error
+        attention = self.model.config._attn_implementation
+        way_out = "use another model"
+        if attention != "eager":
+            way_out = f"set model.attention=eager (it is {attention}), or use another model"
+        probe.require(found, whose, way_out)
+
+
+def _body_of(model: PreTrainedModel) -> nn.Module:
+    """What gives the last hidden states: the model without its head."""
+    if model.base_model is not model:
+        return model.base_model
+    embeddings = model.get_input_embeddings()
+    for child in model.children():
+        if any(module is embeddings for module in child.modules()):
+            return child
+    return model
+
+
+def _checkpoint_in_evaluation(policy: Policy) -> list[nn.Module]:
+    """Layers that are checkpointed, arranged so that they compute as in evaluation mode.
+
+    transformers checkpoints a layer that is in training mode. It looks before the layer's hooks are
+    called, so these put the layer itself into evaluation mode, first and when it is recomputed.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    def begin(module: nn.Module, inputs: Any) -> None:
+        module.training = False
+
+    def end(module: nn.Module, inputs: Any, output: Any) -> None:
+        module.training = policy.training
+
+    layers = [
+        module
+        for module in policy.model.modules()
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+    ]
+    for layer in layers:
+        layer.register_forward_pre_hook(begin)
+        layer.register_forward_hook(end, always_call=True)
+    return layers
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Parameters, tied ones once."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def device_of(rank: int) -> torch.device:
+    """``cuda:<rank>`` where there are GPUs, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", rank % torch.cuda.device_count())
+    return torch.device("cpu")

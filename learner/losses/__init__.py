@@ -1,0 +1,1 @@
+"""The pure functions of tensors that objectives are made of."""

@@ -1,0 +1,174 @@
+"""Advantages of the rows of groups: pure functions of rewards.
+
+Rows without a verdict are not among the rows that come in here; they leave the baseline and the
+loss before. Advantages of single tokens (GAE) are in :mod:`tandem.learner.losses.returns`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Baseline = Literal[
+    "group_mean",
+    "group_mean_std",
+    "own_mean",
+    "own_mean_std",
+    "leave_one_out",
+    "max_rl",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "none",
+]
+
+EQUAL_REWARDS = 1e-6
+"""Rewards of a group within this range count as equal.
+
+Deciding by the standard deviation fails: that of seven rewards of 0.3 is 3e-8 in float32, and
+dividing by it makes advantages of 0.03.
+"""
+STD_FLOOR = 1e-6
+"""Added to the standard deviation, as in the code of GRPO and LUFFY."""
+WHITEN_FLOOR = 1e-8
+"""Least variance that :func:`whiten` divides by the root of."""
+
+
+def group_range(values: Tensor, group: Tensor, groups: int, among: Tensor | None = None) -> Tensor:
+    """``[groups]`` greatest minus least value by group; 0 where a group has no row among them."""
+    high = torch.full((groups,), -torch.inf, dtype=values.dtype, device=values.device)
+    low = torch.full((groups,), torch.inf, dtype=values.dtype, device=values.device)
+    if among is not None:
+        values, group = values[among], group[among]
+    high = high.scatter_reduce(0, group, values, "amax")
+    low = low.scatter_reduce(0, group, values, "amin")
+    # Without a row they are still what they began as. A NaN among the values stays one: whatever is
+    # made of it has to be refused, and mustn't look like equal values.
+    nothing = (high == -torch.inf) & (low == torch.inf)
+    return torch.where(nothing, torch.zeros_like(high), high - low)
+
+
+def _mean(values: Tensor, group: Tensor, groups: int, weight: Tensor) -> tuple[Tensor, Tensor]:
+    count = torch.zeros(groups, dtype=values.dtype, device=values.device)
+    count = count.index_add(0, group, weight)
+    total = torch.zeros_like(count).index_add(0, group, values * weight)
+    return total / count.clamp(min=1), count
+
+
+def whiten(values: Tensor, weight: Tensor | None = None, *, shift_mean: bool = True) -> Tensor:
+    """``(x − mean) / std`` over all values, std with n and a floor of its square of 1e-8.
+
+    REINFORCE++'s normalisation over the whole batch (arXiv 2501.03262, eq. 8).
+
+    Args:
+        values: Any shape.
+        weight: Same shape, how often each value counts (tokens of a row); None = once.
+        shift_mean: False keeps the mean where it was.
+    """
+    weight = torch.ones_like(values) if weight is None else weight.to(values.dtype)
+    count = weight.sum().clamp(min=1)
+    mean = (values * weight).sum() / count
+    centred = values - mean
+    variance = (centred * centred * weight).sum() / count
+    result = centred * variance.clamp(min=WHITEN_FLOOR).rsqrt()
+    return result if shift_mean else result + mean
+
+
+def advantages(
+    rewards: Tensor,
+    group: Tensor,
+    groups: int,
+    expert_row: Tensor,
+    baseline: Baseline,
+    lengths: Tensor | None = None,
+    *,
+    singles: Literal["compared", "absolute"] = "compared",
+) -> Tensor:
+    """``[R]`` one advantage a row.
+
+    ``group_mean``: R − mean over the whole group, expert rows included (LUFFY, arXiv
+    2504.14945, eq. 5, without std as in Dr. GRPO, arXiv 2503.20783). ``group_mean_std``: over
+    ``std + 1e-6`` besides, std with n − 1 (GRPO, arXiv 2402.03300). ``own_mean``,
+    ``own_mean_std``: mean (and std) over own rows only, for all rows (LUFFY's grpo_split); without
+    own rows those of the group. ``leave_one_out``: R − mean of the group's other rows (RLOO, arXiv
+    2402.14740). ``max_rl``: (R − mean) / mean, 0 where the mean is 0 (MaxRL, arXiv 2602.02710).
+    ``reinforce_pp``: the reward, and ``reinforce_pp_baseline``: R − group mean, whitened over all
+    rows by their tokens (arXiv 2501.03262). ``none``: the reward.
+
+    A row alone in its group is compared with itself, A = 0; ``singles="absolute"`` gives it mean 0
+    and std 1, so A = R, as LUFFY's and verl's code do.
+
+    Args:
+        rewards: ``[R]`` float; use float64.
+        group: ``[R]`` int64, which group a row is of, in ``[0, groups)``.
+        groups: How many groups there are.
+        expert_row: ``[R]`` bool, rows with expert tokens.
+        baseline: Which baseline.
+        lengths: ``[R]`` own and expert tokens of a row, for whitening; None = 1 each.
+        singles: What a group's only row (only own row, where own rows are the baseline) gets.
+    """
+    if baseline == "none":
+        return rewards.clone()
+    if baseline == "reinforce_pp":
+        return _whitened(rewards, lengths)
+    everything = torch.ones_like(rewards)
+    mean, count = _mean(rewards, group, groups, everything)
+    counted = everything
+    among = None
+    if baseline in ("own_mean", "own_mean_std"):
+        own = (~expert_row).to(rewards.dtype)
+        own_mean, own_count = _mean(rewards, group, groups, own)
+        mean = torch.where(own_count > 0, own_mean, mean)
+        counted = torch.where((own_count > 0)[group], own, everything)
+        count = torch.where(own_count > 0, own_count, count)
+        among = ~expert_row
+    alone = torch.zeros_like(count, dtype=torch.bool)
+    if singles == "absolute":
+        alone = count == 1
+        mean = torch.where(alone, torch.zeros_like(mean), mean)
+    result = rewards - mean[group]
+    if baseline in ("group_mean_std", "own_mean_std"):
+        unit = alone if among is None else None
+        result = _over_std(result, group, groups, counted, unit)
+    elif baseline == "leave_one_out":
+        result = result * (count / (count - 1).clamp(min=1))[group]
+    elif baseline == "max_rl":
+        divisor = torch.where(mean == 0, torch.ones_like(mean), mean)[group]
+        result = torch.where((mean == 0)[group], torch.zeros_like(result), result / divisor)
+    equal = group_range(rewards, group, groups, among)[group] <= EQUAL_REWARDS
+    # Rounding of the mean must not turn equal rewards into a signal. With an own baseline the
+    # expert's row still differs from it.
+    level = result.abs() <= EQUAL_REWARDS if among is not None else torch.ones_like(equal)
+    silent = equal & level & ~alone[group]
+    result = torch.where(silent, torch.zeros_like(result), result)
+    return _whitened(result, lengths) if baseline == "reinforce_pp_baseline" else result
+
+
+def _over_std(
+    result: Tensor, group: Tensor, groups: int, counted: Tensor, unit: Tensor | None
+) -> Tensor:
+    """Divides by the std (n − 1) of the rows that count, plus the floor.
+
+    ``unit`` are groups whose std is 1. None: those where it is 0, as LUFFY's split has it, so that
+    equal own rewards leave the expert's distance as it is.
+    """
+    variance, count = _mean(result * result, group, groups, counted)
+    std = (variance * count / (count - 1).clamp(min=1)).sqrt()
+    if unit is None:
+        unit = (std <= EQUAL_REWARDS) | (count <= 1)
+    std = torch.where(unit, torch.ones_like(std), std)
+    return result / (std + STD_FLOOR)[group]
+
+
+def _whitened(values: Tensor, lengths: Tensor | None) -> Tensor:
+    if not len(values) or float(values.max() - values.min()) <= EQUAL_REWARDS:
+        return torch.zeros_like(values)
+    return whiten(values, lengths)
+
+
+def zero_variance(row_advantages: Tensor, group: Tensor, groups: int) -> Tensor:
+    """``[groups]`` bool, groups in which every row's advantage is 0."""
+    most = torch.zeros(groups, dtype=row_advantages.dtype, device=row_advantages.device)
+    most = most.scatter_reduce(0, group, row_advantages.abs(), "amax")
+    return most == 0

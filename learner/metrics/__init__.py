@@ -1,0 +1,1 @@
+"""What a step is told to be like: figures, alarms, texts."""

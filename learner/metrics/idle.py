@@ -1,0 +1,70 @@
+"""Steps that taught nothing: none of their tokens could move the gradient.
+
+One is no fault (a step whose groups all have equal rewards). Many in a row mean that the run leaves
+the model as it is, and does so without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...common.config import Config
+
+
+class Idle:
+    """Counts such steps in a row, and says why once they are too many.
+
+    Args:
+        config: The run's.
+        total_steps: Of the run: one that is shorter than ``learner.max_idle`` is idle as a whole.
+    """
+
+    def __init__(self, config: Config, total_steps: int) -> None:
+        self._config = config
+        self._most = max(1, min(config.learner.max_idle, total_steps))
+        self.steps = 0
+        """In a row, up to now."""
+        self.alarm = ""
+        """What is wrong while the stretch lasts, else empty."""
+
+    def saw(self, metrics: Mapping[str, float]) -> bool:
+        """Takes in the ``train/…`` metrics of one step; whether the stretch has just become too long."""
+        rows, active = metrics.get("train/rows", 0.0), metrics.get("train/rows_active", 0.0)
+        # NaN is no 0: what isn't finite is another matter.
+        if active and metrics.get("train/grad_norm", 0.0) != 0:
+            self.steps, self.alarm = 0, ""
+            return False
+        self.steps += 1
+        if self.steps < self._most:
+            return False
+        began = not self.alarm
+        self.alarm = (
+            f"no token of the last {self.steps} steps could move the gradient, so that the model is "
+            f"as it was: {self._why(rows, active)}"
+        )
+        return began
+
+    def _why(self, rows: float, active: float) -> str:
+        objective = self._config.learner.objective
+        offline = self._config.learner.source == "offline"
+        what = "traces" if offline else "samples"
+        if not rows:
+            return (
+                f"none of their {what} has a verdict to learn from; look at the reward pool's log"
+            )
+        if active:
+            return (
+                f"the loss of learner.objective.name={objective.name} has no gradient on their "
+                f"{what}: choose another one"
+            )
+        if offline:
+            return (
+                f"learner.objective.name={objective.name} with advantage={objective.advantage} gives "
+                f"each of their traces the advantage 0: choose sft, or advantage=none for traces "
+                f"whose reward isn't 0"
+            )
+        return (
+            f"in each of their groups learner.objective.advantage={objective.advantage} is 0 for every "
+            f"row, as with equal rewards: choose problems that are neither always nor never solved, "
+            f"or let expert traces in (expert.per_group)"
+        )

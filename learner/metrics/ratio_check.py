@@ -1,0 +1,208 @@
+"""A check of what was sampled: are the log-probs that the engines recorded those that the learner
+computes?
+
+Faults between a learner and its engines are silent: a temperature that isn't recorded, labels shifted
+by one, weights that weren't taken up. The ratio ρ = π_θ/μ shows them, where nothing else has moved it.
+So it is looked at on the first mini-batch of a step, before the step's first update, on the tokens of
+the least lag: at lag 0 the weights that sampled a token are those that score it, and log ρ is the
+noise of two implementations, which each dtype bounds.
+
+At a greater lag the policy has moved as well, and nothing says how far it should have. There the means
+are held against the run's own recent history: an alarm is a mean over :data:`MULTIPLE` times the
+greatest of the last :data:`HISTORY` at the same lag, plus :data:`MOVED` for each step of lag, which a
+policy that learns fast may move without a history.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ...common.config import Config
+from ...common.ratio_check import PREFIX
+from ..losses.finite import widened
+from ..losses.ratios import clamped, effective_sample_share, k3
+from ..objectives import Objective
+from ..rendezvous import gather_over_ranks, max_over_ranks, sum_over_ranks
+from ..rows.rows import Rows
+from .diagnostics import percentile
+
+BOUNDS: Mapping[str, Mapping[str, float]] = {
+    "float32": {"log_ratio": 2e-5, "log_ratio_p99": 1e-3, "k3": 1e-8, "k3_p99": 5e-7},
+    "bfloat16": {"log_ratio": 0.1, "log_ratio_p99": 3.0, "k3": 0.2, "k3_p99": 2.0},
+}
+"""At lag 0, by the coarser dtype of learner and engines; nats. The miniature in a thousand updates has
+shown a twentieth of them at most in float32, and with engines in bfloat16, early on when it learns
+fastest, a third: means up to 0.03 and 0.06, percentiles up to 1.1 and 0.4."""
+MOVED: Mapping[str, float] = {"log_ratio": 0.1, "k3": 0.1}
+"""Figures that are held at a greater lag, and how far a step may move them without a history; nats."""
+FEW = 100
+"""Tokens without which a 99th percentile is but a greatest value, and isn't held."""
+MULTIPLE = 10.0
+"""How far over the greatest recent value a mean may be at a greater lag."""
+HISTORY = 20
+"""So many values at a lag are recent. One with an alarm isn't among them."""
+
+
+def measure(
+    rows: Sequence[Rows],
+    logprobs: Sequence[Tensor],
+    objective: Objective,
+    *,
+    whole_rows: bool = False,
+) -> dict[str, float]:
+    """The figures of the own tokens of the least lag, over all ranks, whatever the micro-batches.
+
+    ``lag`` and ``tokens`` say which they are of; ``log_ratio``, ``k3`` and their 99th percentiles are
+    in nats; ``ess`` is the effective sample size as a share, ``clipped`` the share at which the clip
+    decides (objectives with a clip). Empty where no token has a lag.
+
+    Args:
+        rows: Of this rank's micro-batches.
+        logprobs: ``[N]`` log π_θ of each.
+        objective: Says what is clipped.
+        whole_rows: Only rows whose own tokens are all of one version: others went on with keys and
+            values of the version before.
+    """
+    seen = [_seen(r, p, objective, whole_rows) for r, p in zip(rows, logprobs, strict=True)]
+    lag, ratios, clipped = (
+        torch.cat([part[column] for part in seen]) if seen else torch.zeros(0)
+        for column in range(3)
+    )
+    least = -max_over_ranks([-float(lag.min()) if len(lag) else -math.inf])[0]
+    if not math.isfinite(least):
+        return {}
+    ratios, clipped = ratios[lag == least], clipped[lag == least]
+    weights, distances, sizes = ratios.exp(), k3(ratios), ratios.abs()
+    tokens, size, distance, weight, square, decided = sum_over_ranks(
+        [
+            float(len(ratios)),
+            *(float(v.sum()) for v in (sizes, distances, weights, weights * weights, clipped)),
+        ]
+    )
+    count = int(tokens)
+    found = {
+        "lag": least,
+        "tokens": tokens,
+        "log_ratio": size / tokens,
+        "log_ratio_p99": percentile(sizes, 0.99, count, gather_over_ranks),
+        "k3": distance / tokens,
+        "k3_p99": percentile(distances, 0.99, count, gather_over_ranks),
+        "ess": effective_sample_share(weight, square, tokens),
+    }
+    if objective.clips_own:
+        found["clipped"] = decided / tokens
+    return found
+
+
+def _seen(
+    rows: Rows, logprobs: Tensor, objective: Objective, whole_rows: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``[n]`` lag, log ρ and whether the clip decides, of the own tokens that count, on the CPU.
+
+    In float64: k3 of a log-ratio of 1e-6 is 5e-13, far under float32's rounding of 1.
+    """
+    which = ~rows.expert & (rows.lag >= 0)
+    if whole_rows:
+        low = torch.full((rows.count,), torch.iinfo(torch.int64).max, device=rows.lag.device)
+        high = torch.full_like(low, -1)
+        low = low.scatter_reduce(0, rows.row[which], rows.lag[which], "amin")
+        high = high.scatter_reduce(0, rows.row[which], rows.lag[which], "amax")
+        which &= rows.by_token(low == high)
+    log_ratios = clamped(widened(logprobs).double() - rows.behaviour.double())
+    clipped = objective.clipped(rows, log_ratios)
+    return rows.lag[which].cpu(), log_ratios[which].cpu(), clipped[which].double().cpu()
+
+
+class RatioCheck:
+    """Holds each step's figures against their bounds. Every rank has the same.
+
+    Args:
+        config: The run's.
+        objective: That is trained with.
+    """
+
+    def __init__(self, config: Config, objective: Objective) -> None:
+        self._objective = objective
+        coarse = "bfloat16" in (config.model.dtype, config.engine_dtype)
+        self._floor = BOUNDS["bfloat16" if coarse else "float32"]
+        self._slack = config.learner.ratio_check.slack
+        self._on_alarm = config.learner.ratio_check.on_alarm
+        self._whole_rows = not config.rollout.recompute_kv
+        plain = "own" in objective.plain_temperature
+        self._possible = not plain or config.rollout.temperature == 1
+        self._history: dict[tuple[int, str], deque[float]] = {}
+
+    def look(
+        self, rows: Sequence[Rows], logprobs: Sequence[Tensor], *, settled: bool = False
+    ) -> tuple[dict[str, float], bool]:
+        """``ratio/…`` of a step, bounds and ``alarm`` among them (empty where it has no such tokens),
+        and whether the step is refused for them.
+
+        Args:
+            rows: Of this rank's micro-batches of the step's first mini-batch.
+            logprobs: ``[N]`` of each, under the weights of the step's start.
+            settled: The step was made before: it isn't refused.
+        """
+        if not self._possible:
+            return {}, False
+        found = measure(rows, logprobs, self._objective, whole_rows=self._whole_rows)
+        if not found:
+            return {}, False
+        told, alarm = self.hold(found)
+        refused = alarm and not settled and self._on_alarm != "tell"
+        return {PREFIX + name: value for name, value in told.items()}, refused
+
+    def hold(self, found: Mapping[str, float]) -> tuple[dict[str, float], bool]:
+        """The figures of :func:`measure` with their bounds and ``alarm``, and whether it is one."""
+        lag, tokens = int(found["lag"]), found["tokens"]
+        bounds = self._bounds(lag, tokens)
+        alarm = any(found[name] > bound for name, bound in bounds.items())
+        # Figures of log-probs that aren't numbers: the step is undone for those.
+        if lag and not alarm and all(math.isfinite(found[name]) for name in MOVED):
+            for name in MOVED:
+                self._recent(lag, name).append(found[name])
+        told = {**found, **{f"{name}_bound": bound for name, bound in bounds.items()}}
+        told["alarm"] = float(alarm)
+        return told, alarm
+
+    def _bounds(self, lag: int, tokens: float) -> dict[str, float]:
+        bounds = dict(self._floor)
+        if lag:
+            bounds = {
+                name: bounds[name]
+                + lag * moved
+                + MULTIPLE * max(self._recent(lag, name), default=0.0)
+                for name, moved in MOVED.items()
+            }
+        if tokens < FEW:
+            bounds = {name: bound for name, bound in bounds.items() if name in MOVED}
+        # A mean of few tokens is noise: of a hundred it may be twice as large, of one eleven times.
+        wide = 1 + 10 / math.sqrt(tokens)
+        return {
+            name: self._slack * bound * (wide if name in MOVED else 1.0)
+            for name, bound in bounds.items()
+        }
+
+    def _recent(self, lag: int, name: str) -> deque[float]:
+        return self._history.setdefault((lag, name), deque(maxlen=HISTORY))
+
+    def state(self) -> dict[str, float]:
+        """The history, for a checkpoint: steps that are trained again from it are held against the
+        bounds that they had."""
+        return {
+            f"{PREFIX}{name}/{lag}/{place}": value
+            for (lag, name), values in self._history.items()
+            for place, value in enumerate(values)
+        }
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Inverse of :meth:`state`; a checkpoint of a run without it leaves no history."""
+        self._history.clear()
+        kept = [key.split("/") for key in state if key.startswith(PREFIX)]
+        for _, name, lag, place in sorted(kept, key=lambda parts: int(parts[-1])):
+            self._recent(int(lag), name).append(float(state[f"{PREFIX}{name}/{lag}/{place}"]))

@@ -1,0 +1,204 @@
+"""What a step's groups were like: figures for metrics.jsonl and texts for samples.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ...common.records import ExpertTrace, FinishReason, Group, Sample, Source, Verdict
+from ..losses.advantages import EQUAL_REWARDS
+from ..rows.batch import GroupWithTraces
+
+# Looked up once: an enum's members are slow to reach, and this runs for every sample.
+_CORRECT = Verdict.CORRECT
+_NO_VERDICT = frozenset({None, *(v for v in Verdict if v.leaves_baseline)})
+_TOLD = tuple(v for v in Verdict if v not in (Verdict.CORRECT, Verdict.WRONG))
+
+OLDEST_TOLD = 8
+"""The staleness histogram's last bin: samples of this age and older ones."""
+
+
+Replaced = Mapping[str, Sequence[Sample]]
+"""By group id the own samples that gave way to traces; a group's samples are the others."""
+
+
+def describe(
+    step: int,
+    groups: Sequence[GroupWithTraces],
+    traces: Mapping[str, ExpertTrace],
+    replaced: Replaced = MappingProxyType({}),
+    *,
+    compared: bool = True,
+) -> dict[str, float]:
+    """``reward/…``, ``rollout/…`` and ``replay/…`` of a step.
+
+    ``reward/zero_variance`` is the share of groups without a signal (all rewards equal, expert
+    rows included), where the rows of a group are ``compared``; ``…_accuracy`` the same by accuracy
+    alone. ``rollout/entropy`` is the
+    estimate −mean log μ over all own tokens. ``replay/staleness_…`` is in steps;
+    ``replay/staleness_share_<age>`` is the share of the own samples of that age (the last bin,
+    8, also holds the older ones), for every age up to the greatest of the step. Samples that gave
+    way to traces count among the own samples.
+    """
+    sampled = [[*group.samples, *replaced.get(group.group_id, ())] for group, _ in groups]
+    samples = [sample for members in sampled for sample in members]
+    used = [traces[name] for _, names in groups for name in names]
+    found: dict[str, float] = {
+        "replay/groups": float(len(groups)),
+        "replay/expert_rows": float(len(used)),
+    }
+    if used:
+        found["replay/expert_length"] = _mean([len(trace.tokens) for trace in used])
+    if samples:
+        found |= _rewards(groups, samples, traces) | _rollouts(sampled, samples)
+        if not compared:
+            # A group of equal rewards, or of one row, teaches something all the same.
+            del found["reward/zero_variance"], found["reward/zero_variance_accuracy"]
+        found["replay/replaced_groups"] = _mean([group.group_id in replaced for group, _ in groups])
+        begun = [s for s in samples if len(s.source) and s.source[0] == Source.EXPERT]
+        if begun:
+            found["replay/prefixed_rows"] = float(len(begun))
+            shares = [float((s.source == Source.EXPERT).mean()) for s in begun]
+            found["replay/prefix_share"] = _mean(shares)
+        ages = [
+            step - 1 - oldest for sample in samples if (oldest := sample.oldest_step) is not None
+        ]
+        if ages:
+            found["replay/staleness_mean"] = _mean(ages)
+            found["replay/staleness_max"] = float(max(ages))
+            found |= _histogram(ages)
+    return found
+
+
+def _histogram(ages: Sequence[int]) -> dict[str, float]:
+    # Stored groups of an earlier run may be "younger" than the step that trains on them.
+    bins = [min(max(age, 0), OLDEST_TOLD) for age in ages]
+    return {
+        f"replay/staleness_share_{age}": bins.count(age) / len(bins) for age in range(max(bins) + 1)
+    }
+
+
+def _rewards(
+    groups: Sequence[GroupWithTraces],
+    samples: Sequence[Sample],
+    traces: Mapping[str, ExpertTrace],
+) -> dict[str, float]:
+    counted = [s for s in samples if _counts(s)]
+    found = {"reward/graded": len(counted) / len(samples)}
+    if counted:
+        found["reward/mean"] = _mean([s.reward for s in counted])
+        found["reward/accuracy"] = _mean([s.verdict is _CORRECT for s in counted])
+        for name in dict.fromkeys(name for s in counted for name in s.components):
+            values = [s.components[name] for s in counted if s.components.get(name) is not None]
+            if values and name != "accuracy":
+                found[f"reward/{name}"] = _mean(values)
+    verdicts = [s.verdict for s in samples]
+    for verdict in _TOLD:
+        if verdict in verdicts:
+            found[f"reward/verdict_{verdict.value}"] = verdicts.count(verdict) / len(verdicts)
+    equal, equal_accuracy, solved, unsolved = [], [], [], []
+    for group, names in groups:
+        own = [s for s in group.samples if _counts(s)]
+        experts = [traces[name] for name in names]
+        rewards = [s.reward for s in own] + [t.reward for t in experts if t.reward is not None]
+        right = [s.verdict is _CORRECT for s in own]
+        both = right + [t.verdict is _CORRECT for t in experts]
+        numbers = [float(r) for r in rewards if r is not None]
+        equal.append(not numbers or max(numbers) - min(numbers) <= EQUAL_REWARDS)
+        equal_accuracy.append(len(set(both)) <= 1)
+        solved.append(bool(right) and all(right))
+        unsolved.append(not any(right))
+    return found | {
+        "reward/zero_variance": _mean(equal),
+        "reward/zero_variance_accuracy": _mean(equal_accuracy),
+        "reward/solved_all": _mean(solved),
+        "reward/solved_none": _mean(unsolved),
+    }
+
+
+def _rollouts(groups: Sequence[Sequence[Sample]], samples: Sequence[Sample]) -> dict[str, float]:
+    lengths = [len(s.tokens) for s in samples]
+    own = np.concatenate([s.source for s in samples]) == Source.OWN
+    logprobs = np.concatenate([s.logprobs for s in samples])[own]
+    ended = [s.finish_reason for s in samples]
+    late = FinishReason.DEADLINE
+    partial = [any(s.finish_reason is late for s in members) for members in groups]
+    found = {
+        "rollout/length_mean": _mean(lengths),
+        "rollout/length_max": float(max(lengths)),
+        "rollout/truncated": ended.count(FinishReason.LENGTH) / len(ended),
+        "rollout/stragglers": ended.count(late) / len(ended),
+        "rollout/partial_groups": _mean(partial),
+        "rollout/tokens": float(sum(lengths)),
+    }
+    if len(logprobs):
+        found["rollout/entropy"] = -float(logprobs.mean())
+    return found
+
+
+def texts(
+    step: int,
+    groups: Sequence[GroupWithTraces],
+    traces: Mapping[str, ExpertTrace],
+    most: int,
+    replaced: Replaced = MappingProxyType({}),
+) -> list[dict[str, Any]]:
+    """The step's first groups as records of samples.jsonl."""
+    return [
+        _text(step, group, [traces[name] for name in names], replaced.get(group.group_id, ()))
+        for group, names in groups[:most]
+    ]
+
+
+def _text(
+    step: int, group: Group, traces: Sequence[ExpertTrace], replaced: Sequence[Sample]
+) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = [
+        {
+            "source": "own",
+            "text": sample.text,
+            "tokens": len(sample.tokens),
+            "finish_reason": sample.finish_reason.value,
+            "reward": sample.reward,
+            "verdict": None if sample.verdict is None else sample.verdict.value,
+            "extracted": sample.extracted,
+            "components": dict(sample.components),
+            "versions": [f"{s.term}.{s.step}" for s in sample.spans],
+            # It gave way to a trace, and wasn't trained on.
+            **({"replaced": True} if gone else {}),
+        }
+        for samples, gone in ((group.samples, False), (replaced, True))
+        for sample in samples
+    ]
+    rows += [
+        {
+            "source": "expert",
+            "trace_id": trace.trace_id,
+            "text": trace.text,
+            "tokens": len(trace.tokens),
+            "reward": trace.reward,
+            "verdict": trace.verdict.value,
+        }
+        for trace in traces
+    ]
+    return {
+        "step": step,
+        "group_id": group.group_id,
+        "problem_id": group.problem_id,
+        "data_source": group.data_source,
+        "worker": group.worker,
+        "prompt": group.prompt_text,
+        "gold": group.gold,
+        "rows": rows,
+    }
+
+
+def _counts(sample: Sample) -> bool:
+    return sample.verdict not in _NO_VERDICT and sample.reward is not None
+
+
+def _mean(values: Sequence[Any]) -> float:
+    return float(sum(values)) / len(values)

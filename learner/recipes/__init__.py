@@ -1,0 +1,1 @@
+"""Functions for scripts and notebooks, which no run of Tandem calls."""

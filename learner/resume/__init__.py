@@ -1,0 +1,1 @@
+"""What a resumed run goes on from: the journal and the checkpoints."""

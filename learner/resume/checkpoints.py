@@ -1,0 +1,312 @@
+"""Checkpoints as folders that are there whole or not at all.
+
+``checkpoints/step-00000050/``: DeepSpeed's files of all ranks below ``engine/``, and ``state.json``
+with the step, the version, the position in the journal, and size and digest (xxh3-64) of every file.
+A folder is written beside, synced and renamed; ``LATEST`` names the newest. Sizes are compared at
+every look, digests of what is loaded alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ...common.errors import DataError
+from ...common.plain import SEAL, damaged, fits, read_object, sealed, unsealed
+from ...common.records import Version
+from ...common.run_folder import RunFolder, replace_folder, sync_tree, write_atomic
+
+log = logging.getLogger("tandem.learner")
+
+PREFIX = "step-"
+STATE = "state.json"
+LATEST = "LATEST"
+_KINDS = {"term": int, "step": int, "ranks": int, "state": dict, "files": dict}
+_KEYS = {*_KINDS, SEAL}
+WAY_OUT = "remove this checkpoint, and an older one is resumed from"
+DIGEST_THREADS = 8
+"""Files that are read at a time; xxhash lets other threads run meanwhile."""
+TOLD_BYTES = 100 << 20
+"""Of a checkpoint whose digests are told with their pace."""
+DIGEST_BLOCK = 4 << 20
+"""Bytes that are read at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """One checkpoint on disk."""
+
+    folder: Path
+    """Where it lies."""
+    version: Version
+    """Of its weights; its step is the position in the journal."""
+    ranks: int
+    """Ranks that wrote it."""
+    state: dict[str, Any]
+    """What else was put into ``state.json``."""
+    digests: dict[str, str]
+    """xxh3-64 of every file, hexadecimal; empty where an older version of Tandem wrote it."""
+
+
+class Checkpoints:
+    """The checkpoints of a run.
+
+    Args:
+        folder: ``checkpoints/`` of the run.
+        kept: Newest so many are kept, at least 2.
+    """
+
+    def __init__(self, folder: Path, kept: int = 2) -> None:
+        self.folder = folder
+        self.kept = max(2, kept)
+        self._damaged: set[Path] = set()
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def all(self) -> list[Checkpoint]:
+        """Whole ones, oldest first; damaged ones are logged and left out."""
+        found = []
+        for path in sorted(self.folder.glob(f"{PREFIX}*")):
+            if path in self._damaged:
+                continue
+            try:
+                found.append(_read_named(path))
+            except DataError as error:
+                self._damaged.add(path)
+                log.warning(f"left out a checkpoint: {error}")
+        return sorted(found, key=lambda c: c.version.step)
+
+    def newest(self, last_step: int | None = None) -> Checkpoint | None:
+        """The newest whole one, every file of which has been read and is as it was written.
+
+        Args:
+            last_step: No later one is taken: the journal ends there.
+        """
+        for checkpoint in reversed(self.all()):
+            step = checkpoint.version.step
+            if last_step is not None and step > last_step:
+                log.warning(f"left out {checkpoint.folder}: the journal ends at step {last_step}")
+                continue
+            try:
+                verify(checkpoint)
+            except DataError as error:
+                self._damaged.add(checkpoint.folder)
+                log.warning(f"left out a checkpoint: {error}")
+                continue
+            return checkpoint
+        return None
+
+    def save(
+        self,
+        version: Version,
+        write: Callable[[Path], None],
+        *,
+        ranks: int,
+        state: dict[str, Any],
+        may_finish: Callable[[], None] | None = None,
+    ) -> Checkpoint:
+        """Writes a checkpoint and lets go of the oldest ones.
+
+        Args:
+            version: Of the weights.
+            write: Writes the engine's files into a folder; returns when all ranks have.
+            ranks: How many.
+            state: Plain data to keep with it.
+            may_finish: Called before the new one is put in place; raises where a newer learner
+                has taken over.
+        """
+        staging = self.staging(version)
+        write(staging)
+        names = [str(p.relative_to(staging)) for p in sorted(staging.rglob("*")) if p.is_file()]
+        digests = digests_of(staging, names)
+        content = {
+            "term": version.term,
+            "step": version.step,
+            "ranks": ranks,
+            "state": state,
+            "files": {
+                name: {"bytes": (staging / name).stat().st_size, "xxh3": digests[name]}
+                for name in names
+            },
+        }
+        write_atomic(staging / STATE, json.dumps(sealed(content), indent=1) + "\n")
+        sync_tree(staging)
+        if may_finish is not None:
+            may_finish()
+        place = self.folder / f"{PREFIX}{version.step:08d}"
+        replace_folder(staging, place)
+        self._damaged.discard(place)
+        write_atomic(self.folder / LATEST, place.name + "\n")
+        self._let_go(version.step)
+        return read(place)
+
+    def staging(self, version: Version) -> Path:
+        """An empty folder to write into."""
+        place = self.folder / f".{PREFIX}{version.step:08d}.tmp"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        return place
+
+    def clean(self) -> None:
+        """Removes what an interrupted write has left."""
+        for path in self.folder.glob(".*"):
+            if path.is_dir() and (path.name.endswith((".tmp", ".old"))):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _let_go(self, newest: int) -> None:
+        everything = self.all()
+        # Above the newest: of a line of history that was given up.
+        behind = [c for c in everything if c.version.step <= newest]
+        above = [c for c in everything if c.version.step > newest]
+        for folder in [c.folder for c in behind[: -self.kept] + above] + sorted(self._damaged):
+            # Renamed first, so that what is being removed is never taken for a checkpoint.
+            if not folder.exists():
+                continue
+            doomed = folder.with_name(f".{folder.name}.old")
+            os.replace(folder, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+        self._damaged.clear()
+
+
+def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """xxh3-64 of files in a folder, hexadecimal; several are read at a time, none is held whole.
+
+    Raises:
+        OSError: one can't be read.
+    """
+    names = list(names)
+    began = time.monotonic()
+    with ThreadPoolExecutor(DIGEST_THREADS) as pool:
+        digests = pool.map(lambda name: _file_digest(folder / name), names)
+        found = dict(zip(names, digests, strict=True))
+    seconds = max(1e-9, time.monotonic() - began)
+    total = sum((folder / name).stat().st_size for name in names)
+    log.log(
+        logging.INFO if total >= TOLD_BYTES else logging.DEBUG,
+        f"digests of {folder}: {len(names)} file(s), {total / 1e9:.2f} GB in {seconds:.2f} s "
+        f"({total / 1e9 / seconds:.1f} GB/s)",
+    )
+    return found
+
+
+def _file_digest(path: Path) -> str:
+    state = xxhash.xxh3_64()
+    with open(path, "rb", buffering=0) as file:
+        block = bytearray(DIGEST_BLOCK)
+        while count := file.readinto(block):
+            state.update(memoryview(block)[:count])
+    return state.hexdigest()
+
+
+def verify(checkpoint: Checkpoint) -> None:
+    """Reads every file of a checkpoint.
+
+    Raises:
+        DataError: one can't be read, or isn't as it was written.
+    """
+    folder = checkpoint.folder
+    if not checkpoint.digests:
+        log.warning(
+            f"{folder} has no digests, as an older version of Tandem wrote it: its files' sizes "
+            f"are right, and no more than that is known"
+        )
+        return
+    try:
+        found = digests_of(folder, checkpoint.digests)
+    except OSError as error:
+        raise DataError(f"{folder} can't be read: {error}") from None
+    for name, digest in checkpoint.digests.items():
+        if found[name] != digest:
+            raise damaged(
+                f"{folder}/{name}",
+                f"has the digest {found[name]}, and was written with {digest}",
+                DataError,
+                "an older checkpoint is resumed from",
+            )
+
+
+def _read_named(folder: Path) -> Checkpoint:
+    found = read(folder)
+    if folder.name != f"{PREFIX}{found.version.step:08d}":
+        raise damaged(f"{folder}/{STATE}", f"is of step {found.version.step}", DataError, WAY_OUT)
+    return found
+
+
+def what_is_left(folder: RunFolder) -> str:
+    """What can be saved of a run that can't go on, and by which command."""
+    kept = Checkpoints(folder.checkpoints).all()
+    if not kept:
+        return "There is no checkpoint to save"
+    return (
+        f"The model as it was trained up to step {kept[-1].version.step} can be saved: "
+        f"`tandem export {folder.path}`"
+    )
+
+
+def read(folder: Path) -> Checkpoint:
+    """A checkpoint's description.
+
+    Raises:
+        DataError: it isn't whole.
+    """
+    try:
+        data = (folder / STATE).read_bytes()
+    except OSError as error:
+        raise DataError(f"{folder} has no readable {STATE}: {error}") from None
+    content = read_object(data, f"{folder}/{STATE}", DataError, WAY_OUT)
+    for name, kind in _KINDS.items():
+        if not fits(content.get(name), kind):
+            raise damaged(
+                f"{folder}/{STATE}",
+                f"has {name}={str(content.get(name))[:60]!r}, no {kind.__name__}",
+                DataError,
+                WAY_OUT,
+            )
+    try:
+        version = Version(term=content["term"], step=content["step"])
+    except ValueError as error:
+        raise damaged(f"{folder}/{STATE}", f"can't be: {error}", DataError, WAY_OUT) from None
+    unknown = content.keys() - _KEYS
+    if unknown:
+        raise damaged(f"{folder}/{STATE}", f"has the key {min(unknown)[:60]!r}", DataError, WAY_OUT)
+    # Older versions wrote the size alone for each file.
+    old = SEAL not in content and all(type(one) is int for one in content["files"].values())
+    content = unsealed(content, f"{folder}/{STATE}", DataError, WAY_OUT, always=not old)
+    digests = {}
+    for name, told in content["files"].items():
+        size, digest = (told, "") if old else _described(told, folder)
+        if type(size) is not int or "\0" in name or Path(name).is_absolute() or ".." in name:
+            raise damaged(f"{folder}/{STATE}", f"names the file {name[:80]!r}", DataError, WAY_OUT)
+        try:
+            found = (folder / name).stat().st_size
+        except OSError:
+            raise DataError(f"{folder} lacks {name}") from None
+        if found != size:
+            raise DataError(f"{folder}/{name} has {found:,} bytes and should have {size:,}")
+        if digest:
+            digests[name] = digest
+    return Checkpoint(
+        folder=folder,
+        version=version,
+        ranks=content["ranks"],
+        state=content["state"],
+        digests=digests,
+    )
+
+
+def _described(told: Any, folder: Path) -> tuple[Any, str]:
+    """Size and digest of a file, as ``state.json`` gives them."""
+    if not (isinstance(told, dict) and isinstance(told.get("xxh3"), str) and told["xxh3"]):
+        raise damaged(
+            f"{folder}/{STATE}", f"has no digest of a file: {str(told)[:60]}", DataError, WAY_OUT
+        )
+    return told.get("bytes"), told["xxh3"]

@@ -1,0 +1,303 @@
+"""Where the steps' rows come from: the ledger, or stored expert traces (offline)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...common.config import Config
+from ...common.errors import DataError, StoreError
+from ...common.records import ExpertTrace, Group, Sample
+from ...common.seeds import keyed_generator
+from ...replay import rules
+from ...replay.ledger import Ledger, Row, Waiting
+from ...replay.store import RunStore
+from ..resume.journal import Journal
+from .batch import GroupWithTraces
+
+log = logging.getLogger("tandem.learner")
+
+CACHED_TRACES = 4096
+"""Traces kept in memory: each is used again in every pass."""
+COMPARED_ROWS = 16
+"""Rows of the journal that are compared with those in Redis at a start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepBatch:
+    """All that a step is trained on."""
+
+    step: int
+    """n."""
+    row: dict[str, Any]
+    """As it stands in the journal."""
+    groups: list[GroupWithTraces]
+    """In the row's order."""
+    traces: dict[str, ExpertTrace]
+    """Every trace that the groups name."""
+    replaced: dict[str, tuple[Sample, ...]] = field(default_factory=dict)
+    """By group the own samples that gave way to its traces; its other ones are in ``groups``."""
+    quarantined: bool = False
+    """The row is written and marked: it uses its number and isn't trained on."""
+
+
+Fetch = Callable[[], StepBatch]
+"""Fetches the samples of a row that is there: time of its own, not of waiting."""
+
+
+class BatchSource(ABC):
+    """Gives the batch of each step, the same one however often it is asked for."""
+
+    total_steps: int
+    """Steps of the whole run; for passes over a ledger that rejects groups, at most so many."""
+
+    @abstractmethod
+    def begin(self, term: int, journal: Journal, step: int) -> int:
+        """Brings the source in line with the journal; returns J, the steps that have rows.
+
+        Args:
+            term: The learner's.
+            journal: As it was found: its outcomes above ``step`` are given up.
+            step: Of the checkpoint that is gone on from.
+        """
+
+    @abstractmethod
+    def take(self, step: int, term: int) -> Fetch | Waiting:
+        """What fetches the step's batch, or whom it waits for.
+
+        Raises:
+            FencedError: a newer learner has taken over.
+        """
+
+    @abstractmethod
+    def confirm(self, step: int, term: int) -> None:
+        """The step is trained."""
+
+    @abstractmethod
+    def quarantine(self, step: int, term: int, reason: str) -> None:
+        """The step used its number and changed nothing."""
+
+    @abstractmethod
+    def durable(self, step: int, term: int) -> None:
+        """No checkpoint before this step will be gone back to."""
+
+    @abstractmethod
+    def waiting_for(self) -> str:
+        """Whom the next step waits for."""
+
+    def checkpoint_is_due(self, saved: int) -> bool:
+        """Whether what was trained since the checkpoint of step ``saved`` fills Redis too much."""
+        return False
+
+    def is_full(self) -> bool:
+        """Whether no batch can come before samples are let go."""
+        return False
+
+
+class TraceCache:
+    """Expert traces by id, the last used ones kept."""
+
+    def __init__(self, runs: RunStore) -> None:
+        self._runs = runs
+        self._kept: OrderedDict[str, ExpertTrace] = OrderedDict()
+
+    def get(self, ids: Sequence[str]) -> dict[str, ExpertTrace]:
+        """The traces with these ids."""
+        wanted = list(dict.fromkeys(ids))
+        missing = [name for name in wanted if name not in self._kept]
+        for trace in self._runs.traces(missing) if missing else ():
+            self._kept[trace.trace_id] = trace
+        found = {}
+        for name in wanted:
+            self._kept.move_to_end(name)
+            found[name] = self._kept[name]
+        while len(self._kept) > CACHED_TRACES:
+            self._kept.popitem(last=False)
+        return found
+
+
+class LedgerSource(BatchSource):
+    """Rows of graded groups, cut by the ledger."""
+
+    def __init__(self, ledger: Ledger, runs: RunStore) -> None:
+        self._ledger = ledger
+        self._traces = TraceCache(runs)
+        self._bytes: dict[int, int] = {}  # of the samples of each step that was taken
+        settings = ledger.settings
+        groups = (settings.passes or 0) * ledger.order.pass_length
+        self.total_steps = settings.steps or math.ceil(groups / settings.groups_per_step)
+
+    def begin(self, term: int, journal: Journal, step: int) -> int:
+        # What Redis lacks, and some before it: a different row there is another history.
+        first = max(1, self._ledger.journalled() - COMPARED_ROWS + 1)
+        rows = (Row.from_dict(journal.row_of(n)) for n in range(first, journal.last_step + 1))
+        written = self._ledger.reassert(rows, term)
+        if written:
+            log.warning(
+                f"Redis had lost {written} row(s) that stand in the journal; they are written again"
+            )
+        # Of steps that the checkpoint has, Redis may have lost what became of them: nobody trains
+        # these again, and no later checkpoint would be durable over them.
+        for taken in self._ledger.open_steps():
+            outcome = journal.outcome(taken)
+            if outcome == "quarantined":
+                self._ledger.quarantine(taken, term, "quarantined before")
+            elif outcome == "applied" and taken <= step:
+                self._ledger.confirm(taken, term)
+        return self._ledger.journalled()
+
+    def take(self, step: int, term: int) -> Fetch | Waiting:
+        row = self._ledger.take(step, term)
+        if isinstance(row, Waiting):
+            return row
+        self._bytes[step] = sum(entry.nbytes for entry in row.ids)
+        return partial(self._fetch, row)
+
+    def _fetch(self, row: Row) -> StepBatch:
+        groups: list[GroupWithTraces] = []
+        traces: dict[str, ExpertTrace] = {}
+        replaced: dict[str, tuple[Sample, ...]] = {}
+        if not row.quarantined:
+            fetched = self._ledger.fetch(row)
+            traces = self._traces.get([name for entry in row.ids for name in entry.trace_ids])
+            for group, entry in zip(fetched, row.ids, strict=True):
+                if entry.replaced:
+                    group, replaced[group.group_id] = without(group, entry.replaced)
+                groups.append((group, entry.trace_ids))
+        return StepBatch(
+            step=row.step,
+            row=row.to_dict(),
+            groups=groups,
+            traces=traces,
+            replaced=replaced,
+            quarantined=bool(row.quarantined),
+        )
+
+    def confirm(self, step: int, term: int) -> None:
+        self._ledger.confirm(step, term)
+
+    def quarantine(self, step: int, term: int, reason: str) -> None:
+        self._ledger.quarantine(step, term, reason)
+
+    def durable(self, step: int, term: int) -> None:
+        self._ledger.durable(step, term)
+        self._bytes = {taken: size for taken, size in self._bytes.items() if taken > step}
+
+    def checkpoint_is_due(self, saved: int) -> bool:
+        since = sum(size for step, size in self._bytes.items() if step > saved)
+        return rules.checkpoint_is_due(since, self._ledger.maxmemory())
+
+    def is_full(self) -> bool:
+        return self._ledger.is_full()
+
+    def waiting_for(self) -> str:
+        told = self._ledger.waiting_for()
+        if self._ledger.is_full():
+            told += (
+                f"; Redis is {self._ledger.memory_share():.0%} full, so that nothing is leased: "
+                f"raise replay.maxmemory_mb, or lower learner.checkpoint_every"
+            )
+        return told
+
+
+def without(group: Group, places: Sequence[int]) -> tuple[Group, tuple[Sample, ...]]:
+    """The group without the samples in some places, and these."""
+    kept = tuple(s for place, s in enumerate(group.samples) if place not in places)
+    gone = tuple(group.samples[place] for place in places if place < len(group.samples))
+    return replace(group, samples=kept), gone
+
+
+class OfflineSource(BatchSource):
+    """Rows of stored expert traces: no rollout worker, no lease, the same journal.
+
+    Pass e goes through the accepted traces in a permutation keyed by (run seed, e); step n takes
+    the next ``replay.groups_per_step`` of them, over pass borders. Each trace is a group of one.
+    """
+
+    def __init__(self, config: Config, runs: RunStore) -> None:
+        self._runs = runs
+        self._cache = TraceCache(runs)
+        self._seed = config.run.seed
+        self._size = config.replay.groups_per_step
+        self._ids = self._accepted(set(config.expert.accept))
+        if not self._ids:
+            raise DataError(
+                f"learner.source=offline: the data has no expert trace with a verdict in "
+                f"expert.accept={list(config.expert.accept)}: name a source with a target column"
+            )
+        self._drawn: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
+        whole = (config.run.passes or 0) * len(self._ids)
+        self._last = whole if config.run.passes else None
+        self.total_steps = config.run.steps or math.ceil(whole / self._size)
+
+    def _accepted(self, verdicts: set[str]) -> list[str]:
+        ids = self._runs.all_trace_ids()
+        found = []
+        for start in range(0, len(ids), 256):
+            for trace in self._runs.traces(ids[start : start + 256]):
+                if trace.verdict.value in verdicts:
+                    found.append(trace.trace_id)
+        return found
+
+    def begin(self, term: int, journal: Journal, step: int) -> int:
+        return journal.last_step
+
+    def take(self, step: int, term: int) -> Fetch | Waiting:
+        if step > self.total_steps:
+            return Waiting(group_id="", state="", worker="", reason="run ended", ended=True)
+        return partial(self._fetch, step)
+
+    def _fetch(self, step: int) -> StepBatch:
+        names = self.names(step)
+        traces = self._cache.get(names)
+        problems = self._runs.problems([traces[name].problem_id for name in names])
+        groups: list[GroupWithTraces] = []
+        for place, (name, problem) in enumerate(zip(names, problems, strict=True)):
+            group = Group(
+                group_id=f"offline:{step}:{place}",
+                attempt=1,
+                worker="",
+                problem_id=problem.problem_id,
+                prompt_tokens=problem.prompt_tokens,
+                prompt_text=problem.prompt_text,
+                gold=problem.gold,
+                data_source=problem.data_source,
+                samples=(),
+                trace_ids=(name,),
+            )
+            groups.append((group, (name,)))
+        row = {"step": step, "short": len(names) < self._size, "offline": names}
+        return StepBatch(step=step, row=row, groups=groups, traces=traces)
+
+    def names(self, step: int) -> list[str]:
+        """Trace ids of a step."""
+        first = (step - 1) * self._size
+        end = first + self._size if self._last is None else min(first + self._size, self._last)
+        return [self._at(place) for place in range(first, end)]
+
+    def _at(self, place: int) -> str:
+        pass_, position = divmod(place, len(self._ids))
+        if self._drawn[0] != pass_:
+            order = keyed_generator(self._seed, "offline", pass_).permutation(len(self._ids))
+            self._drawn = (pass_, order)
+        return self._ids[int(self._drawn[1][position])]
+
+    def confirm(self, step: int, term: int) -> None:
+        """Nothing: the journal alone keeps count."""
+
+    def quarantine(self, step: int, term: int, reason: str) -> None:
+        """Nothing: the journal alone keeps count."""
+
+    def durable(self, step: int, term: int) -> None:
+        """Nothing: traces stay."""
+
+    def waiting_for(self) -> str:
+        raise StoreError("an offline step waits for nobody")

@@ -1,0 +1,128 @@
+"""Rows that share their prompts have the log-probs and gradients of padded rows."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.common.agreement import Probe
+from tandem.learner.forward import shared_prompts
+from tandem.learner.forward.policy import Policy
+from tandem.learner.objectives import ObjectiveSettings, make
+from tandem.learner.rows.microbatch import micro_batch, rows_of
+
+LUFFY = make("luffy", ObjectiveSettings())
+
+
+def scored(policy: Policy, batch: Any, which: list[int], share: bool) -> tuple[Any, Any]:
+    rows = rows_of(batch, step=6, baseline="group_mean", truncation="wrong", objective=LUFFY)
+    micro = micro_batch(batch, rows, np.array(which), share_prompts=share)
+    assert (micro.layout is not None) == share
+    found, entropy = policy(
+        micro.input_ids, micro.index, micro.targets, micro.temperature, False, micro.layout
+    )
+    ramp = torch.linspace(-1, 1, len(found))
+    (found * ramp).sum().backward()
+    gradients = [p.grad.clone() for p in policy.parameters() if p.grad is not None]
+    policy.zero_grad()
+    return micro, (found.detach(), entropy.detach(), *gradients)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("which", [list(range(16)), [14, 3, 9, 0, 8], [5]])
+def test_log_probs_entropies_and_gradients_are_those_of_padded_rows(
+    which: list[int], kv_heads: int, made_up: ModuleType
+) -> None:
+    batch = made_up.random_rows(7, temperature=0.7)
+    padded_policy = Policy(made_up.tiny_model(kv_heads=kv_heads))
+    padded, expected = scored(padded_policy, batch, which, False)
+    policy = Policy(made_up.tiny_model(kv_heads=kv_heads))
+    assert policy.share_prompts()
+    shared, found = scored(policy, batch, which, True)
+    assert torch.equal(shared.targets, padded.targets)
+    if len(which) == 16:
+        assert shared.forward_tokens < 0.7 * padded.forward_tokens
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-4)
+
+
+def test_gradient_checkpointing_recomputes_with_the_same_layout(made_up: ModuleType) -> None:
+    batch = made_up.random_rows(7)
+    results = []
+    for checkpointing in (False, True):
+        model = made_up.tiny_model()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy = Policy(model).train()
+        assert policy.share_prompts()
+        results.append(scored(policy, batch, [0, 1, 2, 3, 5], True)[1])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def mistral(window: int) -> Any:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = MistralConfig(
+        vocab_size=32,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        sliding_window=window,
+    )
+    torch.manual_seed(0)
+    model = MistralForCausalLM(sizes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.5)
+    return model
+
+
+@pytest.mark.parametrize("window", [2, 5, 9])
+def test_a_sliding_window_is_kept(window: int, made_up: ModuleType) -> None:
+    batch = made_up.random_rows(7)
+    which = [0, 1, 2, 5, 9]
+    assert max(batch.lengths[which]) > window
+    _, expected = scored(Policy(mistral(window)), batch, which, False)
+    policy = Policy(mistral(window))
+    assert policy.share_prompts()
+    _, found = scored(policy, batch, which, True)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-4)
+    # Nor is it lost where rows come without a layout.
+    ids = torch.arange(3, 23)[None]
+    own = mistral(window)(input_ids=ids).logits
+    torch.testing.assert_close(policy.model(input_ids=ids).logits, own, atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_whose_attention_is_its_own_keeps_padded_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One whose window only a row beyond it shows; short rows agree."""
+    model = mistral(20)
+    plain = shared_prompts.attention
+
+    def without_window(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs | {"sliding_window": None})
+
+    monkeypatch.setattr(shared_prompts, "attention", without_window)
+    policy = Policy(model)
+    assert policy.share_prompts(Probe.of(model, 20))
+    model = mistral(20)
+    policy = Policy(model)
+    assert not policy.share_prompts(Probe.of(model, 40))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_without_a_layout_the_model_works_as_ever(made_up: ModuleType) -> None:
+    model = made_up.tiny_model()
+    ids = torch.arange(3, 12)[None]
+    expected = model(input_ids=ids).logits
+    assert Policy(model).share_prompts()
+    torch.testing.assert_close(model(input_ids=ids).logits, expected)

@@ -1,0 +1,149 @@
+"""Advantages and the rule for groups without a signal."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from tandem.learner.losses.advantages import Baseline, advantages, whiten, zero_variance
+
+LUFFY_GROUP = [1.0, 0, 0, 1, 0, 0, 0, 1]  # seven own rows, then the expert's
+
+
+def of(rewards: list[float], baseline: Baseline, experts: int = 0, **more: Any) -> torch.Tensor:
+    count = len(rewards)
+    expert = torch.arange(count) >= count - experts
+    group = torch.zeros(count, dtype=torch.int64)
+    values = torch.tensor(rewards, dtype=torch.float64)
+    return advantages(values, group, 1, expert, baseline, **more)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "right", "wrong"),
+    [
+        ("group_mean", 0.625, -0.375),
+        ("group_mean_std", 1.207612, -0.724567),
+        ("own_mean", 0.714286, -0.285714),
+        ("own_mean_std", 1.463847, -0.585539),
+        ("leave_one_out", 0.625 * 8 / 7, -0.375 * 8 / 7),
+        ("max_rl", 0.625 / 0.375, -1.0),
+        ("none", 1.0, 0.0),
+    ],
+)
+def test_advantages_of_seven_own_rows_and_one_expert_row(
+    baseline: Baseline, right: float, wrong: float
+) -> None:
+    """Against the published numbers for this group (LUFFY's estimators)."""
+    found = of(LUFFY_GROUP, baseline, experts=1)
+    expected = [right if reward else wrong for reward in LUFFY_GROUP]
+    # The published std variant adds 1e-6 to the std as well.
+    torch.testing.assert_close(found, torch.tensor(expected).double(), atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize("baseline", [name for name in get_args(Baseline) if name != "none"])
+def test_equal_rewards_give_exactly_zero(baseline: Baseline) -> None:
+    """Seven times 0.3 has a std of 3e-8 in float32, which must not become a signal."""
+    rewards = [float(torch.tensor(0.3))] * 6 + [0.3]
+    assert of(rewards, baseline).tolist() == [0.0] * 7
+
+
+def test_an_expert_row_gives_an_all_failed_group_a_signal() -> None:
+    found = of([0.0] * 7 + [1.0], "group_mean", experts=1)
+    torch.testing.assert_close(found[-1].item(), 0.875)
+    assert (found[:-1] == -0.125).all()
+
+
+def test_an_own_baseline_keeps_the_experts_advantage_where_all_own_rows_failed() -> None:
+    assert of([0.0, 0.0, 0.0, 1.0], "own_mean", experts=1).tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_expert_rows_alone_have_no_advantage_under_the_group_baseline() -> None:
+    assert of([1.0, 1.0], "group_mean", experts=2).tolist() == [0.0, 0.0]
+    assert of([1.0, 1.0], "own_mean", experts=2).tolist() == [0.0, 0.0]
+    assert of([1.0, 1.0], "none", experts=2).tolist() == [1.0, 1.0]
+
+
+def test_groups_do_not_mix() -> None:
+    rewards = torch.tensor([1.0, 0.0, 5.0, 3.0], dtype=torch.float64)
+    group = torch.tensor([0, 0, 1, 1])
+    found = advantages(rewards, group, 2, torch.zeros(4, dtype=torch.bool), "group_mean")
+    assert found.tolist() == [0.5, -0.5, 1.0, -1.0]
+
+
+def test_the_std_is_that_of_n_minus_one() -> None:
+    found = of([0.0, 1.0], "group_mean_std")
+    assert found[1].item() == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-6))
+
+
+def test_a_group_is_without_a_signal_only_if_every_row_is() -> None:
+    group = torch.tensor([0, 0, 1, 1, 2])
+    values = torch.tensor([0.0, 0.0, 0.0, 1e-9, 0.0])
+    assert zero_variance(values, group, 4).tolist() == [True, False, True, True]
+
+
+@pytest.mark.parametrize("baseline", ["own_mean", "own_mean_std"])
+def test_a_split_group_without_own_rows_is_a_group(baseline: Baseline) -> None:
+    whole = "group_mean_std" if baseline == "own_mean_std" else "group_mean"
+    found = of([1.0, 0.0, 1.0], baseline, experts=3)
+    torch.testing.assert_close(found, of([1.0, 0.0, 1.0], whole), atol=1e-5, rtol=0)
+
+
+def test_equal_own_rewards_leave_the_experts_distance_as_it_is() -> None:
+    found = of([0.0, 0.0, 0.0, 1.0], "own_mean_std", experts=1)
+    torch.testing.assert_close(found, torch.tensor([0, 0, 0, 1.0]).double(), atol=2e-6, rtol=0)
+
+
+def test_a_row_alone_is_compared_with_itself_or_as_published_with_nothing() -> None:
+    """As published: mean 0 and std 1."""
+    for baseline in ("group_mean", "group_mean_std", "own_mean", "own_mean_std"):
+        assert of([0.7], baseline).tolist() == [0.0]
+        found = of([0.7], baseline, singles="absolute")
+        assert found.item() == pytest.approx(0.7, abs=2e-6)
+    split = of([0.5, 1.0], "own_mean", experts=1, singles="absolute")
+    assert split.tolist() == [0.5, 1.0]
+    assert of([0.5, 1.0], "own_mean", experts=1).tolist() == [0.0, 0.5]
+
+
+def test_leave_one_out_is_the_mean_of_the_others() -> None:
+    rewards = [1.0, 0.0, 0.5, 0.2]
+    expected = [r - (sum(rewards) - r) / 3 for r in rewards]
+    torch.testing.assert_close(of(rewards, "leave_one_out"), torch.tensor(expected).double())
+
+
+def test_max_rl_of_an_unsolved_group_is_0() -> None:
+    assert of([0.0, 0.0], "max_rl").tolist() == [0.0, 0.0]
+    # Rewards that differ around a mean of 0 have no such advantage either.
+    assert of([-1.0, 1.0], "max_rl").tolist() == [0.0, 0.0]
+
+
+def test_whitening_counts_every_token_of_a_row() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
+    lengths = torch.tensor([2, 3, 5])
+    tokens = torch.repeat_interleave(rewards, lengths)
+    expected = (rewards - tokens.mean()) / tokens.std(correction=0)
+    torch.testing.assert_close(whiten(rewards, lengths), expected)
+    group, expert = torch.tensor([0, 0, 1]), torch.zeros(3).bool()
+    found = advantages(rewards, group, 2, expert, "reinforce_pp", lengths)
+    torch.testing.assert_close(found, expected)
+    centred = torch.tensor([0.5, -0.5, 0.0], dtype=torch.float64)
+    found = advantages(rewards, group, 2, expert, "reinforce_pp_baseline", lengths)
+    torch.testing.assert_close(found, whiten(centred, lengths))
+
+
+def test_whitening_may_keep_the_mean() -> None:
+    values = torch.tensor([1.0, 3.0], dtype=torch.float64)
+    assert whiten(values, shift_mean=False).tolist() == pytest.approx([1.0, 3.0])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("baseline", ["group_mean", "group_mean_std", "own_mean", "leave_one_out"])
+def test_a_reward_that_is_no_number_is_no_equal_reward(bad: float, baseline: Any) -> None:
+    """It would silence its group, and the step would go on without a word."""
+    rewards = torch.tensor([1.0, bad, 0.0, 1.0, 1.0], dtype=torch.float64)
+    group = torch.tensor([0, 0, 0, 1, 1])
+    found = advantages(rewards, group, 3, torch.zeros(5, dtype=torch.bool), baseline)
+    assert not found[:3].isfinite().all()
+    assert found[3:].tolist() == [0.0, 0.0]

@@ -1,0 +1,247 @@
+"""Every objective's loss and gradient against numbers computed by hand, and its invariances."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.common.errors import ConfigError
+from tandem.common.objectives import OBJECTIVES
+from tandem.learner.losses.advantages import Baseline
+from tandem.learner.losses.ratios import k3, log_ratio, ppo_clip
+from tandem.learner.losses.shaping import shaped
+from tandem.learner.objectives import REGISTRY, Grpo, ObjectiveSettings, make, register
+
+F64 = torch.float64
+
+UNCLIPPED: dict[str, Any] = {"clip_low": None, "clip_high": None, "dual_clip": None}
+
+
+@pytest.mark.parametrize(
+    ("settings", "baseline", "loss"),
+    [
+        (UNCLIPPED, "group_mean", 0.002315),
+        (UNCLIPPED | {"aggregation": "token_mean"}, "group_mean", 0.000926),
+        ({"dual_clip": None}, "group_mean", 0.049537),
+        (UNCLIPPED | {"shaping": "none"}, "group_mean", 0.059444),
+        (UNCLIPPED, "own_mean", -0.361111),
+    ],
+    ids=["as published", "token mean", "clipped", "without shaping", "own baseline"],
+)
+def test_luffy_gives_the_published_losses(
+    settings: dict[str, Any], baseline: Baseline, loss: float, hand: ModuleType
+) -> None:
+    these, _ = hand.reference_case(baseline)
+    objective = make("luffy", ObjectiveSettings(**settings))
+    found, _ = objective.loss(these, hand.scalars_of(objective, these))
+    assert found.item() == pytest.approx(loss, abs=1e-6)
+
+
+def test_luffy_gives_the_published_gradient(hand: ModuleType) -> None:
+    these, logprobs = hand.reference_case()
+    objective = make("luffy", ObjectiveSettings(**UNCLIPPED))
+    objective.loss(these, hand.scalars_of(objective, these))[0].backward()
+    expected = [0.208333, 0.166667, 0.111111, -0.083333, -0.041667, -0.125, -0.083333]
+    expected += [-0.011574, -0.015625, -0.008230]
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, torch.tensor(expected, dtype=F64), atol=1e-6, rtol=0)
+
+
+def test_clip_fractions_are_told_by_the_sign_of_the_advantage(hand: ModuleType) -> None:
+    these, _ = hand.reference_case()
+    objective = make("luffy", ObjectiveSettings())
+    scalars = hand.scalars_of(objective, these)
+    _, sums = objective.loss(these, scalars)
+    told = objective.report({k: float(v) for k, v in sums.items()}, scalars)
+    # ρ = 1.5 of four tokens with A > 0, and ρ = 2/3 of three with A < 0.
+    assert told["clip_fraction_positive"] == pytest.approx(1 / 4)
+    assert told["clip_fraction_negative"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "slope"),
+    [
+        (0.01, 0.090909, 0.082645),
+        (0.1, 0.5, 0.25),
+        (0.5, 0.833333, 0.138889),
+        (1.0, 0.909091, 0.082645),
+    ],
+)
+def test_shaping_and_its_gradient(p: float, q: float, slope: float) -> None:
+    logp = torch.tensor(math.log(p), dtype=F64, requires_grad=True)
+    value = shaped(logp, 0.1)
+    value.backward()
+    assert value.item() == pytest.approx(q, abs=1e-6)
+    assert logp.grad is not None
+    assert logp.grad.item() == pytest.approx(slope, abs=1e-6)
+
+
+def test_an_experts_recorded_log_probs_divide_the_weight(hand: ModuleType) -> None:
+    these, _ = hand.reference_case()
+    behaviour = torch.where(these.expert, math.log(0.5), these.behaviour)
+    objective = make("luffy", ObjectiveSettings(**UNCLIPPED))
+    found, sums = objective.loss(
+        these.with_columns(behaviour=behaviour, known=torch.ones_like(these.known)),
+        hand.scalars_of(objective, these),
+    )
+    weights = [p / 0.5 for p in hand.P[2][:3]]
+    expected = -sum(w / (w + 0.1) for w in weights) / 3 / 4
+    assert sums["loss_expert"].item() == pytest.approx(expected, abs=1e-12)
+    assert found.item() == pytest.approx(0.48611 - 0.33333 + expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss"),
+    [
+        (0.5, 1, -0.5),
+        (1.0, 1, -1.0),
+        (1.25, 1, -1.2),
+        (2.0, 1, -1.2),
+        (0.5, -1, 0.8),
+        (1.0, -1, 1.0),
+        (2.0, -1, 2.0),
+        (1000.0, -1, 3.0),
+        (1000.0, -2, 6.0),
+    ],
+)
+def test_ppo_clip_with_its_dual_bound(ratio: float, advantage: float, loss: float) -> None:
+    found = ppo_clip(
+        torch.tensor([math.log(ratio)], dtype=F64),
+        torch.tensor([float(advantage)], dtype=F64),
+        clip_low=0.2,
+        clip_high=0.2,
+        dual_clip=3.0,
+    )
+    assert found.item() == pytest.approx(loss)
+
+
+def test_without_the_dual_clip_a_bad_token_costs_its_ratio() -> None:
+    log_r, bad = torch.tensor([math.log(1000.0)]), torch.tensor([-1.0])
+    found = ppo_clip(log_r, bad, clip_low=0.2, clip_high=0.2, dual_clip=None)
+    assert found.item() == pytest.approx(1000.0, rel=1e-4)
+
+
+def test_grpo_leaves_expert_tokens_out(hand: ModuleType) -> None:
+    these, logprobs = hand.reference_case()
+    objective = make("grpo", ObjectiveSettings(**UNCLIPPED))
+    loss, _ = objective.loss(these, hand.scalars_of(objective, these))
+    loss.backward()
+    assert loss.item() == pytest.approx((1.944444 - 1.333333) / 4, abs=1e-6)
+    assert logprobs.grad is not None
+    assert (logprobs.grad[these.expert] == 0).all()
+
+
+def test_rl_sft_loss_adds_the_mean_over_expert_tokens(hand: ModuleType) -> None:
+    these, logprobs = hand.reference_case()
+    objective = make("rl_sft_loss", ObjectiveSettings(sft_coefficient=0.5, **UNCLIPPED))
+    loss, _ = objective.loss(these, hand.scalars_of(objective, these))
+    loss.backward()
+    sft = -sum(math.log(p) for p in hand.P[2][:3]) / 3
+    assert loss.item() == pytest.approx((1.944444 - 1.333333) / 4 + 0.5 * sft, abs=1e-6)
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad[these.expert], torch.full((3,), -0.5 / 3, dtype=F64))
+
+
+@pytest.mark.parametrize(
+    ("how", "denominator"),
+    [("constant", 4.0), ("token_mean", 3.0), ("by_source", 3.0), ("sequence_mean", 3.0)],
+)
+def test_sft_is_cross_entropy_of_expert_tokens(
+    how: Any, denominator: float, hand: ModuleType
+) -> None:
+    these, logprobs = hand.reference_case()
+    objective = make("sft", ObjectiveSettings(aggregation=how))
+    loss, _ = objective.loss(these, hand.scalars_of(objective, these))
+    loss.backward()
+    nll = -sum(math.log(p) for p in hand.P[2][:3])
+    assert loss.item() == pytest.approx(nll / denominator)
+    assert logprobs.grad is not None
+    assert (logprobs.grad[~these.expert] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("how", "weights"),
+    [
+        ("constant", [1 / 4, 1 / 4, 1 / 4]),
+        ("token_mean", [1 / 10, 1 / 10, 1 / 10]),
+        ("sequence_mean", [1 / 9, 1 / 12, 1 / 9]),
+        ("by_source", [1 / 7, 1 / 7, 1 / 3]),
+    ],
+)
+def test_each_aggregation_weighs_the_tokens_of_a_row(
+    how: Any, weights: list[float], hand: ModuleType
+) -> None:
+    these, logprobs = hand.reference_case()
+    objective = make("luffy", ObjectiveSettings(aggregation=how, **UNCLIPPED))
+    objective.loss(these, hand.scalars_of(objective, these))[0].backward()
+    plain = make("luffy", ObjectiveSettings(**UNCLIPPED))
+    ours = logprobs.grad
+    again, logprobs2 = hand.reference_case()
+    plain.loss(again, hand.scalars_of(plain, again, constant=1.0))[0].backward()
+    assert ours is not None
+    assert logprobs2.grad is not None
+    expected = logprobs2.grad * torch.tensor(weights, dtype=F64)[these.row]
+    torch.testing.assert_close(ours, expected)
+
+
+def test_entropy_bonus_is_a_mean_over_own_tokens(hand: ModuleType) -> None:
+    these, _ = hand.reference_case()
+    entropy = torch.arange(10, dtype=F64).requires_grad_()
+    objective = make("grpo", ObjectiveSettings(entropy_coefficient=0.01, **UNCLIPPED))
+    loss, _ = objective.loss(these.with_columns(entropy=entropy), hand.scalars_of(objective, these))
+    loss.backward()
+    expected = torch.where(these.expert, 0.0, -0.01 / 7).double()
+    assert entropy.grad is not None
+    torch.testing.assert_close(entropy.grad, expected)
+
+
+def test_expert_tokens_with_a_negative_advantage_leave_the_loss_unless_wanted(
+    hand: ModuleType,
+) -> None:
+    for negative, expected in ((False, 0.0), (True, 0.5 / 0.6)):
+        logprobs = torch.tensor([math.log(0.5)], dtype=F64, requires_grad=True)
+        these = hand.rows(
+            torch.zeros(1, dtype=torch.int64),
+            torch.ones(1, dtype=torch.bool),
+            torch.zeros(1, dtype=F64),
+            torch.tensor([-1.0], dtype=F64),
+            logprobs=logprobs,
+            expert_row=torch.ones(1, dtype=torch.bool),
+        )
+        objective = make("luffy", ObjectiveSettings(expert_negative=negative))
+        loss, _ = objective.loss(these, hand.scalars_of(objective, these, constant=1.0))
+        assert loss.item() == pytest.approx(expected)
+
+
+def test_k3_is_the_divergence_with_samples_of_either_side() -> None:
+    left, right = torch.tensor([0.5, 0.2, 0.1]).log(), torch.tensor([0.4, 0.2, 0.3]).log()
+    torch.testing.assert_close(
+        k3(right - left), torch.tensor([0.023144, 0.0, 0.901388]), atol=1e-6, rtol=0
+    )
+    p, mu = torch.tensor([0.7, 0.3]).double(), torch.tensor([0.4, 0.6]).double()
+    exact = (mu * (mu / p).log()).sum()
+    torch.testing.assert_close((mu * k3(log_ratio(p.log(), mu.log()))).sum(), exact)
+
+
+def test_every_name_is_that_of_an_objective() -> None:
+    assert set(REGISTRY) == set(OBJECTIVES)
+    with pytest.raises(ValueError, match=r"common/objectives\.py"):
+        register("nameless")(Grpo)
+
+
+def test_an_unknown_objective_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean grpo.*luffy, luffy_paper"):
+        make("grop", ObjectiveSettings())
+    with pytest.raises(ConfigError, match="can't be imported"):
+        make("no.such.module:Loss", ObjectiveSettings())
+    with pytest.raises(ConfigError, match="neither a subclass of Objective nor a function"):
+        make("collections:OrderedDict", ObjectiveSettings())
+
+
+def test_a_users_objective_is_named_by_its_import_path() -> None:
+    found = make("tandem.learner.objectives:Grpo", ObjectiveSettings())
+    assert type(found) is Grpo

@@ -1,0 +1,252 @@
+"""From groups and traces to rows, and from rows to tensors."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.common.errors import DataError
+from tandem.common.records import (
+    ExpertTrace,
+    FinishReason,
+    Group,
+    Sample,
+    SamplingParams,
+    Verdict,
+    VersionSpan,
+)
+from tandem.learner.objectives import ObjectiveSettings, make
+from tandem.learner.rows.batch import build
+from tandem.learner.rows.microbatch import micro_batch, rows_of
+
+LUFFY = make("luffy", ObjectiveSettings())
+
+
+def sample(tokens: list[int], **changes: Any) -> Sample:
+    length = len(tokens)
+    values: dict[str, Any] = {
+        "tokens": np.array(tokens, np.int32),
+        "source": np.zeros(length, np.uint8),
+        "logprobs": np.full(length, -0.5, np.float32),
+        "spans": (VersionSpan(term=1, step=3, start=0, end=length),),
+        "finish_reason": FinishReason.STOP,
+        "sampling": SamplingParams(),
+        "text": "",
+        "reward": 0.0,
+        "verdict": Verdict.WRONG,
+    }
+    return Sample(**(values | changes))
+
+
+def trace(tokens: list[int], logprobs: list[float] | None = None) -> ExpertTrace:
+    return ExpertTrace(
+        trace_id="t",
+        problem_id="a/0",
+        tokens=np.array(tokens, np.int32),
+        logprobs=None if logprobs is None else np.array(logprobs, np.float32),
+        text="",
+        tokenizer_digest="",
+        reward=1.0,
+        verdict=Verdict.CORRECT,
+    )
+
+
+def group(*samples: Sample, prompt: tuple[int, ...] = (7, 8)) -> Group:
+    return Group(
+        group_id="0-0",
+        attempt=1,
+        worker="rollout-0",
+        problem_id="a/0",
+        prompt_tokens=np.array(prompt, np.int32),
+        prompt_text="",
+        gold="",
+        data_source="",
+        samples=samples,
+    )
+
+
+def rows(batch: Any, **changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "step": 5,
+        "baseline": "group_mean",
+        "truncation": "wrong",
+        "objective": LUFFY,
+    }
+    return rows_of(batch, **(values | changes))
+
+
+def test_an_expert_prefix_with_an_own_continuation_is_one_row() -> None:
+    mixed = sample(
+        [11, 12, 13, 41, 2],
+        source=np.array([1, 1, 1, 0, 0], np.uint8),
+        logprobs=np.array([np.nan, np.nan, np.nan, -0.3, -0.1], np.float32),
+        spans=(VersionSpan(term=1, step=3, start=3, end=5),),
+    )
+    found = rows(build([(group(mixed), ())], {}, temperature=1.0))
+    assert found.count == 1
+    assert found.expert.tolist() == [True, True, True, False, False]
+    assert found.known.tolist() == [False, False, False, True, True]
+    torch.testing.assert_close(found.behaviour, torch.tensor([0, 0, 0, -0.3, -0.1]))
+    # The learner's weights at step 5 are of step 4.
+    assert found.lag.tolist() == [-1, -1, -1, 1, 1]
+    assert found.expert_row.tolist() == [True]
+
+
+def test_a_trace_fills_the_group_up_with_its_known_log_probs() -> None:
+    own = group(sample([3, 4]), sample([5]))
+    batch = build([(own, ("t",))], {"t": trace([9, 9, 2], [-1, -2, -3])}, temperature=0.7)
+    found = rows(batch)
+    assert batch.rewards.tolist() == [0.0, 0.0, 1.0]
+    assert found.behaviour.tolist() == [-0.5, -0.5, -0.5, -1.0, -2.0, -3.0]
+    torch.testing.assert_close(found.temperature[-3:], torch.full((3,), 0.7))
+    torch.testing.assert_close(found.advantages, torch.tensor([-1, -1, 2]).double() / 3)
+
+
+def test_sft_scores_at_temperature_1_and_rl_at_the_samples() -> None:
+    hot = sample([3, 4], sampling=SamplingParams(temperature=0.5))
+    batch = build([(group(hot), ("t",))], {"t": trace([9])}, temperature=0.5)
+    for name, expected in (
+        ("luffy", [0.5, 0.5, 0.5]),
+        ("rl_sft_loss", [0.5, 0.5, 1]),
+        ("sft", [1, 1, 1]),
+    ):
+        found = rows(batch, objective=make(name, ObjectiveSettings()))
+        assert found.temperature.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"verdict": None, "reward": None},
+        {"verdict": Verdict.CRASHED, "reward": 0.0},
+        {"verdict": Verdict.GOLD_UNPARSABLE, "reward": None},
+        {"logprobs": np.array([-0.5, np.nan], np.float32)},
+    ],
+    ids=["ungraded", "crashed", "gold unparsable", "without behaviour log-probs"],
+)
+def test_a_row_that_says_nothing_leaves_baseline_and_loss(bad: dict[str, Any]) -> None:
+    right = sample([3, 4], reward=1.0, verdict=Verdict.CORRECT)
+    batch = build([(group(right, sample([3]), sample([5, 6], **bad)), ())], {}, temperature=1.0)
+    found = rows(batch)
+    assert batch.left_out == 1
+    assert found.advantages.tolist() == [0.5, -0.5]
+    assert len(found.row) == 3
+
+
+@pytest.mark.parametrize(
+    ("how", "row_advantages", "masked"),
+    [
+        ("wrong", [0.5, -0.5], [False, False]),
+        ("mask", [0.5, -0.5], [False, True]),
+        ("zero_advantage", [0.5, 0.0], [False, False]),
+    ],
+)
+def test_what_becomes_of_a_row_cut_by_length(
+    how: str, row_advantages: list[float], masked: list[bool]
+) -> None:
+    cut = sample([3], finish_reason=FinishReason.LENGTH)
+    right = sample([3, 4], reward=1.0, verdict=Verdict.CORRECT)
+    batch = build([(group(right, cut), ())], {}, temperature=1.0)
+    for of_the_others in ("wrong", "mask", "zero_advantage"):
+        found = rows(batch, truncation=how, stragglers=of_the_others)
+        assert found.advantages.tolist() == row_advantages
+        assert found.masked.tolist() == masked
+
+
+@pytest.mark.parametrize(
+    ("how", "row_advantages", "masked"),
+    [
+        ("wrong", [0.5, -0.5], [False, False]),
+        ("mask", [0.5, -0.5], [False, True]),
+        ("zero_advantage", [0.5, 0.0], [False, False]),
+    ],
+)
+def test_what_becomes_of_a_row_cut_at_its_groups_deadline(
+    how: str, row_advantages: list[float], masked: list[bool]
+) -> None:
+    late = sample([3], finish_reason=FinishReason.DEADLINE)
+    right = sample([3, 4], reward=1.0, verdict=Verdict.CORRECT)
+    batch = build([(group(right, late), ())], {}, temperature=1.0)
+    for of_the_others in ("wrong", "mask", "zero_advantage"):
+        found = rows(batch, truncation=of_the_others, stragglers=how)
+        assert found.advantages.tolist() == row_advantages
+        assert found.masked.tolist() == masked
+        # Its tokens count in the denominators whatever becomes of it.
+        assert found.lengths.tolist() == [2, 1]
+
+
+def test_stragglers_that_are_left_out_leave_the_baseline_too() -> None:
+    late = sample([3], finish_reason=FinishReason.DEADLINE)
+    right = sample([3, 4], reward=1.0, verdict=Verdict.CORRECT)
+    members = group(right, sample([5]), late)
+    batch = build([(members, ())], {}, temperature=1.0, stragglers=False)
+    assert batch.left_out == 1
+    assert rows(batch).advantages.tolist() == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_prefixs_tokens_are_weighed_against_the_log_probs_that_were_recorded(
+    recorded: bool,
+) -> None:
+    """LUFFY's weight of an expert token, f(w) = w / (w + γ) with w = π_θ / π_φ."""
+    phi = np.array([-0.7, -1.9], np.float32)
+    begun = sample(
+        [3, 4, 5],
+        source=np.array([1, 1, 0], np.uint8),
+        logprobs=np.array([*(phi if recorded else [np.nan] * 2), -0.5], np.float32),
+        spans=(VersionSpan(term=1, step=4, start=2, end=3),),
+        reward=1.0,
+        verdict=Verdict.CORRECT,
+    )
+    found = rows(build([(group(sample([3, 4]), begun), ())], {}, temperature=1.0))
+    now = torch.tensor([-0.5, -0.5, -0.4, -1.2, -0.5], dtype=torch.float64)
+    objective = make("luffy", ObjectiveSettings(gamma=0.1, aggregation="constant"))
+    loss, _ = objective.loss(found.with_columns(logprobs=now), {"constant": 1.0})
+    behind = phi.astype(np.float64) if recorded else np.zeros(2)
+    weight = np.exp(np.array([-0.4, -1.2]) - behind)
+    shaped = weight / (weight + 0.1)
+    # Own tokens have a ratio of 1; advantages are −0.5 and 0.5.
+    assert float(loss) == pytest.approx(2 * 0.5 - 0.5 - 0.5 * shaped.sum(), abs=1e-6)
+
+
+def test_environment_text_is_context_and_no_target() -> None:
+    tool = sample([3, 4, 5, 6], source=np.array([0, 2, 2, 0], np.uint8))
+    batch = build([(group(tool), ())], {}, temperature=1.0)
+    found = rows(batch)
+    micro = micro_batch(batch, found, np.array([0]))
+    assert micro.input_ids.tolist() == [[7, 8, 3, 4, 5]]
+    assert micro.targets.tolist() == [3, 6]
+    assert micro.index.tolist() == [1, 4]
+    assert found.position.tolist() == [0, 3]
+    assert found.lengths.tolist() == [2]
+
+
+def test_every_target_is_predicted_at_the_token_before_it(made_up: ModuleType) -> None:
+    batch = made_up.random_rows(1)
+    found = rows(batch)
+    micro = micro_batch(batch, found, np.array([5, 0, 9]))
+    flat = micro.input_ids.reshape(-1)
+    width = micro.input_ids.shape[1]
+    at = 0
+    for place, row in enumerate((5, 0, 9)):
+        start = batch.start[row]
+        whole = batch.tokens[start : start + batch.lengths[row] + 1]
+        for number in range(int(micro.rows.lengths[place])):
+            target = int(micro.targets[at])
+            column = int(micro.index[at]) - place * width
+            assert whole[column + 1] == target
+            assert flat[int(micro.index[at])] == whole[column]
+            assert int(micro.rows.position[at]) >= number
+            at += 1
+    assert at == len(micro.targets)
+
+
+def test_a_missing_trace_and_an_empty_prompt_are_refused() -> None:
+    with pytest.raises(DataError, match="names trace t, which is missing"):
+        build([(group(sample([3])), ("t",))], {}, temperature=1.0)
+    with pytest.raises(DataError, match="problem a/0 has an empty prompt"):
+        build([(group(sample([3]), prompt=()), ())], {}, temperature=1.0)
