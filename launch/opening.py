@@ -150,7 +150,7 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
 
 
 def _refuse_choices(preset: Preset, overrides: Sequence[str], config: Config) -> None:
-    from ..common.choices import why_not_started
+    from ..common.config.choices import why_not_started
     from .choices import check_named
 
     try:

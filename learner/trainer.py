@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 import torch
 
 from ..common import disk
-from ..common.choices import micro_batch_refusal
 from ..common.config import Config
+from ..common.config.choices import micro_batch_refusal
 from ..common.errors import (
     ConfigError,
     DamagedError,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.choices import group_bytes
 from ..common.config import Config
+from ..common.config.choices import group_bytes
 from ..common.errors import StoreError
 from ..common.records import CommitResult
 from .answers import row_answer

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from ..common.choices import LEASES_STOP_SHARE
+from ..common.config.choices import LEASES_STOP_SHARE
 from .mixing import choose_replaced, choose_traces, mix
 
 __all__ = [

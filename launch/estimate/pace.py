@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...common.choices import own_rows
+from ...common.config.choices import own_rows
 from .memory import element, engine_element, stages_on_gpu, vllm_setting
 from .node import Node
 from .sizes import ModelShape

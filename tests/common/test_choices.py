@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
 from tandem.common import config as c
-from tandem.common.choices import micro_batch_refusal, own_rows, why_not_started
+from tandem.common.config.choices import micro_batch_refusal, own_rows, why_not_started
 from tandem.common.errors import ConfigError
 from tandem.common.objectives import OBJECTIVES
 
@@ -285,7 +286,7 @@ def test_a_stored_config_is_read_whatever_is_refused_today():
     tree["learner"]["objective"]["name"] = "ppo"
     with pytest.raises(ConfigError, match="ppo needs values"):
         c.build(tree)
-    assert c.read_config(c.yaml.safe_dump(tree)).learner.objective.name == "ppo"
+    assert c.read_config(yaml.safe_dump(tree)).learner.objective.name == "ppo"
 
 
 def test_a_resumed_run_may_raise_its_micro_batches():

@@ -15,15 +15,12 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from .objectives import OBJECTIVES, WITHOUT_GROUP
-from .records import Verdict
+from ..objectives import OBJECTIVES, WITHOUT_GROUP
+from ..records import Verdict
+from .tree import Config
 
-if TYPE_CHECKING:
-    from .config import Config
-
-Rule = Callable[["Config"], str | None]
+Rule = Callable[[Config], str | None]
 
 
 LEASES_STOP_SHARE = 0.75

@@ -1,0 +1,82 @@
+"""The configuration tree: one typed, validated description of a run.
+
+A run is a preset (YAML) plus overrides ``a.b=c``. Unknown keys and wrong types are refused with the
+nearest valid key named. The resolved tree is saved in the run's folder, and a resumed run may change
+only what :data:`CHANGEABLE` lists.
+
+Each section has its file; :mod:`.tree` joins them, :mod:`.choices` refuses what can't work,
+:mod:`.loading` makes a config of YAML and overrides, :mod:`.resuming` compares two of them.
+"""
+
+from .data import DataConfig, EvalSetConfig, SourceConfig
+from .evaluate import EvaluateConfig
+from .expert import ExpertConfig
+from .launch import LaunchConfig
+from .learner import LearnerConfig, OptimizerConfig, RatioCheckConfig
+from .loading import (
+    build,
+    parse_override,
+    read_config,
+    read_yaml,
+    to_yaml,
+    valid_keys,
+    yaml_text,
+)
+from .log import LogConfig
+from .model import ModelConfig
+from .objective import ObjectiveConfig
+from .replay import ReplayConfig
+from .resuming import CHANGEABLE, differences, frozen_differences, leaves
+from .reward import ComponentConfig, RewardConfig
+from .rollout import (
+    ENGINES,
+    VLLM_FIXED,
+    VLLM_RANKS,
+    VLLM_SETTINGS,
+    RolloutConfig,
+    VllmConfig,
+)
+from .run import RunConfig
+from .section import Section
+from .tree import DETERMINISTIC, Config
+from .weights import WeightsConfig
+
+__all__ = [
+    "Config",
+    "Section",
+    "RunConfig",
+    "ModelConfig",
+    "DataConfig",
+    "SourceConfig",
+    "EvalSetConfig",
+    "ExpertConfig",
+    "RolloutConfig",
+    "VllmConfig",
+    "ENGINES",
+    "VLLM_SETTINGS",
+    "VLLM_FIXED",
+    "VLLM_RANKS",
+    "RewardConfig",
+    "ComponentConfig",
+    "ReplayConfig",
+    "LearnerConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "RatioCheckConfig",
+    "WeightsConfig",
+    "EvaluateConfig",
+    "LaunchConfig",
+    "LogConfig",
+    "DETERMINISTIC",
+    "CHANGEABLE",
+    "build",
+    "parse_override",
+    "read_yaml",
+    "read_config",
+    "to_yaml",
+    "yaml_text",
+    "valid_keys",
+    "leaves",
+    "differences",
+    "frozen_differences",
+]

@@ -1,0 +1,74 @@
+"""``learner``: the DeepSpeed learner, its optimizer and its check of what was sampled."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from .objective import ObjectiveConfig
+from .section import Below1, NonNegative, Positive, Section, Share
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
+    betas: tuple[Below1, Below1] = (0.9, 0.95)
+    """Of Adam's moments."""
+    eps: Annotated[float, Field(ge=0)] = 1e-8
+    """Of Adam."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled."""
+    grad_clip: Annotated[float, Field(ge=0)] = 1.0
+    """Greatest norm of the gradient; 0 = no clipping."""
+    warmup_steps: NonNegative = 0
+    """Linear from lr / warmup_steps."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up, over the run's steps."""
+    final_lr_share: Share = 0.1
+    """Share of ``lr`` at the end of a decaying schedule."""
+
+
+class RatioCheckConfig(Section):
+    """The check of what was sampled: whether the log-probs that engines recorded are the learner's."""
+
+    on_alarm: Literal["tell", "quarantine", "stop"] = "tell"
+    """What an alarm does: ``tell`` says so and trains on; ``quarantine`` puts the step's groups aside
+    and changes nothing, as for a loss that isn't finite; ``stop`` ends the run before the step is
+    trained."""
+    slack: Annotated[float, Field(gt=0)] = 1.0
+    """Factor of every bound. Raise it for engines that are coarser than their dtype, such as with a
+    quantization or keys in 8 bits."""
+
+
+class LearnerConfig(Section):
+    """The DeepSpeed learner."""
+
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    ranks: Positive = 1
+    """Processes; they live and die as one."""
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """DeepSpeed ZeRO stage."""
+    minibatches: Positive = 1
+    """Optimizer steps per ledger batch; a mini-batch is whole groups."""
+    micro_batch_tokens: Positive = 16384
+    """Budget of padded tokens of one forward and backward."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    checkpoint_every: Positive = 50
+    """Steps between checkpoints."""
+    checkpoints_kept: Annotated[int, Field(ge=2)] = 2
+    """Newest so many are kept."""
+    threads: Positive = 1
+    """CPU threads of one rank."""
+    source: Literal["ledger", "offline"] = "ledger"
+    """``offline`` trains on stored expert traces: no rollout worker is needed."""
+    max_nonfinite: Positive = 3
+    """Non-finite steps in a row that end the run."""
+    ratio_check: RatioCheckConfig = RatioCheckConfig()
+    max_idle: Positive = 20
+    """Steps in a row without a token that could move the gradient (all of a shorter run) that end an
+    offline run; an online one says so, and goes on."""

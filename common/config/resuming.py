@@ -1,0 +1,70 @@
+"""What a resumed run may change of its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from .tree import Config
+
+CHANGEABLE: tuple[str, ...] = (
+    "run.dir",
+    "run.steps",
+    "run.passes",
+    "rollout.workers",
+    "rollout.threads",
+    "reward.pools",
+    "reward.graders",
+    "reward.memory_mb",
+    "replay.redis_url",
+    "replay.lease_seconds",
+    "replay.group_deadline_seconds",
+    "replay.max_inflight",
+    "replay.maxmemory_mb",
+    "learner.threads",
+    "learner.micro_batch_tokens",
+    "learner.max_idle",
+    "learner.ratio_check.*",
+    "learner.checkpoint_every",
+    "learner.checkpoints_kept",
+    "learner.optimizer.*",
+    "evaluate.*",
+    "launch.*",
+    "log.*",
+    "weights.*_seconds",
+    "weights.check_bound",
+)
+"""Patterns of the keys that may differ when a run is resumed: schedule, logging, counts."""
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested tree as ``{"a.b.c": value}``; lists are leaves."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            found.update(leaves(value, f"{name}."))
+        else:
+            found[name] = value
+    return found
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ: ``{"a.b": (old, new)}``."""
+    before = leaves(old.model_dump(mode="json"))
+    after = leaves(new.model_dump(mode="json"))
+    return {
+        key: (before.get(key), after.get(key))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    }
+
+
+def frozen_differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """The part of :func:`differences` that a resumed run may not change."""
+    return {
+        key: values
+        for key, values in differences(old, new).items()
+        if not any(fnmatchcase(key, pattern) for pattern in CHANGEABLE)
+    }

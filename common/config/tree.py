@@ -1,0 +1,144 @@
+"""The whole tree of a run, and what its sections ask of one another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import model_validator
+
+from .data import DataConfig
+from .evaluate import EvaluateConfig
+from .expert import ExpertConfig
+from .launch import LaunchConfig
+from .learner import LearnerConfig
+from .log import LogConfig
+from .model import ModelConfig
+from .replay import ReplayConfig
+from .reward import RewardConfig
+from .rollout import RolloutConfig
+from .run import RunConfig
+from .section import Section
+from .weights import WeightsConfig
+
+DETERMINISTIC: Mapping[str, Any] = {
+    # Every group of a step is sampled by the version before it, and by no other.
+    "replay.max_staleness": 0,
+    "replay.window": 1,
+    "weights.every": 1,
+    # A sample's last bits depend on what else is in the engine's batch.
+    "rollout.groups_per_batch": 1,
+    "rollout.groups_ahead": 0,
+    # A year: a slow worker must not change a group.
+    "replay.group_deadline_seconds": 31_536_000.0,
+}
+"""What ``run.deterministic=true`` sets, whatever the preset says."""
+
+
+class Config(Section):
+    """The whole tree of a run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    expert: ExpertConfig = ExpertConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    replay: ReplayConfig = ReplayConfig()
+    learner: LearnerConfig = LearnerConfig()
+    weights: WeightsConfig = WeightsConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    launch: LaunchConfig = LaunchConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def engine_dtype(self) -> str:
+        """Of the engines' weights."""
+        return self.rollout.dtype or self.model.dtype
+
+    def zero_stage(self, ranks: int | None = None) -> int:
+        """The ZeRO stage that is run by so many ranks; None = those of the config.
+
+        One float32 rank has nothing to partition, and stages 1 and 2 would only copy gradients and
+        parameters to and fro (on the miniature 3 ms an update).
+        """
+        stage, ranks = self.learner.zero_stage, ranks or self.learner.ranks
+        alone = ranks == 1 and self.model.dtype == "float32"
+        return 0 if alone and stage in (1, 2) else stage
+
+    @property
+    def may_use_nccl(self) -> bool:
+        """Whether NCCL may carry weights on GPUs, which learner and engine then don't share."""
+        return self.weights.transport in ("auto", "nccl") and not self.launch.share_gpu
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        online = self.learner.source == "ledger"
+        if self.run.deterministic and self.rollout.engine == "vllm":
+            raise ValueError(
+                "run.deterministic=true needs rollout.engine=torch: vLLM's samples depend on what "
+                "else is in its batch"
+            )
+        if (self.run.steps is None) == (self.run.passes is None):
+            raise ValueError("set exactly one of run.steps and run.passes")
+        if not self.data.train:
+            raise ValueError("data.train is empty: name at least one source with a path")
+        if online and (self.rollout.top_p < 1.0 or self.rollout.temperature == 0):
+            raise ValueError(
+                "training samples from the whole distribution: rollout.top_p must be 1 and "
+                "rollout.temperature above 0 (the learner's log-probs are over all tokens); "
+                "evaluations have evaluate.top_p and evaluate.temperature"
+            )
+        if self.expert.per_group >= self.rollout.group_size:
+            raise ValueError(
+                f"expert.per_group={self.expert.per_group} leaves no own sample in a group of "
+                f"rollout.group_size={self.rollout.group_size}"
+            )
+        if self.expert.prefix is not None:
+            self._check_prefix()
+        if self.weights.every - 1 > self.replay.max_staleness:
+            raise ValueError(
+                f"weights.every={self.weights.every} needs replay.max_staleness >= "
+                f"{self.weights.every - 1}, and it is {self.replay.max_staleness}"
+            )
+        if self.launch.share_gpu and self.weights.transport == "nccl":
+            raise ValueError(
+                "launch.share_gpu=true puts the learner and an engine on one GPU, and two ranks "
+                "of weights.transport=nccl can't share one: set weights.transport=auto"
+            )
+        if online and self.learner.objective.fresh_only and self.replay.max_staleness:
+            raise ValueError(
+                f"learner.objective.name={self.learner.objective.name} neither clips nor weights own "
+                f"tokens, so it needs fresh samples: set replay.max_staleness=0, or "
+                f"learner.objective.clip_low and clip_high where it has a ratio"
+            )
+        limit = self.replay.max_staleness + 1
+        if self.replay.window > limit:
+            raise ValueError(
+                f"replay.window={self.replay.window} is over replay.max_staleness + 1 = {limit}"
+            )
+        if self.replay.groups_per_step % self.learner.minibatches:
+            raise ValueError(
+                f"learner.minibatches={self.learner.minibatches} doesn't divide "
+                f"replay.groups_per_step={self.replay.groups_per_step}"
+            )
+        return self
+
+    def _check_prefix(self) -> None:
+        expert = self.expert
+        if not expert.per_group or self.learner.source != "ledger":
+            raise ValueError(
+                f"expert.prefix={expert.prefix} has no trace to cut: it needs expert.per_group of 1 "
+                f"or more and learner.source=ledger"
+            )
+        if expert.prefix_low > expert.prefix_high:
+            raise ValueError(
+                f"expert.prefix_low={expert.prefix_low} is over expert.prefix_high="
+                f"{expert.prefix_high}"
+            )
+        timed = expert.prefix not in ("fixed", "random")
+        if timed and expert.prefix_steps is None and self.run.steps is None:
+            raise ValueError(
+                f"expert.prefix={expert.prefix} runs over steps, and a run that is set in passes "
+                f"doesn't know theirs: set expert.prefix_steps"
+            )
