@@ -8,15 +8,13 @@ Imports no torch: configs are checked and documented by it. The objectives thems
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
 from .errors import ConfigError
-
-_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
+from .import_path import is_import_path
 
 ADVANTAGE = ("advantage",)
 CLIP = ("clip_low", "clip_high", "dual_clip")
@@ -451,7 +449,7 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
 
 def check_name(name: str) -> None:
     """Raises ``ConfigError`` for what is neither a built-in name nor looks like an import path."""
-    if name in OBJECTIVES or _IMPORT_PATH.fullmatch(name):
+    if name in OBJECTIVES or is_import_path(name):
         return
     near = difflib.get_close_matches(name, OBJECTIVES, n=1, cutoff=0.5)
     raise ConfigError(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ..common.config import Config
 from ..common.errors import ConfigError
+from ..common.import_path import is_import_path
 from ..common.objectives import OBJECTIVES
 from ..reward import answers
 from ..reward.scoring import Scorer
@@ -35,7 +36,7 @@ def _own(config: Config) -> Iterator[tuple[str, str, str]]:
     if name not in OBJECTIVES:
         yield "learner.objective.name", name, "learner-0"
     if (
-        ":" in config.rollout.engine
+        is_import_path(config.rollout.engine)
         and config.rollout.workers
         and config.learner.source == "ledger"
     ):

@@ -5,7 +5,6 @@ Light on purpose: the graders' parent imports it, and what that holds every grad
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import os
@@ -13,24 +12,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ..common import import_path
 from ..common.errors import ConfigError
 
 Function = Callable[..., Any]
-
-
-def split_path(path: str) -> tuple[str, str]:
-    """Module and attribute of ``package.module:function`` or ``package.module.function``.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
-    parts = [*module.split("."), *name.split(".")]
-    if not module or not name or not all(part.isidentifier() for part in parts):
-        raise ConfigError(
-            f"reward component {path!r} is no import path: write package.module:function"
-        )
-    return module, name
 
 
 def load(path: str) -> Function:
@@ -39,20 +24,15 @@ def load(path: str) -> Function:
     Raises:
         ConfigError: there is none, or its module can't be imported; says why.
     """
-    module, name = split_path(path)
     # Last, so that nothing there hides an installed module.
     here = os.getcwd()
     if here not in sys.path:
         sys.path.append(here)
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # noqa: BLE001 - a user's module may raise anything
-        raise ConfigError(
-            f"reward component {path} can't be imported: {type(error).__name__}: {error}. The "
-            f"module must be installed, on PYTHONPATH, or in the folder where Tandem was started"
-        ) from None
+    found: Any = import_path.load(
+        path,
+        key="reward.components.name",
+        process="Tandem, or start Tandem in that folder",
+    )
     if not callable(found):
         raise ConfigError(f"reward component {path} is no function: {found!r:.200}")
     return found

@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.errors import ConfigError
-from .called import split_path
 from .registry import Graded
 
 RESERVED = frozenset({"completions", "prompts", "completion_ids"})
@@ -62,7 +61,6 @@ def check_params(path: str, params: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: one is named like a column that every call has.
     """
-    split_path(path)
     taken = sorted(set(params) & RESERVED)
     if taken:
         raise ConfigError(

@@ -136,11 +136,6 @@ def register_variant(name: str, of: str, origin: str, **defaults: Any) -> None:
     )(functools.partial(base.make, **defaults))
 
 
-def is_import_path(name: str) -> bool:
-    """True for ``package.module:function`` and ``package.module.function``."""
-    return "." in name or ":" in name
-
-
 def component(name: str, params: Mapping[str, Any]) -> tuple[Kind, Any]:
     """The registered component of that name with those parameters.
 

@@ -20,11 +20,12 @@ from typing import Any
 
 from ..common.config import ComponentConfig, RewardConfig
 from ..common.errors import ConfigError
+from ..common.import_path import is_import_path
 from ..common.records import Verdict
 from . import functions
 from .components import Graded, Kind, component
 from .functions import FunctionCall
-from .registry import Elsewhere, is_import_path
+from .registry import Elsewhere
 
 OWN_FAILURES = frozenset({Verdict.TIMEOUT, Verdict.MEMORY})
 """Verdicts that are the text's own doing."""

@@ -11,11 +11,11 @@ at a time; what it returns must keep the contract of :mod:`tandem.rollout.engine
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from ..common.config import VLLM_RANKS, ModelConfig, RolloutConfig
 from ..common.errors import ConfigError
+from ..common.import_path import is_import_path, load
 from .engine import Engine
 
 MIN_ROWS = 256
@@ -47,7 +47,7 @@ def make_engine(
     rows = max_rows or max(MIN_ROWS, rollout.groups_per_batch * rollout.group_size)
     if choose_engine(rollout) == "vllm":
         return _vllm(model, rollout, rows, max_prompt_tokens)
-    if ":" in rollout.engine:
+    if is_import_path(rollout.engine):
         return _imported(rollout.engine, model, rollout, rows)
     return _torch(model, rollout, rows, max_prompt_tokens)
 
@@ -159,14 +159,7 @@ def ranks(rollout: RolloutConfig, *, gpus: bool) -> dict[str, int]:
 
 def _imported(path: str, model: ModelConfig, rollout: RolloutConfig, max_rows: int) -> Engine:
     """The engine that the factory at an import path makes."""
-    module, _, attribute = path.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"rollout.engine={path} can't be imported: {error}. Install it, or put its folder on "
-            f"PYTHONPATH of the rollout workers"
-        ) from None
+    factory = load(path, key="rollout.engine", process="the rollout workers")
     engine = factory(model, rollout, max_rows=max_rows)
     if not isinstance(engine, Engine):
         raise ConfigError(

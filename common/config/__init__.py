@@ -5,7 +5,8 @@ nearest valid key named. The resolved tree is saved in the run's folder, and a r
 only what :data:`CHANGEABLE` lists.
 
 Each section has its file; :mod:`.tree` joins them, :mod:`.choices` refuses what can't work,
-:mod:`.loading` makes a config of YAML and overrides, :mod:`.resuming` compares two of them.
+:mod:`.text` is its YAML, :mod:`.loading` makes a config of trees and overrides, and
+:mod:`.resuming` compares two of them.
 """
 
 from .data import DataConfig, EvalSetConfig, SourceConfig
@@ -20,7 +21,6 @@ from .loading import (
     read_yaml,
     to_yaml,
     valid_keys,
-    yaml_text,
 )
 from .log import LogConfig
 from .model import ModelConfig
@@ -38,6 +38,7 @@ from .rollout import (
 )
 from .run import RunConfig
 from .section import Section
+from .text import parse_yaml, yaml_text
 from .tree import DETERMINISTIC, Config
 from .weights import WeightsConfig
 
@@ -71,6 +72,7 @@ __all__ = [
     "CHANGEABLE",
     "build",
     "parse_override",
+    "parse_yaml",
     "read_yaml",
     "read_config",
     "to_yaml",

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from ..errors import ConfigError
 from ..objectives import renamed
-from ..printable import printable
 from .choices import why_refused
+from .text import copied, parse_yaml, yaml_text
 from .tree import DETERMINISTIC, Config
 
 
@@ -53,17 +51,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     key = key.strip()
     if not equals or not key:
         raise ConfigError(f"{text!r} is not an override: write it as section.key=value")
-    try:
-        value = yaml.safe_load(raw) if raw.strip() else None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the value of {key} can't be read as YAML: {raw!r} ({error})") from None
-    if isinstance(value, str):
-        # YAML 1.1 reads 1e-4 (without a dot) as text; people mean the number.
-        try:
-            value = float(value)
-        except ValueError:
-            value = value if value is not None else raw
-    return key, value
+    return key, parse_yaml(raw, f"the value of {key}, {raw!r},")
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -90,10 +78,6 @@ def _item(node: list[Any], part: str, key: str) -> Any:
     return node[int(part)]
 
 
-MOST_NODES = 100_000
-MOST_LEVELS = 32
-
-
 def build(
     tree: Mapping[str, Any], overrides: Iterable[str] = (), *, stored: bool = False
 ) -> Config:
@@ -112,7 +96,7 @@ def build(
         ConfigError: an unknown key, a wrong type or values that don't go together; the
             message names the key, the value and the nearest valid key.
     """
-    merged = _copy(tree)
+    merged = copied(tree)
     given = [parse_override(text) for text in overrides]
     _rename(merged, dict(given).get("learner.objective.name"))
     for key, value in given:
@@ -145,21 +129,6 @@ def _rename(tree: dict[str, Any], name: Any) -> None:
             learner["objective"] = renamed(section, str(name))
 
 
-def _copy(node: Any, counted: Iterator[int] | None = None, depth: int = 0) -> Any:
-    counted = itertools.count() if counted is None else counted
-    # YAML's anchors can make a small file a tree without end.
-    if next(counted) > MOST_NODES or depth > MOST_LEVELS:
-        raise ConfigError(
-            f"a config of more than {MOST_NODES:,} values or {MOST_LEVELS} levels: do its YAML "
-            f"anchors refer to themselves?"
-        )
-    if isinstance(node, Mapping):
-        return {k: _copy(v, counted, depth + 1) for k, v in node.items()}
-    if isinstance(node, list | tuple):
-        return [_copy(v, counted, depth + 1) for v in node]
-    return node
-
-
 def _explain(error: ValidationError) -> str:
     lines = []
     for problem in error.errors():
@@ -181,30 +150,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: it is missing, or isn't a YAML mapping.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"there is no preset file {path}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path} can't be read as YAML: {error}") from None
+    tree = parse_yaml(text, str(path))
     if tree is None:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} should hold a mapping of sections, not {type(tree).__name__}")
-    return _number_strings(_copy(tree))
-
-
-def _number_strings(node: Any) -> Any:
-    """``lr: 5e-4`` is text in YAML 1.1; read it as the number that it is meant to be."""
-    if isinstance(node, dict):
-        return {k: _number_strings(v) for k, v in node.items()}
-    if isinstance(node, list):
-        return [_number_strings(v) for v in node]
-    if isinstance(node, str) and node[:1].isdigit() and "e" in node.lower():
-        try:
-            return float(node)
-        except ValueError:
-            return node
-    return node
+    return tree
 
 
 def read_config(text: str) -> Config:
@@ -213,11 +169,7 @@ def read_config(text: str) -> Config:
     Raises:
         ConfigError: it isn't a resolved config.
     """
-    try:
-        tree = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        line = " ".join(str(error).split())[:200]
-        raise ConfigError(f"the run's config can't be read as YAML: {line}") from None
+    tree = parse_yaml(text, "the run's config")
     if not isinstance(tree, dict):
         raise ConfigError(f"the run's config should be a mapping, not {type(tree).__name__}")
     return build(tree, stored=True)
@@ -226,14 +178,3 @@ def read_config(text: str) -> Config:
 def to_yaml(config: Config) -> str:
     """The resolved tree, all defaults written out, as it is saved in the run's folder."""
     return yaml_text(config.model_dump(mode="json"))
-
-
-def yaml_text(tree: Any, *, width: int | None = None) -> str:
-    """A tree as YAML that is safe to look at and reads back as it was.
-
-    Where it holds what can't be seen, all that isn't ASCII is written as escapes.
-    """
-    text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=width)
-    if printable(text) != text:
-        text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=False, width=width)
-    return text

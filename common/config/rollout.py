@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from ..import_path import is_import_path
 from .section import NonNegative, Positive, Seconds, Section
 
 ENGINES = ("auto", "torch", "vllm")
 """Engines by name; any other is named by its import path."""
-_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def _engine(name: str) -> str:
-    if name in ENGINES or _IMPORT_PATH.fullmatch(name):
+    if name in ENGINES or is_import_path(name):
         return name
     raise ValueError(f"should be {', '.join(ENGINES)}, or an import path package.module:factory")
 

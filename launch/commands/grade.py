@@ -110,9 +110,7 @@ def _stopped(arguments: argparse.Namespace, rows: int) -> str:
 
 def _reward(arguments: argparse.Namespace) -> RewardConfig:
     """The reward that is asked for."""
-    import yaml
-
-    from ...common.config import build, read_yaml
+    from ...common.config import build, parse_yaml, read_yaml, yaml_text
     from ..presets import load, split
 
     name, overrides = split(arguments.words, "")
@@ -121,12 +119,9 @@ def _reward(arguments: argparse.Namespace) -> RewardConfig:
     if arguments.reward:
         parts = []
         for given in arguments.reward:
-            part = yaml.safe_load(given) if given.lstrip().startswith("{") else {"name": given}
-            parts.append(part)
-        overrides = [
-            *overrides,
-            f"reward.components={yaml.safe_dump(parts, default_flow_style=True, width=10**9)}",
-        ]
+            named = given.lstrip().startswith("{")
+            parts.append(parse_yaml(given, f"--reward {given}") if named else {"name": given})
+        overrides = [*overrides, f"reward.components={yaml_text(parts)}"]
     if name:
         return load(name).resolve(overrides).reward
     if arguments.run:

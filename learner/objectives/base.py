@@ -12,7 +12,6 @@ A new one is a function or class with a ``@register("name")`` and an entry in
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...common.errors import ConfigError
+from ...common.import_path import load
 from ...common.objectives import OBJECTIVES, check_name
 from ..losses.aggregation import counts
 from ..losses.finite import finite
@@ -194,16 +194,7 @@ def make(name: str, settings: ObjectiveSettings | None = None, **changes: Any) -
 
 def _imported(path: str) -> Any:
     check_name(path)
-    module, colon, attribute = path.partition(":")
-    if not colon:
-        module, _, attribute = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"learner.objective.name={path!r} can't be imported: {error} (built in: "
-            f"{', '.join(OBJECTIVES)}); install it, or put its folder on PYTHONPATH of the learner"
-        ) from None
+    found = load(path, key="learner.objective.name", process="the learner")
     if isinstance(found, type):
         if issubclass(found, Objective):
             return found

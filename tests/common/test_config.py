@@ -44,6 +44,25 @@ def test_none_is_an_override():
     assert build("run.steps=", "run.passes=1").run.steps is None
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        *[("1e-6", 1e-6), ("1E3", 1000.0), ("-2.5e3", -2500.0), (".5", 0.5), ("3", 3), (".inf", float("inf"))],
+        *[("'007'", "007"), ('"1e-6"', "1e-6"), ("1.2.3", "1.2.3"), ("e5", "e5"), ("1e", "1e"), ("inf", "inf")],
+        *[("nan", "nan"), ("1_0e2", "1_0e2"), ("true", True), ("", None), ("[1e-3, x]", [1e-3, "x"])],
+    ],
+)  # fmt: skip
+def test_an_override_is_yaml_whose_numbers_may_have_an_exponent(written: str, read: Any):
+    key, value = c.parse_override(f"a.b={written}")
+    assert (key, value, type(value)) == ("a.b", read, type(read))
+
+
+@pytest.mark.parametrize("value", ["1e5", "-2.5e3", "007", ".5", "on", "1.0", "2026-11-22"])
+def test_text_that_looks_like_a_number_is_saved_as_text(value: str):
+    config = build(run={"steps": 1, "dir": value})
+    assert c.read_config(c.to_yaml(config)).run.dir == value
+
+
 @pytest.mark.parametrize("text", ["run.seed", "=3", ""])
 def test_what_is_no_override_is_told(text: str):
     with pytest.raises(ConfigError, match=r"section\.key=value"):
@@ -169,7 +188,10 @@ def test_every_field_of_the_config_is_explained():
     assert len(sections) > 15
     unexplained = []
     for section in sections:
-        cls = getattr(c, section.name)
+        cls = getattr(c, section.name, None)
+        if cls is None:
+            assert section.name.startswith("_")
+            continue
         for field, after in zip(section.body, [*section.body[1:], None], strict=True):
             if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
                 continue

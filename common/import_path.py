@@ -1,0 +1,69 @@
+"""What a config names of a user's own: a function or class by its import path.
+
+An import path is ``package.module:name``, where the name may be that of an attribute
+(``module:Class.method``), or ``package.module.name``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+from .errors import ConfigError
+
+_WORD = r"[^\W\d]\w*"
+_PATH = re.compile(
+    rf"(?P<module>{_WORD}(?:\.{_WORD})*)(?::(?P<name>{_WORD}(?:\.{_WORD})*)|\.{_WORD})"
+)
+
+
+def is_import_path(text: str) -> bool:
+    """Whether a name is written as an import path; built-in names have neither dot nor colon.
+
+    >>> [is_import_path(text) for text in ("mine.rewards:short", "mine.short", "luffy", "a b:c")]
+    [True, True, False, False]
+    """
+    return _PATH.fullmatch(text) is not None
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """Module and name of an import path.
+
+    >>> split_path("mine.rewards:Short.of"), split_path("mine.rewards.short")
+    (('mine.rewards', 'Short.of'), ('mine.rewards', 'short'))
+
+    Raises:
+        ConfigError: it is none.
+    """
+    found = _PATH.fullmatch(path)
+    if found is None:
+        raise ConfigError(f"{path!r} is no import path: write package.module:name")
+    if found["name"] is not None:
+        return found["module"], found["name"]
+    module, _, name = path.rpartition(".")
+    return module, name
+
+
+def load(path: str, *, key: str, process: str) -> Any:
+    """Imports what a path names.
+
+    Args:
+        path: The import path.
+        key: The setting that has it, for the error.
+        process: Who imports it, for the error.
+
+    Raises:
+        ConfigError: the path is malformed, the module can't be imported, or it has no such name.
+    """
+    module, name = split_path(path)
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # noqa: BLE001 - a user's module may raise anything
+        raise ConfigError(
+            f"{key}={path} can't be imported: {type(error).__name__}: {error}. Install its module, or "
+            f"put its folder on PYTHONPATH of {process}"
+        ) from None
+    return found

@@ -1,0 +1,51 @@
+"""Import paths: how they are written, and what is told of one that leads nowhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.common.errors import ConfigError
+from tandem.common.import_path import is_import_path, load, split_path
+
+
+@pytest.mark.parametrize(
+    "path", ["json:loads", "os.path:join", "os.path.join", "pathlib:Path.cwd", "größe:maß"]
+)
+def test_a_name_with_a_dot_or_colon_is_an_import_path(path: str):
+    assert is_import_path(path)
+    assert all(split_path(path))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "luffy", ":f", "m:", "m.", ".f", "a..b", "a b:c", "rm -rf.x", "m:f()", "m:f:g", "1.5"]
+)  # fmt: skip
+def test_anything_else_is_none(text: str):
+    assert not is_import_path(text)
+    with pytest.raises(ConfigError, match="is no import path: write "):
+        split_path(text)
+
+
+def test_what_a_path_names_is_imported():
+    assert load("pathlib:Path.cwd", key="k", process="p") == Path.cwd
+    assert load("os.path.join", key="k", process="p")("a", "b") == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("json:no_such_name", "has no attribute 'no_such_name'"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_told_with_its_setting_and_the_way_out(path: str, why: str):
+    with pytest.raises(ConfigError, match=rf"rollout.engine={path} .*{why}.*PYTHONPATH of worker"):
+        load(path, key="rollout.engine", process="worker")
+
+
+def test_a_module_that_raises_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "raising_module.py").write_text("raise RuntimeError('of its own')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="RuntimeError: of its own"):
+        load("raising_module:f", key="k", process="p")
