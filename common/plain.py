@@ -1,4 +1,4 @@
-"""JSON that another process wrote: read as what it should be, or refused by name."""
+"""What another process wrote: read as what it should be, or refused by name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,31 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeVar
 
+import msgspec
 import xxhash
 
 from .errors import TandemError
 
 R = TypeVar("R")
+
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError)
+"""What msgspec raises for bytes that aren't what they should be."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what travels: its annotations say what is read, and nothing else is.
+
+    Making one checks no types. A field without a default must be there.
+    """
+
+
+def reason(error: Exception, name: str) -> str:
+    """Which field of ``name`` is wrong, and how: ``Sample.spans[...].term: Expected `int`, …``."""
+    what, _, place = str(error).rpartition(" - at ")
+    where = place.replace("$", name, 1).replace("`", "") if what else name
+    line = " ".join((what or place).split()) or type(error).__name__
+    return f"{where[-120:]}: {line[:200]}"
+
 
 _NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 

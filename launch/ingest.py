@@ -7,7 +7,6 @@ into Redis and creates the ledger; it may be repeated.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from ..common import models, prompts, wire
 from ..common.config import Config, SourceConfig, to_yaml
@@ -334,7 +334,7 @@ class _Maker:
         traces = self._graded(drafts, counts)
         with_trace = {trace.problem_id: trace.trace_id for trace in traces}
         problems = [
-            dataclasses.replace(problem, trace_ids=(with_trace[problem.problem_id],))
+            replace(problem, trace_ids=(with_trace[problem.problem_id],))
             if problem.problem_id in with_trace
             else problem
             for problem in problems
@@ -367,6 +367,7 @@ class _Maker:
             gold=row.gold,
             data_source=row.data_source,
             ability=row.ability,
+            trace_ids=(),
             extra=row.extra,
         )
 
@@ -408,6 +409,8 @@ class _Maker:
             tokenizer_digest=self._digest,
             reward=None,
             verdict=Verdict.UNPARSABLE,
+            components={},
+            grader=None,
         )
 
     def _graded(
@@ -424,7 +427,7 @@ class _Maker:
                 counts.unpaid_traces += 1
                 continue
             accepted.append(
-                dataclasses.replace(
+                replace(
                     trace,
                     reward=grade.reward,
                     verdict=grade.verdict,

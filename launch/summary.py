@@ -38,7 +38,7 @@ PACKAGES = (
     "numpy",
     "redis",
     "pyzmq",
-    "msgpack",
+    "msgspec",
     "pyarrow",
     "pydantic",
 )

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from ..common.records import FinishReason, Int32Array, Sample, Verdict
 
 
@@ -51,15 +53,8 @@ class Grade:
 
 def with_grade(sample: Sample, grade: Grade, grader: str) -> Sample:
     """The sample with what was found of it."""
-    # Spelled out: dataclasses.replace takes three times as long, and this runs per sample.
-    return Sample(
-        tokens=sample.tokens,
-        source=sample.source,
-        logprobs=sample.logprobs,
-        spans=sample.spans,
-        finish_reason=sample.finish_reason,
-        sampling=sample.sampling,
-        text=sample.text,
+    return replace(
+        sample,
         reward=grade.reward,
         verdict=grade.verdict,
         components=grade.components,

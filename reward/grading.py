@@ -12,7 +12,6 @@ asked once; verdicts of grader processes, timeouts among them, are cached.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import selectors
 import threading
@@ -21,6 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from ..common.config import RewardConfig
 from ..common.errors import DeadlineError
@@ -185,7 +186,7 @@ class Grader:
                     with_grade(sample, grade, self.name)
                     for sample, grade in zip(group.samples, grades, strict=True)
                 )
-                done(dataclasses.replace(group, samples=whole))
+                done(replace(group, samples=whole))
 
             self._begin(items, finish)
 

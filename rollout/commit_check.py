@@ -443,7 +443,9 @@ class CommitCheck:
             group_id=f"check/{self._asked}",
             prompt_tokens=self._prompt,
             count=count,
-            sampling=SamplingParams(temperature=self._temperature[kind], max_new_tokens=tokens),
+            sampling=SamplingParams(
+                temperature=self._temperature[kind], top_p=1.0, top_k=0, max_new_tokens=tokens
+            ),
             seed=0,
             longest=max(1, self._longest - len(self._prompt)),
             urgent=True,

@@ -194,6 +194,11 @@ def finished_group(group: Running, tokenizer: Any) -> FinishedGroup:
                 finish_reason=response.reason,
                 sampling=request.sampling,
                 text=text,
+                reward=None,
+                verdict=None,
+                components={},
+                extracted=None,
+                grader=None,
             )
         )
     return FinishedGroup(group_id=request.group_id, samples=tuple(samples))

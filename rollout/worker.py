@@ -25,9 +25,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec.structs import replace
 
 from ..common import disk
 from ..common.config import Config
@@ -436,6 +438,7 @@ class Worker:
         sampling = SamplingParams(
             temperature=rollout.temperature,
             top_p=rollout.top_p,
+            top_k=0,
             max_new_tokens=rollout.max_new_tokens,
         )
         # Traces that samples begin with fill no row of their own.

@@ -12,14 +12,13 @@ A folder is written beside, synced and renamed, so that it is there whole or not
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -64,7 +63,7 @@ def write(folder: Path, manifest: WeightManifest, buffer: torch.Tensor) -> Path:
         if not target.is_dir():
             beside.mkdir(parents=True)
             save_file(dict(views(buffer, manifest.params)), beside / MODEL, {"format": "pt"})
-            (beside / MANIFEST).write_text(json.dumps(asdict(manifest)), encoding="utf-8")
+            (beside / MANIFEST).write_bytes(msgspec.json.encode(manifest))
             for file in beside.iterdir():
                 _sync(file)
             _sync(beside)

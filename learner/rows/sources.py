@@ -7,11 +7,12 @@ import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from ...common.config import Config
 from ...common.errors import DataError, StoreError
@@ -272,6 +273,7 @@ class OfflineSource(BatchSource):
                 data_source=problem.data_source,
                 samples=(),
                 trace_ids=(name,),
+                extra={},
             )
             groups.append((group, (name,)))
         row = {"step": step, "short": len(names) < self._size, "offline": names}

@@ -117,7 +117,9 @@ async def evaluate(
         raise DataError("an evaluation needs at least one problem, and the set is empty")
     start = time.perf_counter()
     count = 1 if temperature == 0 else samples
-    sampling = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens)
+    sampling = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=0, max_new_tokens=max_new_tokens
+    )
     requests = [
         GroupRequest(
             group_id=f"{name}:{i}",
@@ -315,6 +317,7 @@ def load_problems(
                 gold=row.gold,
                 data_source=row.data_source,
                 ability=row.ability,
+                trace_ids=(),
                 extra=row.extra,
             )
         )

@@ -30,6 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rollout"))
 
+from msgspec.structs import replace
 from redis_server import running
 from stand_in_pool import StandInPool
 
@@ -107,7 +108,9 @@ def alone(tree: dict[str, Any], prompts: list[list[int]]) -> list[Arrival]:
     engine = make_engine(
         config.model, rollout, max_rows=rows, max_prompt_tokens=config.data.max_prompt_tokens
     )
-    sampling = SamplingParams(max_new_tokens=rollout.max_new_tokens)
+    sampling = SamplingParams(
+        max_new_tokens=rollout.max_new_tokens, temperature=1.0, top_p=1.0, top_k=0
+    )
     requests = [
         GroupRequest(
             group_id=f"0-{i}",
@@ -189,10 +192,8 @@ class WholeWorker:
         clock = time.perf_counter()
         used = sum(psutil.Process(self._process.pid).cpu_times()[:2])
         self._arrivals.append((clock, used, sum(len(s.tokens) for s in group.samples)))
-        graded = tuple(
-            dataclasses.replace(s, verdict=Verdict.WRONG, reward=0.0) for s in group.samples
-        )
-        return ledger.commit(dataclasses.replace(group, samples=graded)), ""
+        graded = tuple(replace(s, verdict=Verdict.WRONG, reward=0.0) for s in group.samples)
+        return ledger.commit(replace(group, samples=graded)), ""
 
     def _wait(self, groups: int) -> None:
         end = time.monotonic() + DEADLINE_S
@@ -217,6 +218,9 @@ def problem(number: int, prompt: list[int]) -> Problem:
         prompt_tokens=np.array(prompt, dtype=np.int32),
         gold="1",
         data_source="benchmark",
+        ability="math",
+        trace_ids=(),
+        extra={},
     )
 
 

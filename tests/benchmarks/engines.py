@@ -243,7 +243,9 @@ class OwnEngine:
                 group_id=f"0-{i}",
                 prompt_tokens=prompt,
                 count=case.group,
-                sampling=SamplingParams(max_new_tokens=int(most)),
+                sampling=SamplingParams(
+                    max_new_tokens=int(most), temperature=1.0, top_p=1.0, top_k=0
+                ),
                 seed=0,
             )
             for i, (prompt, most) in enumerate(zip(prompts(case, len(new)), new, strict=True))

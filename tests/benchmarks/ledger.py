@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -103,7 +104,7 @@ def make_group(tokens: int) -> Group:
                 VersionSpan(term=TERM, step=1, start=tokens // 2, end=tokens),
             ),
             finish_reason=FinishReason.STOP,
-            sampling=SamplingParams(max_new_tokens=tokens),
+            sampling=SamplingParams(max_new_tokens=tokens, temperature=1.0, top_p=1.0, top_k=0),
             text=words[i].tobytes().decode("ascii"),
             reward=float(i % 2),
             verdict=Verdict.CORRECT if i % 2 else Verdict.WRONG,
@@ -123,6 +124,8 @@ def make_group(tokens: int) -> Group:
         gold="42",
         data_source="bench",
         samples=samples,
+        trace_ids=(),
+        extra={},
     )
 
 
@@ -151,8 +154,7 @@ def put_ledger(join: JoinInfo, number: int, share: int, depth: int, tokens: int)
     while done < share:
         leases = ledger.lease(held, min(depth, share - done)).leases
         groups = [
-            dataclasses.replace(group, group_id=lease.group_id, attempt=lease.attempt)
-            for lease in leases
+            replace(group, group_id=lease.group_id, attempt=lease.attempt) for lease in leases
         ]
         for receipt in ledger.commit_many(groups):
             assert receipt.result == "committed", receipt
@@ -181,7 +183,7 @@ def put_bare(join: JoinInfo, number: int, share: int, depth: int, tokens: int) -
         pipeline = client.pipeline(transaction=False)
         for i in range(first, min(first + depth, share)):
             serial = number * share + i
-            named = dataclasses.replace(group, group_id=f"0-{serial}", attempt=1)
+            named = replace(group, group_id=f"0-{serial}", attempt=1)
             pipeline.set(f"bare:{serial}", wire.encode(named))
         assert all(pipeline.execute())
     _done(begun)
@@ -264,6 +266,9 @@ def measure(side: str, case: Case, depth: int, row: int) -> dict[str, float]:
                     prompt_tokens=np.zeros(1, np.int32),
                     gold="",
                     data_source="bench",
+                    ability="math",
+                    trace_ids=(),
+                    extra={},
                 )
                 for i in range(problems)
             )

@@ -138,7 +138,10 @@ async def loop(config: Config, steps: int) -> dict[str, Any]:
     updates = Updates(engine, config)  # type: ignore[arg-type]
     size = config.replay.groups_per_step
     sampling = SamplingParams(
-        temperature=config.rollout.temperature, max_new_tokens=config.rollout.max_new_tokens
+        temperature=config.rollout.temperature,
+        top_p=1.0,
+        top_k=0,
+        max_new_tokens=config.rollout.max_new_tokens,
     )
     parts: dict[str, list[float]] = {"sample": [], "grade": [], "learn": [], "load": []}
     rewards = []
@@ -177,6 +180,7 @@ async def loop(config: Config, steps: int) -> dict[str, Any]:
                 data_source=problem.data_source,
                 samples=finished[group_id].samples,
                 trace_ids=picked,
+                extra={},
             )
             groups.append((grader.grade_group(group), picked))
         graded = time.perf_counter()

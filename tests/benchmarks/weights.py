@@ -313,7 +313,7 @@ async def measure_pause(case: Case, folder: Path, pairs: int) -> dict[str, Any]:
                 group_id=f"g-{next(names)}",
                 prompt_tokens=np.arange(3, 3 + case.prompt, dtype=np.int32),
                 count=1,
-                sampling=SamplingParams(max_new_tokens=new),
+                sampling=SamplingParams(max_new_tokens=new, temperature=1.0, top_p=1.0, top_k=0),
                 seed=0,
             )
             for _ in range(rows)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
-from tandem.common import records
+from tandem.common.plain import Record
 from tandem.common.records import (
     FinishReason,
     Group,
@@ -27,24 +27,32 @@ def sample(*spans: tuple[int, int, int], length: int = 4, **changes: Any) -> Sam
         "logprobs": np.zeros(length, np.float32),
         "spans": tuple(VersionSpan(term=1, step=s, start=a, end=b) for s, a, b in spans),
         "finish_reason": FinishReason.STOP,
-        "sampling": SamplingParams(),
+        "sampling": SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1024),
         "text": "",
+        "reward": None,
+        "verdict": None,
+        "components": {},
+        "extracted": None,
+        "grader": None,
     }
     return Sample(**{**values, **changes})
 
 
-def group(*samples: Sample) -> Group:
-    return Group(
-        group_id="0-0",
-        attempt=1,
-        worker="w",
-        problem_id="a/0",
-        prompt_tokens=np.arange(2, dtype=np.int32),
-        prompt_text="p",
-        gold="1",
-        data_source="d",
-        samples=samples,
-    )
+def group(*samples: Sample, **changes: Any) -> Group:
+    values: dict[str, Any] = {
+        "group_id": "0-0",
+        "attempt": 1,
+        "worker": "w",
+        "problem_id": "a/0",
+        "prompt_tokens": np.arange(2, dtype=np.int32),
+        "prompt_text": "p",
+        "gold": "1",
+        "data_source": "d",
+        "samples": samples,
+        "trace_ids": (),
+        "extra": {},
+    }
+    return Group(**{**values, **changes})
 
 
 def test_versions_compare_by_term_then_step():
@@ -70,7 +78,7 @@ def test_a_group_is_as_old_as_its_oldest_sample():
 @pytest.mark.parametrize("field", ["source", "logprobs"])
 def test_arrays_of_different_lengths_are_refused(field: str):
     with pytest.raises(ValueError, match="differ in length"):
-        sample(**{field: np.zeros(3, np.float32)})
+        sample(**{field: np.zeros(3, np.uint8)})
 
 
 def test_failures_that_are_not_the_texts_own_leave_the_baseline():
@@ -79,10 +87,28 @@ def test_failures_that_are_not_the_texts_own_leave_the_baseline():
 
 
 @pytest.mark.parametrize(
-    "cls",
-    [c for c in vars(records).values() if dataclasses.is_dataclass(c) and isinstance(c, type)],
+    "tokens", [np.array([1.5, 2.0]), np.array([True, False]), np.array([2**40])]
 )
-def test_every_record_is_frozen_slotted_and_keyword_only(cls: type):
-    assert cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    assert "__slots__" in vars(cls)
-    assert all(field.kw_only for field in dataclasses.fields(cls))
+def test_token_ids_that_no_int32_can_hold_are_refused(tokens: Any):
+    with pytest.raises(ValueError, match=r"^Group\.prompt_tokens holds .* values that int32"):
+        group(prompt_tokens=tokens)
+
+
+def test_a_two_dimensional_array_is_refused():
+    with pytest.raises(ValueError, match=r"^Group\.prompt_tokens should be one-dimensional"):
+        group(prompt_tokens=np.zeros((2, 2), np.int32))
+
+
+def test_other_widths_become_the_declared_ones_where_nothing_is_lost():
+    found = sample(tokens=np.arange(8)[::2], logprobs=[0, -1, -2, -3])
+    assert (found.tokens.dtype, found.tokens.tolist()) == (np.int32, [0, 2, 4, 6])
+    assert (found.logprobs.dtype, found.logprobs.tolist()) == (np.float32, [0.0, -1.0, -2.0, -3.0])
+
+
+@pytest.mark.parametrize("cls", Record.__subclasses__(), ids=lambda cls: cls.__name__)
+def test_every_record_is_frozen_keyword_only_and_whole(cls: type[Record]):
+    config = cls.__struct_config__
+    assert config.frozen
+    assert config.forbid_unknown_fields
+    assert not cls.__match_args__  # what could be given by place
+    assert all(field.required for field in structs.fields(cls))

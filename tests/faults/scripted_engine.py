@@ -334,6 +334,11 @@ class ScriptedEngine:
                     finish_reason=row.reason if row.done else FinishReason.ABORT,
                     sampling=request.sampling,
                     text=row.text if row.done else "",
+                    reward=None,
+                    verdict=None,
+                    components={},
+                    extracted=None,
+                    grader=None,
                 )
             )
         return FinishedGroup(group_id=request.group_id, samples=tuple(samples), error=group.error)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 from audit import Evidence, digest_of, examine, tampered
+from msgspec.structs import replace
 
 from tandem.common import wire
 from tandem.common.records import (
@@ -33,8 +33,13 @@ def payload(group_id: str, step: int, age: int = 0, samples: int = 2) -> bytes:
         logprobs=np.full(3, -0.1, np.float32),
         spans=(span,),
         finish_reason=FinishReason.STOP,
-        sampling=SamplingParams(),
+        sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1024),
         text="",
+        reward=None,
+        verdict=None,
+        components={},
+        extracted=None,
+        grader=None,
     )
     return wire.encode(
         Group(
@@ -47,6 +52,8 @@ def payload(group_id: str, step: int, age: int = 0, samples: int = 2) -> bytes:
             gold="",
             data_source="",
             samples=(sample,) * samples,
+            trace_ids=(),
+            extra={},
         )
     )
 
@@ -300,10 +307,10 @@ def after_grading(right: Evidence, verdicts: str, traces: list[str], gone: list[
     group = wire.decode(old, Group)
     of = {"c": Verdict.CORRECT, "w": Verdict.WRONG, "-": Verdict.CRASHED}
     samples = tuple(
-        dataclasses.replace(sample, verdict=of[one], reward=0.0)
+        replace(sample, verdict=of[one], reward=0.0)
         for sample, one in zip(group.samples, verdicts, strict=True)
     )
-    data = wire.encode(dataclasses.replace(group, samples=samples, trace_ids=("a/0#0",)))
+    data = wire.encode(replace(group, samples=samples, trace_ids=("a/0#0",)))
     entry |= {"digest": xxhash.xxh3_64_hexdigest(data), "traces": traces, "bytes": len(data)}
     if gone:
         entry["replaced"] = gone

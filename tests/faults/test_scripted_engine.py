@@ -39,7 +39,7 @@ def asks(group_id: str = "0-0", *, new: int = 60, count: int = 3) -> GroupReques
         group_id=group_id,
         prompt_tokens=np.array(prompt, dtype=np.int32),
         count=count,
-        sampling=SamplingParams(max_new_tokens=new),
+        sampling=SamplingParams(max_new_tokens=new, temperature=1.0, top_p=1.0, top_k=0),
         seed=0,
     )
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
+import msgspec
 import numpy as np
-from frames import (
-    Mutator,
-)
+from frames import Mutator
+from msgspec import structs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,8 @@ class Decoder:
 
 def same(one: Any, other: Any) -> bool:
     """Whether two records are equal; NaN equals NaN."""
+    if isinstance(one, msgspec.Struct):
+        return type(one) is type(other) and same(structs.asdict(one), structs.asdict(other))
     if dataclasses.is_dataclass(one) and not isinstance(one, type):
         return type(one) is type(other) and all(
             same(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one)

@@ -40,7 +40,7 @@ def a_sample(length: int = 5, **changes: Any) -> Sample:
             VersionSpan(term=1, step=3, start=length // 2, end=length),
         ),
         "finish_reason": FinishReason.LENGTH,
-        "sampling": SamplingParams(temperature=0.6),
+        "sampling": SamplingParams(temperature=0.6, top_p=1.0, top_k=0, max_new_tokens=1024),
         "text": "été ∑ 字",
         "reward": 0.25,
         "verdict": Verdict.WRONG,
@@ -102,7 +102,7 @@ def a_manifest(step: int = 3) -> manifest.WeightManifest:
 RECORDS: list[Any] = [
     Version(term=3, step=70),
     VersionSpan(term=1, step=2, start=3, end=4),
-    SamplingParams(temperature=0.6, top_k=5, max_new_tokens=7),
+    SamplingParams(temperature=0.6, top_k=5, max_new_tokens=7, top_p=1.0),
     a_sample(),
     Problem(
         problem_id="a/1",
@@ -112,6 +112,7 @@ RECORDS: list[Any] = [
         data_source="d",
         trace_ids=("a/1#0", "a/1#1"),
         extra={"images": [{"path": "x.png"}]},
+        ability="math",
     ),
     ExpertTrace(
         trace_id="a/1#0",
@@ -123,10 +124,13 @@ RECORDS: list[Any] = [
         reward=1.0,
         verdict=Verdict.CORRECT,
         components={"accuracy": 1.0},
+        grader=None,
     ),
     a_group(),
     GroupSubmission(request_id=9, group=a_group()),
-    GroupReceipt(request_id=9, group_id="0-1", attempt=1, result=CommitResult.SUPERSEDED),
+    GroupReceipt(
+        request_id=9, group_id="0-1", attempt=1, result=CommitResult.SUPERSEDED, detail=""
+    ),
     a_manifest(),
 ]
 MESSAGES: list[Any] = [

@@ -129,10 +129,13 @@ def a_group(lease: Lease, step: int | None, chance: random.Random, **changes: An
             logprobs=np.full(length, -0.5, np.float32),
             spans=() if step is None else (VersionSpan(term=1, step=step, start=0, end=length),),
             finish_reason=FinishReason.STOP,
-            sampling=SamplingParams(),
+            sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1024),
             text="2",
             reward=reward,
             verdict=verdict,
+            components={},
+            extracted=None,
+            grader=None,
         )
 
     values: dict[str, Any] = {
@@ -146,6 +149,7 @@ def a_group(lease: Lease, step: int | None, chance: random.Random, **changes: An
         "data_source": "miniature",
         "samples": (sample(1.0, Verdict.CORRECT), sample(0.0, Verdict.WRONG)),
         "trace_ids": ("a/0#0",) if chance.random() < 0.3 else (),
+        "extra": {},
     }
     return Group(**{**values, **changes})
 
@@ -219,6 +223,9 @@ class Builder:
                     prompt_tokens=np.arange(3, dtype=np.int32),
                     gold="2",
                     data_source="miniature",
+                    ability="math",
+                    trace_ids=(),
+                    extra={},
                 )
                 for row in range(size)
             )

@@ -62,6 +62,9 @@ def _problem(row: int) -> Problem:
         prompt_tokens=np.arange(5, dtype=np.int32),
         gold="2",
         data_source="miniature",
+        ability="math",
+        trace_ids=(),
+        extra={},
     )
 
 

@@ -128,6 +128,8 @@ def problem(number: int) -> Problem:
         gold="2",
         data_source="miniature",
         trace_ids=(f"a/{number}#0",) if number < EXPERTS else (),
+        ability="math",
+        extra={},
     )
 
 
@@ -142,6 +144,8 @@ def trace(number: int) -> ExpertTrace:
         tokenizer_digest="",
         reward=1.0,
         verdict=Verdict.CORRECT,
+        components={},
+        grader=None,
     )
 
 
@@ -159,11 +163,13 @@ def samples_of(lease: Lease, held: Version, count: int) -> tuple[Sample, ...]:
                 logprobs=rng.uniform(-4, -2, length).astype(np.float32),
                 spans=(VersionSpan(term=held.term, step=held.step, start=0, end=length),),
                 finish_reason=FinishReason.STOP,
-                sampling=SamplingParams(),
+                sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1024),
                 text="own",
                 reward=float(right),
                 verdict=Verdict.CORRECT if right else Verdict.WRONG,
                 components={"accuracy": float(right), "format": 1.0},
+                extracted=None,
+                grader=None,
             )
         )
     return tuple(made)
@@ -192,6 +198,8 @@ def groups_of(count: int, size: int = 4, step: int = 0) -> list[tuple[Group, tup
             gold=asked.gold,
             data_source=asked.data_source,
             samples=samples_of(lease, Version(term=1, step=step), size),
+            trace_ids=(),
+            extra={},
         )
         found.append((group, ()))
     return found
@@ -275,6 +283,7 @@ class Run:
             data_source=asked.data_source,
             samples=samples_of(lease, held, count),
             trace_ids=traces,
+            extra={},
         )
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -24,6 +23,7 @@ import psutil
 import pytest
 import torch
 import yaml
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from tandem.common.config import to_yaml
@@ -412,8 +412,8 @@ def poison(run: Any, bad_groups: set[str]) -> None:
         group = answer(lease, held)
         if lease.group_id not in bad_groups:
             return group
-        samples = (dataclasses.replace(group.samples[0], reward=math.inf), *group.samples[1:])
-        return dataclasses.replace(group, samples=samples)
+        samples = (replace(group.samples[0], reward=math.inf), *group.samples[1:])
+        return replace(group, samples=samples)
 
     run.answer = poisoned
 
@@ -468,10 +468,8 @@ def sampled_elsewhere(run: Any, groups: set[str]) -> None:
         group: Group = made(lease, held)
         if group.group_id not in groups:
             return group
-        samples = tuple(
-            dataclasses.replace(s, logprobs=np.full_like(s.logprobs, -40.0)) for s in group.samples
-        )
-        return dataclasses.replace(group, samples=samples)
+        samples = tuple(replace(s, logprobs=np.full_like(s.logprobs, -40.0)) for s in group.samples)
+        return replace(group, samples=samples)
 
     run.answer = answered
 
@@ -565,7 +563,7 @@ def test_samples_kept_for_a_resume_never_fill_redis_for_good(
     answer = run.answer
 
     def long(lease: Lease, held: Version) -> Group:
-        return dataclasses.replace(answer(lease, held), prompt_text="x" * (1 << 20))
+        return replace(answer(lease, held), prompt_text="x" * (1 << 20))
 
     monkeypatch.setattr(run, "answer", long)
     used = int(run.store.redis.info("memory")["used_memory"])
@@ -643,10 +641,9 @@ def test_an_online_run_that_moves_nothing_says_so_once_and_goes_on(
         # The groups of steps 3 to 6: two a step, in their order, of six problems.
         same = 4 <= 6 * lease.pass_ + lease.position < 12
         samples = [
-            dataclasses.replace(s, reward=1.0 if same else float(i))
-            for i, s in enumerate(group.samples)
+            replace(s, reward=1.0 if same else float(i)) for i, s in enumerate(group.samples)
         ]
-        return dataclasses.replace(group, samples=tuple(samples))
+        return replace(group, samples=tuple(samples))
 
     run.answer = equal
     run.work()

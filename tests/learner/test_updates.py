@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError
@@ -46,9 +46,7 @@ def changed(groups: list[GroupWithTraces], **values: Any) -> list[GroupWithTrace
     """The groups with all samples changed."""
     return [
         (
-            dataclasses.replace(
-                g, samples=tuple(dataclasses.replace(s, **values) for s in g.samples)
-            ),
+            replace(g, samples=tuple(replace(s, **values) for s in g.samples)),
             names,
         )
         for g, names in groups
@@ -101,8 +99,8 @@ def test_the_setting_says_what_becomes_of_stragglers(
     groups = []
     for group, names in groups_of(made_up, 2):
         *ended, late = group.samples
-        late = dataclasses.replace(late, finish_reason=FinishReason.DEADLINE)
-        groups.append((dataclasses.replace(group, samples=(*ended, late)), names))
+        late = replace(late, finish_reason=FinishReason.DEADLINE)
+        groups.append((replace(group, samples=(*ended, late)), names))
     updates = learner(learner={"objective": {"stragglers": how}})
     found = updates.train(1, groups, {}, lr=1e-3).metrics
     assert found["train/rows"] == (6 if how == "leave_out" else 8)
@@ -115,9 +113,9 @@ def test_the_constant_is_configured_length_times_nominal_rows(
     groups = groups_of(made_up, 2)
     # A row without a verdict leaves the loss, and the denominator stays.
     (first, names), *rest = groups
-    ungraded = dataclasses.replace(first.samples[1], verdict=None, reward=None)
+    ungraded = replace(first.samples[1], verdict=None, reward=None)
     samples = (first.samples[0], ungraded, *first.samples[2:])
-    for batch in (groups, [(dataclasses.replace(first, samples=samples), names), *rest]):
+    for batch in (groups, [(replace(first, samples=samples), names), *rest]):
         by_constant = learner().train(1, batch, {}, lr=1e-3).metrics
         objective = {"objective": {"aggregation": "token_mean"}}
         by_token = learner(learner=objective).train(1, batch, {}, lr=1e-3).metrics
@@ -214,10 +212,10 @@ def with_rewards(
     """The groups with these rewards of their samples."""
     return [
         (
-            dataclasses.replace(
+            replace(
                 group,
                 samples=tuple(
-                    dataclasses.replace(sample, reward=reward)
+                    replace(sample, reward=reward)
                     for sample, reward in zip(group.samples, own, strict=True)
                 ),
             ),
@@ -261,7 +259,7 @@ def test_a_group_that_is_all_wrong_learns_from_the_rest_of_the_batch(
     far as beside the others."""
     (first, names), (second, _) = groups_of(made_up, 2)
     alike = (first.samples[0],) * 4
-    groups = [(dataclasses.replace(group, samples=alike), names) for group in (first, second)]
+    groups = [(replace(group, samples=alike), names) for group in (first, second)]
     found = {}
     for minibatches in (1, 2):
         objective = Recorder(ObjectiveSettings())
@@ -326,10 +324,10 @@ def test_the_kl_in_the_reward_is_taken_off_before_the_advantages(
     gaps = [[gap_to(reference, group, s) for s in group.samples] for group, _ in groups]
     paid = [
         (
-            dataclasses.replace(
+            replace(
                 group,
                 samples=tuple(
-                    dataclasses.replace(sample, reward=sample.reward - 0.03 * gap)
+                    replace(sample, reward=sample.reward - 0.03 * gap)
                     for sample, gap in zip(group.samples, own, strict=True)
                 ),
             ),
@@ -448,13 +446,13 @@ def begun_by_an_expert(group: Group, tokens: int) -> Group:
     first, *others = group.samples
     place = np.arange(len(first.tokens))
     (span,) = first.spans
-    begun = dataclasses.replace(
+    begun = replace(
         first,
         source=np.where(place < tokens, Source.EXPERT, Source.OWN).astype(np.uint8),
         logprobs=np.where(place < tokens, np.nan, first.logprobs).astype(np.float32),
-        spans=(dataclasses.replace(span, start=tokens),),
+        spans=(replace(span, start=tokens),),
     )
-    return dataclasses.replace(group, samples=(begun, *others))
+    return replace(group, samples=(begun, *others))
 
 
 def test_a_prefix_counts_with_the_experts_tokens(learner: Learner, made_up: ModuleType) -> None:
@@ -534,11 +532,15 @@ def from_engine(
             places = torch.arange(len(group.prompt_tokens), len(ids))
             picked = every[places - 1 - shift, torch.from_numpy(ids)[places]]
             samples.append(
-                dataclasses.replace(
-                    sample, logprobs=picked.numpy(), sampling=SamplingParams(temperature=0.7)
+                replace(
+                    sample,
+                    logprobs=picked.numpy(),
+                    sampling=SamplingParams(
+                        temperature=0.7, top_p=1.0, top_k=0, max_new_tokens=1024
+                    ),
                 )
             )
-        found.append((dataclasses.replace(group, samples=tuple(samples)), names))
+        found.append((replace(group, samples=tuple(samples)), names))
     return found
 
 

@@ -43,6 +43,9 @@ def make_problem(problem_id: str = "a/0", **changes: Any) -> Problem:
         "prompt_tokens": np.arange(5, dtype=np.int32),
         "gold": "2",
         "data_source": "miniature",
+        "ability": "math",
+        "trace_ids": (),
+        "extra": {},
     }
     return Problem(**{**values, **changes})
 
@@ -55,10 +58,13 @@ def make_sample(step: int | None = 0, **changes: Any) -> Sample:
         "logprobs": np.full(6, -0.5, np.float32),
         "spans": () if step is None else (VersionSpan(term=1, step=step, start=0, end=6),),
         "finish_reason": FinishReason.STOP,
-        "sampling": SamplingParams(),
+        "sampling": SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1024),
         "text": "2",
         "reward": 1.0,
         "verdict": Verdict.CORRECT,
+        "components": {},
+        "extracted": None,
+        "grader": None,
     }
     return Sample(**{**values, **changes})
 
@@ -75,6 +81,8 @@ def graded(lease: Lease, step: int | None = 0, **changes: Any) -> Group:
         "gold": "2",
         "data_source": "miniature",
         "samples": (make_sample(step), make_sample(step, reward=0.0, verdict=Verdict.WRONG)),
+        "trace_ids": (),
+        "extra": {},
     }
     return Group(**{**values, **changes})
 

@@ -33,6 +33,8 @@ def trace(trace_id: str) -> ExpertTrace:
         tokenizer_digest="x",
         reward=1.0,
         verdict=Verdict.CORRECT,
+        components={},
+        grader=None,
     )
 
 

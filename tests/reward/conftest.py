@@ -52,8 +52,13 @@ def sample(text: str, **changes: Any) -> Sample:
         "logprobs": np.full(4, -0.5, np.float32),
         "spans": (VersionSpan(term=1, step=0, start=0, end=4),),
         "finish_reason": FinishReason.STOP,
-        "sampling": SamplingParams(),
+        "sampling": SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1024),
         "text": text,
+        "reward": None,
+        "verdict": None,
+        "components": {},
+        "extracted": None,
+        "grader": None,
     }
     return Sample(**{**values, **changes})
 
@@ -69,6 +74,8 @@ def group(texts: list[str], gold: str = "2", **changes: Any) -> Group:
         "gold": gold,
         "data_source": "miniature",
         "samples": tuple(sample(text) for text in texts),
+        "trace_ids": (),
+        "extra": {},
     }
     return Group(**{**values, **changes})
 

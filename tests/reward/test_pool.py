@@ -147,6 +147,9 @@ def make_run(server: Any, folder: Path, overrides: list[str]) -> Run:
             prompt_tokens=np.arange(5, dtype=np.int32),
             gold="2",
             data_source="m",
+            ability="math",
+            trace_ids=(),
+            extra={},
         )
         for row in range(64)
     )

@@ -20,7 +20,7 @@ def asks(
         group_id=group_id,
         prompt_tokens=np.arange(3, 12, dtype=np.int32),
         count=count,
-        sampling=SamplingParams(max_new_tokens=new, temperature=temperature),
+        sampling=SamplingParams(max_new_tokens=new, temperature=temperature, top_p=1.0, top_k=0),
         seed=0,
     )
 

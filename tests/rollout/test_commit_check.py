@@ -8,7 +8,6 @@ learning rate makes them.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from engine_calls import asks, collect, in_engine
+from msgspec.structs import replace
 
 from tandem.common.records import SamplingParams, Version
 from tandem.common.weights.scored_rows import LENGTH, ROWS, ScoredRows, fixed_rows
@@ -194,7 +194,7 @@ def test_a_temperature_that_is_not_recorded_is_found(
     draw, sample = batch.draw, vllm_requests.sample
 
     def hot(sampling: SamplingParams) -> SamplingParams:
-        return dataclasses.replace(sampling, temperature=1.1)
+        return replace(sampling, temperature=1.1)
 
     def plant(engine: Any) -> None:
         monkeypatch.setattr(batch, "draw", lambda logits, s, u: draw(logits, hot(s), u))
@@ -219,7 +219,7 @@ def test_log_probs_of_another_temperature_than_the_runs_are_found(
     def raw(request: Any, samples: Any, *rest: Any, **more: Any) -> Any:
         # As an engine has it that records log-probs before it divides by the temperature.
         plain = [
-            dataclasses.replace(
+            replace(
                 sample,
                 logprobs=logprobs_after(bench.learner, request.prompt_tokens, sample.tokens).astype(
                     np.float32

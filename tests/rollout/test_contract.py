@@ -30,7 +30,10 @@ def weights(**changed: Any) -> list[tuple[str, Any]]:
 
 
 def asks(length: int = 5, count: int = 2, **settings: Any) -> GroupRequest:
-    settings = {"sampling": SamplingParams(max_new_tokens=8), **settings}
+    settings = {
+        "sampling": SamplingParams(max_new_tokens=8, temperature=1.0, top_p=1.0, top_k=0),
+        **settings,
+    }
     prompt = np.arange(3, 3 + length, dtype=np.int32)
     return GroupRequest(group_id="0-0", prompt_tokens=prompt, count=count, seed=0, **settings)
 
@@ -64,7 +67,10 @@ def test_weights_that_do_not_fit_are_told_apart(changed: dict[str, Any], told: s
     [
         (asks(0), "no tokens"),
         (asks(prefix_tokens=(ids(5),)), "1 prefixes for 2 samples"),
-        (asks(sampling=SamplingParams(max_new_tokens=0)), "max_new_tokens is under 1"),
+        (
+            asks(sampling=SamplingParams(max_new_tokens=0, temperature=1.0, top_p=1.0, top_k=0)),
+            "max_new_tokens is under 1",
+        ),
         (
             asks(prefix_tokens=ids(5), prefix_logprobs=(None,)),
             "log-probs of 1 prefixes for 2 samples",
@@ -128,7 +134,11 @@ def test_groups_enter_together_or_not_at_all() -> None:
     running: dict[str, Running] = {}
     enter([Running(asks(), lambda _: None)], running)
     other = GroupRequest(
-        group_id="0-1", prompt_tokens=ids(3), count=1, sampling=SamplingParams(), seed=0
+        group_id="0-1",
+        prompt_tokens=ids(3),
+        count=1,
+        sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1024),
+        seed=0,
     )
     with pytest.raises(ValueError, match="0-0"):
         enter([Running(other, lambda _: None), Running(asks(), lambda _: None)], running)

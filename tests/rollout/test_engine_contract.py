@@ -43,9 +43,8 @@ def asks(
     **settings: Any,
 ) -> GroupRequest:
     """A request with short defaults."""
-    sampling = {
-        name: settings.pop(name) for name in ("temperature", "top_p", "top_k") if name in settings
-    }
+    whole: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    sampling = {name: settings.pop(name, value) for name, value in whole.items()}
     return GroupRequest(
         group_id=group_id,
         prompt_tokens=prompt(length, key),

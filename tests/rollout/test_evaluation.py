@@ -33,6 +33,9 @@ def problem(number: int, tokens: np.ndarray, source: str = "a") -> Problem:
         prompt_tokens=tokens,
         gold="7",
         data_source=source,
+        ability="math",
+        trace_ids=(),
+        extra={},
     )
 
 
@@ -43,8 +46,13 @@ def sample(length: int, reason: FinishReason = FinishReason.STOP) -> Sample:
         logprobs=np.zeros(length, dtype=np.float32),
         spans=(),
         finish_reason=reason,
-        sampling=SamplingParams(),
+        sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1024),
         text="",
+        reward=None,
+        verdict=None,
+        components={},
+        extracted=None,
+        grader=None,
     )
 
 

@@ -32,7 +32,7 @@ def sampled(model: Any, tiny: Any) -> Any:
             group_id=str(number),
             prompt_tokens=rng.integers(3, families.VOCABULARY, length).astype(np.int32),
             count=2,
-            sampling=SamplingParams(temperature=0.8, max_new_tokens=12),
+            sampling=SamplingParams(temperature=0.8, max_new_tokens=12, top_p=1.0, top_k=0),
             seed=number,
         )
         for number, length in enumerate((3, 11, 26))

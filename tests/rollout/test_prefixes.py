@@ -33,6 +33,8 @@ def trace(length: int, logprobs: np.ndarray | None = None) -> ExpertTrace:
         tokenizer_digest="",
         reward=1.0,
         verdict=Verdict.CORRECT,
+        components={},
+        grader=None,
     )
 
 

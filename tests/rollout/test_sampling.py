@@ -49,7 +49,9 @@ def test_moving_and_replacing_rows_leaves_the_others_numbers() -> None:
 def test_a_draw_is_the_inverse_of_the_cumulative_distribution() -> None:
     logits = torch.log(torch.tensor([[0.25, 0.5, 0.25]])).repeat(5, 1)
     uniforms = torch.tensor([0.0, 0.2, 0.3, 0.74, 0.76], dtype=torch.float64)
-    tokens, logprobs = draw(logits, SamplingParams(), uniforms)
+    tokens, logprobs = draw(
+        logits, SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1024), uniforms
+    )
     assert tokens.tolist() == [0, 0, 1, 1, 2]
     np.testing.assert_allclose(logprobs[2], math.log(0.5), rtol=1e-6)
 
@@ -58,21 +60,29 @@ def test_a_draw_is_the_inverse_of_the_cumulative_distribution() -> None:
 def test_a_token_of_probability_zero_is_never_drawn(uniform: float) -> None:
     logits = torch.full((1, 6), float("-inf"))
     logits[0, 2], logits[0, 4] = 0.0, 1.0
-    tokens, logprobs = draw(logits, SamplingParams(), torch.tensor([uniform], dtype=torch.float64))
+    tokens, logprobs = draw(
+        logits,
+        SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1024),
+        torch.tensor([uniform], dtype=torch.float64),
+    )
     assert int(tokens[0]) in (2, 4)
     assert math.isfinite(float(logprobs[0]))
 
 
 def test_temperature_divides_the_logits() -> None:
     logits = torch.randn(3, 7)
-    found = kept(logits, SamplingParams(temperature=0.5)).log_softmax(-1)
+    found = kept(
+        logits, SamplingParams(temperature=0.5, top_p=1.0, top_k=0, max_new_tokens=1024)
+    ).log_softmax(-1)
     torch.testing.assert_close(found, (2 * logits).log_softmax(-1))
 
 
 def test_greedy_takes_the_most_likely_token_at_temperature_one_log_probs() -> None:
     logits = torch.randn(4, 9)
     tokens, logprobs = draw(
-        logits, SamplingParams(temperature=0.0), torch.zeros(4, dtype=torch.float64)
+        logits,
+        SamplingParams(temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=1024),
+        torch.zeros(4, dtype=torch.float64),
     )
     assert tokens.tolist() == logits.argmax(-1).tolist()
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).max(-1).values)
@@ -80,6 +90,8 @@ def test_greedy_takes_the_most_likely_token_at_temperature_one_log_probs() -> No
 
 def test_top_k_comes_before_top_p() -> None:
     logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1]]))
-    found = kept(logits, SamplingParams(top_k=3, top_p=0.5)).softmax(-1)[0]
+    found = kept(
+        logits, SamplingParams(top_k=3, top_p=0.5, temperature=1.0, max_new_tokens=1024)
+    ).softmax(-1)[0]
     # Of the three kept, renormalised 0.44, 0.33, 0.22, two reach 0.5.
     np.testing.assert_allclose(found, [4 / 7, 3 / 7, 0, 0], atol=1e-6)

@@ -33,8 +33,13 @@ def group(number: int = 0, *, length: int = 4) -> Group:
         logprobs=np.zeros(length, dtype=np.float32),
         spans=(VersionSpan(term=1, step=0, start=0, end=length),),
         finish_reason=FinishReason.STOP,
-        sampling=SamplingParams(),
+        sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1024),
         text="x",
+        reward=None,
+        verdict=None,
+        components={},
+        extracted=None,
+        grader=None,
     )
     return Group(
         group_id=f"0-{number}",
@@ -46,6 +51,8 @@ def group(number: int = 0, *, length: int = 4) -> Group:
         gold="1",
         data_source="test",
         samples=(sample, sample),
+        trace_ids=(),
+        extra={},
     )
 
 

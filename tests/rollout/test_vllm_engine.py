@@ -349,7 +349,7 @@ class TestLoading:
             group_id="0-0",
             prompt_tokens=long,
             count=2,
-            sampling=SamplingParams(max_new_tokens=8),
+            sampling=SamplingParams(max_new_tokens=8, temperature=1.0, top_p=1.0, top_k=0),
             seed=0,
         )
         new = tiny.model(seed=1)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tandem.common.config import Config, build, to_yaml
 from tandem.common.models import load_model, load_tokenizer, resolve
@@ -151,12 +152,9 @@ class Bench:
         if self.silent:
             return None
         self.judged.append(group)
-        graded = [
-            dataclasses.replace(sample, verdict=Verdict.WRONG, reward=0.0)
-            for sample in group.samples
-        ]
+        graded = [replace(sample, verdict=Verdict.WRONG, reward=0.0) for sample in group.samples]
         ledger = Ledger(self.store, "reward-0")
-        return ledger.commit(dataclasses.replace(group, samples=tuple(graded))), ""
+        return ledger.commit(replace(group, samples=tuple(graded))), ""
 
     def worker(self, name: str = "rollout-0", **environment: str) -> subprocess.Popen[bytes]:
         """Starts a worker process."""
@@ -243,6 +241,8 @@ def problem(tokenizer: Any, number: int) -> Problem:
         gold=f"{14 + number}",
         data_source="test",
         trace_ids=(f"train/{number}#0",) if number % 2 == 0 else (),
+        ability="math",
+        extra={},
     )
 
 
@@ -259,6 +259,8 @@ def trace(tokenizer: Any, number: int) -> ExpertTrace:
         tokenizer_digest="",
         reward=1.0,
         verdict=Verdict.CORRECT,
+        components={},
+        grader=None,
     )
 
 

@@ -299,7 +299,9 @@ class Worker:
         """(tokens, spans) of each prompt's likeliest continuation."""
         asked = [
             self._request(
-                f"greedy-{i}", prompt, SamplingParams(temperature=0.0, max_new_tokens=new)
+                f"greedy-{i}",
+                prompt,
+                SamplingParams(temperature=0.0, max_new_tokens=new, top_p=1.0, top_k=0),
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -340,7 +342,7 @@ class Worker:
             prompt = self._prompts[(number + turn) % len(self._prompts)]
             # Some end by themselves, at 53 tokens, others at their limit.
             most = NEW_TOKENS - 5 * (number % 7)
-            sampling = SamplingParams(temperature=1.0, max_new_tokens=most)
+            sampling = SamplingParams(temperature=1.0, max_new_tokens=most, top_p=1.0, top_k=0)
             self._asked.append((name, most))
             async for group in self._engine.generate([self._request(name, prompt, sampling)]):
                 for sample in group.samples:

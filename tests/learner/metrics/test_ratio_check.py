@@ -9,12 +9,12 @@ alarm of the learner's.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tandem.common import models
 from tandem.common.config import Config, build
@@ -59,12 +59,10 @@ def graded(group: Group) -> Group:
     from tandem.common.records import Verdict
 
     samples = tuple(
-        dataclasses.replace(
-            sample, reward=float(n % 2), verdict=(Verdict.WRONG, Verdict.CORRECT)[n % 2]
-        )
+        replace(sample, reward=float(n % 2), verdict=(Verdict.WRONG, Verdict.CORRECT)[n % 2])
         for n, sample in enumerate(group.samples)
     )
-    return dataclasses.replace(group, samples=samples)
+    return replace(group, samples=samples)
 
 
 async def trained_on_samples(
@@ -79,9 +77,12 @@ async def trained_on_samples(
     config = updates.config
     tokenizer = models.load_tokenizer("miniature")
     told = SamplingParams(
-        temperature=config.rollout.temperature, max_new_tokens=config.rollout.max_new_tokens
+        temperature=config.rollout.temperature,
+        top_p=1.0,
+        top_k=0,
+        max_new_tokens=config.rollout.max_new_tokens,
     )
-    used = told if temperature is None else dataclasses.replace(told, temperature=temperature)
+    used = told if temperature is None else replace(told, temperature=temperature)
     found = []
     await sampler.start()
     for step in range(1, STEPS + 1):
@@ -108,9 +109,11 @@ async def trained_on_samples(
                     gold="",
                     data_source="test",
                     samples=tuple(
-                        dataclasses.replace(sample, sampling=told)
+                        replace(sample, sampling=told)
                         for sample in finished[request.group_id].samples
                     ),
+                    trace_ids=(),
+                    extra={},
                 )
             )
             for request in requests

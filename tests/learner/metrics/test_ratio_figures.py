@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tandem.common.ratio_check import alarm_of
 from tandem.common.records import VersionSpan
@@ -222,8 +222,8 @@ def sampled(
             every = torch.log_softmax(logits.float(), -1)
             places = torch.arange(len(group.prompt_tokens), len(ids))
             picked = every[places - 1, torch.from_numpy(ids)[places]]
-            samples.append(dataclasses.replace(sample, logprobs=(picked + off).numpy()))
-        found.append((dataclasses.replace(group, samples=tuple(samples)), names))
+            samples.append(replace(sample, logprobs=(picked + off).numpy()))
+        found.append((replace(group, samples=tuple(samples)), names))
     return found
 
 
@@ -255,9 +255,7 @@ def test_where_the_first_mini_batch_teaches_nothing_the_next_is_looked_at(
     groups = sampled(made_up, updates)
     silent = [
         (
-            dataclasses.replace(
-                g, samples=tuple(dataclasses.replace(s, reward=0.0) for s in g.samples)
-            ),
+            replace(g, samples=tuple(replace(s, reward=0.0) for s in g.samples)),
             n,
         )
         for g, n in groups[:2]
@@ -339,8 +337,8 @@ def test_a_sample_of_two_versions_is_looked_at_where_it_is_fresh(
                 VersionSpan(term=2, step=4, start=half, end=length),
             )
             fresh += length - half
-            samples.append(dataclasses.replace(sample, logprobs=logprobs, spans=spans))
-        groups.append((dataclasses.replace(group, samples=tuple(samples)), names))
+            samples.append(replace(sample, logprobs=logprobs, spans=spans))
+        groups.append((replace(group, samples=tuple(samples)), names))
     metrics = updates.train(5, groups, {}, lr=1e-3).metrics
     assert (metrics["ratio/lag"], metrics["ratio/tokens"]) == (0, fresh)
     assert metrics["ratio/alarm"] == 0

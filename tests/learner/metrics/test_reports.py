@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tandem.common.records import (
     FinishReason,
@@ -27,10 +26,13 @@ def group_sampled_at(*steps: int) -> Group:
             logprobs=np.full(4, -0.5, np.float32),
             spans=(VersionSpan(term=1, step=step, start=0, end=4),),
             finish_reason=FinishReason.STOP,
-            sampling=SamplingParams(),
+            sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1024),
             text="2",
             reward=1.0,
             verdict=Verdict.CORRECT,
+            components={},
+            extracted=None,
+            grader=None,
         )
         for step in steps
     )
@@ -44,6 +46,8 @@ def group_sampled_at(*steps: int) -> Group:
         gold="2",
         data_source="miniature",
         samples=samples,
+        trace_ids=(),
+        extra={},
     )
 
 
@@ -51,10 +55,10 @@ def test_stragglers_and_their_groups_are_told_apart_from_long_samples() -> None:
     whole = group_sampled_at(9, 9, 9, 9)
     reasons = (FinishReason.DEADLINE, FinishReason.DEADLINE, FinishReason.LENGTH, FinishReason.STOP)
     samples = tuple(
-        dataclasses.replace(sample, finish_reason=reason)
+        replace(sample, finish_reason=reason)
         for sample, reason in zip(whole.samples, reasons, strict=True)
     )
-    told = describe(10, [(dataclasses.replace(whole, samples=samples), ()), (whole, ())], {})
+    told = describe(10, [(replace(whole, samples=samples), ()), (whole, ())], {})
     assert told["rollout/stragglers"] == 0.25
     assert told["rollout/partial_groups"] == 0.5
     assert told["rollout/truncated"] == 0.125

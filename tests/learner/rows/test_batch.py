@@ -34,10 +34,13 @@ def sample(tokens: list[int], **changes: Any) -> Sample:
         "logprobs": np.full(length, -0.5, np.float32),
         "spans": (VersionSpan(term=1, step=3, start=0, end=length),),
         "finish_reason": FinishReason.STOP,
-        "sampling": SamplingParams(),
+        "sampling": SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1024),
         "text": "",
         "reward": 0.0,
         "verdict": Verdict.WRONG,
+        "components": {},
+        "extracted": None,
+        "grader": None,
     }
     return Sample(**(values | changes))
 
@@ -52,6 +55,8 @@ def trace(tokens: list[int], logprobs: list[float] | None = None) -> ExpertTrace
         tokenizer_digest="",
         reward=1.0,
         verdict=Verdict.CORRECT,
+        components={},
+        grader=None,
     )
 
 
@@ -66,6 +71,8 @@ def group(*samples: Sample, prompt: tuple[int, ...] = (7, 8)) -> Group:
         gold="",
         data_source="",
         samples=samples,
+        trace_ids=(),
+        extra={},
     )
 
 
@@ -107,7 +114,9 @@ def test_a_trace_fills_the_group_up_with_its_known_log_probs() -> None:
 
 
 def test_sft_scores_at_temperature_1_and_rl_at_the_samples() -> None:
-    hot = sample([3, 4], sampling=SamplingParams(temperature=0.5))
+    hot = sample(
+        [3, 4], sampling=SamplingParams(temperature=0.5, top_p=1.0, top_k=0, max_new_tokens=1024)
+    )
     batch = build([(group(hot), ("t",))], {"t": trace([9])}, temperature=0.5)
     for name, expected in (
         ("luffy", [0.5, 0.5, 0.5]),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tandem.common.errors import DataError
 from tandem.common.records import Verdict, Version
@@ -109,10 +109,8 @@ def test_where_all_failed_a_trace_takes_the_place_of_an_own_sample(
         group = run.answer(lease, Version(term=term, step=0))
         samples = made_up.samples_of(lease, Version(term=term, step=0), size)
         if number < 2:
-            samples = tuple(
-                dataclasses.replace(s, verdict=Verdict.WRONG, reward=0.0) for s in samples
-            )
-        committed[lease.group_id] = dataclasses.replace(group, samples=samples)
+            samples = tuple(replace(s, verdict=Verdict.WRONG, reward=0.0) for s in samples)
+        committed[lease.group_id] = replace(group, samples=samples)
         run.ledger.commit(committed[lease.group_id])
     fetch = LedgerSource(run.ledger, run.runs).take(1, term)
     assert not isinstance(fetch, Waiting)
