@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..common.errors import ConfigError
-from . import plan_text, planning
-from .estimate.node import node
-from .hardware import machine
 from .opening import open_folder
+from .plan import planning, text
+from .plan.hardware import machine
+from .plan.node import node
 from .preflight import gpus_needed
 from .presets import load, split
 from .requirements import disk_wanted, examine, missing
@@ -37,6 +37,6 @@ def dry_run(words: Sequence[str], *, fresh: bool, offline: bool) -> int:
     paper = node(here, needed=gpus_needed(config))
     plan = planning.make(preset.name, config, paper, planning.on_paper(config, here, paper))
     told = [finding.told() for finding in lacking]
-    lines = plan_text.dry_run(plan, opening, here, disk_wanted(config), told)
+    lines = text.dry_run(plan, opening, here, disk_wanted(config), told)
     print("\n".join(lines))
     return 0

@@ -24,11 +24,11 @@ from .board.snapshot import Known
 from .board.terminal import Terminal
 from .disk_watch import DiskWatch
 from .folder_lock import FolderLock
-from .hardware import Machine, machine
 from .idle import ReportWatch
 from .ingest_process import Found, IngestProcess
 from .opening import Kind, Opening, free_name, open_folder
-from .planning import problems_on_paper
+from .plan.hardware import Machine, machine
+from .plan.planning import problems_on_paper
 from .preflight import (
     Placement,
     check_addresses,

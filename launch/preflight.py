@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..common.errors import ConfigError, DataError
 from ..rollout import vllm_version
-from .hardware import Machine, free_bytes
+from .plan.hardware import Machine, free_bytes
 from .sizes import human
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from ..common.errors import TandemError
 from ..rollout import vllm_version
 from . import surroundings
-from .estimate.memory import uses_vllm
-from .estimate.sizes import ModelShape, local_folder, shape_of
-from .hardware import Machine, free_bytes
+from .plan.hardware import Machine, free_bytes
+from .plan.memory import uses_vllm
+from .plan.sizes import local_folder, shape_of, too_long
 from .preflight import (
     CHECKPOINT_BYTES,
     check_addresses,
@@ -182,19 +182,6 @@ def _model(config: Config) -> list[Finding]:
     ]
 
 
-def too_long(config: Config, shape: ModelShape | None) -> str | None:
-    """Why prompts and responses don't fit into the model's context, where they don't."""
-    if shape is None or shape.context is None:
-        return None
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if longest <= shape.context:
-        return None
-    return (
-        f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} is over the model's context "
-        f"of {shape.context} tokens: lower one of them"
-    )
-
-
 def _data(config: Config, folder: Path) -> list[Finding]:
     from ..common.run_folder import RunFolder
     from ..replay.readers import parquet_files
@@ -254,7 +241,7 @@ def _disk(config: Config, folder: Path) -> list[Finding]:
 
 
 def _memory(config: Config, machine: Machine) -> list[Finding]:
-    from .planning import host_wanted
+    from .plan.planning import host_wanted
 
     try:
         needed = host_wanted(config, machine)

@@ -16,7 +16,7 @@ from ..common.parts import parts, read_parts
 from ..common.run_folder import RunFolder, write_atomic
 from ..common.telemetry import read_json_lines
 from ..learner.resume.journal import trained
-from .hardware import Machine
+from .plan.hardware import Machine
 from .progress import duration
 from .supervision import shown
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.errors import ConfigError, TandemError
 from . import redis_server
-from .hardware import Machine
+from .plan.hardware import Machine
 from .preflight import gpus_needed, shown_python
 from .sizes import human
 

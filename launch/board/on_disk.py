@@ -10,7 +10,7 @@ from pathlib import Path
 from ...common.parts import is_part, parts
 from ...common.run_folder import RunFolder
 from ...learner.resume.journal import History
-from ..hardware import free_bytes
+from ..plan.hardware import free_bytes
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "redis": ("redis",),

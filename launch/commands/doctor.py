@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..options import add_preset_words
 
 if TYPE_CHECKING:
-    from ..hardware import Machine
+    from ..plan.hardware import Machine
     from ..surroundings import Finding
 
 MARKS = {"ok": "ok", "note": "-", "missing": "MISSING"}
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints what was found; 0 where the preset could run here, else 1."""
-    from ..hardware import machine
+    from ..plan.hardware import machine
     from ..presets import load, split
     from ..requirements import examine, missing
 

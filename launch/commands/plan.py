@@ -26,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan."""
-    from .. import plan_text, planning
-    from ..estimate.node import node
-    from ..hardware import machine
+    from ..plan import planning, text
+    from ..plan.hardware import machine
+    from ..plan.node import node
     from ..preflight import gpus_needed
     from ..presets import load, split
 
@@ -53,5 +53,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(plan.as_dict(), indent=1))
     else:
-        print("\n".join(plan_text.whole(plan)))
+        print("\n".join(text.whole(plan)))
     return 0

@@ -11,7 +11,7 @@ import pytest
 
 from tandem.launch import redis_server, requirements, surroundings
 from tandem.launch.cli import main
-from tandem.launch.hardware import Gpu, Machine
+from tandem.launch.plan.hardware import Gpu, Machine
 from tandem.launch.presets import load
 
 GPU = Machine(gpus=(Gpu(index=0, name="H100", memory_mb=81559),), cores=8, memory_mb=1 << 20)
@@ -20,7 +20,7 @@ GPU = Machine(gpus=(Gpu(index=0, name="H100", memory_mb=81559),), cores=8, memor
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tandem.launch.hardware.gpus", lambda: ())
+    monkeypatch.setattr("tandem.launch.plan.hardware.gpus", lambda: ())
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:

@@ -11,10 +11,10 @@ import pytest
 
 from tandem.launch.board.terminal import Terminal
 from tandem.launch.cli import main
-from tandem.launch.estimate import memory
-from tandem.launch.estimate.sizes import TABLE
 from tandem.launch.job import Job
 from tandem.launch.opening import open_folder
+from tandem.launch.plan import memory
+from tandem.launch.plan.sizes import TABLE
 from tandem.launch.preflight import place
 from tandem.launch.presets import load
 from tandem.launch.sizes import human
@@ -28,7 +28,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine without GPUs, without downloads, in an empty working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / ".." / "no-such-cache"))
-    monkeypatch.setattr("tandem.launch.hardware.gpus", lambda: ())
+    monkeypatch.setattr("tandem.launch.plan.hardware.gpus", lambda: ())
     return tmp_path
 
 

@@ -11,10 +11,10 @@ import pytest
 from tandem.common.config import Config, ObjectiveConfig
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.objectives import OBJECTIVES
-from tandem.launch.estimate import memory, pace, sizes
-from tandem.launch.estimate.node import GB, KINDS, Node, node
-from tandem.launch.estimate.sizes import ModelShape, shape_of
-from tandem.launch.hardware import Gpu, Machine
+from tandem.launch.plan import memory, pace, sizes
+from tandem.launch.plan.hardware import Gpu, Machine
+from tandem.launch.plan.node import GB, KINDS, Node, node
+from tandem.launch.plan.sizes import ModelShape, shape_of
 from tandem.launch.presets import load
 
 SMALL = ModelShape(

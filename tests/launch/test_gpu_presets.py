@@ -8,12 +8,12 @@ import pytest
 
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError
-from tandem.launch import planning, preflight
-from tandem.launch.estimate.node import KINDS, Node
-from tandem.launch.estimate.sizes import shape_of
-from tandem.launch.hardware import Gpu, Machine
+from tandem.launch import preflight
+from tandem.launch.plan import planning
+from tandem.launch.plan.hardware import Gpu, Machine
+from tandem.launch.plan.node import KINDS, Node
+from tandem.launch.plan.sizes import shape_of, too_long
 from tandem.launch.presets import load, names
-from tandem.launch.requirements import too_long
 from tandem.reward.answers import mode
 from tandem.reward.scoring import Scorer
 

@@ -10,9 +10,10 @@ import pytest
 
 from tandem.common.errors import ConfigError
 from tandem.common.run_folder import RunFolder
-from tandem.launch import hardware, preflight, summary
-from tandem.launch.hardware import Gpu, Machine
+from tandem.launch import preflight, summary
 from tandem.launch.idle import IdleShares, waiting_share
+from tandem.launch.plan import hardware
+from tandem.launch.plan.hardware import Gpu, Machine
 from tandem.launch.presets import load
 from tandem.launch.progress import MetricsTail, Progress
 from tandem.launch.summary import Findings, Told

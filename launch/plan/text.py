@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from .estimate.pace import (
+from ..sizes import human
+from ..supervision import shown
+from .pace import (
     BANDWIDTH_SHARE,
     GLOO_RATE,
     GRADED_A_SECOND,
@@ -16,13 +18,11 @@ from .estimate.pace import (
     learner_passes,
 )
 from .planning import PARENT, PORT, Plan, Planned
-from .sizes import human
-from .supervision import shown
 
 if TYPE_CHECKING:
-    from ..common.config import Config
+    from ...common.config import Config
+    from ..opening import Opening
     from .hardware import Machine
-    from .opening import Opening
 
 
 def processes(plan: Plan) -> list[str]:
@@ -96,7 +96,7 @@ def places(plan: Plan, opening: Opening, disk: int) -> list[str]:
 
 
 def _redis(plan: Plan, url: str | None) -> str:
-    from .redis_server import without_password
+    from ..redis_server import without_password
 
     if url is not None:
         return f"{without_password(url)} (yours; not asked now)"
@@ -105,7 +105,7 @@ def _redis(plan: Plan, url: str | None) -> str:
 
 
 def _transport(plan: Plan) -> str:
-    from .estimate.memory import stages_on_gpu
+    from .memory import stages_on_gpu
 
     if stages_on_gpu(plan.config, plan.device):
         return "nccl"

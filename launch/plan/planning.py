@@ -10,20 +10,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..common.errors import ConfigError, TandemError
-from ..common.run_folder import RunFolder
-from . import processes, redis_server
-from .estimate import memory
-from .estimate.memory import Holding
-from .estimate.node import Node
-from .estimate.pace import Load, Pace, load, pace
-from .estimate.sizes import ModelShape, shape_of
+from ...common.errors import ConfigError, TandemError
+from ...common.run_folder import RunFolder
+from .. import processes, redis_server
+from ..preflight import Placement, gpus_needed, place, placed, workers_of
+from ..sizes import human
+from ..supervision import ProcessSpec, command_of, environment_of
+from . import memory
 from .hardware import Machine
-from .preflight import Placement, gpus_needed, place, placed, workers_of
-from .supervision import ProcessSpec, command_of, environment_of
+from .memory import Holding
+from .node import Node
+from .node import node as node_for
+from .pace import Load, Pace, load, pace
+from .sizes import ModelShape, shape_of, too_long
 
 if TYPE_CHECKING:
-    from ..common.config import Config
+    from ...common.config import Config
 
 PORT = "PORT"
 """Stands for a port that is chosen when a process is started."""
@@ -245,20 +247,16 @@ def for_node(config: Config, node: Node) -> Placement:
 
 def host_wanted(config: Config, machine: Machine) -> int | None:
     """Bytes of main memory that a run wants on this machine; None where the model is unknown."""
-    from .estimate.node import node as node_of
-
-    node = node_of(machine, needed=gpus_needed(config))
+    node = node_for(machine, needed=gpus_needed(config))
     plan = make("", config, node, on_paper(config, machine, node))
     return plan.host() if plan.shape is not None else None
 
 
 def problems_on_paper(config: Config, machine: Machine, placement: Placement) -> tuple[str, ...]:
     """What a run about to start on GPUs should be told; nothing for one on CPUs."""
-    from .estimate.node import node as node_of
-
     if not any(placement.learner):
         return ()
-    return make("", config, node_of(machine, needed=gpus_needed(config)), placement).problems
+    return make("", config, node_for(machine, needed=gpus_needed(config)), placement).problems
 
 
 def _all(
@@ -313,9 +311,6 @@ def _problems(
     shape: ModelShape | None,
     planned: tuple[Planned, ...],
 ) -> Iterable[str]:
-    from .requirements import too_long
-    from .sizes import human
-
     if shape is None:
         yield (
             f"the sizes of {config.model.path} aren't known: it is neither on this machine nor in "

@@ -8,11 +8,14 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...common.errors import DataError
 from ...common.models import read_model_config, resolve
 from ...common.plain import damaged, read_object
+
+if TYPE_CHECKING:
+    from ...common.config import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +185,19 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape | None:
         )
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def too_long(config: Config, shape: ModelShape | None) -> str | None:
+    """Why prompts and responses don't fit into the model's context, where they don't."""
+    if shape is None or shape.context is None:
+        return None
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if longest <= shape.context:
+        return None
+    return (
+        f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} is over the model's context "
+        f"of {shape.context} tokens: lower one of them"
+    )
 
 
 WAY_OUT = "get the model's files again"

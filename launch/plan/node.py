@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ...common.errors import ConfigError
 from ..cli import nearest
-from ..hardware import Machine
+from .hardware import Machine
 
 GB = 1 << 30
 """What is called a GB here, as nvidia-smi counts."""
