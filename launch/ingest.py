@@ -28,7 +28,8 @@ from ..replay.ledger import Ledger, LedgerSettings
 from ..replay.readers import ProblemRow, parquet_files, read_rows
 from ..replay.store import RunStore
 from ..reward.grading import Grade, GradeItem, Grader
-from .preflight import TOKENIZER_FILES, check_model, workers_of
+from .plan.placement import workers_of
+from .preflight import TOKENIZER_FILES, check_model
 
 OPENERS = ("<think>\n", "<think>")
 """A trace may repeat the opener that the rendered prompt ends with; it is taken off."""

@@ -28,15 +28,14 @@ from .idle import ReportWatch
 from .ingest_process import Found, IngestProcess
 from .opening import Kind, Opening, free_name, open_folder
 from .plan.hardware import Machine, machine
+from .plan.placement import Placement, place
 from .plan.planning import problems_on_paper
 from .preflight import (
-    Placement,
     check_addresses,
     check_disk,
     check_engine,
     check_model,
     check_trackers,
-    place,
     shown_tandem,
 )
 from .presets import Preset, load

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..common.run_folder import RunFolder
-from .preflight import Placement, trackers_of, workers_of
+from .plan.placement import Placement, workers_of
 from .supervision import ProcessSpec
+from .trackers import trackers_of
 
 if TYPE_CHECKING:
     from ..common.config import Config

@@ -13,24 +13,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..common.disk import free_bytes
 from ..common.errors import TandemError
 from ..rollout import vllm_version
 from . import surroundings
-from .plan.hardware import Machine, free_bytes
+from .plan.hardware import Machine
 from .plan.memory import uses_vllm
+from .plan.placement import gpus_needed, place
 from .plan.sizes import local_folder, shape_of, too_long
 from .preflight import (
     CHECKPOINT_BYTES,
     check_addresses,
     check_model,
     disk_needed,
-    gpus_needed,
-    place,
     shown_python,
-    trackers_of,
 )
 from .sizes import human
 from .surroundings import Finding, pip, setup, version
+from .trackers import trackers_of
 
 if TYPE_CHECKING:
     from ..common.config import Config

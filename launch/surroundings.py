@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from ..common.errors import ConfigError, TandemError
 from . import redis_server
 from .plan.hardware import Machine
-from .preflight import gpus_needed, shown_python
+from .plan.placement import gpus_needed
+from .preflight import shown_python
 from .sizes import human
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...common.disk import free_bytes
 from ...common.parts import is_part, parts
 from ...common.run_folder import RunFolder
 from ...learner.resume.journal import History
-from ..plan.hardware import free_bytes
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "redis": ("redis",),

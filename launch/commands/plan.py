@@ -26,15 +26,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan."""
+    from ...common.run_folder import RunFolder
+    from .. import dry_run
     from ..plan import planning, text
     from ..plan.hardware import machine
     from ..plan.node import node
-    from ..preflight import gpus_needed
+    from ..plan.placement import gpus_needed
     from ..presets import load, split
+    from ..supervision import command_of, environment_of
 
     name, overrides = split(arguments.words, "miniature")
     preset = load(name)
     config = preset.resolve(overrides)
+    assert config.run.dir is not None
+    folder = RunFolder(config.run.dir)
     planned_for = node(
         machine(),
         needed=gpus_needed(config),
@@ -42,16 +47,25 @@ def run(arguments: argparse.Namespace) -> int:
         kind=arguments.gpu,
         memory_gb=arguments.gpu_memory,
     )
+    placement = planning.for_node(config, planned_for)
     plan = planning.make(
         preset.name,
         config,
         planned_for,
-        planning.for_node(config, planned_for),
+        placement,
         prompt_tokens=arguments.prompt_tokens,
         response_tokens=arguments.response_tokens,
     )
     if arguments.json:
-        print(json.dumps(plan.as_dict(), indent=1))
+        told = {**plan.as_dict(), "run": str(folder.path)}
+        specs = dry_run.specs(config, folder, placement)
+        for process, spec in zip(told["processes"], specs, strict=True):
+            process["threads"] = spec.threads
+            process["command"] = command_of(spec, dry_run.PARENT)
+            process["environment"] = environment_of(spec)
+            process["log"] = str(spec.log)
+        print(json.dumps(told, indent=1))
     else:
-        print("\n".join(text.whole(plan)))
+        lines = [*text.whole(plan), "", *dry_run.processes(plan, folder, placement)]
+        print("\n".join(lines))
     return 0

@@ -1,4 +1,4 @@
-"""What this machine has: GPUs (asked of nvidia-smi, without torch), cores, memory, disk."""
+"""What this machine has: GPUs (asked of nvidia-smi, without torch), cores and memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
@@ -97,11 +96,3 @@ def visible(gpus: tuple[Gpu, ...], mask: str | None) -> tuple[Gpu, ...]:
             break  # CUDA stops at the first index that is none.
         chosen.append(by_index[word])
     return tuple(chosen)
-
-
-def free_bytes(path: Path) -> int:
-    """Free bytes of the disk that would hold ``path``, which need not exist yet."""
-    folder = path.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free

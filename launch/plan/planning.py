@@ -1,36 +1,29 @@
-"""The plan of a run: its processes with GPUs, commands and memory, and the time of a step on paper.
+"""The plan of a run on paper: the memory of its processes and the time of a step.
 
 Nothing is started or written, nothing is downloaded, and no GPU is needed to plan for some.
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...common.errors import ConfigError, TandemError
-from ...common.run_folder import RunFolder
-from .. import processes, redis_server
-from ..preflight import Placement, gpus_needed, place, placed, workers_of
+from ...common.errors import ConfigError
 from ..sizes import human
-from ..supervision import ProcessSpec, command_of, environment_of
+from ..trackers import trackers_of
 from . import memory
 from .hardware import Machine
 from .memory import Holding
 from .node import Node
 from .node import node as node_for
 from .pace import Load, Pace, load, pace
+from .placement import Placement, gpus_needed, place, placed, workers_of
 from .sizes import ModelShape, shape_of, too_long
 
 if TYPE_CHECKING:
     from ...common.config import Config
 
-PORT = "PORT"
-"""Stands for a port that is chosen when a process is started."""
-PARENT = "$$"
-"""Stands for the pid that a process lives and dies with; in a shell it is the shell's."""
 POOL_BYTES = 200 << 20
 """Main memory of a reward pool's dispatcher, roughly."""
 GRADER_BYTES = 70 << 20
@@ -43,24 +36,16 @@ SMALL_BYTES = 200 << 20
 class Planned:
     """One process."""
 
-    spec: ProcessSpec
-    """As it would be started."""
+    name: str
+    """As the registry and the logs call it, such as ``learner-0``."""
     gpus: tuple[int, ...]
-    """That it sees."""
+    """Indices of the GPUs that it sees."""
     holding: Holding | None
     """What it would hold; None where the model's sizes aren't known."""
     engine: str | None = None
-    """Of a rollout worker: ``torch``, ``vllm`` or an import path."""
+    """``torch``, ``vllm`` or an import path; None unless it is a rollout worker."""
     zero_stage: int | None = None
-    """Of a rank of the learner."""
-
-    @property
-    def command(self) -> str:
-        """Its command line, with what is particular in its environment."""
-        shown = {"OMP_NUM_THREADS": str(self.spec.threads), **self.spec.environment}
-        before = [f"{key}={shlex.quote(value)}" for key, value in shown.items()]
-        words = command_of(self.spec, PARENT)
-        return " ".join([*before, *(w if w == PARENT else shlex.quote(w) for w in words)])
+    """None unless it is a rank of the learner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +56,6 @@ class Plan:
     """Of the preset."""
     config: Config
     """Resolved."""
-    folder: RunFolder
-    """Where it would live."""
     node: Node
     """What it is planned for."""
     device: str
@@ -94,7 +77,7 @@ class Plan:
         for planned in self.processes:
             for gpu in planned.gpus:
                 if planned.holding is not None:
-                    found.setdefault(gpu, {})[planned.spec.name] = planned.holding.total
+                    found.setdefault(gpu, {})[planned.name] = planned.holding.total
         return dict(sorted(found.items()))
 
     def host(self) -> int:
@@ -106,7 +89,6 @@ class Plan:
         """For JSON: bytes, seconds and tokens as plain numbers."""
         return {
             "preset": self.name,
-            "run": str(self.folder.path),
             "estimate": True,
             "model": {
                 "path": self.config.model.path,
@@ -155,14 +137,10 @@ class Plan:
 def _process(planned: Planned) -> dict[str, Any]:
     holding = planned.holding
     return {
-        "name": planned.spec.name,
+        "name": planned.name,
         "gpus": list(planned.gpus),
-        "threads": planned.spec.threads,
         "engine": planned.engine,
         "zero_stage": planned.zero_stage,
-        "command": command_of(planned.spec, PARENT),
-        "environment": environment_of(planned.spec),
-        "log": str(planned.spec.log),
         "device": holding.device if holding else None,
         "bytes": dict(holding.parts) if holding else None,
         "total_bytes": holding.total if holding else None,
@@ -193,19 +171,16 @@ def make(
     Raises:
         DataError: ``model.path`` is no folder and no hub name.
     """
-    assert config.run.dir is not None
-    folder = RunFolder(config.run.dir)
     device = "cuda" if placement.learner and placement.learner[0] else "cpu"
     shape = shape_of(config.model.path)
-    planned = tuple(_all(config, folder, node, placement, device, shape))
+    planned = tuple(_all(config, node, placement, device, shape))
     work = load(config, prompt_tokens=prompt_tokens, response_tokens=response_tokens)
-    engines = [p.holding for p in planned if p.holding and p.spec.name.startswith("rollout")]
+    engines = [p.holding for p in planned if p.holding and p.name.startswith("rollout")]
     cache = engines[0].cache_tokens if engines else 0
     known = shape is not None and device == "cuda"
     plan = Plan(
         name=name,
         config=config,
-        folder=folder,
         node=node,
         device=device,
         shape=shape,
@@ -260,48 +235,35 @@ def problems_on_paper(config: Config, machine: Machine, placement: Placement) ->
 
 
 def _all(
-    config: Config,
-    folder: RunFolder,
-    node: Node,
-    placement: Placement,
-    device: str,
-    shape: ModelShape | None,
+    config: Config, node: Node, placement: Placement, device: str, shape: ModelShape | None
 ) -> Iterable[Planned]:
+    """Every process that the job would start, by the names that it gives them."""
     if config.replay.redis_url is None:
-        spec = processes.redis(folder, _redis_program(), str(folder.redis / "redis.conf"))
-        yield _on_host(spec, {"data, at most": config.replay.maxmemory_mb << 20})
-    for rank, spec in enumerate(processes.learner(config, folder, placement, PORT)):
-        holding = None if shape is None else memory.learner(config, shape, device, rank=rank)
+        yield _on_host("redis", {"data, at most": config.replay.maxmemory_mb << 20})
+    for rank, gpus in enumerate(placement.learner):
         yield Planned(
-            spec=spec,
-            gpus=placement.learner[rank],
-            holding=holding,
+            name=f"learner-{rank}",
+            gpus=gpus,
+            holding=None if shape is None else memory.learner(config, shape, device, rank=rank),
             zero_stage=config.zero_stage(),
         )
-    for index, spec in enumerate(processes.rollout(config, folder, placement)):
-        holding = None if shape is None else memory.engine(config, shape, device, node.memory)
+    for index, gpus in enumerate(placement.rollout):
         yield Planned(
-            spec=spec,
-            gpus=placement.rollout[index],
-            holding=holding,
+            name=f"rollout-{index}",
+            gpus=gpus,
+            holding=None if shape is None else memory.engine(config, shape, device, node.memory),
             engine=memory.engine_name(config, device),
         )
-    for spec in processes.reward(config, folder):
+    # Offline nothing is graded while a run goes on.
+    for index in range(config.reward.pools if config.learner.source == "ledger" else 0):
         graders = config.reward.graders * GRADER_BYTES
-        yield _on_host(spec, {"dispatcher": POOL_BYTES, "graders": graders})
-    for spec in processes.trackers(config, folder):
-        yield _on_host(spec, {"libraries": SMALL_BYTES})
+        yield _on_host(f"reward-{index}", {"dispatcher": POOL_BYTES, "graders": graders})
+    for name in trackers_of(config):
+        yield _on_host(name, {"libraries": SMALL_BYTES})
 
 
-def _on_host(spec: ProcessSpec, parts: Mapping[str, int]) -> Planned:
-    return Planned(spec=spec, gpus=(), holding=Holding(device="cpu", parts=parts, host=0))
-
-
-def _redis_program() -> str:
-    try:
-        return str(redis_server.find().path)
-    except TandemError:
-        return "redis-server"
+def _on_host(name: str, parts: Mapping[str, int]) -> Planned:
+    return Planned(name=name, gpus=(), holding=Holding(device="cpu", parts=parts, host=0))
 
 
 def _problems(
@@ -324,10 +286,10 @@ def _problems(
         return
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     for one in planned:
-        if one.spec.name.startswith("rollout") and one.holding is not None:
+        if one.name.startswith("rollout") and one.holding is not None:
             if one.holding.cache_tokens < longest:
                 yield (
-                    f"{one.spec.name}: weights and workspace leave room for "
+                    f"{one.name}: weights and workspace leave room for "
                     f"{one.holding.cache_tokens:,} tokens in the KV cache, and one row may have "
                     f"{longest:,}: raise rollout.vllm.gpu_memory_utilization, lower "
                     f"rollout.max_new_tokens, or take larger GPUs"

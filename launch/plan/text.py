@@ -1,12 +1,11 @@
-"""A plan as lines for a person: what a dry run and ``tandem plan`` print."""
+"""The memory and the time of a plan as lines for a person."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from ..sizes import human
-from ..supervision import shown
+from .memory import stages_on_gpu
 from .pace import (
     BANDWIDTH_SHARE,
     GLOO_RATE,
@@ -17,103 +16,17 @@ from .pace import (
     TRAIN_SHARE,
     learner_passes,
 )
-from .planning import PARENT, PORT, Plan, Planned
-
-if TYPE_CHECKING:
-    from ...common.config import Config
-    from ..opening import Opening
-    from .hardware import Machine
+from .planning import Plan
 
 
-def processes(plan: Plan) -> list[str]:
-    """Every process with its GPUs, memory and command."""
-    lines = ["processes"]
-    if plan.device == "cuda":
-        lines[0] += f" (memory on paper, for GPUs like {plan.node.kind}, "
-        lines[0] += f"{plan.node.memory / (1 << 30):.0f} GB)"
-    for planned in plan.processes:
-        lines.append(f"  {planned.spec.name:<11} {', '.join(_about(plan, planned))}")
-        lines.append(f"    {planned.command}")
-    lines.append(
-        f"  {PORT} is chosen at every start; {PARENT} is the supervisor's pid, with which a "
-        f"process ends"
-    )
-    return lines
-
-
-def _about(plan: Plan, planned: Planned) -> Iterable[str]:
-    yield from _what(plan.config, planned)
-    if planned.gpus:
-        yield f"GPU{'s' * (len(planned.gpus) > 1)} {', '.join(map(str, planned.gpus))}"
-    else:
-        yield "no GPU"
-    threads = planned.spec.threads
-    yield f"{threads} thread{'s' * (threads > 1)}"
-    holding = planned.holding
-    if holding is None:
-        yield "memory not known"
-    elif holding.device == "cuda":
-        each = " each" if len(planned.gpus) > 1 else ""
-        yield f"{human(holding.total)} on the GPU{each}, {human(holding.host)} of main memory"
-    else:
-        yield f"{human(holding.total)} of main memory"
-
-
-def _what(config: Config, planned: Planned) -> Iterable[str]:
-    """The engine of a rollout worker, the ZeRO stage of a learner's rank."""
-    if planned.engine is not None:
-        name = {"torch": "the torch engine", "vllm": "vLLM"}.get(planned.engine, planned.engine)
-        yield f"{name} in {config.engine_dtype}"
-    if planned.zero_stage is not None:
-        asked = config.learner.zero_stage
-        same = planned.zero_stage == asked
-        why = "" if same else f" (zero_stage={asked} divides nothing on one float32 rank)"
-        yield f"ZeRO-{planned.zero_stage} in {config.model.dtype}{why}"
-
-
-def places(plan: Plan, opening: Opening, disk: int) -> list[str]:
-    """Where files, sockets and weights go."""
-    config, folder = plan.config, plan.folder
-    kind = {"new": "new", "resumed": "is resumed", "finished": "is finished: nothing would run"}
-    state = kind[opening.kind.value]
-    if opening.set_aside is not None:
-        state = f"new; the old one would become {shown(opening.set_aside)}"
-    url = config.replay.redis_url
-    bind = config.launch.bind
-    rows = [
-        ("run folder", f"{shown(folder.path)} ({state})"),
-        ("logs", f"{shown(folder.logs)}/<process>.log"),
-        ("Redis", _redis(plan, url)),
-        ("ZeroMQ", f"{bind}, ports chosen at the start and told through Redis"),
-        ("weights", f"{_transport(plan)}, bound to {config.weights.interface}"),
-        ("ranks", f"meet at 127.0.0.1:{PORT}"),
-        ("model", _model(plan)),
-        ("disk", f"up to {human(disk)} in the run's folder"),
-    ]
-    if config.learner.ranks == 1:
-        rows.pop(5)
-    return ["where things go", *table(rows)]
-
-
-def _redis(plan: Plan, url: str | None) -> str:
-    from ..redis_server import without_password
-
-    if url is not None:
-        return f"{without_password(url)} (yours; not asked now)"
-    limit = human(plan.config.replay.maxmemory_mb << 20)
-    return f"{plan.config.launch.bind}:{PORT}, its own, at most {limit}, kept in the run's folder"
-
-
-def _transport(plan: Plan) -> str:
-    from .memory import stages_on_gpu
-
+def transport(plan: Plan) -> str:
     if stages_on_gpu(plan.config, plan.device):
         return "nccl"
     asked = plan.config.weights.transport
     return "shared memory" if asked in ("auto", "shared_memory", "nccl") else asked
 
 
-def _model(plan: Plan) -> str:
+def model(plan: Plan) -> str:
     if plan.shape is None:
         return f"{plan.config.model.path} (sizes not known)"
     return (
@@ -122,35 +35,19 @@ def _model(plan: Plan) -> str:
     )
 
 
-def dry_run(
-    plan: Plan, opening: Opening, machine: Machine, disk: int, lacking: Sequence[str]
-) -> list[str]:
-    """All that `tandem start --dry-run` prints."""
-    lines = [f"plan of {plan.name}; nothing is started or written", ""]
-    lines.append(f"this machine: {machine}")
-    if lacking:
-        lines.append("it couldn't run this preset:")
-        lines += [f"  - {one}" for one in lacking]
-    else:
-        lines.append("it could run this preset")
-    if plan.problems:
-        lines += ["on paper", *(f"  - {one}" for one in plan.problems)]
-    return [*lines, "", *places(plan, opening, disk), "", *processes(plan)]
-
-
 def whole(plan: Plan) -> list[str]:
-    """All that `tandem plan` prints."""
+    """Memory, time and problems."""
     lines = [
         f"plan of {plan.name} on {plan.node if plan.device == 'cuda' else 'CPUs'}",
         "all figures are estimates on paper, from formulas; a run measures the real ones",
-        f"model {_model(plan)}",
+        f"model {model(plan)}",
         "",
     ]
     lines += memory(plan)
     lines += ["", *step(plan)]
     if plan.problems:
         lines += ["", "problems", *(f"  - {one}" for one in plan.problems)]
-    return [*lines, "", *processes(plan)]
+    return lines
 
 
 def memory(plan: Plan) -> list[str]:
@@ -159,8 +56,8 @@ def memory(plan: Plan) -> list[str]:
     lines = [f"memory by {where}, GB"]
     rows: list[tuple[str, ...]] = []
     names: list[str] = []
-    held = [p for p in plan.processes if p.holding is not None and p.spec.name != "redis"]
-    held = [p for p in held if p.spec.name.startswith(("learner", "rollout"))]
+    held = [p for p in plan.processes if p.holding is not None and p.name != "redis"]
+    held = [p for p in held if p.name.startswith(("learner", "rollout"))]
     for planned in held:
         assert planned.holding is not None
         names += [name for name in planned.holding.parts if name not in names]
@@ -169,7 +66,7 @@ def memory(plan: Plan) -> list[str]:
         parts = planned.holding.parts
         figures = [_gb(parts[name]) if parts.get(name) else "-" for name in names]
         place = ",".join(map(str, planned.gpus)) or "-"
-        rows.append((planned.spec.name, place, *figures, _gb(planned.holding.total)))
+        rows.append((planned.name, place, *figures, _gb(planned.holding.total)))
     head = ("", "GPU", *names, "total")
     lines += _columns([head, *rows])
     if plan.device == "cuda":
@@ -220,7 +117,7 @@ def step(plan: Plan) -> list[str]:
             _seconds(seconds["learner"]),
             f"{2 * learner_passes(plan.config)} N T + attention, optimizer, exchange of gradients",
         ),
-        ("weights", _seconds(seconds["weights"]), f"bytes / link ({_transport(plan)})"),
+        ("weights", _seconds(seconds["weights"]), f"bytes / link ({transport(plan)})"),
     ]
     lines += _columns([("  " + a, b, c) for a, b, c in rows])
     how = (
@@ -250,12 +147,6 @@ def step(plan: Plan) -> list[str]:
         "1910.02054 (ZeRO), 2205.05198 (activations)"
     )
     return lines
-
-
-def table(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Two columns, indented."""
-    width = max(len(name) for name, _ in rows) + 2
-    return [f"  {name:<{width}}{value}" for name, value in rows]
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -14,8 +14,8 @@ from tandem.launch.cli import main
 from tandem.launch.job import Job
 from tandem.launch.opening import open_folder
 from tandem.launch.plan import memory
+from tandem.launch.plan.placement import place
 from tandem.launch.plan.sizes import TABLE
-from tandem.launch.preflight import place
 from tandem.launch.presets import load
 from tandem.launch.sizes import human
 

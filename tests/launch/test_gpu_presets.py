@@ -8,8 +8,7 @@ import pytest
 
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError
-from tandem.launch import preflight
-from tandem.launch.plan import planning
+from tandem.launch.plan import placement, planning
 from tandem.launch.plan.hardware import Gpu, Machine
 from tandem.launch.plan.node import KINDS, Node
 from tandem.launch.plan.sizes import shape_of, too_long
@@ -77,7 +76,7 @@ def test_a_presets_rewards_can_be_made_and_its_rows_fit_the_model(name: str) -> 
 def test_a_preset_fits_its_gpus_on_paper(name: str, kind: str) -> None:
     found = config(name)
     needed = int(re.search(r"(\d+)gpu", name)[1])  # type: ignore[index]
-    assert preflight.gpus_needed(found) == needed
+    assert placement.gpus_needed(found) == needed
     assert planned(found, kind, needed).problems == ()
 
 
@@ -102,14 +101,14 @@ def planned(found: Config, kind: str, gpus: int) -> planning.Plan:
 
 
 def test_engine_and_learner_share_the_one_gpu() -> None:
-    placed = preflight.place(config("qwen2.5-0.5b-grpo-1gpu"), ONE)
+    placed = placement.place(config("qwen2.5-0.5b-grpo-1gpu"), ONE)
     assert placed.learner == placed.rollout == ((3,),)
 
 
 def test_with_shared_gpus_each_has_one_rank_and_one_engine_at_most() -> None:
     found = config("qwen2.5-0.5b-grpo-1gpu", "learner.ranks=2", "rollout.workers=3")
-    assert preflight.gpus_needed(found) == 3
-    placed = preflight.placed(found, range(3))
+    assert placement.gpus_needed(found) == 3
+    placed = placement.placed(found, range(3))
     assert placed.learner == ((0,), (1,))
     assert placed.rollout == ((0,), (1,), (2,))
 
@@ -117,7 +116,7 @@ def test_with_shared_gpus_each_has_one_rank_and_one_engine_at_most() -> None:
 def test_too_few_gpus_to_share_are_told() -> None:
     none = Machine(gpus=(), cores=2, memory_mb=1)
     with pytest.raises(ConfigError, match=r"needs 1 GPU .* on the same GPUs\) .* none"):
-        preflight.place(config("qwen2.5-0.5b-grpo-1gpu"), none)
+        placement.place(config("qwen2.5-0.5b-grpo-1gpu"), none)
 
 
 def test_nccl_on_a_shared_gpu_is_refused_with_what_to_set() -> None:

@@ -12,7 +12,7 @@ from tandem.common.errors import ConfigError
 from tandem.common.run_folder import RunFolder
 from tandem.launch import preflight, summary
 from tandem.launch.idle import IdleShares, waiting_share
-from tandem.launch.plan import hardware
+from tandem.launch.plan import hardware, placement
 from tandem.launch.plan.hardware import Gpu, Machine
 from tandem.launch.presets import load
 from tandem.launch.progress import MetricsTail, Progress
@@ -302,7 +302,7 @@ def test_the_learner_gets_the_first_gpus_and_the_engines_the_next() -> None:
     config = load("qwen2.5-math-7b-luffy-8gpu").resolve(
         ["learner.ranks=2", "rollout.workers=3", "rollout.gpus_per_worker=2"]
     )
-    placed = preflight.place(config, Machine(gpus=EIGHT, cores=64, memory_mb=1))
+    placed = placement.place(config, Machine(gpus=EIGHT, cores=64, memory_mb=1))
     assert placed.learner == ((0,), (1,))
     assert placed.rollout == ((2, 3), (4, 5), (6, 7))
 
@@ -311,14 +311,14 @@ def test_too_few_gpus_are_refused_or_left_alone_as_the_preset_says() -> None:
     one = Machine(gpus=EIGHT[:1], cores=8, memory_mb=1)
     preset = load("qwen2.5-math-7b-luffy-8gpu")
     with pytest.raises(ConfigError, match=r"needs 8 GPUs .* this machine has 1"):
-        preflight.place(preset.resolve([]), one)
-    assert preflight.place(preset.resolve(["launch.gpus=auto"]), one).learner == ((),) * 6
+        placement.place(preset.resolve([]), one)
+    assert placement.place(preset.resolve(["launch.gpus=auto"]), one).learner == ((),) * 6
     all_eight = Machine(gpus=EIGHT, cores=8, memory_mb=1)
-    assert preflight.place(load("miniature").resolve([]), all_eight).learner == ((),)
+    assert placement.place(load("miniature").resolve([]), all_eight).learner == ((),)
 
 
-CPUS = preflight.Placement(learner=((),), rollout=((),))
-ONE_GPU = preflight.Placement(learner=((0,),), rollout=((1,),))
+CPUS = placement.Placement(learner=((),), rollout=((),))
+ONE_GPU = placement.Placement(learner=((0,),), rollout=((1,),))
 
 
 def test_vllm_that_is_not_installed_is_told_before_anything_is_started(

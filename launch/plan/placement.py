@@ -1,0 +1,77 @@
+"""Which GPUs each process of a run gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...common.errors import ConfigError
+from .hardware import Machine
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Which GPUs each process sees, as indices; empty lists: the run is on CPUs."""
+
+    learner: tuple[tuple[int, ...], ...]
+    """One entry a rank."""
+    rollout: tuple[tuple[int, ...], ...]
+    """One entry a worker."""
+
+
+def gpus_needed(config: Config) -> int:
+    """A GPU for every learner rank and every engine's tensor-parallel rank."""
+    engines = workers_of(config) * config.rollout.gpus_per_worker
+    if config.launch.share_gpu:
+        return max(config.learner.ranks, engines)
+    return config.learner.ranks + engines
+
+
+def workers_of(config: Config) -> int:
+    """Rollout workers that are started: offline, one for evaluations during the run, if any."""
+    if config.learner.source == "ledger":
+        return config.rollout.workers
+    return min(1, config.rollout.workers) if config.evaluate.every else 0
+
+
+def place(config: Config, machine: Machine) -> Placement:
+    """Gives the learner's ranks the first GPUs and the engines the next ones.
+
+    With ``launch.share_gpu`` the engines begin at the first one too: a GPU then carries one
+    rank and one engine at most.
+
+    Raises:
+        ConfigError: ``launch.gpus=required`` and the machine has fewer than are needed.
+    """
+    ranks, workers = config.learner.ranks, workers_of(config)
+    each, needed = config.rollout.gpus_per_worker, gpus_needed(config)
+    have = len(machine.gpus)
+    on_cpu = Placement(learner=((),) * ranks, rollout=((),) * workers)
+    if config.launch.gpus == "none":
+        return on_cpu
+    if have < needed:
+        if config.launch.gpus == "auto":
+            return on_cpu
+        shared = " on the same GPUs" if config.launch.share_gpu else ""
+        raise ConfigError(
+            f"{config.run.dir}: this preset needs {needed} GPU{'s' * (needed > 1)} "
+            f"(learner.ranks={ranks} + rollout.workers={workers} x "
+            f"rollout.gpus_per_worker={each}{shared}) and this machine has {have or 'none'} "
+            f"({machine}): run it where there {'are' if needed > 1 else 'is'} {needed}, lower "
+            f"those settings, or try the whole system on CPUs with `tandem start miniature`"
+        )
+    return placed(config, [gpu.index for gpu in machine.gpus])
+
+
+def placed(config: Config, indices: Sequence[int]) -> Placement:
+    """Gives out the GPUs with these indices, of which there are enough."""
+    ranks, each = config.learner.ranks, config.rollout.gpus_per_worker
+    rest = indices if config.launch.share_gpu else indices[ranks:]
+    return Placement(
+        learner=tuple((index,) for index in indices[:ranks]),
+        rollout=tuple(tuple(rest[i * each : (i + 1) * each]) for i in range(workers_of(config))),
+    )
