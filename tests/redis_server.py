@@ -19,7 +19,7 @@ import redis
 
 from tandem.common.errors import TandemError
 from tandem.common.run_folder import JoinInfo
-from tandem.launch.redis_server import find
+from tandem.launch.host.redis_server import find
 
 
 def executable() -> str | None:

@@ -3,7 +3,7 @@ or fail only once the run is under way.
 
 Each rule gives the refusal, with the values and the way out, or None. They ask for nothing but the
 config, so that a refusal comes within seconds, before a process starts. What only the data can tell
-is refused at ingest (:mod:`tandem.launch.ingest`), what only the machine can by the preflight, what only
+is refused at ingest (:mod:`tandem.launch.ingest.prepare`), what only the machine can by the preflight, what only
 the model can by the process that loads it.
 
 ``RULES`` hold for every config that is made (but for one that is read back from a run's folder, which

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..progress import MetricsTail, Progress
 from .facts import FactsWatch
+from .progress import MetricsTail, Progress
 from .snapshot import Known, Snapshot, assemble
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from ...common.errors import DataError, StoreError
 from ...common.plain import read_object
 from ...common.run_folder import RunFolder, read_join, wall_seconds
 from ...replay.connection import connect
-from ..folder_lock import supervisor_of
-from ..summary import read_restarts
-from ..supervision import shown
+from ..host.folder_lock import supervisor_of
+from ..run.summary import read_restarts
+from ..run.supervision import shown
 from .facts import Facts, ask
 from .history import History, read
 from .snapshot import Known, Snapshot, assemble

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from ..options import add_preset_words
+from .options import add_preset_words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the tree."""
     from ...common.config import Config, to_yaml
-    from ..presets import load, split
-    from ..settings import commented
+    from ..run.presets import load, split
+    from .settings import commented
 
     name, overrides = split(arguments.words, "miniature")
     config = load(name).resolve(overrides)

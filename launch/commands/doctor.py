@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..options import add_preset_words
+from .options import add_preset_words
 
 if TYPE_CHECKING:
+    from ..host.surroundings import Finding
     from ..plan.hardware import Machine
-    from ..surroundings import Finding
 
 MARKS = {"ok": "ok", "note": "-", "missing": "MISSING"}
 
@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints what was found; 0 where the preset could run here, else 1."""
+    from ..host.requirements import examine, missing
     from ..plan.hardware import machine
-    from ..presets import load, split
-    from ..requirements import examine, missing
+    from ..run.presets import load, split
 
     name, overrides = split(arguments.words, "miniature")
     preset = load(name)
@@ -51,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _others(but: str, here: Machine) -> dict[str, list[Finding]]:
     """What every other preset lacks here."""
-    from ..presets import load, names
-    from ..requirements import examine, missing
+    from ..host.requirements import examine, missing
+    from ..run.presets import load, names
 
     found = {}
     for name in names():
@@ -64,7 +64,7 @@ def _others(but: str, here: Machine) -> dict[str, list[Finding]]:
 
 
 def _lines(name: str, found: list[Finding], others: dict[str, list[Finding]]) -> list[str]:
-    from ..requirements import missing
+    from ..host.requirements import missing
 
     width = max(len(finding.name) for finding in found)
     lines = []

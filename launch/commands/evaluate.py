@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...common.errors import ConfigError
 from ...common.run_folder import RunFolder, write_atomic
-from ..options import existing
+from .options import existing
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -66,11 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
     # Read when torch is loaded, below.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
-    from ..preflight import check_model
+    from ..host.preflight import check_model
 
     check_model(config)
     from ...rollout.evaluate.evaluation import evaluate_folder, load_problems
-    from ..ingest import load_tokenizer
+    from ..ingest.prepare import load_tokenizer
 
     problems = load_problems(
         data,
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> tuple[Config, RunFolder | None]:
     """Settings of the evaluation, and the run's folder where there is one."""
     from ...common.config import build, read_yaml
-    from ..presets import load, split
+    from ..run.presets import load, split
 
     folder = existing(arguments.run) if arguments.run else None
     if folder is None and arguments.model:

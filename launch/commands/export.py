@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ...common.telemetry import start_log
-from ..options import existing, newest_run
+from .options import existing, newest_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +21,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Needs neither Redis nor the journal, so that it works where a run can't go on."""
     from ...common.config import build, read_yaml
     from ...learner.exporting import export
-    from ..redis_server import choose_port
-    from ..supervision import shown
+    from ..host.redis_server import choose_port
+    from ..run.supervision import shown
 
     start_log("export", "WARNING")
     path = arguments.dir or arguments.run

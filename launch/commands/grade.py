@@ -17,12 +17,12 @@ from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 from ...common.errors import DataError
 from ...common.printable import raw
-from ..options import existing
+from .options import existing
 
 if TYPE_CHECKING:
     from ...common.config import RewardConfig
     from ...reward.grading import Grade, Grader
-    from ..grade_rows import Reader, Row
+    from .grade_rows import Reader, Row
 
 IN_FLIGHT = 2_048
 """Rows read ahead of the first that isn't graded."""
@@ -110,8 +110,10 @@ def _stopped(arguments: argparse.Namespace, rows: int) -> str:
 
 def _reward(arguments: argparse.Namespace) -> RewardConfig:
     """The reward that is asked for."""
-    from ...common.config import build, parse_yaml, read_yaml, yaml_text
-    from ..presets import load, split
+    import yaml
+
+    from ...common.config import build, read_yaml
+    from ..run.presets import load, split
 
     name, overrides = split(arguments.words, "")
     if arguments.mode:
@@ -138,7 +140,7 @@ class _Source:
         self._grader = grader
 
     def reader(self) -> Reader:
-        from ..grade_rows import Reader
+        from .grade_rows import Reader
 
         name = "standard input" if self._name == "-" else self._name
         return Reader(name, needs_gold=self._grader.needs_verdict, has_tests=self._grader.has_tests)
@@ -202,7 +204,7 @@ class _Out:
         return count
 
     def write(self, row: Row, grade: Grade) -> None:
-        from ..grade_rows import graded
+        from .grade_rows import graded
 
         self._lines.write(graded(row, grade, self._grader.name))
 
@@ -215,7 +217,7 @@ def _graded(
     grader: Grader, rows: Iterator[Row], skip: int, progress: _Progress
 ) -> Iterator[tuple[Row, Grade]]:
     """Every row with its grade, in order; reads ahead so that all graders have work."""
-    from ..grade_rows import batches
+    from .grade_rows import batches
 
     waiting: deque[tuple[list[Row], list[Grade]]] = deque()
     count = 0

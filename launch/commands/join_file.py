@@ -12,7 +12,7 @@ from pathlib import Path
 from ...common.errors import DataError
 from ...common.plain import sealed
 from ...common.run_folder import read_join, write_private
-from ..options import existing, newest_run
+from .options import existing, newest_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

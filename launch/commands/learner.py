@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ...common.errors import ConfigError
-from ..roles import add_arguments as add_role_arguments
-from ..roles import run_role
+from .roles import add_arguments as add_role_arguments
+from .roles import run_role
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("the learner keeps its journal in the run's folder: give --run DIR")
     port = arguments.master_port
     if not port:
-        from ..redis_server import choose_port
+        from ..host.redis_server import choose_port
 
         port = choose_port("127.0.0.1", None)
     return run_role(

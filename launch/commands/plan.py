@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from ..options import add_preset_words
+from .options import add_preset_words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,13 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan."""
     from ...common.run_folder import RunFolder
-    from .. import dry_run
     from ..plan import planning, text
     from ..plan.hardware import machine
     from ..plan.node import node
     from ..plan.placement import gpus_needed
-    from ..presets import load, split
-    from ..supervision import command_of, environment_of
+    from ..run import dry_run
+    from ..run.presets import load, split
+    from ..run.supervision import command_of, environment_of
 
     name, overrides = split(arguments.words, "miniature")
     preset = load(name)

@@ -11,7 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints one line for each."""
-    from ..presets import load, names
+    from ..run.presets import load, names
 
     width = max(map(len, names())) + 2
     for name in names():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError, StoreError
 from ...common.run_folder import JoinInfo, RunFolder, read_join
-from ..options import existing, newest_run
+from .options import existing, newest_run
 
 if TYPE_CHECKING:
     from ...replay.ledger import Ledger

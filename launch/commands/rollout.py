@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ..roles import add_arguments as add_role_arguments
-from ..roles import run_role
+from .roles import add_arguments as add_role_arguments
+from .roles import run_role
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

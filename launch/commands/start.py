@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..options import add_preset_words
+from .options import add_preset_words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Sees the run to its end."""
     if arguments.dry_run:
-        from ..dry_run import dry_run
+        from ..run.dry_run import dry_run
 
         return dry_run(arguments.words, fresh=arguments.fresh, offline=False)
-    from ..job import run_job
+    from ..run.job import run_job
 
     return run_job(arguments.words, fresh=arguments.fresh, offline=False, plain=arguments.plain)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ...common.run_folder import RunFolder
-from ..options import existing, newest_run
+from .options import existing, newest_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

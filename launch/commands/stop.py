@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ...common.errors import DeadlineError
-from ..options import existing, newest_run
+from .options import existing, newest_run
 
 if TYPE_CHECKING:
     import psutil
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Sends SIGTERM to the supervisor and waits for its end."""
     import psutil
 
-    from ..folder_lock import supervisor_of
+    from ..host.folder_lock import supervisor_of
 
     folder = existing(arguments.run) if arguments.run else newest_run()
     pid = supervisor_of(folder)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError
 from ...common.run_folder import RunFolder
-from ..options import existing, newest_run
+from .options import existing, newest_run
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -81,7 +81,7 @@ def _tracker(
 ) -> tuple[Tracker, str]:
     """The destination, and how to look at it."""
     from ...common.config import to_yaml
-    from ..supervision import shown
+    from ..run.supervision import shown
 
     if arguments.to == "tensorboard":
         _must_have("tensorboard")
@@ -126,7 +126,7 @@ def _tracker(
 def _must_have(package: str) -> None:
     import importlib.util
 
-    from ..preflight import shown_python
+    from ..host.preflight import shown_python
 
     if importlib.util.find_spec(package) is None:
         raise ConfigError(

@@ -25,7 +25,8 @@ from tandem.common import models
 from tandem.common.config import Config, build
 from tandem.common.records import Group, Problem, SamplingParams, Version
 from tandem.common.run_folder import RunFolder
-from tandem.launch import ingest, presets
+from tandem.launch.ingest import prepare as ingest
+from tandem.launch.run import presets
 from tandem.learner.engine import UpdateResult
 from tandem.learner.forward.policy import Policy
 from tandem.learner.objectives import Objective

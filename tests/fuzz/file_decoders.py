@@ -24,10 +24,10 @@ from frames import (
 )
 
 from tandem.common import run_folder, telemetry
-from tandem.launch import folder_lock
 from tandem.launch.board import history, look
+from tandem.launch.board.progress import MetricsTail
+from tandem.launch.host import folder_lock
 from tandem.launch.plan.sizes import count_parameters
-from tandem.launch.progress import MetricsTail
 from tandem.launch.trackers.following import Sent
 from tandem.learner.resume import cut_back, journal
 

@@ -27,7 +27,7 @@ from tandem.common.errors import StoreError
 from tandem.common.plain import read_object
 from tandem.common.weights import directory
 from tandem.launch.board.facts import Activity
-from tandem.launch.idle import IdleShares
+from tandem.launch.run.idle import IdleShares
 from tandem.replay import answers, dead_letters, ledger, members, store
 
 

@@ -12,8 +12,9 @@ import yaml
 
 from tandem.common.config import Config, Section, build
 from tandem.common.errors import ConfigError
-from tandem.launch import cli, presets
+from tandem.launch import cli
 from tandem.launch.cli import main
+from tandem.launch.run import presets
 
 
 def tandem(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -251,7 +252,7 @@ def test_a_run_that_is_not_there_is_one_line(
 
 
 def test_every_setting_has_a_meaning() -> None:
-    from tandem.launch.settings import meanings
+    from tandem.launch.commands.settings import meanings
 
     for name, info in Config.model_fields.items():
         section = info.annotation

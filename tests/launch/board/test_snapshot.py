@@ -18,7 +18,7 @@ from tandem.launch.board.inspection import Inspection
 from tandem.launch.board.look import look
 from tandem.launch.board.page import more
 from tandem.launch.board.snapshot import Known, Queues, assemble
-from tandem.launch.folder_lock import FolderLock
+from tandem.launch.host.folder_lock import FolderLock
 from tandem.replay.connection import Store, connect
 from tandem.replay.ledger import Ledger, LedgerSettings
 from tandem.replay.members import Members

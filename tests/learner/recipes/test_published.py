@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.launch.presets import load
+from tandem.launch.run.presets import load
 from tandem.learner.objectives import make
 from tandem.learner.recipes.published import MixedLoss, mixed_policy_loss, supervised_multitask_loss
 

@@ -1,0 +1,168 @@
+"""Follows ``metrics.jsonl`` and tells how the run gets on, in plain lines."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ...common.parts import parts, whole_end
+from .history import History, first_number, parsed, read
+
+
+class MetricsTail:
+    """Reads the records that are new in files which may also be cut back and replaced.
+
+    Args:
+        path: The first part of what is followed, see :mod:`tandem.common.parts`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._part = path
+        self._offset = 0
+        self._inode = -1
+
+    def read(self) -> list[dict[str, Any]]:
+        """All that :meth:`records` gives now."""
+        return list(self.records())
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Whole lines since the last call; all of them again after a file was replaced."""
+        there = parts(self._path)
+        if not self._is_where_it_was():
+            self._part, self._inode = self._path, -1
+        for part in there[there.index(self._part) if self._part in there else 0 :]:
+            with open(part, "rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if (part, inode) != (self._part, self._inode):
+                    self._part, self._inode, self._offset = part, inode, 0
+                file.seek(self._offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offset += len(line)
+                    # A line that a crash cut in two is left out; the learner repeats its step.
+                    yield from parsed([line])
+
+    def skip(self) -> None:
+        """Passes over all that stands there."""
+        there = parts(self._path)
+        if there:
+            self._part = there[-1]
+            self._offset, self._inode = whole_end(self._part), self._part.stat().st_ino
+
+    def _is_where_it_was(self) -> bool:
+        try:
+            status = self._part.stat()
+        except FileNotFoundError:
+            return False
+        return status.st_ino == self._inode and status.st_size >= self._offset
+
+
+class Progress:
+    """The figures that a person watches, kept up to date from the metrics. Thread-safe."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        total: int | None,
+        every: int,
+        say: Callable[[str], None],
+        restarts: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._path = path
+        self._tail = MetricsTail(path)
+        self._total = total
+        self._every = every
+        self._say = say
+        self._restarts = restarts
+        self._told = 0
+        self._alarm = ""
+        self._lock = threading.Lock()
+        self.history = History()
+        """What the metrics tell; look at it inside :meth:`reading`."""
+        self.moved = time.monotonic()
+        """When a step was last seen."""
+        self.skip()
+
+    @property
+    def step(self) -> int:
+        """The latest step seen."""
+        return self.history.step
+
+    def skip(self) -> None:
+        """Takes what an earlier life of the run has written without telling of it."""
+        self._tail.skip()
+        self.history = read(self._path)
+        self._told = self.step
+        self._alarm = self.history.alarm
+        self.moved = time.monotonic()
+
+    def update(self) -> None:
+        """Reads what is new; prints a line every so many steps."""
+        with self._lock:
+            for record in self._tail.records():
+                evaluations = len(self.history.evaluations)
+                self.history.add(record)
+                if len(self.history.evaluations) == evaluations:
+                    self.moved = time.monotonic()
+                if self.step - self._told >= self._every or (
+                    self.step == self._total and self.step > self._told
+                ):
+                    self._told = self.step
+                    if self.history.alarm != self._alarm:
+                        self._alarm = self.history.alarm
+                        self._say(f"alarm: {self._alarm}")
+                    self._say(self.line(record))
+
+    @contextmanager
+    def reading(self) -> Iterator[History]:
+        """The history, which nobody changes meanwhile."""
+        self.update()
+        with self._lock:
+            yield self.history
+
+    def line(self, record: Mapping[str, Any]) -> str:
+        """One line for a person."""
+        history = self.history
+        width = len(str(self._total)) if self._total else 1
+        parts = [f"step {self.step:>{width}}" + (f"/{self._total}" if self._total else "")]
+        reward = first_number(record, "reward/mean")
+        if reward is not None:
+            parts.append(f"reward {reward:.3f}")
+        loss = first_number(record, "train/loss")
+        if reward is None and loss is not None:
+            parts.append(f"loss {loss:.4f}")
+        if history.evaluations:
+            newest = history.evaluations[-1]
+            parts.append(f"held-out {100 * newest.accuracy:.1f}% (step {newest.step})")
+        staleness = first_number(record, "replay/staleness_mean")
+        if staleness is not None:
+            parts.append(f"staleness {staleness:.1f}")
+        samples = history.per_second("train/rows")
+        if samples:
+            parts.append(f"{samples:,.0f} samples/s")
+        parts.append(f"restarts {self._restarts()}")
+        pace = history.seconds_per_step()
+        if self._total and pace is not None:
+            parts.append(f"{duration((self._total - self.step) * pace)} left")
+        return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a person.
+
+    >>> duration(75)
+    '1:15'
+    >>> duration(3700)
+    '1:01:40'
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,84 @@
+"""Command-line options that several sub-commands share. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...common.errors import ConfigError, DataError
+from ...common.run_folder import JoinInfo, RunFolder, read_join
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+    from ...replay.connection import Store
+
+
+def add_preset_words(parser: argparse.ArgumentParser, *, default: str) -> None:
+    """``[PRESET] [KEY=VALUE …]``."""
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="PRESET or KEY=VALUE",
+        help=f"a preset's name (default: {default}) or the path of your own .yaml, and any "
+        f"settings, e.g. run.steps=20 (`tandem config` lists them)",
+    )
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """``--run DIR`` or ``--join FILE``."""
+    parser.add_argument("--run", metavar="DIR", help="the run's folder, on this host")
+    parser.add_argument("--join", metavar="FILE", help="the file that `tandem join-file` wrote")
+
+
+def locate(arguments: argparse.Namespace) -> tuple[JoinInfo, RunFolder | None]:
+    """How to join the run that ``--run`` or ``--join`` names, and its folder where there is one.
+
+    Raises:
+        ConfigError: both or neither were given.
+        DataError: the folder or the file isn't there.
+    """
+    if (arguments.run is None) == (arguments.join is None):
+        raise ConfigError("name the run with one of --run DIR and --join FILE")
+    if arguments.join is not None:
+        return read_join(Path(arguments.join)), None
+    folder = existing(arguments.run)
+    return read_join(folder.join), folder
+
+
+def existing(path: str) -> RunFolder:
+    """The folder of a run that was started before.
+
+    Raises:
+        DataError: there is none.
+    """
+    folder = RunFolder(path)
+    if not folder.run_json.exists():
+        raise DataError(f"{path} is no run's folder (it has no run.json)")
+    return folder
+
+
+def newest_run(runs: Path = Path("runs")) -> RunFolder:
+    """The folder under ``runs/`` whose run was started or changed last.
+
+    Raises:
+        DataError: there is none.
+    """
+    found = sorted(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise DataError(f"there is no run under {runs}/: name its folder, or `tandem start` one")
+    return RunFolder(found[-1].parent)
+
+
+def joined(join: JoinInfo, name: str, deadline: float = 30.0) -> tuple[Store, Config]:
+    """Connects to a run and reads its config.
+
+    Raises:
+        StoreError: Redis can't be reached or refuses the password, or holds no such run.
+    """
+    from ...common.config import read_config
+    from ...replay.connection import connect
+    from ...replay.store import RunStore
+
+    store = connect(join, deadline=deadline, name=name)
+    return store, read_config(RunStore(store).config_yaml())

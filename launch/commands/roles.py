@@ -1,0 +1,70 @@
+"""Runs one role (rollout worker, reward pool, learner rank) in this process, however it was started."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+from .options import add_run, joined, locate
+
+ENTRY = {
+    "rollout": "tandem.rollout.worker",
+    "reward": "tandem.reward.pool",
+    "learner": "tandem.learner.trainer",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every role takes."""
+    add_run(parser)
+    parser.add_argument(
+        "--name", metavar="ID", help="member id (default: role, host and process id)"
+    )
+
+
+def run_role(role: str, arguments: argparse.Namespace, **extra: Any) -> NoReturn:
+    """Joins the run and works until it has ended, or SIGTERM or Ctrl-C asks to drain; then exits.
+
+    Raises:
+        TandemError: the run can't be joined.
+    """
+    from ...common import disk
+    from ...common.telemetry import start_log
+
+    disk.keep_streams()
+    join, folder = locate(arguments)
+    name = arguments.name or f"{role}-{socket.gethostname()}-{os.getpid()}"
+    store, config = joined(join, name)
+    store.close()
+    start_log(role, config.log.level)
+    disk.set_patience(config.launch.full_disk_seconds)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        _ctrl_c_drains()
+    threads = {"rollout": config.rollout.threads, "learner": config.learner.threads}.get(role, 1)
+    # Read when numerical libraries are loaded, which is below.
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(variable, str(threads))
+    entry = importlib.import_module(ENTRY[role])
+    code = int(entry.main(join, config, name=name, folder=folder, **extra))
+    # Everything is written and closed. A native thread that still waits for a peer (gloo can't be
+    # woken) would abort the interpreter's own shutdown and turn success into a SIGABRT.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _ctrl_c_drains() -> None:
+    """The first Ctrl-C in a role's own terminal is a SIGTERM, the second ends it."""
+
+    def first(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGINT, first)

@@ -1,0 +1,197 @@
+"""One owner per run folder: a file lock that the supervisor holds and redis-server inherits.
+
+The lock is ``flock(2)`` on ``<folder>/lock``, so it ends with the last process that has the file
+open, however that process ends. The file's content only tells a person who that is. A
+redis-server that outlived its supervisor is found by it and ended before the folder changes
+hands: two servers must never write one append-only file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from ...common.errors import TandemError
+from ...common.run_folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A process that a lock file names."""
+
+    pid: int
+    """Process id."""
+    started: float
+    """Its start time, seconds since the epoch: pids are used again."""
+
+    @classmethod
+    def of(cls, pid: int) -> Holder:
+        """The running process ``pid``."""
+        return cls(pid=pid, started=psutil.Process(pid).create_time())
+
+    def process(self) -> psutil.Process | None:
+        """The process, if it still runs and is the same."""
+        try:
+            process = psutil.Process(self.pid)
+            # The start time is derived from the boot time, which NTP may shift a little.
+            if abs(process.create_time() - self.started) > 2:
+                return None
+            return None if process.status() == psutil.STATUS_ZOMBIE else process
+        except psutil.Error:
+            return None
+
+
+class FolderLock:
+    """The lock of one run's folder."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._descriptor: int | None = None
+        self._content: dict[str, object] = {}
+
+    def take(self, deadline: float = 5.0) -> None:
+        """Takes the lock, ending a redis-server that a killed supervisor left behind.
+
+        Raises:
+            TandemError: a live process holds it; the message names its pid.
+        """
+        try:
+            descriptor = os.open(self._folder.lock, os.O_RDWR | os.O_CREAT, 0o600)
+        except FileNotFoundError:
+            raise TandemError(
+                f"{self._folder.path} was moved by another process just now: start again"
+            ) from None
+        end = time.monotonic() + deadline
+        ended_server = False
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                content = _read(descriptor)
+                host = content.get("host")
+                elsewhere = host not in (None, socket.gethostname())
+                owner = _holder(content, "supervisor")
+                if elsewhere or (owner is not None and owner.process() is not None):
+                    os.close(descriptor)
+                    raise TandemError(
+                        f"{self._folder.path} is in use by process {owner.pid if owner else '?'}"
+                        f"{f' on {host}' if elsewhere else ''} (`tandem stop` or Ctrl-C there "
+                        f"ends it), or name another folder: run.dir=…"
+                    ) from None
+                server = _holder(content, "redis")
+                if not ended_server and server is not None:
+                    ended_server = end_process(server)
+                    end = time.monotonic() + deadline
+                if time.monotonic() > end:
+                    os.close(descriptor)
+                    raise TandemError(
+                        f"{self._folder.lock} is locked by a process that it doesn't name: "
+                        f"`fuser {self._folder.lock}` does; end that one, then start again"
+                    ) from None
+                time.sleep(0.05)
+        self._descriptor = descriptor
+        me = Holder.of(os.getpid())
+        self._content = {
+            "host": socket.gethostname(),
+            "supervisor": {"pid": me.pid, "started": me.started},
+        }
+        self._write()
+
+    def fileno(self) -> int:
+        """Descriptor to hand on to redis-server (``pass_fds``)."""
+        assert self._descriptor is not None, "take() comes first"
+        return self._descriptor
+
+    def name_redis(self, pid: int) -> None:
+        """Notes the server that inherited the lock."""
+        holder = Holder.of(pid)
+        self._content["redis"] = {"pid": holder.pid, "started": holder.started}
+        self._write()
+
+    def release(self) -> None:
+        """Closes the file; the lock ends when redis-server has closed it too."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _write(self) -> None:
+        text = json.dumps(self._content).encode() + b"\n"
+        os.ftruncate(self.fileno(), 0)
+        os.pwrite(self.fileno(), text, 0)
+
+
+def supervisor_of(folder: RunFolder) -> int | None:
+    """Pid of the live supervisor of a folder on this host, or None."""
+    try:
+        descriptor = os.open(folder.lock, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        content = _read(descriptor)
+    finally:
+        os.close(descriptor)
+    if content.get("host") != socket.gethostname():
+        return None
+    owner = _holder(content, "supervisor")
+    if owner is None or owner.process() is None or not _has_open(owner.pid, folder.lock):
+        return None
+    return owner.pid
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """Whether a process holds this very file: a copied folder's lock names the original's owner."""
+    try:
+        wanted = path.stat()
+        held = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return True  # Another system, or another user's process: its word is taken.
+    for descriptor in held:
+        try:
+            found = descriptor.stat()
+        except OSError:
+            continue
+        if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+            return True
+    return False
+
+
+def _read(descriptor: int) -> dict[str, object]:
+    try:
+        content = json.loads(os.pread(descriptor, 4096, 0))
+    except (ValueError, RecursionError):
+        return {}  # Its holder is just writing it, or never got to.
+    return content if isinstance(content, dict) else {}
+
+
+def _holder(content: dict[str, object], name: str) -> Holder | None:
+    entry = content.get(name)
+    if not isinstance(entry, dict):
+        return None
+    pid, started = entry.get("pid"), entry.get("started")
+    if type(pid) is not int or not 0 < pid < 2**31 or not isinstance(started, int | float):
+        return None
+    return Holder(pid=pid, started=float(started))
+
+
+def end_process(holder: Holder, patience: float = 10.0) -> bool:
+    """Ends a process by SIGTERM, then SIGKILL; True if it was there."""
+    process = holder.process()
+    if process is None:
+        return False
+    try:
+        process.terminate()
+        process.wait(patience)
+    except psutil.TimeoutExpired:
+        process.kill()
+        process.wait(patience)
+    except psutil.Error:
+        pass  # It ended by itself in between.
+    return True

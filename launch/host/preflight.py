@@ -1,0 +1,134 @@
+"""What is checked before anything is started or written: machine, model folder, disk, Redis."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...common.disk import free_bytes
+from ...common.errors import ConfigError, DataError
+from ...rollout import vllm_version
+from ..plan.placement import Placement, workers_of
+from ..sizes import human
+from ..trackers import trackers_of
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+"""A folder without any of them has no tokenizer."""
+CHECKPOINT_BYTES = 16
+"""A parameter in a checkpoint: fp32 master, two moments of Adam, and the model's own copy."""
+LOG_BYTES = 64 << 20
+"""Metrics, samples and logs of a run, roughly."""
+
+
+def check_model(config: Config) -> Path | None:
+    """Looks into the model's folder; None where the path is the name of a model on a hub.
+
+    Raises:
+        DataError: the folder lacks something; names it.
+        ConfigError: prompts and responses don't fit into the model's context.
+    """
+    from ...common.models import read_model_config, resolve
+
+    path = Path(resolve(config.model.path))
+    if not path.is_dir():
+        return None
+    settings = read_model_config(config.model.path)
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        raise DataError(
+            f"model.path={config.model.path} has no tokenizer (none of "
+            f"{', '.join(TOKENIZER_FILES)}): copy the tokenizer's files of the model that it "
+            f"comes from into it"
+        )
+    if not weight_files(path):
+        raise DataError(
+            f"model.path={config.model.path} has no weights (*.safetensors or *.bin): copy them "
+            f"into it, or name another folder"
+        )
+    text = settings.get("text_config")
+    context = (text if isinstance(text, dict) else settings).get("max_position_embeddings")
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if isinstance(context, int) and longest > context:
+        raise ConfigError(
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} and "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens} together are over the "
+            f"model's context of {context} tokens: lower one of them"
+        )
+    return path
+
+
+def check_trackers(config: Config) -> None:
+    """Raises ``ConfigError`` where a tracker is asked for whose package isn't installed."""
+    for name in trackers_of(config):
+        if importlib.util.find_spec(name) is None:
+            asked = f"log.wandb={config.log.wandb}" if name == "wandb" else f"log.{name}=true"
+            raise ConfigError(
+                f"{asked} needs the package {name}, which isn't installed: "
+                f"`{shown_python()} -m pip install {name}` (the extra tandem-rl[{name}]), or set "
+                f"log.{name}={'off' if name == 'wandb' else 'false'}"
+            )
+
+
+def shown_python() -> str:
+    """This interpreter as a user in the working directory would type it."""
+    path = Path(sys.executable)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def shown_tandem() -> str:
+    """The ``tandem`` of this environment as a user in the working directory would type it."""
+    beside = Path(sys.executable).with_name("tandem")
+    on_path = shutil.which("tandem")
+    if on_path is not None and (not beside.exists() or Path(on_path).samefile(beside)):
+        return "tandem"
+    return str(Path(shown_python()).with_name("tandem"))
+
+
+def check_engine(config: Config, placement: Placement) -> None:
+    """Raises ``ConfigError`` where workers are to be started with a vLLM that can't serve them."""
+    engine = config.rollout.engine
+    # What `auto` comes to in a worker: vLLM where it is installed and there is a GPU.
+    chosen = engine == "auto" and any(placement.rollout) and vllm_version.installed()
+    if workers_of(config) and (chosen or engine == "vllm"):
+        vllm_version.require()
+
+
+def check_addresses(config: Config) -> None:
+    """Raises ``ConfigError`` where Redis, ZeroMQ or the weight channel can't bind what they should."""
+    from ...common.weights.address import local_address
+    from .redis_server import choose_port
+
+    choose_port(config.launch.bind, None)
+    local_address(config.weights.interface)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files with the weights."""
+    return sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+
+
+def disk_needed(config: Config, model: Path | None) -> int:
+    """Bytes that a run's folder may come to hold, roughly."""
+    weights = sum(file.stat().st_size for file in weight_files(model)) if model else 0
+    # Two bytes a parameter in most published folders, four in the miniature's: the lower bound
+    # of the bytes is the upper bound of the count.
+    parameters = weights // 2
+    kept = config.learner.checkpoints_kept + 1  # One is being written while the others are kept.
+    redis = 2 * (config.replay.maxmemory_mb << 20) // 4
+    return kept * parameters * CHECKPOINT_BYTES + 4 * parameters + redis + LOG_BYTES
+
+
+def check_disk(config: Config, folder: Path, model: Path | None) -> None:
+    """Raises ``ConfigError`` where the disk can't hold the run."""
+    needed, free = disk_needed(config, model), free_bytes(folder)
+    if needed > free:
+        raise ConfigError(
+            f"the disk of {folder} has {human(free)} free and the run may need {human(needed)} "
+            f"(learner.checkpoints_kept={config.learner.checkpoints_kept}): make room, or name a "
+            f"folder on another disk with run.dir=…"
+        )

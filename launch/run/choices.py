@@ -1,0 +1,42 @@
+"""What a config names that has to be there on this host: grading modes, reward components, modules of the
+user's own. Looked at before a run starts; nothing of it is called, and no module is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from ...common.config import Config
+from ...common.errors import ConfigError
+from ...common.objectives import OBJECTIVES
+from ...reward import answers
+from ...reward.scoring import Scorer
+from ..host.redis_server import parse_url
+
+
+def check_named(config: Config) -> None:
+    """Raises ``ConfigError`` for a name that leads nowhere."""
+    answers.mode(config.reward.mode, tuple_for_set=config.reward.tuple_for_set)
+    Scorer(config.reward)
+    if config.replay.redis_url is not None:
+        parse_url(config.replay.redis_url, "", None)
+    for key, path, process in _own(config):
+        module = path.partition(":")[0].partition(".")[0]
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"{key}={path!r}: there is no module {module!r} where {process} would look for it: "
+                f"install it, or put its folder on PYTHONPATH"
+            )
+
+
+def _own(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Key, import path and process of what is the user's own."""
+    name = config.learner.objective.name
+    if name not in OBJECTIVES:
+        yield "learner.objective.name", name, "learner-0"
+    if (
+        is_import_path(config.rollout.engine)
+        and config.rollout.workers
+        and config.learner.source == "ledger"
+    ):
+        yield "rollout.engine", config.rollout.engine, "rollout-0"

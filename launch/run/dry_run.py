@@ -1,0 +1,181 @@
+"""``tandem start --dry-run``: the plan of a run, and what this machine lacks for it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ...common.errors import ConfigError, TandemError
+from ...common.run_folder import RunFolder
+from ..host import redis_server
+from ..host.requirements import disk_wanted, examine, missing
+from ..plan import planning, text
+from ..plan.hardware import machine
+from ..plan.node import node
+from ..plan.placement import Placement, gpus_needed
+from ..plan.planning import Plan, Planned
+from ..sizes import human
+from . import processes as started
+from .opening import Opening, open_folder
+from .presets import load, split
+from .supervision import ProcessSpec, command_of, shown
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+
+PORT = "PORT"
+"""Stands for a port that is chosen when a process is started."""
+PARENT = "$$"
+"""Stands for the pid that a process lives and dies with; in a shell it is the shell's."""
+
+
+def dry_run(words: Sequence[str], *, fresh: bool, offline: bool) -> int:
+    """Prints every process with its GPUs, command and memory; starts and writes nothing.
+
+    The exit code is 0 also where this machine couldn't run it: the plan says why.
+
+    Raises:
+        ConfigError: the settings can't be run on any machine.
+        DataError: the run's folder is of another run or damaged.
+    """
+    name, overrides = split(words, "miniature-sft" if offline else "miniature")
+    preset = load(name)
+    opening = open_folder(preset, overrides, fresh=fresh)
+    config = opening.config
+    if offline and config.learner.source != "offline":
+        raise ConfigError(
+            f"preset {preset.name} trains on rollouts (learner.source=ledger): "
+            f"`tandem start {name}` runs it, or set learner.source=offline"
+        )
+    here = machine()
+    lacking = missing(examine(config, here, opening.folder.path))
+    paper = node(here, needed=gpus_needed(config))
+    placement = planning.on_paper(config, here, paper)
+    plan = planning.make(preset.name, config, paper, placement)
+    lines = [f"plan of {plan.name}; nothing is started or written", ""]
+    lines.append(f"this machine: {here}")
+    if lacking:
+        lines.append("it couldn't run this preset:")
+        lines += [f"  - {finding.told()}" for finding in lacking]
+    else:
+        lines.append("it could run this preset")
+    if plan.problems:
+        lines += ["on paper", *(f"  - {one}" for one in plan.problems)]
+    lines += ["", *_places(plan, opening, disk_wanted(config))]
+    lines += ["", *processes(plan, opening.folder, placement)]
+    print("\n".join(lines))
+    return 0
+
+
+def specs(config: Config, folder: RunFolder, placement: Placement) -> list[ProcessSpec]:
+    """How the job would start each process, in the order of the plan's."""
+    redis = []
+    if config.replay.redis_url is None:
+        redis = [started.redis(folder, _redis_program(), str(folder.redis / "redis.conf"))]
+    return [
+        *redis,
+        *started.learner(config, folder, placement, PORT),
+        *started.rollout(config, folder, placement),
+        *started.reward(config, folder),
+        *started.trackers(config, folder),
+    ]
+
+
+def _redis_program() -> str:
+    try:
+        return str(redis_server.find().path)
+    except TandemError:
+        return "redis-server"
+
+
+def _command(spec: ProcessSpec) -> str:
+    """A command line, with what is particular in its environment."""
+    particular = {"OMP_NUM_THREADS": str(spec.threads), **spec.environment}
+    before = [f"{key}={shlex.quote(value)}" for key, value in particular.items()]
+    words = command_of(spec, PARENT)
+    return " ".join([*before, *(w if w == PARENT else shlex.quote(w) for w in words)])
+
+
+def processes(plan: Plan, folder: RunFolder, placement: Placement) -> list[str]:
+    """Every process with its GPUs, memory and command."""
+    lines = ["processes"]
+    if plan.device == "cuda":
+        lines[0] += f" (memory on paper, for GPUs like {plan.node.kind}, "
+        lines[0] += f"{plan.node.memory / (1 << 30):.0f} GB)"
+    for planned, spec in zip(plan.processes, specs(plan.config, folder, placement), strict=True):
+        about = ", ".join(_about(plan, planned, spec.threads))
+        lines.append(f"  {planned.name:<11} {about}")
+        lines.append(f"    {_command(spec)}")
+    lines.append(
+        f"  {PORT} is chosen at every start; {PARENT} is the supervisor's pid, with which a "
+        f"process ends"
+    )
+    return lines
+
+
+def _about(plan: Plan, planned: Planned, threads: int) -> Iterable[str]:
+    yield from _what(plan.config, planned)
+    if planned.gpus:
+        yield f"GPU{'s' * (len(planned.gpus) > 1)} {', '.join(map(str, planned.gpus))}"
+    else:
+        yield "no GPU"
+    yield f"{threads} thread{'s' * (threads > 1)}"
+    holding = planned.holding
+    if holding is None:
+        yield "memory not known"
+    elif holding.device == "cuda":
+        each = " each" if len(planned.gpus) > 1 else ""
+        yield f"{human(holding.total)} on the GPU{each}, {human(holding.host)} of main memory"
+    else:
+        yield f"{human(holding.total)} of main memory"
+
+
+def _what(config: Config, planned: Planned) -> Iterable[str]:
+    """The engine of a rollout worker, the ZeRO stage of a learner's rank."""
+    if planned.engine is not None:
+        name = {"torch": "the torch engine", "vllm": "vLLM"}.get(planned.engine, planned.engine)
+        yield f"{name} in {config.engine_dtype}"
+    if planned.zero_stage is not None:
+        asked = config.learner.zero_stage
+        same = planned.zero_stage == asked
+        why = "" if same else f" (zero_stage={asked} divides nothing on one float32 rank)"
+        yield f"ZeRO-{planned.zero_stage} in {config.model.dtype}{why}"
+
+
+def _places(plan: Plan, opening: Opening, disk: int) -> list[str]:
+    """Where files, sockets and weights go."""
+    config, folder = plan.config, opening.folder
+    kind = {"new": "new", "resumed": "is resumed", "finished": "is finished: nothing would run"}
+    state = kind[opening.kind.value]
+    if opening.set_aside is not None:
+        state = f"new; the old one would become {shown(opening.set_aside)}"
+    url = config.replay.redis_url
+    bind = config.launch.bind
+    rows = [
+        ("run folder", f"{shown(folder.path)} ({state})"),
+        ("logs", f"{shown(folder.logs)}/<process>.log"),
+        ("Redis", _redis(plan, url)),
+        ("ZeroMQ", f"{bind}, ports chosen at the start and told through Redis"),
+        ("weights", f"{text.transport(plan)}, bound to {config.weights.interface}"),
+        ("ranks", f"meet at 127.0.0.1:{PORT}"),
+        ("model", text.model(plan)),
+        ("disk", f"up to {human(disk)} in the run's folder"),
+    ]
+    if config.learner.ranks == 1:
+        rows.pop(5)
+    return ["where things go", *_table(rows)]
+
+
+def _redis(plan: Plan, url: str | None) -> str:
+
+    if url is not None:
+        return f"{redis_server.without_password(url)} (yours; not asked now)"
+    limit = human(plan.config.replay.maxmemory_mb << 20)
+    return f"{plan.config.launch.bind}:{PORT}, its own, at most {limit}, kept in the run's folder"
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Two columns, indented."""
+    width = max(len(name) for name, _ in rows) + 2
+    return [f"  {name:<{width}}{value}" for name, value in rows]

@@ -1,0 +1,281 @@
+"""Opens a run's folder: new, resumed, finished, or moved aside to start over. Never wipes one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...common.errors import ConfigError, DataError
+from ...common.parts import is_part, parts
+from ...common.run_folder import RunFolder
+from ..host.redis_server import without_password
+from .presets import Preset
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+
+OWN_ENTRIES = frozenset(
+    [
+        "config.yaml",
+        "run.json",
+        "join.json",
+        "lock",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "cut",
+        "journal.jsonl",
+        "summary.json",
+        "model",
+        "checkpoints",
+        "logs",
+        "redis",
+        "data",
+        "wandb",
+        "tensorboard",
+        "trackers",
+    ]
+)
+"""What a run's folder may hold before its ``run.json`` is written."""
+
+
+class Kind(Enum):
+    """What a folder turned out to be."""
+
+    NEW = "new"
+    RESUMED = "resumed"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """A folder and the config that a run in it would have. Nothing has been written yet."""
+
+    kind: Kind
+    """New, to be resumed, or finished."""
+    folder: RunFolder
+    """The run's folder."""
+    config: Config
+    """As it will be saved."""
+    overrides: tuple[str, ...]
+    """All that were ever given for this run, in order."""
+    changed: dict[str, tuple[Any, Any]]
+    """Settings that differ from the saved ones: old and new."""
+    run: dict[str, Any]
+    """``run.json`` as it is; empty for a new run."""
+    set_aside: Path | None
+    """Where ``--fresh`` will move the old folder."""
+
+    @property
+    def run_id(self) -> str:
+        """The run's id, a new one for a new run."""
+        return str(self.run["run_id"])
+
+
+def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Opening:
+    """Looks at the folder that a preset and overrides name, and writes nothing.
+
+    A resumed run starts from its preset with the overrides that it was given before; new ones
+    go over them. So a bare ``tandem start`` goes on with ``run.steps=20`` if that is how the
+    run was started.
+
+    Raises:
+        ConfigError: a setting changed that a resumed run may not change; lists all of them. Or
+            settings would do nothing, or fail once the run is under way.
+        DataError: the folder holds something else than a run.
+    """
+    config = preset.resolve(overrides)
+    assert config.run.dir is not None
+    folder = RunFolder(config.run.dir)
+    if folder.path.exists() and not folder.path.is_dir():
+        raise DataError(f"{_shown(folder.path)} is a file: name another folder with run.dir=…")
+    may_start = partial(_refuse_choices, preset, overrides)
+    new = {"run_id": secrets.token_hex(6), "preset": preset.name}
+    run = folder.read_run()
+    if not run:
+        may_start(config)
+        _refuse_foreign(folder)
+        return Opening(
+            kind=Kind.NEW,
+            folder=folder,
+            config=config,
+            overrides=tuple(overrides),
+            changed={},
+            run=new,
+            set_aside=None,
+        )
+    if fresh:
+        may_start(config)
+        return Opening(
+            kind=Kind.NEW,
+            folder=folder,
+            config=config,
+            overrides=tuple(overrides),
+            changed={},
+            run=new,
+            set_aside=free_name(folder.path),
+        )
+    before = _given_before(preset, run)
+    config = preset.resolve([*before, *overrides])
+    saved = _saved(folder)
+    if kept := _objective_as_begun(saved, config, [*before, *overrides]):
+        before += kept
+        config = preset.resolve([*before, *overrides])
+    changed = _differences(saved, config)
+    frozen = _frozen(saved, config)
+    if frozen:
+        listed = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in frozen.items())
+        raise ConfigError(
+            f"the run in {_shown(folder.path)} can't go on with other values of what it is made "
+            f"of ({listed}): leave them as they were, name another folder (run.dir=…), or start "
+            f"over with --fresh (the old folder is moved aside)"
+        )
+    finished = _is_finished(run, changed)
+    if not finished:
+        may_start(config)
+    return Opening(
+        kind=Kind.FINISHED if finished else Kind.RESUMED,
+        folder=folder,
+        config=config,
+        overrides=(*before, *overrides),
+        changed=changed,
+        run=run,
+        set_aside=None,
+    )
+
+
+def _refuse_choices(preset: Preset, overrides: Sequence[str], config: Config) -> None:
+    from ...common.config.choices import why_not_started
+    from .choices import check_named
+
+    try:
+        if refusal := why_not_started(config):
+            raise ConfigError(refusal)
+        check_named(config)
+    except ConfigError as error:
+        raise ConfigError(str(error) if overrides else f"{preset.path}: {error}") from None
+
+
+def _objective_as_begun(saved: Config, config: Config, words: Sequence[str]) -> list[str]:
+    """What a run has of its preset that the objective's name would set otherwise, as overrides.
+
+    Older versions left a preset's settings to whatever objective was named over it.
+    """
+    from ...common.objectives import OBJECTIVES
+
+    old, new = saved.learner.objective, config.learner.objective
+    entry = OBJECTIVES.get(new.name)
+    if entry is None or old.name != new.name:
+        return []
+    given = {word.partition("=")[0].strip() for word in words}
+    keys = [f"learner.objective.{name}" for name in entry.defaults]
+    values = {key: getattr(old, name) for key, name in zip(keys, entry.defaults, strict=True)}
+    return [
+        f"{key}={'null' if value is None else value}"
+        for key, value in values.items()
+        if key not in given and value != getattr(new, key.rpartition(".")[2])
+    ]
+
+
+def _given_before(preset: Preset, run: dict[str, Any]) -> list[str]:
+    """The overrides that a run was started and resumed with, if it was with this preset.
+
+    Where its preset's file is gone, as on another machine, one of the same name is it. The folder is
+    the one that was named this time, wherever the run was before.
+    """
+    path = Path(str(run.get("preset_path")))
+    moved = run.get("preset") == preset.name and not path.exists()
+    if path != preset.path and not moved:
+        return []
+    words = [str(word) for word in run.get("overrides", [])]
+    return [word for word in words if word.partition("=")[0].strip() != "run.dir"]
+
+
+def _is_finished(run: dict[str, Any], changed: dict[str, tuple[Any, Any]]) -> bool:
+    """Whether a run is over: one that was given more steps or passes goes on."""
+    if run.get("state") != "finished":
+        return False
+    for key in ("run.steps", "run.passes"):
+        old, new = changed.get(key, (None, None))
+        if old is not None and new is not None and new > old:
+            return False
+    return True
+
+
+def _saved(folder: RunFolder) -> Config:
+    from ...common.config import build, read_yaml
+
+    if not folder.config.exists():
+        raise DataError(
+            f"{_shown(folder.config)} is missing: restore it, or start over with --fresh"
+        )
+    folder.check_config()
+    try:
+        return build(read_yaml(folder.config), stored=True)
+    except ConfigError as error:
+        said = str(error)
+        named = folder.config.name in said
+        raise ConfigError(said if named else f"{_shown(folder.config)}: {said}") from None
+
+
+def _differences(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
+    from ...common.config import differences
+
+    replay = config.replay.model_copy(
+        update={"redis_url": without_password(config.replay.redis_url)}
+    )
+    found = differences(saved, config.model_copy(update={"replay": replay}))
+    # The same folder may be written in several ways; that it is the same was seen by opening it.
+    found.pop("run.dir", None)
+    return found
+
+
+def _frozen(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
+    from ...common.config import frozen_differences
+
+    return frozen_differences(saved, config)
+
+
+def _is_part(folder: RunFolder, entry: os.DirEntry[str]) -> bool:
+    records = folder.journal, folder.metrics, folder.samples
+    return any(is_part(path, entry.name) for path in records)
+
+
+def _refuse_foreign(folder: RunFolder) -> None:
+    if not folder.path.exists():
+        return
+    others = sorted(
+        entry.name
+        for entry in os.scandir(folder.path)
+        if not (entry.name in OWN_ENTRIES or entry.name.startswith(".") or _is_part(folder, entry))
+    )
+    if others:
+        raise DataError(
+            f"{_shown(folder.path)} holds something else than a run ({', '.join(others[:3])}"
+            f"{', …' * (len(others) > 3)}): name another folder with run.dir=…"
+        )
+    if parts(folder.journal) or any(folder.redis.glob("*.aof*")):
+        raise DataError(
+            f"{_shown(folder.path)} holds a run whose run.json is missing: restore it, or name "
+            f"another folder with run.dir=…"
+        )
+
+
+def free_name(path: Path) -> Path:
+    """The first of ``path.1``, ``path.2`` … that doesn't exist."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return aside
+
+
+def _shown(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,94 @@
+"""The processes of a run: name, command and GPUs of each. Started by the job, shown by a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...common.run_folder import RunFolder
+from ..plan.placement import Placement, workers_of
+from ..trackers import trackers_of
+from .supervision import ProcessSpec
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+
+
+def learner(
+    config: Config, folder: RunFolder, placement: Placement, port: str
+) -> list[ProcessSpec]:
+    """Every rank; ``port`` is that of their rendezvous."""
+    ranks = config.learner.ranks
+    return [
+        _role(
+            folder,
+            "learner",
+            rank,
+            ("--rank", str(rank), "--world-size", str(ranks), "--master-port", port),
+            threads=config.learner.threads,
+            gpus=placement.learner[rank],
+        )
+        for rank in range(ranks)
+    ]
+
+
+def rollout(config: Config, folder: RunFolder, placement: Placement) -> list[ProcessSpec]:
+    """Every rollout worker."""
+    return [
+        _role(
+            folder,
+            "rollout",
+            index,
+            threads=config.rollout.threads,
+            gpus=placement.rollout[index],
+        )
+        for index in range(workers_of(config))
+    ]
+
+
+def reward(config: Config, folder: RunFolder) -> list[ProcessSpec]:
+    """Every reward pool; offline nothing is graded while a run goes on."""
+    pools = config.reward.pools if config.learner.source == "ledger" else 0
+    return [_role(folder, "reward", index) for index in range(pools)]
+
+
+def trackers(config: Config, folder: RunFolder) -> list[ProcessSpec]:
+    """One process for each of W&B and TensorBoard that is on: none can harm the other or the run."""
+    return [
+        ProcessSpec(
+            name=name,
+            arguments=("track", "--run", str(folder.path), "--to", name, "--follow"),
+            log=folder.logs / f"{name}.log",
+            environment={"CUDA_VISIBLE_DEVICES": ""},
+        )
+        for name in trackers_of(config)
+    ]
+
+
+def redis(folder: RunFolder, program: str, conf: str) -> ProcessSpec:
+    """The run's own redis-server."""
+    return ProcessSpec(
+        name="redis", arguments=("exec", program, conf), log=folder.logs / "redis.log"
+    )
+
+
+def _role(
+    folder: RunFolder,
+    role: str,
+    index: int,
+    extra: Sequence[str] = (),
+    *,
+    threads: int = 1,
+    gpus: Sequence[int] = (),
+) -> ProcessSpec:
+    name = f"{role}-{index}"
+    return ProcessSpec(
+        name=name,
+        arguments=(role, "--run", str(folder.path), "--name", name, *extra),
+        log=folder.logs / f"{name}.log",
+        threads=threads,
+        environment={
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
+        },
+    )

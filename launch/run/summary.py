@@ -1,0 +1,295 @@
+"""``summary.json``: what a finished run has reached and what it took; and the lines that tell it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import platform
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...common.parts import parts, read_parts
+from ...common.run_folder import RunFolder, write_atomic
+from ...common.telemetry import read_json_lines
+from ...learner.resume.journal import trained
+from ..board.progress import duration
+from ..plan.hardware import Machine
+from .supervision import shown
+
+log = logging.getLogger("tandem.launch")
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+
+PACKAGES = (
+    "tandem-rl",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "deepspeed",
+    "vllm",
+    "flash-attn",
+    "math-verify",
+    "sympy",
+    "numpy",
+    "redis",
+    "pyzmq",
+    "msgspec",
+    "pyarrow",
+    "pydantic",
+)
+"""Whose versions a result may depend on."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was asked of Redis before it ended, for the summary."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    """Groups by ledger state."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """All results, by step."""
+    grader_restarts: list[dict[str, Any]] = field(default_factory=list)
+    """As the pools counted them."""
+    dead_letters: list[dict[str, Any]] = field(default_factory=list)
+    """Groups given up."""
+    idle: dict[str, float] = field(default_factory=dict)
+    """Share of its time that each role waited."""
+    complete: bool = False
+    """All of it was read."""
+
+
+def make(
+    *,
+    folder: RunFolder,
+    config: Config,
+    record: Mapping[str, Any],
+    findings: Findings,
+    wall_seconds: float,
+    machine: Machine,
+) -> dict[str, Any]:
+    """The summary as plain data."""
+    told = Told()
+    for one in read_parts(folder.metrics, log.warning):
+        told.add(one)
+    steps = told.steps
+    first = config.data.evaluate[0].name if config.data.evaluate else None
+    results = [r for r in findings.evaluations if r.get("set_name") == first]
+    before, after = _at(results, 0), _at(results, steps)
+    samples, tokens = _trained(folder, told)
+    return {
+        "run_id": record["run_id"],
+        "preset": record["preset"],
+        "overrides": list(record.get("overrides", [])),
+        "seed": config.run.seed,
+        "steps": steps,
+        "accuracy_before": before["accuracy"] if before else None,
+        "accuracy_after": after["accuracy"] if after else None,
+        "evaluation_problems": after["problems"] if after else None,
+        "evaluations": findings.evaluations,
+        "wall_seconds": round(wall_seconds, 1),
+        "samples_trained": samples,
+        "tokens_trained": tokens,
+        "course": told.course(),
+        "staleness_max": told.staleness,
+        "restarts": [*read_restarts(folder), *_grader_restarts(findings.grader_restarts)],
+        "idle_shares": told.idle() | findings.idle,
+        "ledger": findings.counts,
+        "dead_letters": findings.dead_letters,
+        "machine": str(machine),
+        "python": platform.python_version(),
+        "packages": versions(),
+        "redis": record.get("redis_version"),
+    }
+
+
+SAMPLES = ("train/rows",)
+TOKENS = ("train/tokens_own", "train/tokens_expert")
+STALEST = "replay/staleness_max"
+
+
+COURSE = (
+    "reward/mean",
+    "reward/zero_variance",
+    "rollout/length_mean",
+    "train/entropy",
+    "train/ratio_mean",
+    "train/loss",
+    "replay/staleness_mean",
+)
+"""Metrics of which the summary tells how they began and how they ended."""
+
+
+ENDS = 20
+"""Steps at the beginning and at the end that it tells of, at most."""
+
+
+class Told:
+    """What a summary needs of the metrics, taken record by record."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        """The last step."""
+        self.staleness = 0
+        """The oldest sample's age at any step."""
+        self.trained: dict[int, tuple[int, int]] = {}
+        """Samples and tokens of each step."""
+        self._total = self._waited = 0.0
+        self._counts: Counter[str] = Counter()
+        self._firsts: dict[str, list[float]] = {name: [] for name in COURSE}
+        self._lasts: dict[str, deque[float]] = {name: deque(maxlen=ENDS) for name in COURSE}
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Takes one record in."""
+        step = int(record.get("step") or 0)
+        self.steps = max(self.steps, step)
+        self.staleness = max(self.staleness, int(record.get(STALEST) or 0))
+        if any(key in record for key in SAMPLES):
+            samples, tokens = _sum(record, SAMPLES), _sum(record, TOKENS)
+            self.trained[step] = int(samples), int(tokens)
+        self._total += float(record.get("time/total") or 0)
+        self._waited += _sum(record, [key for key in record if key.startswith("time/wait/")])
+        for name in COURSE:
+            value = record.get(name)
+            if isinstance(value, int | float):
+                self._counts[name] += 1
+                if len(self._firsts[name]) < ENDS:
+                    self._firsts[name].append(value)
+                self._lasts[name].append(value)
+
+    def course(self) -> dict[str, list[float]]:
+        """Of each metric of :data:`COURSE` its means over the first and over the last steps.
+
+        "The first steps" are a tenth of those that have it, 20 at most and one at least.
+        """
+        found = {}
+        for name, total in self._counts.items():
+            count = min(ENDS, max(1, total // 10))
+            ends = self._firsts[name][:count], list(self._lasts[name])[-count:]
+            found[name] = [sum(end) / len(end) for end in ends]
+        return found
+
+    def idle(self) -> dict[str, float]:
+        """Share of its steps' time that the learner waited, as each step recorded it."""
+        return {"learner": round(self._waited / self._total, 4)} if self._total else {}
+
+
+def _sum(record: Mapping[str, Any], keys: Sequence[str]) -> float:
+    return sum(float(record.get(key) or 0) for key in keys)
+
+
+def _at(results: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any] | None:
+    """The result of a step over the most problems."""
+    there = [result for result in results if result.get("step") == step]
+    return max(there, key=lambda result: int(result.get("problems") or 0), default=None)
+
+
+def _trained(folder: RunFolder, told: Told) -> tuple[int, int]:
+    """Samples and tokens that were trained on: the journal's.
+
+    Of a run without one, and of steps whose record in it is without them, the metrics'.
+    """
+    counts: Mapping[int, tuple[int, int] | None] = told.trained
+    if parts(folder.journal):
+        counts = trained(folder.journal)
+    known = [one or told.trained.get(step, (0, 0)) for step, one in counts.items()]
+    return sum(samples for samples, _ in known), sum(tokens for _, tokens in known)
+
+
+def _grader_restarts(counted: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    import datetime
+
+    return [
+        {
+            "process": entry["name"],
+            "time": datetime.datetime.fromtimestamp(entry["time"])
+            .astimezone()
+            .isoformat(timespec="seconds"),
+            "exit": entry["detail"],
+        }
+        for entry in counted
+    ]
+
+
+def read_restarts(folder: RunFolder) -> list[dict[str, Any]]:
+    """Deaths that the supervisor saw, in all lives of the run."""
+    return list(read_json_lines(folder.logs / "restarts.jsonl", log.warning))
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of :data:`PACKAGES`."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write(folder: RunFolder, summary: Mapping[str, Any]) -> None:
+    """Writes ``summary.json``."""
+    write_atomic(folder.summary, json.dumps(summary, indent=1) + "\n")
+
+
+TOLD = (
+    ("reward/mean", "reward", "{:.3f}"),
+    ("reward/zero_variance", "groups without signal", "{:.0%}"),
+    ("rollout/length_mean", "response length", "{:,.1f}"),
+    ("train/entropy", "entropy", "{:.3f}"),
+    ("train/loss", "loss", "{:.4f}"),
+)
+"""Rows of the table that go from the first steps to the last: metric, name, format."""
+
+
+def table(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
+    """A few lines for a person."""
+    rows = [("steps", f"{summary['steps']}")]
+    if summary["accuracy_after"] is not None:
+        before = summary["accuracy_before"]
+        came = f"{100 * before:.1f}% -> " if before is not None else ""
+        now, over = 100 * summary["accuracy_after"], summary["evaluation_problems"]
+        rows.append(("held-out accuracy", f"{came}{now:.1f}% ({over} problems)"))
+    for metric, name, form in TOLD:
+        if metric in summary["course"]:
+            began, ended = (form.format(value) for value in summary["course"][metric])
+            rows.append((name, f"{began} -> {ended}"))
+    if "replay/staleness_mean" in summary["course"]:
+        mean = summary["course"]["replay/staleness_mean"][1]
+        rows.append(
+            ("staleness", f"{mean:.1f} steps at the end, {summary['staleness_max']} at most")
+        )
+    rows.append(
+        (
+            "trained on",
+            f"{summary['samples_trained']:,} samples, {summary['tokens_trained']:,} tokens",
+        )
+    )
+    rows.append(("time", duration(summary["wall_seconds"])))
+    rows.append(("restarts", str(len(summary["restarts"]))))
+    if summary["idle_shares"]:
+        shares = ", ".join(f"{r} {100 * s:.0f}%" for r, s in summary["idle_shares"].items())
+        rows.append(("idle", shares))
+    rows.append(("model", shown(folder.model)))
+    rows.append(("summary", shown(folder.summary)))
+    if folder.report.exists():
+        rows.append(("report", shown(folder.report)))
+    width = max(len(name) for name, _ in rows) + 2
+    return ["", *(f"  {name:<{width}}{value}" for name, value in rows), ""]
+
+
+def next_command(config: Config, preset: str, machine: Machine) -> str:
+    """What to run next on this machine."""
+    # In a clone the command isn't on PATH, and the script does its own set-up.
+    start = "bash launch/start_all.sh" if Path("launch/start_all.sh").exists() else "tandem start"
+    if len(machine.gpus) >= 8 and not preset.startswith("qwen"):
+        return f"{start} qwen2.5-math-7b-luffy-8gpu  (8 GPUs are here; see its data first)"
+    if preset == "miniature":
+        return f"{start} miniature-on-policy  (the same without the traces: it stays near 0)"
+    if preset in ("miniature-on-policy", "miniature-easy", "miniature-sft"):
+        return f"{start} miniature  (4 traces and rewards together)"
+    return f"tandem evaluate --model {config.run.dir}/model --data YOUR.parquet"

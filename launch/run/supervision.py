@@ -1,0 +1,584 @@
+"""Keeps a run's processes alive: starts, watches, restarts with back-off, drains and ends them.
+
+A *part* is what lives and dies as one: redis-server, a reward pool, a rollout worker, or all
+ranks of the learner. Each process has its own session, so that a Ctrl-C in the terminal reaches
+the supervisor alone, and its output is appended to ``logs/<name>.log``.
+
+A part that dies is started again after a pause that doubles from ``launch.backoff_seconds`` to
+30 s. Only deaths without progress in between count towards ``launch.max_failures``; progress
+means that more steps are journalled than at the part's last death. A SIGKILL counts a quarter of
+a death: it is somebody else's doing, a person's, a scheduler's or the kernel's, and tells little of
+the part. A part that can't be kept alive ends the run.
+
+The first SIGINT, SIGTERM or SIGHUP (or a terminal that has gone away) drains: the parts get
+SIGTERM stage by stage, the learner first, so that it checkpoints while Redis still answers. The
+second kills at once. A SIGHUP that is ignored, as under nohup, stays so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import FrameType
+
+from ...common.disk import DiskFull, is_full, try_append
+from ...common.errors import ConfigError, RunFailedError, TandemError
+from .disk_watch import DiskWatch
+
+LONGEST_PAUSE = 30.0
+"""Seconds between two attempts at most."""
+REAP_SECONDS = 10.0
+"""A killed process that is still there after so long is left behind, with a word about it."""
+KILLED_COUNTS = 0.25
+"""What a SIGKILL counts towards ``launch.max_failures``, where any other death counts 1."""
+HOPELESS: Mapping[int, str] = {
+    ConfigError.exit_code: "ended with a configuration or data error",
+    RunFailedError.exit_code: "ended the run",
+}
+"""Exit codes after which starting again can't help."""
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+
+
+class PartFailed(TandemError):
+    """A part of the run could not be kept alive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """How to start one process."""
+
+    name: str
+    """Names its log, and the member in the registry."""
+    arguments: tuple[str, ...]
+    """For :mod:`tandem.launch.lifeline`: a tandem sub-command, or ``exec`` and a program."""
+    log: Path
+    """Its output is appended here."""
+    threads: int = 1
+    """CPU threads of numerical libraries."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the supervisor's own."""
+    pass_fds: tuple[int, ...] = ()
+    """Descriptors that it inherits."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """What lives and dies as one."""
+
+    name: str
+    """``learner``, ``rollout-0``, ``reward-0`` or ``redis``."""
+    stage: int
+    """Parts are drained in the order of their stages."""
+    specs: Callable[[], Sequence[ProcessSpec]]
+    """Called at every start: a learner takes a fresh port each time."""
+    on_start: Callable[[list[int]], None] | None = None
+    """Told the pids after every start."""
+    before_end: Callable[[], None] | None = None
+    """Called once before it is told to end: last words with it. If it is dead just then, it is
+    started once more for them, unless it can't be kept alive."""
+    may_finish: bool = False
+    """Its exit with code 0 can mean that the run has finished."""
+    dispensable: bool = False
+    """The run goes on without it when it dies: it is told once and not started again."""
+    processes: list[tuple[ProcessSpec, subprocess.Popen[bytes]]] = field(default_factory=list)
+    """Running, or not yet reaped."""
+    failures: float = 0.0
+    """Deaths since progress was last seen, those by SIGKILL at a quarter."""
+    deaths: int = 0
+    """All deaths since progress was last seen."""
+    progress_at_death: int = -1
+    """Steps journalled when it last died."""
+    due: float | None = None
+    """Monotonic time of its next start; None while it runs."""
+
+    def alive(self) -> bool:
+        """True while any of its processes runs."""
+        return any(exit_of(process) is None for _, process in self.processes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """One death that was followed by a new start."""
+
+    process: str
+    """Name of the process."""
+    time: str
+    """Local time, ISO 8601."""
+    exit: int | str
+    """Exit code, or the signal's name."""
+
+
+class Outcome(Enum):
+    """How :meth:`Supervisor.run` ended."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    KILLED = "killed"
+
+
+class Supervisor:
+    """Runs parts until one of them has finished the run, or somebody wants it to stop."""
+
+    def __init__(
+        self,
+        *,
+        max_failures: int,
+        backoff_seconds: float,
+        drain_seconds: float,
+        say: Callable[[str], None],
+        progress: Callable[[], int] = lambda: 0,
+        finished: Callable[[], bool | None] = lambda: True,
+        tick: Callable[[], None] = lambda: None,
+        restarts_file: Path | None = None,
+        disk_watch: DiskWatch | None = None,
+    ) -> None:
+        self._max_failures = max_failures
+        self._backoff = backoff_seconds
+        self._drain_seconds = drain_seconds
+        self._say = say
+        self._progress = progress
+        self._finished = finished
+        self._tick = tick
+        self._restarts_file = restarts_file
+        self._unwritten: list[str] = []
+        self._disk = disk_watch
+        self._parts: list[Part] = []
+        self._stops: list[str] = []
+        self._old_handlers: dict[int, object] = {}
+        self._wake_read = self._wake_write = -1
+        self._old_wakeup = -1
+        self.restarts: list[Restart] = []
+        self.signal_seen: int | None = None
+
+    # --- signals -------------------------------------------------------------------------
+
+    def __enter__(self) -> Supervisor:
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._old_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # Under nohup the run outlives its terminal.
+            self._old_handlers[number] = signal.signal(number, self._on_signal)
+        # A handler is needed for SIGCHLD to reach the wake-up pipe.
+        self._old_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.kill()
+        finally:
+            signal.set_wakeup_fd(self._old_wakeup)
+            for number, handler in self._old_handlers.items():
+                signal.signal(number, handler)  # type: ignore[arg-type]
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signal_seen = self.signal_seen or number
+        self._stops.append(signal.Signals(number).name)
+
+    def request_stop(self, reason: str) -> None:
+        """Drains as at the first signal, if nobody has asked for it yet."""
+        if not self._stops:
+            self._stops.append(reason)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Somebody wants the run to stop: check it between lengthy things."""
+        return bool(self._stops)
+
+    def _wait(self, seconds: float) -> None:
+        """Until a signal, a child's death, or the time is over."""
+        ready, _, _ = select.select([self._wake_read], [], [], seconds)
+        if ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+
+    # --- starting and watching -----------------------------------------------------------
+
+    def start(self, part: Part) -> None:
+        """Starts a part and watches it from now on. Call it from the main thread.
+
+        (The children's death signal is tied to the *thread* that started them.)
+        """
+        if part not in self._parts:
+            self._parts.append(part)
+        part.due = None
+        try:
+            for spec in part.specs():
+                part.processes.append((spec, _spawn(spec)))
+        except OSError as error:
+            if self._disk is None or not is_full(error):
+                raise
+            # Its log can't even be made.
+            self._disk.suspect(spec.log)
+            self._reap(part)
+            part.due = time.monotonic() + 1.0
+            return
+        if part.on_start is not None:
+            part.on_start([process.pid for _, process in part.processes])
+
+    def run(self) -> Outcome:
+        """Watches until the run has finished or is to stop; the parts have ended on return.
+
+        Raises:
+            PartFailed: a part died ``max_failures`` times without progress; names its log.
+        """
+        while True:
+            self._wait(0.2)
+            if self._stops:
+                return self._stop()
+            try:
+                if any(self._look_after(part) for part in self._parts):
+                    self.drain()
+                    return Outcome.FINISHED
+            except PartFailed:
+                self.drain()
+                raise
+            self._write_restarts()
+            overdue = self._disk.overdue() if self._disk is not None else ""
+            if overdue:
+                self._say("draining, since there is no space")
+                self.drain()
+                raise DiskFull(overdue)
+            self._tick()
+
+    def watch_during(self, work: Callable[[], None]) -> None:
+        """Does something lengthy in a thread, and watches meanwhile; raises what it raised.
+
+        Raises:
+            PartFailed: as :meth:`run`; the work is then left behind.
+        """
+        failed: list[BaseException] = []
+
+        def do() -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                failed.append(error)
+
+        thread = threading.Thread(target=do, name="watched", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.05)
+            for part in self._parts:
+                self._look_after(part)
+        if failed:
+            raise failed[0]
+
+    def run_until(self, done: Callable[[], bool]) -> Outcome:
+        """Like :meth:`run` for parts that end by themselves, until ``done`` says so."""
+        while True:
+            self._wait(0.2)
+            if self._stops:
+                return self._stop()
+            if done():
+                self.drain()
+                return Outcome.FINISHED
+            for part in self._parts:
+                if not done():
+                    self._look_after(part)
+
+    def _look_after(self, part: Part) -> bool:
+        """Restarts a dead part; True where its end is the end of the run.
+
+        While nobody can tell whether the run has finished, what might have finished it is left as
+        it is: it is asked again at the next look, when Redis has been brought back.
+        """
+        if part.due is not None:
+            if time.monotonic() >= part.due and not self._disk_is_full():
+                self.start(part)
+            return False
+        exits = [exit_of(process) for _, process in part.processes]
+        if all(code is None for code in exits):
+            return False
+        if part.dispensable and not self._disk_is_full():
+            self._let_go(part, next(code for code in exits if code is not None))
+            return False
+        if all(code in (0, None) for code in exits):
+            # Ranks end one after the other; the last decides.
+            if any(code is None for code in exits):
+                return False
+            over = self._finished()
+            if over is None:
+                return False
+            if over:
+                # A worker may see the end of the run before the learner has left.
+                self._reap(part)
+                return part.may_finish
+        spec, process = next(
+            (pair for pair, code in zip(part.processes, exits, strict=True) if code),
+            next(
+                pair for pair, code in zip(part.processes, exits, strict=True) if code is not None
+            ),
+        )
+        died = exit_of(process)
+        assert died is not None
+        if part.may_finish:
+            over = self._finished()
+            if over is None:
+                return False
+            if over:
+                self._say(f"{spec.name} {described(died)} after it had finished the run")
+                return True
+        self._reap(part)
+        self._count(part, spec, died)
+        return False
+
+    def _let_go(self, part: Part, died: int) -> None:
+        spec = part.processes[0][0]
+        told = last_lines(spec.log, 1).strip().removeprefix("| ")
+        self._say(f"warning: {spec.name} {described(died)}, the run goes on without it: {told}")
+        self._reap(part)
+
+    def _disk_is_full(self) -> bool:
+        return self._disk is not None and self._disk.full()
+
+    def _count(self, part: Part, spec: ProcessSpec, died: int) -> None:
+        if died not in HOPELESS and self._died_of_a_full_disk(spec, died):
+            # None of its doing. It is started again as soon as there is space.
+            part.due = time.monotonic()
+            self._note(spec, died)
+            self._say(f"{spec.name} {described(died)}; it is started again once there is space")
+            return
+        progress = self._progress()
+        if progress > part.progress_at_death:
+            part.failures, part.deaths = 0.0, 0
+        part.failures += KILLED_COUNTS if died == -signal.SIGKILL else 1.0
+        part.deaths += 1
+        part.progress_at_death = max(progress, part.progress_at_death)
+        if died in HOPELESS or part.failures >= self._max_failures:
+            why = HOPELESS.get(
+                died,
+                f"died {part.deaths} times without a step in between; at last it {described(died)}",
+            )
+            raise PartFailed(
+                f"{spec.name} {why}; the last lines of {shown(spec.log)}:\n{last_lines(spec.log)}"
+            )
+        pause = min(LONGEST_PAUSE, self._backoff * 2 ** max(0.0, part.failures - 1))
+        part.due = time.monotonic() + pause
+        self._note(spec, died)
+        self._say(f"{spec.name} {described(died)}; starting it again in {pause:.1f} s")
+
+    def _died_of_a_full_disk(self, spec: ProcessSpec, died: int) -> bool:
+        if self._disk is None:
+            return False
+        if died == DiskFull.exit_code:
+            self._disk.suspect(spec.log)
+        return self._disk.full()
+
+    def _note(self, spec: ProcessSpec, died: int) -> None:
+        restart = Restart(process=spec.name, time=now(), exit=signal_name(died))
+        self.restarts.append(restart)
+        entry = {"process": restart.process, "time": restart.time, "exit": restart.exit}
+        self._unwritten.append(json.dumps(entry) + "\n")
+        self._write_restarts()
+
+    def _write_restarts(self) -> None:
+        """Writes what is to be written of restarts; what finds no space is kept for later."""
+        if self._restarts_file is None or not self._unwritten:
+            return
+        try:
+            with open(self._restarts_file, "ab", buffering=0) as file:
+                while self._unwritten:
+                    try_append(file, self._unwritten[0].encode())
+                    del self._unwritten[0]
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if self._disk is not None:
+                self._disk.suspect(self._restarts_file)
+
+    # --- ending --------------------------------------------------------------------------
+
+    def _stop(self) -> Outcome:
+        # A signal that the user sent is answered; a terminal that is gone can't read it.
+        self._say(f"{self._stops[0]}: draining and checkpointing (once more: stop at once)")
+        return Outcome.STOPPED if self.drain() else Outcome.KILLED
+
+    def drain(self) -> bool:
+        """SIGTERM stage by stage, waiting for each; False where something had to be killed.
+
+        All stages together have ``drain_seconds``, of which each later stage keeps a share.
+        """
+        end = time.monotonic() + self._drain_seconds
+        clean = True
+        for part in self._parts:
+            # Others write to it while they drain.
+            self._revive(part)
+        stages = sorted({part.stage for part in self._parts})
+        for index, stage in enumerate(stages):
+            parts = [part for part in self._parts if part.stage == stage]
+            # What comes later may need up to 2 s each, Redis above all.
+            stage_end = max(end - 2.0 * (len(stages) - 1 - index), time.monotonic() + 2.0)
+            told_half = (stage_end + time.monotonic()) / 2
+            for part in parts:
+                if part.before_end is not None and self._revive(part):
+                    part.before_end()
+                for _, process in part.processes:
+                    _signal(process, signal.SIGTERM)
+            while any(part.alive() for part in parts):
+                now_ = time.monotonic()
+                if now_ > told_half:
+                    told_half = float("inf")
+                    names = ", ".join(part.name for part in parts if part.alive())
+                    self._say(f"waiting for {names} to end, {stage_end - now_:.0f} s more")
+                if len(self._stops) > 1:
+                    self.kill()
+                    return False
+                if now_ > stage_end:
+                    clean = False
+                    for part in parts:
+                        for spec, process in part.processes:
+                            if exit_of(process) is None:
+                                self._say(f"{spec.name} didn't end in time and is killed")
+                    break
+                self._wait(0.1)
+            for part in parts:
+                self._reap(part)
+        self._write_restarts()
+        return clean
+
+    def _revive(self, part: Part) -> bool:
+        """Starts a part with last words again if it is dead; whether it is alive now."""
+        hopeless = part.failures >= self._max_failures
+        if part.before_end is not None and not part.alive() and not hopeless:
+            self._reap(part)
+            self.start(part)
+        part.due = None
+        return part.alive()
+
+    def kill(self) -> None:
+        """Kills everything at once."""
+        for part in sorted(self._parts, key=lambda part: part.stage):
+            part.due = None
+            self._reap(part)
+
+    def _reap(self, part: Part) -> None:
+        """Kills what is left of a part's process groups, and waits for its processes."""
+        for _, process in part.processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        for spec, process in part.processes:
+            try:
+                process.wait(REAP_SECONDS)
+            except subprocess.TimeoutExpired:
+                # Inside a call of the kernel that doesn't end: a dead disk, a wedged GPU.
+                self._say(
+                    f"{spec.name} (pid {process.pid}) was killed and has not gone in "
+                    f"{REAP_SECONDS:.0f} s: look at its disk and its GPU (dmesg)"
+                )
+        part.processes = []
+
+
+def command_of(spec: ProcessSpec, parent: str) -> list[str]:
+    """The command line of a process; ``parent`` is the pid that it lives and dies with."""
+    # -P: a file of the user's working directory must not shadow a library's module.
+    return [sys.executable, "-P", "-m", "tandem.launch.lifeline", parent, *spec.arguments]
+
+
+def environment_of(spec: ProcessSpec) -> dict[str, str]:
+    """What is added to the environment of a process."""
+    threads = dict.fromkeys(THREAD_VARIABLES, str(spec.threads))
+    more = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    return {**threads, **more, **spec.environment}
+
+
+def _spawn(spec: ProcessSpec) -> subprocess.Popen[bytes]:
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        # Roles read the password from the join file; they need not inherit it.
+        if key != "TANDEM_REDIS_PASSWORD"
+    }
+    environment.update(environment_of(spec))
+    with open(spec.log, "ab", buffering=0) as log:
+        with contextlib.suppress(OSError):  # On a full disk it does without.
+            log.write(f"=== {now()} {spec.name}\n".encode())
+        return subprocess.Popen(
+            command_of(spec, str(os.getpid())),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+            pass_fds=spec.pass_fds,
+        )
+
+
+def exit_of(process: subprocess.Popen[bytes]) -> int | None:
+    """Exit code (negative: signal) of a process that has ended, without reaping it.
+
+    While it is a zombie its process group's id can't be used again, so that :meth:`Supervisor.kill`
+    can end what it left behind.
+    """
+    if process.returncode is not None:
+        return process.returncode
+    try:
+        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return process.poll()
+    if found is None:
+        return None
+    killed = found.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+    return -found.si_status if killed else found.si_status
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """To the process alone: it knows best how to tell its own children."""
+    if exit_of(process) is None:
+        process.send_signal(number)
+
+
+def signal_name(code: int) -> int | str:
+    """An exit code as it is recorded: signals by their name."""
+    return signal.Signals(-code).name if code < 0 else code
+
+
+def described(code: int) -> str:
+    """How a process ended, as the rest of a sentence."""
+    return f"was killed by {signal_name(code)}" if code < 0 else f"ended with exit code {code}"
+
+
+def last_lines(path: Path, count: int = 12) -> str:
+    """The end of a log, indented."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - 16384))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"  ({error.strerror})"
+    return "\n".join(f"  | {line}" for line in lines[-count:])
+
+
+def shown(path: Path) -> str:
+    """A path as the user would type it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def now() -> str:
+    """Local time with its offset, to the second."""
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")

@@ -1,0 +1,182 @@
+"""`tandem doctor`: what it finds, what mends it, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.launch.cli import main
+from tandem.launch.host import redis_server, requirements, surroundings
+from tandem.launch.plan.hardware import Gpu, Machine
+from tandem.launch.run.presets import load
+
+GPU = Machine(gpus=(Gpu(index=0, name="H100", memory_mb=81559),), cores=8, memory_mb=1 << 20)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tandem.launch.plan.hardware.gpus", lambda: ())
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
+    code = main(["doctor", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def finding(found: dict, name: str) -> dict:
+    return next(one for one in found["findings"] if one["name"] == name)
+
+
+def test_a_machine_that_can_run_the_miniature(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = doctor(capsys)
+    assert (code, found["preset"], found["could_run"]) == (0, "miniature", True)
+    names = {one["name"] for one in found["findings"]}
+    assert names >= {
+        *("Python", "GPUs", "torch", "deepspeed", "vllm", "flash-attn", "redis-server"),
+        *("/dev/shm", "open files", "host name", "disk", "memory", "compiler", "sandbox"),
+    }
+    assert finding(found, "redis-server")["state"] == "ok"
+
+
+def test_a_preset_that_this_machine_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = doctor(capsys, "qwen2.5-math-7b-luffy-8gpu")
+    assert (code, found["could_run"]) == (1, False)
+    gpus = finding(found, "GPUs")
+    assert gpus["state"] == "missing"
+    assert "needs 8 GPUs" in gpus["why"]
+    assert "tandem start miniature" in gpus["mend"]
+    # The others are told of in short.
+    assert found["presets"]["miniature-easy"] == []
+
+
+def test_the_words_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "qwen2.5-math-7b-luffy-8gpu"]) == 1
+    out = capsys.readouterr().out
+    assert "MISSING  GPUs" in out
+    assert "qwen2.5-math-7b-luffy-8gpu lacks: GPUs" in out
+    assert "  miniature: could run here" in out
+
+
+def test_a_missing_redis_server_comes_with_its_remedy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_server, "_candidates", list)
+    code, found = doctor(capsys)
+    assert code == 1
+    assert "apt install redis-server" in finding(found, "redis-server")["mend"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "package"),
+    [
+        ("rollout.engine=vllm", "vllm"),
+        ("model.attention=flash_attention_2", "flash-attn"),
+        ("log.wandb=offline", "wandb"),
+        ("log.tensorboard=true", "tensorboard"),
+    ],
+)
+def test_a_package_is_missing_only_for_who_wants_it(
+    setting: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = requirements.importlib.util.find_spec
+    hidden = {"vllm", "flash_attn", "wandb", "tensorboard"}
+    monkeypatch.setattr(
+        requirements.importlib.util,
+        "find_spec",
+        lambda name, *more: None if name in hidden else real(name, *more),
+    )
+    here = Machine(gpus=(), cores=1, memory_mb=1 << 20)
+
+    def state(*overrides: str) -> str:
+        config = load("miniature").resolve(overrides)
+        found = requirements.examine(config, here, tmp_path, beside=False)
+        return next(one.state for one in found if one.name == package)
+
+    assert state() == "note"
+    assert state(setting) == "missing"
+
+
+@pytest.mark.parametrize(("setting", "state"), [("torch", "note"), ("vllm", "missing")])
+def test_a_vllm_of_another_version_is_told_with_the_command_that_mends_it(
+    setting: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = requirements.importlib.util.find_spec
+    monkeypatch.setattr(
+        requirements.importlib.util,
+        "find_spec",
+        lambda name, *more: real("json") if name == "vllm" else real(name, *more),
+    )
+    monkeypatch.setattr(requirements.vllm_version, "found", lambda: ("vllm", "0.35.0"))
+    config = load("miniature").resolve([f"rollout.engine={setting}"])
+    here = Machine(gpus=(), cores=1, memory_mb=1 << 20)
+    found = requirements.examine(config, here, tmp_path, beside=False)
+    (vllm,) = [one for one in found if one.name == "vllm"]
+    assert vllm.state == state
+    assert "vllm 0.35.0 is newer" in vllm.why
+    assert "pip install 'vllm>=0.28,<0.34'" in vllm.mend
+
+
+def test_torch_and_driver_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load("qwen2.5-0.5b-grpo-1gpu").resolve([])
+    answer = {"available": True, "gpus": 1, "bf16": True}
+    monkeypatch.setattr(surroundings, "_ask_torch", lambda: answer)
+
+    def look(built: str | None, supported: str | None) -> surroundings.Finding:
+        monkeypatch.setattr(surroundings, "cuda_of_torch", lambda: built)
+        monkeypatch.setattr(surroundings, "cuda_of_driver", lambda: supported)
+        return surroundings.cuda(config, GPU)[0]
+
+    assert look("13.0", "13.1").state == "ok"
+    assert look("13.2", "13.0").state == "ok"  # minor versions of one major one fit
+    old = look("13.0", "12.4")
+    assert (old.state, old.why) == ("missing", "the driver is too old for this build of torch")
+    assert "--torch-backend auto" in old.mend
+    assert look(None, "13.0").why == "this build of torch can't use a GPU"
+    answer["bf16"] = False
+    assert "bfloat16" in look("13.0", "13.0").why
+
+
+def test_the_cuda_that_torch_is_built_for_is_read_without_importing_it() -> None:
+    code = (
+        "import sys; from tandem.launch.host.surroundings import cuda_of_torch; told = cuda_of_torch(); "
+        "assert 'torch' not in sys.modules; import torch; assert told == torch.version.cuda"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
+
+
+def test_torch_is_not_imported() -> None:
+    code = (
+        "import sys; from tandem.launch.cli import main; main(['doctor']); "
+        "print(sorted({'torch', 'transformers', 'vllm', 'deepspeed', 'wandb'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_model_to_be_fetched_is_no_obstacle_unless_the_hub_is_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    config = load("qwen2.5-0.5b-grpo-1gpu").resolve([])
+
+    def state() -> str:
+        found = requirements.examine(config, GPU, tmp_path, beside=False)
+        return next(one.state for one in found if one.name == "model")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert state() == "note"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert state() == "missing"
+
+
+def test_the_disk_must_hold_the_checkpoints_of_a_model_that_is_not_here_yet() -> None:
+    config = load("qwen2.5-math-7b-luffy-8gpu").resolve([])
+    # Three checkpoints of 16 bytes a parameter, the download and the export, and the rest.
+    assert requirements.disk_wanted(config) > 3 * 16 * 7_615_616_512

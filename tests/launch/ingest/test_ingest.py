@@ -1,0 +1,500 @@
+"""Ingest: what comes out of data sets, and every bad input as one line before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tandem.common import prompts
+from tandem.common.config import Config
+from tandem.common.errors import DataError
+from tandem.common.models import resolve
+from tandem.common.records import Verdict
+from tandem.common.run_folder import JoinInfo, RunFolder
+from tandem.launch.cli import main
+from tandem.launch.host import redis_server
+from tandem.launch.ingest import prepare as ingest
+from tandem.launch.ingest import process as ingest_process
+from tandem.launch.ingest.prepare.process import IngestProcess
+from tandem.launch.miniature.parquet import SCHEMA, write
+from tandem.launch.run.presets import load
+from tandem.replay.connection import connect
+from tandem.replay.ledger import Ledger, LedgerSettings
+from tandem.replay.store import RunStore
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def made(here: Path) -> Path:
+    """Parquet files of the hard miniature, in small."""
+    write(here / "d", traces=3, fresh=6, held_out=5)
+    return here / "d"
+
+
+PLAIN = (
+    "data.miniature=null",
+    "data.train=[{path: d/expert.parquet},{path: d/fresh.parquet, weight: 2}]",
+    "data.evaluate=[{path: d/heldout.parquet, name: heldout}]",
+)
+
+
+def prepared(*overrides: str) -> ingest.Prepared:
+    config = load("miniature").resolve([*PLAIN, *overrides])
+    assert config.run.dir is not None
+    return ingest.prepare(config, RunFolder(config.run.dir))
+
+
+def change(path: Path, edit: Callable[[list[dict]], None]) -> None:
+    """Edits the rows of a parquet file."""
+    rows = pq.read_table(path).to_pylist()
+    edit(rows)
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
+
+
+# --- what comes out ---
+
+
+class _Untouched:
+    """A tokenizer that may not be given a text which is surely too long."""
+
+    def __init__(self, tokenizer: object, most: int) -> None:
+        self._tokenizer = tokenizer
+        self._most = most
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **settings: object) -> list[int]:
+        assert len(text) <= self._most
+        return self._tokenizer.encode(text, **settings)  # type: ignore[attr-defined, no-any-return]
+
+
+def test_prompts_of_ten_megabytes_are_left_out_without_a_token(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def edit(rows: list[dict]) -> None:
+        for row in rows[:3]:
+            row["prompt"][0]["content"] = "7+5-" * 2_500_000
+
+    change(made / "fresh.parquet", edit)
+    load_tokenizer = ingest.load_tokenizer
+    monkeypatch.setattr(
+        ingest, "load_tokenizer", lambda path: _Untouched(load_tokenizer(path), 1_000_000)
+    )
+    found = prepared()
+    assert found.counts["fresh"].long_prompts == 3
+    assert found.counts["fresh"].problems == 3
+    with pytest.raises(
+        DataError, match=r"row 0: the prompt has 10,000,000 characters and data\.max"
+    ):
+        prepared("data.overlong=refuse")
+
+
+def test_a_trace_of_ten_megabytes_is_left_out_without_a_token(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def edit(rows: list[dict]) -> None:
+        rows[0]["target"][0]["content"] = "7+5-" * 2_500_000
+
+    change(made / "expert.parquet", edit)
+    load_tokenizer = ingest.load_tokenizer
+    monkeypatch.setattr(
+        ingest, "load_tokenizer", lambda path: _Untouched(load_tokenizer(path), 1_000_000)
+    )
+    assert prepared().counts["expert"].long_traces == 1
+
+
+def test_no_text_of_so_many_characters_has_fewer_tokens() -> None:
+    tokenizer = ingest.load_tokenizer("miniature")
+    longest = prompts.longest_token(tokenizer)
+    for text in ("7+5-3=?", "<think>", "1+2-3\n" * 20):
+        assert len(text) <= longest * max(1, len(prompts.encode(tokenizer, text)))
+
+
+def test_a_slow_ingest_says_what_it_does(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load("miniature").resolve(PLAIN)
+    assert config.run.dir is not None
+    # So often that a line comes for certain while the child loads its tokenizer.
+    monkeypatch.setattr(ingest_process, "TELL_SECONDS", 0.05)
+    said: list[str] = []
+    process = IngestProcess(config, RunFolder(config.run.dir), said.append)
+    try:
+        assert process.prepare().traces == 3
+    finally:
+        process.close()
+    assert said
+    assert all(line.startswith("data: ") for line in said)
+
+
+def test_problems_traces_and_held_out_sets(made: Path) -> None:
+    found = prepared()
+    assert found.sources == (("expert", 3, 1), ("fresh", 6, 2))
+    assert len(found.problems) == 9
+    assert len(found.evaluate["heldout"]) == 5
+    problem = found.problems[0]
+    assert problem.problem_id == "expert/0"
+    assert problem.trace_ids == ("expert/0#0",)
+    assert problem.prompt_text.endswith("<think>")
+    assert len(problem.prompt_tokens) == 21
+    trace = found.traces[0]
+    assert trace.verdict is Verdict.CORRECT
+    assert trace.reward == 1.0
+    assert trace.components["format"] == 1.0
+    assert len(trace.tokens) == 53
+    assert trace.grader is not None
+    assert not [p for p in found.problems if p.problem_id.startswith("fresh") and p.trace_ids]
+
+
+def test_the_digest_names_the_data(made: Path) -> None:
+    before = prepared().data_digest
+    assert prepared().data_digest == before
+    change(made / "fresh.parquet", lambda rows: rows[3]["reward_model"].update(ground_truth="1"))
+    assert prepared().data_digest != before
+
+
+def test_what_was_read_is_known_again_by_its_bytes(made: Path) -> None:
+    def digest(*overrides: str) -> str:
+        config = load("miniature").resolve([*PLAIN, *overrides])
+        return ingest.inputs_digest(config, RunFolder("runs/x"))
+
+    before = digest()
+    assert digest("run.steps=9", "log.every=1", "expert.when=all_failed") == before
+    assert digest("rollout.max_new_tokens=60") != before
+    change(made / "heldout.parquet", lambda rows: rows.pop())
+    assert digest() != before
+
+
+def test_the_miniature_is_read_before_its_folder_exists(here: Path) -> None:
+    config = load("miniature").resolve(["data.miniature_fresh=5"])
+    found = ingest.prepare(config, RunFolder("runs/x"))
+    assert found.sources == (("expert", 4, 1), ("fresh", 5, 1))
+    assert list(here.iterdir()) == []
+
+
+def test_traces_that_nobody_uses_are_left_alone(made: Path) -> None:
+    found = prepared("expert.per_group=0")
+    assert found.traces == ()
+    assert not any(problem.trace_ids for problem in found.problems)
+
+
+def test_a_wrong_trace_does_not_enter_and_is_counted(made: Path) -> None:
+    change(made / "expert.parquet", lambda rows: rows[1]["reward_model"].update(ground_truth="99"))
+    found = prepared()
+    assert [trace.trace_id for trace in found.traces] == ["expert/0#0", "expert/2#0"]
+    assert found.counts["expert"].refused_traces == {"wrong": 1}
+    assert "1 traces graded wrong" in str(found.counts["expert"])
+
+
+def out_of_form(*which: int) -> Callable[[list[dict]], None]:
+    """Right answers in a form that closes the preset's gate."""
+
+    def edit(rows: list[dict]) -> None:
+        for number in which:
+            rows[number]["target"][0]["content"] = "So " + rows[number]["target"][0]["content"]
+
+    return edit
+
+
+def test_a_correct_trace_that_is_paid_nothing_does_not_enter_and_is_counted(made: Path) -> None:
+    """With a reward of 0 its tokens would be pushed down as those of a wrong answer are."""
+    change(made / "expert.parquet", out_of_form(1))
+    found = prepared()
+    assert [trace.trace_id for trace in found.traces] == ["expert/0#0", "expert/2#0"]
+    assert [len(problem.trace_ids) for problem in found.problems[:3]] == [1, 0, 1]
+    counts = found.counts["expert"]
+    assert (counts.traces, counts.unpaid_traces, counts.refused_traces) == (2, 1, {})
+    assert "left out: 1 traces graded correct and paid nothing" in str(counts)
+
+
+def test_without_a_trace_left_it_says_what_became_of_them(made: Path, here: Path, capsys) -> None:
+    change(made / "expert.parquet", out_of_form(0, 1, 2))
+    said = refused(capsys, here, *PLAIN)
+    assert "3 traces graded correct and paid nothing" in said
+
+
+def test_a_wrong_trace_that_is_let_in_enters_without_being_paid(made: Path) -> None:
+    change(made / "expert.parquet", lambda rows: rows[1]["reward_model"].update(ground_truth="99"))
+    found = prepared("expert.accept=[correct, wrong]")
+    assert [trace.reward for trace in found.traces] == [1.0, 0.0, 1.0]
+
+
+def test_a_reward_forced_upon_own_samples_leaves_the_experts_alone(made: Path) -> None:
+    found = prepared("reward.own_reward=0", "expert.per_group=1")
+    assert found.traces
+    assert all(trace.reward == 1.0 for trace in found.traces)
+
+
+def test_a_trace_over_the_limit_is_left_out_whole(made: Path) -> None:
+    found = prepared("rollout.max_new_tokens=40", "expert.per_group=0", "learner.source=ledger")
+    assert found.traces == ()
+    made_sft = load("miniature-sft").resolve(["data.miniature_fresh=3"])
+    assert len(ingest.prepare(made_sft, RunFolder("x")).traces) == 4
+
+
+def test_the_opener_that_the_prompt_ends_with_is_taken_off_the_trace(made: Path) -> None:
+    plain = prepared().traces[0]
+
+    def reopen(rows: list[dict]) -> None:
+        rows[0]["target"][0]["content"] = "<think>" + rows[0]["target"][0]["content"]
+
+    change(made / "expert.parquet", reopen)
+    np.testing.assert_array_equal(prepared().traces[0].tokens, plain.tokens)
+
+
+def test_long_prompts_are_dropped_and_counted(made: Path) -> None:
+    def lengthen(rows: list[dict]) -> None:
+        rows[2]["prompt"][0]["content"] = "1+1" * 20
+
+    change(made / "fresh.parquet", lengthen)
+    found = prepared()
+    assert found.counts["fresh"].long_prompts == 1
+    assert found.sources[1] == ("fresh", 5, 2)
+    assert "fresh/2" not in {problem.problem_id for problem in found.problems}
+
+
+def test_bad_golds_can_be_dropped(made: Path) -> None:
+    change(
+        made / "fresh.parquet", lambda rows: rows[4]["reward_model"].update(ground_truth="\\frac{")
+    )
+    found = prepared("data.bad_golds=drop")
+    assert found.counts["fresh"].bad_golds == 1
+    assert "fresh/4" not in {problem.problem_id for problem in found.problems}
+
+
+@pytest.mark.parametrize("gold", ["\\frac{1}{", "}{", "???", "$$"])
+def test_golds_that_nothing_can_equal_are_broken(gold: str) -> None:
+    assert ingest.broken(gold)
+
+
+@pytest.mark.parametrize(
+    "gold", ["42", "[0, 1)", "\\{1, 2\\}", "∅", "x^{2}", "C", "Monday", "\\frac{1}{2}", "-∞"]
+)
+def test_golds_of_every_usual_kind_are_not(gold: str) -> None:
+    assert not ingest.broken(gold)
+
+
+# --- into Redis ---
+
+
+@pytest.fixture
+def join(here: Path) -> Iterator[JoinInfo]:
+    folder = RunFolder(here / "server")
+    folder.make()
+    join = JoinInfo(
+        run_id="r",
+        host="127.0.0.1",
+        port=redis_server.choose_port("127.0.0.1", None),
+        password="right",
+    )
+    config = load("miniature").resolve([])
+    conf = redis_server.write_conf(folder, join, config.replay, "127.0.0.1")
+    server = subprocess.Popen([str(redis_server.find().path), str(conf)], stdout=subprocess.DEVNULL)
+    redis_server.wait_ready(join, deadline=20)
+    yield join
+    server.kill()
+    server.wait()
+
+
+def test_loading_may_be_repeated(made: Path, join: JoinInfo) -> None:
+    config: Config = load("miniature").resolve(PLAIN)
+    found = prepared()
+    store = connect(join)
+    runs, ledger = RunStore(store), Ledger(store, "test")
+    for _ in range(2):
+        ingest.load(ledger, runs, config, found)
+    assert len(runs.all_trace_ids()) == 3
+    assert len(runs.problem_ids("fresh")) == 6
+    assert len(runs.eval_set("heldout")) == 5
+    ingest.reload(ledger, runs, config, found.sources, found.data_digest)
+    store.close()
+
+
+def test_a_ledger_that_rejects_groups_of_one_sample_is_not_gone_on_with(
+    made: Path, join: JoinInfo
+) -> None:
+    """It was begun by a version that asked for two verdicts whatever the objective."""
+    from tandem.common.errors import StoreError
+
+    alone = ("rollout.group_size=1", "expert.per_group=0", "learner.objective.name=reinforce_pp")
+    config: Config = load("miniature").resolve([*PLAIN, *alone])
+    store = connect(join)
+    runs, ledger = RunStore(store), Ledger(store, "test")
+    sources = (("a", 6, 1),)
+    ledger.create(LedgerSettings.of(config, sources, "digest"))
+    ingest.reload(ledger, runs, config, sources, "digest")
+    store.redis.hdel(store.key("meta"), "least_verdicts")
+    with pytest.raises(StoreError, match="fewer than 2 own samples, and it asks for 1"):
+        ingest.reload(ledger, runs, config, sources, "digest")
+    store.close()
+
+
+def test_an_empty_redis_is_never_taken_for_the_runs_ledger(
+    made: Path, join: JoinInfo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tandem.common.errors import StoreError
+
+    store = connect(join)
+    with pytest.raises(StoreError, match="holds no ledger of run r"):
+        ingest.reload(
+            Ledger(store, "test"), RunStore(store), load("miniature").resolve(PLAIN), [], "digest"
+        )
+    store.close()
+
+
+# --- bad inputs ---
+
+
+def refused(capsys: pytest.CaptureFixture[str], here: Path, *words: str) -> str:
+    """The one line that a start with these words ends in; nothing was written or started."""
+    before = sorted(here.rglob("*"))
+    code = main(["start", *words])
+    out, err = capsys.readouterr()
+    assert code != 0
+    assert out == ""
+    assert err.startswith("tandem: ")
+    assert len(err.splitlines()) == 1
+    assert sorted(here.rglob("*")) == before
+    return err
+
+
+def test_a_missing_column(made: Path, here: Path, capsys) -> None:
+    table = pq.read_table(made / "fresh.parquet").drop_columns(["reward_model"])
+    pq.write_table(table, made / "fresh.parquet")
+    said = refused(capsys, here, *PLAIN)
+    assert "fresh.parquet" in said
+    assert "reward_model" in said
+
+
+def test_an_empty_data_set(made: Path, here: Path, capsys) -> None:
+    change(made / "fresh.parquet", lambda rows: rows.clear())
+    assert "holds no rows" in refused(capsys, here, *PLAIN)
+
+
+def test_a_file_that_is_not_there(made: Path, here: Path, capsys) -> None:
+    assert "d/none.parquet is missing" in refused(
+        capsys, here, *PLAIN, "data.train.1.path=d/none.parquet"
+    )
+
+
+def test_a_file_that_is_no_parquet(made: Path, here: Path, capsys) -> None:
+    (made / "fresh.parquet").write_text("prompt,answer\n")
+    assert "can't be read as parquet" in refused(capsys, here, *PLAIN)
+
+
+def test_a_gold_that_cannot_be_parsed(made: Path, here: Path, capsys) -> None:
+    change(
+        made / "fresh.parquet", lambda rows: rows[4]["reward_model"].update(ground_truth="\\frac{")
+    )
+    said = refused(capsys, here, *PLAIN)
+    assert "fresh.parquet row 4: the gold answer" in said
+    assert "data.bad_golds=drop" in said
+
+
+def test_a_long_prompt_where_it_is_to_be_refused(made: Path, here: Path, capsys) -> None:
+    said = refused(capsys, here, *PLAIN, "data.overlong=refuse", "data.max_prompt_tokens=20")
+    assert "row 0: the prompt has 21 tokens" in said
+
+
+def test_no_expert_trace_where_the_preset_wants_some(made: Path, here: Path, capsys) -> None:
+    said = refused(capsys, here, *PLAIN, "data.train=[{path: d/fresh.parquet}]")
+    assert "expert.per_group=0" in said
+
+
+@pytest.fixture
+def model(here: Path) -> Path:
+    shutil.copytree(resolve("miniature"), here / "model")
+    return here / "model"
+
+
+def test_a_model_folder_without_a_tokenizer(model: Path, here: Path, capsys) -> None:
+    for name in ("tokenizer.json", "vocab.json", "merges.txt"):
+        (model / name).unlink(missing_ok=True)
+    assert "model.path=model has no tokenizer" in refused(capsys, here, "model.path=model")
+
+
+def test_a_model_folder_with_a_damaged_tokenizer(model: Path, here: Path, capsys) -> None:
+    (model / "tokenizer.json").write_text("{}")
+    assert "its tokenizer can't be read" in refused(capsys, here, "model.path=model")
+
+
+def test_a_model_folder_without_weights(model: Path, here: Path, capsys) -> None:
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    assert "has no weights" in refused(capsys, here, "model.path=model")
+
+
+def test_a_model_folder_that_is_not_there(here: Path, capsys) -> None:
+    assert "model.path=./none" in refused(capsys, here, "model.path=./none")
+
+
+def test_more_tokens_than_the_models_context(here: Path, capsys) -> None:
+    said = refused(capsys, here, "rollout.max_new_tokens=512")
+    assert "over the model's context of 256 tokens" in said
+
+
+def test_no_room_on_the_disk(here: Path, capsys) -> None:
+    said = refused(capsys, here, "learner.checkpoints_kept=1000000000")
+    assert "the run may need" in said
+    assert "run.dir=" in said
+
+
+def test_a_redis_that_refuses_the_password(here: Path, capsys, join: JoinInfo) -> None:
+    url = f"replay.redis_url=redis://:wrong@127.0.0.1:{join.port}/0"
+    said = refused(capsys, here, url)
+    assert "refused the password" in said
+    assert "wrong" not in said.replace("wrong one", "")
+
+
+def test_a_redis_that_is_not_there(here: Path, capsys) -> None:
+    port = redis_server.choose_port("127.0.0.1", None)
+    said = refused(capsys, here, f"replay.redis_url=redis://127.0.0.1:{port}/0")
+    assert "nothing answers there" in said
+
+
+def test_a_preset_for_gpus_on_a_machine_without(here: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    said = refused(capsys, here, "qwen2.5-math-7b-luffy-8gpu")
+    assert "needs 8 GPUs" in said
+    assert "tandem start miniature" in said
+
+
+def test_offline_with_a_preset_for_rollouts(here: Path, capsys) -> None:
+    assert main(["offline", "miniature"]) == 2
+    assert "tandem start miniature" in capsys.readouterr().err
+
+
+def test_two_sources_of_one_name(made: Path, here: Path, capsys) -> None:
+    said = refused(capsys, here, *PLAIN, "data.train.1.name=expert")
+    assert "two entries named 'expert'" in said
+
+
+def test_a_finished_run_says_so(here: Path, capsys) -> None:
+    from tandem.common.config import to_yaml
+
+    preset = load("miniature")
+    folder = RunFolder("runs/miniature")
+    folder.make()
+    folder.config.write_text(to_yaml(preset.resolve([])))
+    folder.write_run(
+        {"run_id": "x", "preset_path": str(preset.path), "overrides": [], "state": "finished"}
+    )
+    folder.summary.write_text(
+        json.dumps({"steps": 250, "accuracy_before": 0.0, "accuracy_after": 0.85})
+    )
+    assert main(["start"]) == 0
+    out = capsys.readouterr().out
+    assert "runs/miniature is finished (250 steps, accuracy 0.0% -> 85.0%)" in out
+    assert "--fresh" in out

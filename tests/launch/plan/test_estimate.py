@@ -1,0 +1,418 @@
+"""Memory and time on paper, against numbers that were worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tandem.common.config import Config, ObjectiveConfig
+from tandem.common.errors import ConfigError, DataError
+from tandem.common.objectives import OBJECTIVES
+from tandem.launch.plan import memory, pace, sizes
+from tandem.launch.plan.hardware import Gpu, Machine
+from tandem.launch.plan.node import GB, KINDS, Node, node
+from tandem.launch.plan.sizes import ModelShape, shape_of
+from tandem.launch.run.presets import load
+
+SMALL = ModelShape(
+    name="small",
+    layers=2,
+    hidden=8,
+    heads=2,
+    kv_heads=1,
+    head_dim=4,
+    intermediate=16,
+    vocabulary=100,
+    tied=True,
+)
+PLAIN = Node(gpus=2, kind="plain", memory=100 * GB, flops=1e12, bandwidth=1e9, link=1e9)
+
+
+def config(*overrides: str, name: str = "qwen2.5-math-1.5b-grpo-2gpu") -> Config:
+    return load(name).resolve(overrides)
+
+
+# --- sizes ---
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", 494_032_768),
+        ("Qwen/Qwen2.5-Math-1.5B", 1_543_714_304),
+        ("Qwen/Qwen2.5-7B", 7_615_616_512),
+        ("Qwen/Qwen2.5-Math-7B-Instruct", 7_615_616_512),
+        ("Elliott/Qwen2.5-Math-7B-16k-think", 7_615_616_512),
+    ],
+)
+def test_well_known_models_have_their_published_number_of_parameters(
+    name: str, parameters: int
+) -> None:
+    shape = shape_of(name)
+    assert shape is not None
+    assert (shape.parameters, shape.source, shape.name) == (parameters, "table", name)
+
+
+def test_parameters_by_hand() -> None:
+    # A layer: 8·8 twice for q and o, 8·4 twice for k and v, 3·8·16 for the MLP, 2 norms of 8.
+    assert SMALL.parameters == 100 * 8 + 2 * (128 + 64 + 384 + 16) + 8
+    assert replace(SMALL, tied=False).parameters == SMALL.parameters + 800
+    assert replace(SMALL, qkv_bias=True).parameters == SMALL.parameters + 2 * (8 + 4 + 4)
+
+
+def test_looking_an_untied_input_up_is_no_multiplication() -> None:
+    assert SMALL.multiplied == SMALL.parameters
+    assert replace(SMALL, tied=False).multiplied == SMALL.parameters
+
+
+def test_a_model_on_this_machine_is_measured_and_the_formula_agrees() -> None:
+    shape = shape_of("miniature")
+    assert shape is not None
+    assert (shape.source, shape.counted) == ("config.json", 113_472)
+    assert replace(shape, counted=None).parameters == shape.counted
+
+
+def test_a_model_that_nobody_knows_has_no_sizes() -> None:
+    assert shape_of("someone/some-model") is None
+    with pytest.raises(DataError):
+        shape_of("/nowhere/at/all")
+
+
+def test_a_download_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--someone--some-model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(
+        json.dumps(
+            {
+                "hidden_size": 8,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "intermediate_size": 16,
+                "vocab_size": 100,
+                "tie_word_embeddings": True,
+            }
+        )
+    )
+    shape = shape_of("someone/some-model")
+    assert shape is not None
+    assert (shape.parameters, shape.source) == (SMALL.parameters, "config.json")
+
+
+def test_kv_cache_of_a_token() -> None:
+    # Two of 28 layers times 4 heads of 128, two bytes each.
+    shape = sizes.known("Qwen/Qwen2.5-7B")
+    assert shape is not None
+    assert shape.kv_bytes(2) == 57_344
+
+
+# --- memory of the learner ---
+
+N = SMALL.parameters
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "weights", "gradients", "optimizer"),
+    [
+        # bf16 weights 2N; fp32 gradients 4N; master copy and moments 12N.
+        (0, 1, 2 * N, 2 * N, 8 * N),
+        (1, 1, 2 * N, 6 * N, 12 * N),
+        (1, 4, 2 * N, 6 * N, 3 * N),
+        (2, 4, 2 * N, N + 4 * N, 3 * N),
+        (3, 4, N // 2, N + 4 * N, 3 * N),
+    ],
+)
+def test_what_zero_divides(
+    stage: int, ranks: int, weights: int, gradients: int, optimizer: int
+) -> None:
+    found = memory.learner(
+        config(f"learner.zero_stage={stage}", f"learner.ranks={ranks}"), SMALL, "cuda", rank=1
+    ).parts
+    assert (found["weights"], found["gradients"], found["optimizer"]) == (
+        weights,
+        gradients,
+        optimizer,
+    )
+
+
+def test_one_fp32_rank_has_nothing_to_divide() -> None:
+    found = memory.learner(config(name="miniature"), SMALL, "cpu").parts
+    assert (found["weights"], found["gradients"], found["optimizer"]) == (4 * N, 4 * N, 8 * N)
+
+
+def test_the_bucket_stops_growing_with_the_model() -> None:
+    large = replace(SMALL, counted=8_000_000_000)
+    found = memory.learner(config("learner.ranks=4"), large, "cuda", rank=1).parts
+    assert found["gradients"] == 8_000_000_000 + 4 * 500_000_000
+
+
+def test_activations_by_hand() -> None:
+    # 8·8 + 2·8 + 2·4 + 4·16 + 2·2 + 4 = 160 numbers a token and layer; 16,384 tokens of 2 bytes.
+    kept = config("learner.gradient_checkpointing=false")
+    assert memory.activations(kept, SMALL) == 2 * 16_384 * 2 * 160
+    # Each layer's input, and one layer whole.
+    again = config("learner.gradient_checkpointing=true")
+    assert memory.activations(again, SMALL) == 2 * 16_384 * (2 * 8 + 160)
+
+
+def test_activations_are_what_autograd_keeps() -> None:
+    """Measured: all tensors that a real bf16 model saves for its backward pass, of two layers."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokens = 128
+    shape = replace(SMALL, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=512)
+
+    def saved(layers: int) -> int:
+        settings = Qwen2Config(
+            hidden_size=shape.hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            intermediate_size=shape.intermediate,
+            vocab_size=shape.vocabulary,
+            tie_word_embeddings=True,
+        )
+        settings._attn_implementation = "sdpa"
+        body = Qwen2ForCausalLM(settings).to(torch.bfloat16).train().model
+        weights = {p.untyped_storage().data_ptr() for p in body.parameters()}
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            ids = torch.zeros(1, tokens, dtype=torch.int64)
+            out = body(input_ids=ids, use_cache=False)
+        assert out.last_hidden_state.requires_grad
+        return sum(kept.values())
+
+    a_layer = (saved(3) - saved(1)) / 2
+    assert a_layer == pytest.approx(2 * tokens * memory.kept_by_layer(shape), rel=0.02)
+
+
+def test_a_micro_batch_is_no_larger_than_the_update() -> None:
+    few = config("replay.groups_per_step=1", "rollout.group_size=2", "rollout.max_new_tokens=76")
+    assert memory.micro_batch_tokens(few) == 2 * 1100
+
+
+def test_logits_are_made_chunk_by_chunk() -> None:
+    found = memory.logits(config(), replace(SMALL, vocabulary=10_000), "cuda")
+    assert found == 3 * (256 << 20) + 2 * 2 * 16_384 * 8 + 4 * 10_000 * 8
+    assert memory.logits(config(), SMALL, "cuda") == 3 * 4 * 16_384 * 100
+
+
+def test_the_chunks_are_those_of_the_learner() -> None:
+    from tandem.learner.forward import logprobs
+
+    assert memory.LOGIT_CHUNK == logprobs.CHUNK_BYTES
+    assert memory.CHUNKED_FROM == logprobs.CHUNKED_FROM
+
+
+@pytest.mark.parametrize(
+    ("overrides", "held"),
+    [
+        ((), 0),
+        (("kl_coefficient=0.01",), 2 * N),
+        (("kl_reward_coefficient=0.01",), 2 * N),
+        (("name=dpo",), 2 * N),
+        (("name=kto",), 2 * N),
+        (("name=sft", "kl_coefficient=0.01"), 0),
+        (("name=orpo",), 0),
+    ],
+)
+def test_the_reference_is_held_whole_where_the_objective_asks_for_it(
+    overrides: tuple[str, ...], held: int
+) -> None:
+    wanted = [f"learner.objective.{one}" for one in overrides]
+    for stage in (1, 3):
+        settings = config(*wanted, "learner.ranks=2", f"learner.zero_stage={stage}")
+        found = memory.learner(settings, SMALL, "cuda", rank=1)
+        assert found.parts.get("reference", 0) == held
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_the_columns_by_config_are_those_of_the_objective(name: str) -> None:
+    pytest.importorskip("torch")
+    from tandem.learner.objectives import make
+
+    for options in (
+        {},
+        {"kl_coefficient": 0.1, "entropy_coefficient": 0.1, "max_probability": 0.9},
+        {"entropy_coefficient": 0.1, "entropy_target": 0.3},
+        {"entropy_coefficient": 0.1, "entropy_target": 0.3, "entropy_adapt": "stepped"},
+    ):
+        assert ObjectiveConfig(name=name, **options).columns == make(name, **options).columns
+
+
+def test_two_versions_are_staged_on_rank_0s_gpu_unless_gloo_carries_them() -> None:
+    def staged(rank: int, *overrides: str) -> int:
+        parts = memory.learner(config(*overrides), SMALL, "cuda", rank=rank).parts
+        return parts["weight staging"]
+
+    assert staged(0) == 4 * N
+    assert staged(1, "learner.ranks=2") == 0
+    assert staged(0, "weights.transport=gloo") == 0
+    assert staged(0, "launch.share_gpu=true") == 0
+
+
+# --- memory of an engine ---
+
+
+def test_vllm_gives_the_cache_what_is_left_of_its_share() -> None:
+    found = memory.engine(config("rollout.vllm.gpu_memory_utilization=0.5"), SMALL, "cuda", 8 * GB)
+    assert found.parts["KV cache"] == 4 * GB - 2 * N - 2 * GB
+    # 2 layers x 1 head x 4 x 2 (keys and values) x 2 bytes.
+    assert found.cache_tokens == found.parts["KV cache"] // 32
+    assert found.parts["weight staging"] == 2 * N
+
+
+def test_tensor_parallel_ranks_hold_a_part_each() -> None:
+    found = memory.engine(config("rollout.gpus_per_worker=2"), SMALL, "cuda", 8 * GB)
+    assert (found.parts["weights"], found.parts["weight staging"]) == (N, N)
+
+
+def test_vllm_on_cpus_is_several_processes() -> None:
+    def of(*overrides: str) -> tuple[int, int]:
+        found = memory.engine(
+            config("rollout.engine=vllm", *overrides, name="miniature"), SMALL, "cpu", 0
+        )
+        return found.parts["runtime"] // memory.RUNTIME["cpu"], found.parts["KV cache"] >> 20
+
+    assert of() == (2, 1024)
+    assert of("rollout.vllm.kv_cache_mb=64") == (2, 64)
+    assert of("rollout.vllm.args.tensor_parallel_size=2") == (4, 2048)
+
+
+def test_an_engine_in_another_dtype_than_the_learner() -> None:
+    half = config("rollout.dtype=bfloat16", name="miniature")
+    assert memory.engine(half, SMALL, "cpu", 0).parts["weights"] == 2 * N
+    found = memory.learner(half, SMALL, "cpu").parts
+    assert (found["weights"], found["weight staging"]) == (4 * N, memory.SLOTS * 2 * N)
+
+
+def test_the_torch_engines_cache_holds_all_its_rows() -> None:
+    found = memory.engine(config(name="miniature"), SMALL, "cpu", 0)
+    assert found.cache_tokens == 8 * 8 * (32 + 54)
+
+
+# --- time ---
+
+
+def test_a_step_counts_expert_rows_to_train_on_and_not_to_generate() -> None:
+    work = pace.load(config(name="qwen2.5-math-7b-luffy-8gpu"), response_tokens=3000)
+    assert (work.samples, work.rows, work.groups) == (128 * 7, 128 * 8, 128)
+    assert (work.prompt, work.response, work.longest) == (256, 3000, 8192)
+    assert work.trained == 1024 * 3256
+
+
+def test_offline_nothing_is_generated() -> None:
+    work = pace.load(config(name="miniature-sft"))
+    assert (work.samples, work.rows) == (0, 4)
+
+
+def test_forward_flops_by_hand() -> None:
+    # 2 N T, and for each token 2 · layers · a·d · context.
+    assert pace.forward_flops(SMALL, 10, 5) == 2 * N * 10 + 2 * 2 * 8 * 5 * 10
+
+
+def test_training_is_three_forward_passes_and_four_with_recomputation() -> None:
+    work = pace.load(config(), prompt_tokens=100, response_tokens=900)
+    # One rank: nothing is exchanged. Arithmetic at 40% of 1e12, 30 bytes a parameter at 70% of 1e9.
+    forward = pace.forward_flops(SMALL, 512_000, 1000) / 0.4e12
+    optimizer = 30 * N / 0.7e9
+    kept = config("learner.gradient_checkpointing=false")
+    again = config("learner.gradient_checkpointing=true")
+    assert pace.learner_seconds(kept, SMALL, PLAIN, work) == pytest.approx(3 * forward + optimizer)
+    assert pace.learner_seconds(again, SMALL, PLAIN, work) == pytest.approx(4 * forward + optimizer)
+
+
+def test_each_column_is_a_forward_pass_more() -> None:
+    work = pace.load(config(), prompt_tokens=100, response_tokens=900)
+    forward = pace.forward_flops(SMALL, 512_000, 1000) / 0.4e12
+
+    def seconds(*overrides: str) -> float:
+        settings = config(*(f"learner.objective.{one}" for one in overrides))
+        return pace.learner_seconds(settings, SMALL, PLAIN, work)
+
+    plain = seconds()
+    assert seconds("kl_coefficient=0.1") == pytest.approx(plain + forward)
+    both = seconds("kl_coefficient=0.1", "kl_reward_coefficient=0.1")
+    assert both == pytest.approx(plain + 2 * forward)
+    assert seconds("name=decoupled_ppo") == pytest.approx(plain + forward)
+
+
+def test_decoding_reads_weights_and_cache_once_an_iteration() -> None:
+    few = config("replay.groups_per_step=2", "rollout.group_size=2")
+    work = pace.load(few, prompt_tokens=100, response_tokens=200)
+    found = pace.pace(few, SMALL, PLAIN, work, 10**9)
+    assert found.running == 4
+    # 32 bytes a cached token, 4 rows at a mean of 100 + 100 tokens.
+    iteration = (2 * N + 4 * 200 * 32) / 0.7e9 + 0.005
+    alone = 2 * N / 0.7e9 + 0.005
+    prefill = 2 * N * 100 * 2 / 0.5e12
+    # All rows run at once, so the longest one, 3072 tokens, decides.
+    assert 200 * iteration < 3072 * alone
+    assert found.seconds["rollout"] == pytest.approx(prefill + 3072 * alone)
+
+
+def test_many_rows_wait_for_their_turn() -> None:
+    many = config("replay.groups_per_step=640")
+    work = pace.load(many, prompt_tokens=100, response_tokens=200)
+    found = pace.pace(many, SMALL, PLAIN, work, 10**9)
+    assert found.running == 256  # vLLM's own limit
+    iteration = (2 * N + 256 * 200 * 32) / 0.7e9 + 0.005
+    prefill = 2 * N * 100 * 640 / 0.5e12
+    assert found.seconds["rollout"] == pytest.approx(prefill + 5120 * 200 / 256 * iteration)
+    less = pace.pace(many, SMALL, PLAIN, work, 3000)
+    assert less.running == 10  # rows of 300 tokens in a cache of 3,000
+
+
+def test_roles_overlap_where_samples_may_be_stale() -> None:
+    found = {
+        staleness: pace.pace(settings, SMALL, PLAIN, pace.load(settings), 10**9)
+        for staleness in (0, 1)
+        for settings in [config(f"replay.max_staleness={staleness}")]
+    }
+    assert found[1].step == max(found[1].seconds.values())
+    assert found[0].step == sum(found[0].seconds.values())
+    shared = config("launch.share_gpu=true")
+    together = pace.pace(shared, SMALL, PLAIN, pace.load(shared), 10**9)
+    assert together.step == together.seconds["rollout"] + together.seconds["learner"]
+
+
+# --- the node ---
+
+
+def machine(*gpus: Gpu) -> Machine:
+    return Machine(gpus=gpus, cores=1, memory_mb=1)
+
+
+def test_without_gpus_here_as_many_h100_as_are_needed_are_planned_for() -> None:
+    found = node(machine(), needed=8)
+    assert (found.gpus, found.kind, found.memory) == (8, "H100", 80 * GB)
+
+
+def test_this_machines_gpus_are_taken_as_they_are() -> None:
+    here = machine(Gpu(index=0, name="NVIDIA A100-SXM4-40GB", memory_mb=40_960))
+    found = node(here, needed=8)
+    assert (found.gpus, found.kind, found.memory) == (1, "A100-40", 40_960 << 20)
+    assert node(machine(Gpu(index=0, name="NVIDIA A10G", memory_mb=1)), needed=1).kind == "A10"
+    other = node(machine(Gpu(index=0, name="NVIDIA Z9", memory_mb=1)), needed=1)
+    assert other.kind == "NVIDIA Z9 (taken for an H100)"
+
+
+def test_what_is_given_goes_over_what_is_here() -> None:
+    here = machine(Gpu(index=0, name="NVIDIA L4", memory_mb=24_000))
+    found = node(here, needed=2, gpus=4, kind="h200", memory_gb=100)
+    assert (found.gpus, found.kind, found.memory) == (4, "H200", 100 * GB)
+    assert found.flops == KINDS["H200"].flops
+    with pytest.raises(ConfigError, match="--gpu X1 is not known"):
+        node(here, needed=1, kind="X1")

@@ -1,0 +1,136 @@
+"""The presets for GPUs: what they set, where their processes go, and that they fit on paper."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tandem.common.config import Config
+from tandem.common.errors import ConfigError
+from tandem.launch.plan import placement, planning
+from tandem.launch.plan.hardware import Gpu, Machine
+from tandem.launch.plan.node import KINDS, Node
+from tandem.launch.plan.sizes import shape_of, too_long
+from tandem.launch.run.presets import load, names
+from tandem.reward.answers import mode
+from tandem.reward.scoring import Scorer
+
+GPU_PRESETS = [name for name in names() if name.startswith("qwen")]
+ONE = Machine(gpus=(Gpu(index=3, name="H100", memory_mb=81559),), cores=8, memory_mb=65536)
+
+
+def config(name: str, *overrides: str) -> Config:
+    return load(name).resolve(overrides)
+
+
+def test_the_luffy_preset_has_the_published_settings() -> None:
+    found = config("qwen2.5-math-7b-luffy-8gpu")
+    assert (found.replay.groups_per_step, found.rollout.group_size) == (128, 8)
+    assert (found.expert.per_group, found.learner.minibatches) == (1, 2)
+    assert (found.run.steps, found.learner.checkpoint_every, found.evaluate.every) == (500, 50, 10)
+    assert (found.data.max_prompt_tokens, found.rollout.max_new_tokens) == (1024, 8192)
+    assert (found.rollout.temperature, found.evaluate.temperature) == (1.0, 0.6)
+    objective = found.learner.objective
+    assert (objective.name, objective.advantage, objective.aggregation) == (
+        "luffy",
+        "group_mean",
+        "constant",
+    )
+    assert (objective.clip_low, objective.clip_high, objective.dual_clip) == (None, None, None)
+    assert (objective.shaping, objective.gamma) == ("ratio", 0.1)
+    optimizer = found.learner.optimizer
+    assert (optimizer.lr, optimizer.schedule, optimizer.warmup_steps) == (1e-6, "constant", 0)
+    assert (optimizer.betas, optimizer.weight_decay) == ((0.9, 0.999), 0.01)
+    # As published for a gradient that is 8 ranks / 512 rows of theirs (tests/learner/recipes/test_published.py).
+    assert (optimizer.grad_clip, optimizer.eps) == (1 / 64, 1e-8 / 64)
+    assert objective.entropy_over == "all"
+    # Without a clip on own tokens only fresh samples are safe.
+    assert found.replay.max_staleness == 0
+
+
+def test_the_luffy_preset_pays_nothing_before_the_thoughts_have_ended() -> None:
+    gates = [c for c in config("qwen2.5-math-7b-luffy-8gpu").reward.components if c.gate]
+    (gate,) = gates
+    pattern = re.compile(gate.params["pattern"], re.DOTALL)
+    assert pattern.fullmatch("It is\n4.\n</think>\n\\boxed{4}")
+    assert not pattern.fullmatch("It is \\boxed{4}")
+
+
+@pytest.mark.parametrize("name", GPU_PRESETS)
+def test_a_presets_rewards_can_be_made_and_its_rows_fit_the_model(name: str) -> None:
+    found = config(name)
+    Scorer(found.reward)
+    mode(found.reward.mode)
+    assert too_long(found, shape_of(found.model.path)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("qwen2.5-math-7b-luffy-8gpu", "H100"),
+        ("qwen2.5-math-1.5b-grpo-2gpu", "L40S"),
+        ("qwen2.5-0.5b-grpo-1gpu", "A10"),
+    ],
+)
+def test_a_preset_fits_its_gpus_on_paper(name: str, kind: str) -> None:
+    found = config(name)
+    needed = int(re.search(r"(\d+)gpu", name)[1])  # type: ignore[index]
+    assert placement.gpus_needed(found) == needed
+    assert planned(found, kind, needed).problems == ()
+
+
+def test_with_four_ranks_the_luffy_preset_would_not_fit() -> None:
+    found = config("qwen2.5-math-7b-luffy-8gpu", "learner.ranks=4", "rollout.workers=4")
+    problems = planned(found, "H100", 8).problems
+    assert len(problems) == 1
+    assert "GPU 0 would hold" in problems[0]
+
+
+def planned(found: Config, kind: str, gpus: int) -> planning.Plan:
+    node = KINDS[kind]
+    paper = Node(
+        gpus=gpus,
+        kind=kind,
+        memory=node.memory,
+        flops=node.flops,
+        bandwidth=node.bandwidth,
+        link=node.link,
+    )
+    return planning.make("p", found, paper, planning.for_node(found, paper))
+
+
+def test_engine_and_learner_share_the_one_gpu() -> None:
+    placed = placement.place(config("qwen2.5-0.5b-grpo-1gpu"), ONE)
+    assert placed.learner == placed.rollout == ((3,),)
+
+
+def test_with_shared_gpus_each_has_one_rank_and_one_engine_at_most() -> None:
+    found = config("qwen2.5-0.5b-grpo-1gpu", "learner.ranks=2", "rollout.workers=3")
+    assert placement.gpus_needed(found) == 3
+    placed = placement.placed(found, range(3))
+    assert placed.learner == ((0,), (1,))
+    assert placed.rollout == ((0,), (1,), (2,))
+
+
+def test_too_few_gpus_to_share_are_told() -> None:
+    none = Machine(gpus=(), cores=2, memory_mb=1)
+    with pytest.raises(ConfigError, match=r"needs 1 GPU .* on the same GPUs\) .* none"):
+        placement.place(config("qwen2.5-0.5b-grpo-1gpu"), none)
+
+
+def test_nccl_on_a_shared_gpu_is_refused_with_what_to_set() -> None:
+    with pytest.raises(ConfigError, match=r"can't share one: set weights\.transport=auto"):
+        config("qwen2.5-0.5b-grpo-1gpu", "weights.transport=nccl")
+    apart = config("qwen2.5-math-1.5b-grpo-2gpu", "weights.transport=nccl")
+    assert apart.weights.transport == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [("off", "off"), ("false", "off"), ("on", "online"), ("offline", "offline")],
+)
+def test_yaml_reads_on_and_off_as_booleans_and_the_tracker_understands(
+    given: str, read: str
+) -> None:
+    assert config("miniature", f"log.wandb={given}").log.wandb == read

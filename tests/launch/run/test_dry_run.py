@@ -1,0 +1,235 @@
+"""`--dry-run` and `tandem plan`: what they print, and that they start and write nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.launch.board.terminal import Terminal
+from tandem.launch.cli import main
+from tandem.launch.plan import memory
+from tandem.launch.plan.placement import place
+from tandem.launch.plan.sizes import TABLE
+from tandem.launch.run.job import Job
+from tandem.launch.run.opening import open_folder
+from tandem.launch.run.presets import load
+from tandem.launch.sizes import human
+
+EIGHT = "qwen2.5-math-7b-luffy-8gpu"
+SEVEN = "Elliott/Qwen2.5-Math-7B-16k-think"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without GPUs, without downloads, in an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / ".." / "no-such-cache"))
+    monkeypatch.setattr("tandem.launch.plan.hardware.gpus", lambda: ())
+    return tmp_path
+
+
+def tandem(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(words)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_preset_of_eight_gpus_is_planned_where_there_is_none(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    code, out, err = tandem(capsys, "start", EIGHT, "--dry-run")
+    assert (code, err) == (0, "")
+    for name in ("redis", *(f"learner-{i}" for i in range(6)), "rollout-0", "rollout-1"):
+        assert f"\n  {name} " in out
+    assert "\n  reward-0 " in out
+    for gpu in range(8):
+        assert f"CUDA_VISIBLE_DEVICES={gpu} " in out
+    assert "needs 8 GPUs" in out
+    assert "this machine has none" in out
+    assert "data/openr1.parquet is missing" in out
+
+
+def test_a_dry_run_writes_nothing(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    for words in (("start", EIGHT), ("start", "miniature"), ("offline",)):
+        assert tandem(capsys, *words, "--dry-run")[0] == 0
+    assert list(here.iterdir()) == []
+
+
+def test_a_dry_run_starts_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+
+    class Recorded(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, arguments: list[str], *more: object, **named: object) -> None:
+            started.append([str(word) for word in arguments])
+            super().__init__(arguments, *more, **named)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+    assert tandem(capsys, "start", "--dry-run")[0] == 0
+    # It asks programs for their version and the resolver for this host's name.
+    assert started
+    assert not [words for words in started if "tandem.launch.lifeline" in words]
+    assert not [words for words in started if any(word.endswith(".conf") for word in words)]
+
+
+def test_the_commands_are_those_that_the_job_would_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("rollout.workers=2", "log.tensorboard=true")
+    code, out, _ = tandem(capsys, "start", "miniature", "--dry-run", *words)
+    assert code == 0
+    opening = open_folder(load("miniature"), words, fresh=False)
+    job = Job(load("miniature"), opening, Terminal(), began=0.0)
+    parts = job._parts(place(opening.config, job._machine))
+    specs = [spec for part in parts for spec in part.specs()]
+    assert [spec.name for spec in specs] == [
+        *("learner-0", "rollout-0", "rollout-1", "reward-0", "tensorboard")
+    ]
+    for spec in specs:
+        arguments = " ".join(spec.arguments)
+        if spec.name == "learner-0":
+            arguments = arguments.rpartition(" ")[0] + " PORT"
+        assert f"{sys.executable} -P -m tandem.launch.lifeline $$ {arguments}\n" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "engine", "stage"),
+    [
+        (("miniature",), "the torch engine in float32", "ZeRO-0 in float32 (zero_stage=1 divides"),
+        (("miniature", "learner.ranks=2"), "the torch engine in float32", "ZeRO-1 in float32"),
+        (("miniature", "learner.zero_stage=3"), "the torch engine in float32", "ZeRO-3 in"),
+        (("miniature", "rollout.dtype=bfloat16"), "the torch engine in bfloat16", "ZeRO-0"),
+        (("miniature", "rollout.engine=vllm"), "vLLM in float32", "ZeRO-0"),
+        (("miniature", "rollout.engine=json:engine"), "json:engine in float32", "ZeRO-0"),
+        ((EIGHT,), "vLLM in bfloat16", "ZeRO-2 in bfloat16"),
+    ],
+    ids=lambda value: " ".join(value)[-40:] if isinstance(value, tuple) else None,
+)
+def test_each_process_is_told_with_its_engine_and_stage(
+    words: tuple[str, ...], engine: str, stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = tandem(capsys, "start", *words, "--dry-run")
+    assert code == 0
+    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("  ")}
+    learners = [line for name, line in lines.items() if name.startswith("learner-")]
+    workers = [line for name, line in lines.items() if name.startswith("rollout-")]
+    assert learners
+    assert workers
+    assert all(stage in line and "engine" not in line for line in learners)
+    assert all(engine in line and "ZeRO" not in line for line in workers)
+
+
+def test_what_the_memory_would_be_is_told_for_each_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, out, _ = tandem(capsys, "start", EIGHT, "--dry-run")
+    lines = [line for line in out.splitlines() if line.startswith("  learner-0 ")]
+    assert len(lines) == 1
+    held = memory.learner(load(EIGHT).resolve([]), TABLE[SEVEN], "cuda").total
+    assert f"GPU 0, 4 threads, {human(held)} on the GPU" in lines[0]
+
+
+def test_an_existing_run_would_be_resumed_or_moved_aside(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    from tandem.common.config import to_yaml
+
+    opening = open_folder(load("miniature"), [], fresh=False)
+    opening.folder.make()
+    opening.folder.config.write_text(to_yaml(opening.config))
+    opening.folder.write_run({"run_id": "a", "preset": "miniature", "state": "stopped"})
+    before = sorted(path.name for path in opening.folder.path.iterdir())
+    assert "runs/miniature (is resumed)" in tandem(capsys, "start", "--dry-run")[1]
+    assert "would become runs/miniature.1" in tandem(capsys, "start", "--fresh", "--dry-run")[1]
+    assert sorted(path.name for path in opening.folder.path.iterdir()) == before
+    assert not (here / "runs" / "miniature.1").exists()
+
+
+def test_nccl_on_a_shared_gpu_is_refused_by_a_dry_run_and_by_a_start(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    for more in (("--dry-run",), ()):
+        words = ("start", "qwen2.5-0.5b-grpo-1gpu", "weights.transport=nccl", *more)
+        code, out, err = tandem(capsys, *words)
+        assert (code, out) == (2, "")
+        assert "set weights.transport=auto" in err
+        assert len(err.splitlines()) == 1
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("setting", ["launch.bind=nowhere.invalid", "weights.interface=no-such0"])
+def test_an_address_that_is_not_this_hosts_is_told_and_not_started(
+    setting: str, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    code, out, _ = tandem(capsys, "start", "miniature", "--dry-run", setting)
+    assert code == 0
+    assert "it couldn't run this preset" in out
+    assert setting in out
+    code, _, err = tandem(capsys, "start", "miniature", setting)
+    assert code == 2
+    assert setting in err
+    assert list(here.iterdir()) == []
+
+
+def test_a_password_in_the_url_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    url = "replay.redis_url=redis://:secret@store.example:6380/0"
+    code, out, _ = tandem(capsys, "start", "--dry-run", url)
+    assert code == 0
+    assert "redis://store.example:6380/0" in out
+    assert "secret" not in out
+    assert "redis-server" not in out.partition("processes")[2]
+
+
+def test_the_plan_tells_memory_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = tandem(capsys, "plan", EIGHT, "--gpus", "8", "--gpu-memory", "80")
+    assert code == 0
+    assert "estimates" in out
+    held = memory.learner(load(EIGHT).resolve([]), TABLE[SEVEN], "cuda").total
+    assert f"GPU 0: {held / 2**30:.1f} of 80.0 GB" in out
+    assert "DOES NOT FIT" not in out
+    assert "a step takes about" in out
+    assert "DOES NOT FIT" in tandem(capsys, "plan", EIGHT, "--gpu-memory", "40")[1]
+
+
+def test_the_plan_as_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", "qwen2.5-0.5b-grpo-1gpu", "--gpu", "A10", "--json")
+    code, out, _ = tandem(capsys, *words)
+    assert code == 0
+    plan = json.loads(out)
+    processes = {process["name"]: process for process in plan["processes"]}
+    learner, rollout = processes["learner-0"], processes["rollout-0"]
+    assert learner["gpus"] == rollout["gpus"] == [0]
+    assert sum(learner["bytes"].values()) == learner["total_bytes"]
+    both = learner["total_bytes"] + rollout["total_bytes"]
+    assert plan["gpus"]["0"]["total_bytes"] == both
+    assert plan["gpus"]["0"]["share"] == both / (24 << 30)
+    assert plan["estimate"] is True
+    assert plan["model"]["parameters"] == 494_032_768
+    seconds = plan["step"]["seconds_by_role"]
+    assert plan["step"]["seconds"] == seconds["rollout"] + seconds["learner"]
+
+
+def test_a_node_with_too_few_gpus_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = tandem(capsys, "plan", EIGHT, "--gpus", "4")
+    assert code == 2
+    assert "needs 8 GPUs" in err
+
+
+def test_a_model_that_nobody_knows_is_planned_without_figures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = tandem(capsys, "plan", EIGHT, "model.path=someone/some-model")
+    assert code == 0
+    assert "the sizes of someone/some-model aren't known" in out
+    assert "learner-5" in out
+
+
+def test_on_cpus_no_time_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = tandem(capsys, "plan", "miniature")
+    assert code == 0
+    assert "no time is told: the run is on CPUs" in out

@@ -1,0 +1,263 @@
+"""A run's folder: new, resumed, finished, moved aside, and what a resumed run may not change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tandem.common.config import parse_override, to_yaml
+from tandem.common.errors import ConfigError, DataError, TandemError
+from tandem.common.run_folder import RunFolder
+from tandem.launch.board.terminal import Terminal
+from tandem.launch.run.job import Job, _without_password
+from tandem.launch.run.opening import Kind, Opening, open_folder
+from tandem.launch.run.presets import load
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def start(*overrides: str, preset: str = "miniature", state: str = "stopped") -> RunFolder:
+    """A folder as a started run leaves it."""
+    opening = open_folder(load(preset), overrides, fresh=False)
+    opening.folder.make()
+    opening.folder.config.write_text(to_yaml(opening.config))
+    opening.folder.write_run(
+        {
+            "run_id": opening.run_id,
+            "preset": preset,
+            "preset_path": str(load(preset).path),
+            "overrides": list(opening.overrides),
+            "state": state,
+        }
+    )
+    return opening.folder
+
+
+def again(*overrides: str, preset: str = "miniature", fresh: bool = False) -> Opening:
+    return open_folder(load(preset), overrides, fresh=fresh)
+
+
+def test_a_new_run_is_named_after_its_preset_and_nothing_is_written(here: Path) -> None:
+    opening = again()
+    assert opening.kind is Kind.NEW
+    assert opening.folder.path == here / "runs" / "miniature"
+    assert list(here.iterdir()) == []
+
+
+def test_two_new_runs_have_different_ids() -> None:
+    assert again().run_id != again().run_id
+
+
+def test_an_unfinished_run_is_resumed_with_what_it_was_started_with() -> None:
+    folder = start("run.steps=20", "rollout.group_size=4")
+    opening = again()
+    assert opening.kind is Kind.RESUMED
+    assert opening.run_id == folder.read_run()["run_id"]
+    assert (opening.config.run.steps, opening.config.rollout.group_size) == (20, 4)
+    assert opening.changed == {}
+
+
+def test_a_run_of_an_older_version_keeps_what_its_objective_had_of_the_preset() -> None:
+    folder = start("learner.objective.name=dapo")
+    saved = yaml.safe_load(folder.config.read_text())
+    assert saved["learner"]["objective"]["advantage"] == "group_mean_std"
+    saved["learner"]["objective"] |= {"advantage": "group_mean", "dual_clip": 3.0}
+    folder.config.write_text(yaml.safe_dump(saved))
+    opening = again()
+    assert opening.kind is Kind.RESUMED
+    objective = opening.config.learner.objective
+    assert (objective.advantage, objective.dual_clip) == ("group_mean", 3.0)
+    assert objective.clip_high == 0.28
+    assert opening.changed == {}
+
+
+def test_a_run_of_an_older_version_that_is_refused_today_can_be_mended() -> None:
+    folder = start()
+    saved = yaml.safe_load(folder.config.read_text())
+    saved["learner"]["micro_batch_tokens"] = 80
+    folder.config.write_text(yaml.safe_dump(saved))
+    run = folder.read_run()
+    folder.write_run({**run, "overrides": ["learner.micro_batch_tokens=80"]})
+    with pytest.raises(ConfigError, match="at least 85"):
+        again()
+    assert again("learner.micro_batch_tokens=85").kind is Kind.RESUMED
+
+
+def test_a_moved_run_is_resumed_where_it_is_and_nowhere_else(here: Path) -> None:
+    start("run.dir=elsewhere", "run.steps=20")
+    (here / "runs").mkdir()
+    (here / "elsewhere").rename(here / "runs" / "miniature")
+    opening = again()
+    assert opening.kind is Kind.RESUMED
+    assert (opening.config.run.dir, opening.config.run.steps) == ("runs/miniature", 20)
+    assert opening.overrides == ("run.steps=20",)
+
+
+def test_a_run_that_comes_from_another_machine_keeps_its_settings(here: Path) -> None:
+    folder = start("run.steps=20")
+    folder.write_run({**folder.read_run(), "preset_path": "/another/machine/miniature.yaml"})
+    assert again().config.run.steps == 20
+    # A preset of that name that is still there is another one.
+    (here / "miniature.yaml").write_text("base: miniature\n")
+    folder.write_run({**folder.read_run(), "preset_path": str(here / "miniature.yaml")})
+    assert again().config.run.steps == 250
+
+
+def test_what_may_change_is_listed() -> None:
+    start("run.steps=20")
+    opening = again("run.steps=40", "log.every=5")
+    assert opening.changed == {"run.steps": (20, 40), "log.every": (10, 5)}
+    assert opening.overrides == ("run.steps=20", "run.steps=40", "log.every=5")
+
+
+def test_all_that_may_not_change_is_named_with_the_way_out() -> None:
+    start()
+    with pytest.raises(ConfigError) as told:
+        again("rollout.group_size=4", "run.seed=1", "run.steps=9")
+    message = str(told.value)
+    assert "rollout.group_size: 8 -> 4" in message
+    assert "run.seed: 0 -> 1" in message
+    assert "run.steps" not in message
+    assert "--fresh" in message
+
+
+def test_another_preset_in_the_same_folder_is_refused() -> None:
+    start()
+    with pytest.raises(ConfigError, match=r"learner\.objective\.name: 'luffy' -> 'grpo'"):
+        again("run.dir=runs/miniature", preset="miniature-on-policy")
+
+
+def test_the_same_folder_by_another_path_is_the_same(here: Path) -> None:
+    start()
+    opening = again(f"run.dir={here}/runs/miniature")
+    assert opening.kind is Kind.RESUMED
+    assert opening.changed == {}
+
+
+def test_a_finished_run_stays_finished() -> None:
+    start("run.steps=20", state="finished")
+    assert again().kind is Kind.FINISHED
+    assert again("run.steps=10").kind is Kind.FINISHED
+
+
+def test_a_finished_run_goes_on_with_more_steps() -> None:
+    start("run.steps=20", state="finished")
+    assert again("run.steps=30").kind is Kind.RESUMED
+
+
+def test_fresh_moves_aside_to_the_first_free_name(here: Path) -> None:
+    folder = start(state="finished")
+    (here / "runs" / "miniature.1").mkdir()
+    opening = again("rollout.group_size=4", fresh=True)
+    assert opening.kind is Kind.NEW
+    assert opening.set_aside == here / "runs" / "miniature.2"
+    assert opening.run_id != folder.read_run()["run_id"]
+    assert folder.path.exists()
+
+
+def test_fresh_without_an_old_run_is_a_new_run() -> None:
+    opening = again(fresh=True)
+    assert (opening.kind, opening.set_aside) == (Kind.NEW, None)
+
+
+def test_a_folder_with_other_things_in_it_is_refused(here: Path) -> None:
+    (here / "thesis").mkdir()
+    (here / "thesis" / "chapter.tex").touch()
+    with pytest.raises(DataError, match=r"chapter\.tex"):
+        again("run.dir=thesis")
+    with pytest.raises(DataError, match="is a file"):
+        again("run.dir=thesis/chapter.tex")
+
+
+def test_a_run_without_its_run_json_is_not_taken_for_a_new_one() -> None:
+    folder = start()
+    folder.run_json.unlink()
+    folder.journal.touch()
+    with pytest.raises(DataError, match=r"run\.json is missing"):
+        again()
+
+
+def test_a_damaged_run_json_is_told() -> None:
+    folder = start()
+    folder.run_json.write_text("{")
+    with pytest.raises(DataError, match=r"run\.json is damaged"):
+        again()
+
+
+def test_a_password_in_the_url_is_no_change_and_is_not_shown() -> None:
+    start("replay.redis_url=redis://h:1/0")
+    opening = again("replay.redis_url=redis://:secret@h:1/0")
+    assert opening.changed == {}
+    assert opening.config.replay.redis_url == "redis://:secret@h:1/0"
+
+
+@pytest.fixture
+def jobs():
+    """Makes jobs that start over; their locks are let go at the end."""
+    made: list[Job] = []
+
+    def make() -> Job:
+        opening = again(fresh=True)
+        made.append(Job(load("miniature"), opening, Terminal(plain=True), began=0.0))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job._lock.release()
+
+
+def test_of_two_that_start_over_at_once_one_is_refused(jobs) -> None:
+    old = start()
+    (old.path / "mark").touch()
+    first, second = jobs(), jobs()
+    first._lock.take()
+    with pytest.raises(TandemError, match="in use by process"):
+        second._lock.take()
+    first._make_folder()
+    assert (old.path.with_name("miniature.1") / "mark").exists()
+    # Begun by now: the folder isn't the one that the second wanted to move.
+    first._lock.release()
+    second._lock.take()
+    with pytest.raises(TandemError, match="started by another process just now"):
+        second._make_folder()
+    assert not old.path.with_name("miniature.2").exists()
+
+
+def test_a_folder_that_another_process_has_moved_is_told(jobs) -> None:
+    old, job = start(), jobs()
+    old.path.rename(old.path.with_name("elsewhere"))
+    with pytest.raises(TandemError, match="was moved by another process just now: start again"):
+        job._lock.take()
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "replay.redis_url=redis://:secret@h:1/0",
+        "replay.redis_url='redis://:secret@h:1/0'",
+        " replay.redis_url = redis://:secret@h:1/0 ",
+        "replay={redis_url: 'redis://user:secret@h:1/0', window: 2}",
+        'replay={"redis_url":"rediss://:secret@h:1/0"}',
+    ],
+)
+def test_no_form_of_an_override_keeps_a_password(word: str) -> None:
+    kept = _without_password(word)
+    assert "secret" not in kept
+    before, after = parse_override(word), parse_override(kept)
+    assert before[0] == after[0]
+    assert "@h:1/0" in str(after[1]) or "//h:1/0" in str(after[1])
+    if isinstance(before[1], dict):
+        assert {k: v for k, v in before[1].items() if k != "redis_url"} == {
+            k: v for k, v in after[1].items() if k != "redis_url"
+        }
+
+
+def test_other_overrides_are_kept_as_they_are() -> None:
+    for word in ("run.steps=3", "replay={window: 2}", "data.train=[{path: a}]"):
+        assert _without_password(word) == word
