@@ -6,7 +6,6 @@ Nothing heavy is imported before the sub-command is known; ``tandem --help`` ans
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import importlib
 import os
@@ -17,6 +16,7 @@ from typing import NoReturn
 from ..common import disk
 from ..common.errors import ConfigError, TandemError
 from ..common.printable import guard_output
+from .wording import nearest
 
 COMMANDS: dict[str, str] = {
     "start": "start or resume a whole run on this host",
@@ -68,12 +68,6 @@ def usage() -> str:
             "`tandem COMMAND --help` has the options of one.",
         ]
     )
-
-
-def nearest(word: str, valid: Sequence[str]) -> str:
-    """`` (did you mean …?)``, or all that is valid where nothing is near."""
-    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else f" (there are: {', '.join(valid)})"
 
 
 def dispatch(arguments: Sequence[str]) -> int:

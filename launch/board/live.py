@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .facts import FactsWatch
-from .progress import MetricsTail, Progress
+from .progress import Progress
 from .snapshot import Known, Snapshot, assemble
+from .tail import MetricsTail
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,10 +13,10 @@ from ...common.plain import read_object
 from ...common.run_folder import RunFolder, read_join, wall_seconds
 from ...replay.connection import connect
 from ..host.folder_lock import supervisor_of
-from ..run.summary import read_restarts
-from ..run.supervision import shown
+from ..wording import shown
 from .facts import Facts, ask
 from .history import History, read
+from .on_disk import read_restarts
 from .snapshot import Known, Snapshot, assemble
 
 ANSWER_SECONDS = 8.0

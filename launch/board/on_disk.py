@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...common.disk import free_bytes
 from ...common.parts import is_part, parts
 from ...common.run_folder import RunFolder
+from ...common.telemetry import read_json_lines
 from ...learner.resume.journal import History
+
+log = logging.getLogger("tandem.launch")
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "redis": ("redis",),
@@ -48,6 +53,11 @@ class JournalEnd:
     """The last step whose update is in the weights, on the present line of history."""
     quarantined: tuple[int, ...]
     """Steps that used their number and changed nothing."""
+
+
+def read_restarts(folder: RunFolder) -> list[dict[str, Any]]:
+    """Deaths that the supervisor saw, in all lives of the run."""
+    return list(read_json_lines(folder.logs / "restarts.jsonl", log.warning))
 
 
 def disk_use(folder: RunFolder) -> DiskUse:

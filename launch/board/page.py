@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from rich.color import ColorSystem
 
 from ...common.printable import raw
-from ..sizes import human
+from ..wording import human
 from .inspection import Inspection
 from .painter import Painter, plain
 from .snapshot import Snapshot

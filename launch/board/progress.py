@@ -1,8 +1,7 @@
-"""Follows ``metrics.jsonl`` and tells how the run gets on, in plain lines."""
+"""Follows ``metrics.jsonl`` and says how the run gets on, in plain lines."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -10,58 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...common.parts import parts, whole_end
-from .history import History, first_number, parsed, read
-
-
-class MetricsTail:
-    """Reads the records that are new in files which may also be cut back and replaced.
-
-    Args:
-        path: The first part of what is followed, see :mod:`tandem.common.parts`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._part = path
-        self._offset = 0
-        self._inode = -1
-
-    def read(self) -> list[dict[str, Any]]:
-        """All that :meth:`records` gives now."""
-        return list(self.records())
-
-    def records(self) -> Iterator[dict[str, Any]]:
-        """Whole lines since the last call; all of them again after a file was replaced."""
-        there = parts(self._path)
-        if not self._is_where_it_was():
-            self._part, self._inode = self._path, -1
-        for part in there[there.index(self._part) if self._part in there else 0 :]:
-            with open(part, "rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                if (part, inode) != (self._part, self._inode):
-                    self._part, self._inode, self._offset = part, inode, 0
-                file.seek(self._offset)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    self._offset += len(line)
-                    # A line that a crash cut in two is left out; the learner repeats its step.
-                    yield from parsed([line])
-
-    def skip(self) -> None:
-        """Passes over all that stands there."""
-        there = parts(self._path)
-        if there:
-            self._part = there[-1]
-            self._offset, self._inode = whole_end(self._part), self._part.stat().st_ino
-
-    def _is_where_it_was(self) -> bool:
-        try:
-            status = self._part.stat()
-        except FileNotFoundError:
-            return False
-        return status.st_ino == self._inode and status.st_size >= self._offset
+from ..wording import duration
+from .history import History, first_number, read
+from .tail import MetricsTail
 
 
 class Progress:
@@ -153,16 +103,3 @@ class Progress:
         if self._total and pace is not None:
             parts.append(f"{duration((self._total - self.step) * pace)} left")
         return "  ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Seconds for a person.
-
-    >>> duration(75)
-    '1:15'
-    >>> duration(3700)
-    '1:01:40'
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from .progress import duration
+from ..wording import duration
 from .snapshot import Grading, MemberStanding, RoleStanding, Snapshot
 
 LABEL = 11

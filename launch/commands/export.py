@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ...common.config import build, read_yaml
     from ...learner.exporting import export
     from ..host.redis_server import choose_port
-    from ..run.supervision import shown
+    from ..wording import shown
 
     start_log("export", "WARNING")
     path = arguments.dir or arguments.run

@@ -110,9 +110,8 @@ def _stopped(arguments: argparse.Namespace, rows: int) -> str:
 
 def _reward(arguments: argparse.Namespace) -> RewardConfig:
     """The reward that is asked for."""
-    import yaml
 
-    from ...common.config import build, read_yaml
+    from ...common.config import build, parse_yaml, read_yaml, yaml_text
     from ..run.presets import load, split
 
     name, overrides = split(arguments.words, "")

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..plan.placement import gpus_needed
     from ..run import dry_run
     from ..run.presets import load, split
-    from ..run.supervision import command_of, environment_of
+    from ..run.processes import command_of, environment_of
 
     name, overrides = split(arguments.words, "miniature")
     preset = load(name)

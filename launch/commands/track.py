@@ -81,7 +81,7 @@ def _tracker(
 ) -> tuple[Tracker, str]:
     """The destination, and how to look at it."""
     from ...common.config import to_yaml
-    from ..run.supervision import shown
+    from ..wording import shown
 
     if arguments.to == "tensorboard":
         _must_have("tensorboard")
@@ -126,7 +126,7 @@ def _tracker(
 def _must_have(package: str) -> None:
     import importlib.util
 
-    from ..host.preflight import shown_python
+    from ..wording import shown_python
 
     if importlib.util.find_spec(package) is None:
         raise ConfigError(

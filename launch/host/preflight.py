@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...common.disk import free_bytes
 from ...common.errors import ConfigError, DataError
 from ...rollout import vllm_version
-from ..plan.placement import Placement, workers_of
-from ..sizes import human
-from ..trackers import trackers_of
+from ..plan.placement import Placement, trackers_of, workers_of
+from ..wording import human, shown_python
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -72,21 +69,6 @@ def check_trackers(config: Config) -> None:
                 f"`{shown_python()} -m pip install {name}` (the extra tandem-rl[{name}]), or set "
                 f"log.{name}={'off' if name == 'wandb' else 'false'}"
             )
-
-
-def shown_python() -> str:
-    """This interpreter as a user in the working directory would type it."""
-    path = Path(sys.executable)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def shown_tandem() -> str:
-    """The ``tandem`` of this environment as a user in the working directory would type it."""
-    beside = Path(sys.executable).with_name("tandem")
-    on_path = shutil.which("tandem")
-    if on_path is not None and (not beside.exists() or Path(on_path).samefile(beside)):
-        return "tandem"
-    return str(Path(shown_python()).with_name("tandem"))
 
 
 def check_engine(config: Config, placement: Placement) -> None:

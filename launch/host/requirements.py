@@ -18,18 +18,11 @@ from ...common.errors import TandemError
 from ...rollout import vllm_version
 from ..plan.hardware import Machine
 from ..plan.memory import uses_vllm
-from ..plan.placement import gpus_needed, place
+from ..plan.placement import gpus_needed, place, trackers_of
 from ..plan.sizes import local_folder, shape_of, too_long
-from ..sizes import human
-from ..trackers import trackers_of
+from ..wording import human, shown_python
 from . import surroundings
-from .preflight import (
-    CHECKPOINT_BYTES,
-    check_addresses,
-    check_model,
-    disk_needed,
-    shown_python,
-)
+from .preflight import CHECKPOINT_BYTES, check_addresses, check_model, disk_needed
 from .surroundings import Finding, pip, setup, version
 
 if TYPE_CHECKING:

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any
 from ...common.errors import ConfigError, TandemError
 from ..plan.hardware import Machine
 from ..plan.placement import gpus_needed
-from ..sizes import human
+from ..wording import human, shown_python
 from . import redis_server
-from .preflight import shown_python
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -83,7 +82,7 @@ def pip(words: str) -> str:
 
 def setup(words: str = "") -> str:
     """The set-up script where this is a clone, else pip."""
-    script = Path(__file__).resolve().parent / "setup.sh"
+    script = Path(__file__).resolve().parents[1] / "setup.sh"
     if script.exists():
         shown = script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script
         return f"bash {shown}{' ' * bool(words)}{words}"

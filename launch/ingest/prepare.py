@@ -19,8 +19,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from ...common import models, prompts, wire
-from ...common.config.choices import own_rows
 from ...common.config import Config, SourceConfig, to_yaml
+from ...common.config.choices import own_rows
 from ...common.errors import ConfigError, DataError, StoreError, TandemError
 from ...common.records import ExpertTrace, FinishReason, Problem, Verdict
 from ...common.run_folder import RunFolder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...common.errors import ConfigError
-from ..cli import nearest
+from ..wording import nearest
 from .hardware import Machine
 
 GB = 1 << 30

@@ -1,4 +1,4 @@
-"""Which GPUs each process of a run gets."""
+"""Which processes a run has, and which GPUs each of them gets."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ def workers_of(config: Config) -> int:
     if config.learner.source == "ledger":
         return config.rollout.workers
     return min(1, config.rollout.workers) if config.evaluate.every else 0
+
+
+def trackers_of(config: Config) -> list[str]:
+    """The trackers that a run writes to. Each is an optional package, and an extra of the same name."""
+    wanted = {"wandb": config.log.wandb != "off", "tensorboard": config.log.tensorboard}
+    return [name for name, is_wanted in wanted.items() if is_wanted]
 
 
 def place(config: Config, machine: Machine) -> Placement:

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError
-from ..sizes import human
-from ..trackers import trackers_of
+from ..wording import human
 from . import memory
 from .hardware import Machine
 from .memory import Holding
 from .node import Node
 from .node import node as node_for
 from .pace import Load, Pace, load, pace
-from .placement import Placement, gpus_needed, place, placed, workers_of
+from .placement import Placement, gpus_needed, place, placed, trackers_of, workers_of
 from .sizes import ModelShape, shape_of, too_long
 
 if TYPE_CHECKING:

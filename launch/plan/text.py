@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..sizes import human
+from ..wording import human
 from .memory import stages_on_gpu
 from .pace import (
     BANDWIDTH_SHARE,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ...common.config import Config
 from ...common.errors import ConfigError
+from ...common.import_path import is_import_path
 from ...common.objectives import OBJECTIVES
 from ...reward import answers
 from ...reward.scoring import Scorer

@@ -15,11 +15,11 @@ from ..plan.hardware import machine
 from ..plan.node import node
 from ..plan.placement import Placement, gpus_needed
 from ..plan.planning import Plan, Planned
-from ..sizes import human
+from ..wording import human, shown
 from . import processes as started
 from .opening import Opening, open_folder
 from .presets import load, split
-from .supervision import ProcessSpec, command_of, shown
+from .processes import ProcessSpec, command_of
 
 if TYPE_CHECKING:
     from ...common.config import Config

@@ -19,31 +19,26 @@ from ...common.errors import ConfigError, DamagedError, DataError, StoreError, T
 from ...common.plain import read_object
 from ...common.run_folder import JoinInfo, RunFolder, read_join, wall_seconds
 from ..board.live import LiveLook
-from ..board.progress import Progress, duration
+from ..board.progress import Progress
 from ..board.snapshot import Known
 from ..board.terminal import Terminal
 from ..host import redis_server
 from ..host.folder_lock import FolderLock
-from ..host.preflight import (
-    check_addresses,
-    check_disk,
-    check_engine,
-    check_model,
-    check_trackers,
-    shown_tandem,
-)
+from ..host.preflight import check_addresses, check_disk, check_engine, check_model, check_trackers
 from ..ingest.process import Found, IngestProcess
 from ..plan.hardware import Machine, machine
 from ..plan.placement import Placement, place
 from ..plan.planning import problems_on_paper
 from ..trackers.wandb_run import place_of, wandb_id_of
+from ..wording import duration, shown, shown_tandem
 from . import processes
 from .disk_watch import DiskWatch
 from .idle import ReportWatch
 from .opening import Kind, Opening, free_name, open_folder
 from .presets import Preset, load
+from .processes import ProcessSpec
 from .summary import Findings
-from .supervision import Outcome, Part, ProcessSpec, Supervisor, last_lines, shown
+from .supervision import Outcome, Part, Supervisor, last_lines
 
 if TYPE_CHECKING:
     from ...common.config import Config

@@ -15,6 +15,7 @@ from ...common.errors import ConfigError, DataError
 from ...common.parts import is_part, parts
 from ...common.run_folder import RunFolder
 from ..host.redis_server import without_password
+from ..wording import shown
 from .presets import Preset
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
     assert config.run.dir is not None
     folder = RunFolder(config.run.dir)
     if folder.path.exists() and not folder.path.is_dir():
-        raise DataError(f"{_shown(folder.path)} is a file: name another folder with run.dir=…")
+        raise DataError(f"{shown(folder.path)} is a file: name another folder with run.dir=…")
     may_start = partial(_refuse_choices, preset, overrides)
     new = {"run_id": secrets.token_hex(6), "preset": preset.name}
     run = folder.read_run()
@@ -131,7 +132,7 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
     if frozen:
         listed = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in frozen.items())
         raise ConfigError(
-            f"the run in {_shown(folder.path)} can't go on with other values of what it is made "
+            f"the run in {shown(folder.path)} can't go on with other values of what it is made "
             f"of ({listed}): leave them as they were, name another folder (run.dir=…), or start "
             f"over with --fresh (the old folder is moved aside)"
         )
@@ -212,7 +213,7 @@ def _saved(folder: RunFolder) -> Config:
 
     if not folder.config.exists():
         raise DataError(
-            f"{_shown(folder.config)} is missing: restore it, or start over with --fresh"
+            f"{shown(folder.config)} is missing: restore it, or start over with --fresh"
         )
     folder.check_config()
     try:
@@ -220,7 +221,7 @@ def _saved(folder: RunFolder) -> Config:
     except ConfigError as error:
         said = str(error)
         named = folder.config.name in said
-        raise ConfigError(said if named else f"{_shown(folder.config)}: {said}") from None
+        raise ConfigError(said if named else f"{shown(folder.config)}: {said}") from None
 
 
 def _differences(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
@@ -256,12 +257,12 @@ def _refuse_foreign(folder: RunFolder) -> None:
     )
     if others:
         raise DataError(
-            f"{_shown(folder.path)} holds something else than a run ({', '.join(others[:3])}"
+            f"{shown(folder.path)} holds something else than a run ({', '.join(others[:3])}"
             f"{', …' * (len(others) > 3)}): name another folder with run.dir=…"
         )
     if parts(folder.journal) or any(folder.redis.glob("*.aof*")):
         raise DataError(
-            f"{_shown(folder.path)} holds a run whose run.json is missing: restore it, or name "
+            f"{shown(folder.path)} holds a run whose run.json is missing: restore it, or name "
             f"another folder with run.dir=…"
         )
 
@@ -272,10 +273,3 @@ def free_name(path: Path) -> Path:
     while (aside := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     return aside
-
-
-def _shown(path: Path) -> str:
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

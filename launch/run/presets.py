@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError
-from ..cli import nearest
+from ..wording import nearest
 
 if TYPE_CHECKING:
     from ...common.config import Config
 
-FOLDER = Path(__file__).parent / "configs"
+FOLDER = Path(__file__).parents[1] / "configs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.parts import parts, read_parts
 from ...common.run_folder import RunFolder, write_atomic
-from ...common.telemetry import read_json_lines
 from ...learner.resume.journal import trained
-from ..board.progress import duration
+from ..board.on_disk import read_restarts
 from ..plan.hardware import Machine
-from .supervision import shown
+from ..wording import duration, shown
 
 log = logging.getLogger("tandem.launch")
 
@@ -213,11 +212,6 @@ def _grader_restarts(counted: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
         }
         for entry in counted
     ]
-
-
-def read_restarts(folder: RunFolder) -> list[dict[str, Any]]:
-    """Deaths that the supervisor saw, in all lives of the run."""
-    return list(read_json_lines(folder.logs / "restarts.jsonl", log.warning))
 
 
 def versions() -> dict[str, str]:

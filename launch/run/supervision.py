@@ -24,7 +24,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +34,9 @@ from types import FrameType
 
 from ...common.disk import DiskFull, is_full, try_append
 from ...common.errors import ConfigError, RunFailedError, TandemError
+from ..wording import shown
 from .disk_watch import DiskWatch
+from .processes import ProcessSpec, command_of, environment_of
 
 LONGEST_PAUSE = 30.0
 """Seconds between two attempts at most."""
@@ -48,34 +49,10 @@ HOPELESS: Mapping[int, str] = {
     RunFailedError.exit_code: "ended the run",
 }
 """Exit codes after which starting again can't help."""
-THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-)
 
 
 class PartFailed(TandemError):
     """A part of the run could not be kept alive."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSpec:
-    """How to start one process."""
-
-    name: str
-    """Names its log, and the member in the registry."""
-    arguments: tuple[str, ...]
-    """For :mod:`tandem.launch.lifeline`: a tandem sub-command, or ``exec`` and a program."""
-    log: Path
-    """Its output is appended here."""
-    threads: int = 1
-    """CPU threads of numerical libraries."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to the supervisor's own."""
-    pass_fds: tuple[int, ...] = ()
-    """Descriptors that it inherits."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -491,19 +468,6 @@ class Supervisor:
         part.processes = []
 
 
-def command_of(spec: ProcessSpec, parent: str) -> list[str]:
-    """The command line of a process; ``parent`` is the pid that it lives and dies with."""
-    # -P: a file of the user's working directory must not shadow a library's module.
-    return [sys.executable, "-P", "-m", "tandem.launch.lifeline", parent, *spec.arguments]
-
-
-def environment_of(spec: ProcessSpec) -> dict[str, str]:
-    """What is added to the environment of a process."""
-    threads = dict.fromkeys(THREAD_VARIABLES, str(spec.threads))
-    more = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    return {**threads, **more, **spec.environment}
-
-
 def _spawn(spec: ProcessSpec) -> subprocess.Popen[bytes]:
     environment = {
         key: value
@@ -569,14 +533,6 @@ def last_lines(path: Path, count: int = 12) -> str:
     except OSError as error:
         return f"  ({error.strerror})"
     return "\n".join(f"  | {line}" for line in lines[-count:])
-
-
-def shown(path: Path) -> str:
-    """A path as the user would type it."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
 
 
 def now() -> str:

@@ -18,7 +18,7 @@ from ...common.errors import DataError
 from ...common.plain import damaged, fits, read_object, sealed, unsealed
 from ...common.ratio_check import alarm_of
 from ...common.run_folder import write_atomic
-from ..board.progress import MetricsTail
+from ..board.tail import MetricsTail
 from .tracker import Tracker, metrics_of
 
 LOOK_SECONDS = 1.0

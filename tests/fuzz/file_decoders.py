@@ -25,7 +25,7 @@ from frames import (
 
 from tandem.common import run_folder, telemetry
 from tandem.launch.board import history, look
-from tandem.launch.board.progress import MetricsTail
+from tandem.launch.board.tail import MetricsTail
 from tandem.launch.host import folder_lock
 from tandem.launch.plan.sizes import count_parameters
 from tandem.launch.trackers.following import Sent

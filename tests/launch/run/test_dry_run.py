@@ -17,7 +17,7 @@ from tandem.launch.plan.sizes import TABLE
 from tandem.launch.run.job import Job
 from tandem.launch.run.opening import open_folder
 from tandem.launch.run.presets import load
-from tandem.launch.sizes import human
+from tandem.launch.wording import human
 
 EIGHT = "qwen2.5-math-7b-luffy-8gpu"
 SEVEN = "Elliott/Qwen2.5-Math-7B-16k-think"

@@ -18,14 +18,8 @@ import pytest
 
 from tandem.common.disk import DiskFull
 from tandem.launch.run.disk_watch import DiskWatch
-from tandem.launch.run.supervision import (
-    Outcome,
-    Part,
-    PartFailed,
-    ProcessSpec,
-    Supervisor,
-    exit_of,
-)
+from tandem.launch.run.processes import ProcessSpec
+from tandem.launch.run.supervision import Outcome, Part, PartFailed, Supervisor, exit_of
 
 
 def spec(tmp_path: Path, name: str, code: str, **more: object) -> ProcessSpec:

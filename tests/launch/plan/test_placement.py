@@ -1,0 +1,83 @@
+"""Which GPUs the processes get, and what is refused before anything is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.common.errors import ConfigError
+from tandem.launch.host import preflight
+from tandem.launch.plan import hardware, placement
+from tandem.launch.plan.hardware import Gpu, Machine
+from tandem.launch.run.presets import load
+from tandem.rollout import vllm_version
+
+EIGHT = tuple(Gpu(index=i, name="H100", memory_mb=81559) for i in range(8))
+
+
+def test_gpus_are_read_from_nvidia_smi_and_masked() -> None:
+    listed = hardware.parse_gpus("0, NVIDIA H100 80GB HBM3, 81559\n1, NVIDIA H100, 81559\nerror\n")
+    assert [gpu.index for gpu in listed] == [0, 1]
+    assert [gpu.index for gpu in hardware.visible(listed, "1")] == [1]
+    assert hardware.visible(listed, "") == ()
+    assert hardware.visible(listed, "7,0") == ()
+    assert hardware.visible(listed, None) == listed
+
+
+def test_the_learner_gets_the_first_gpus_and_the_engines_the_next() -> None:
+    config = load("qwen2.5-math-7b-luffy-8gpu").resolve(
+        ["learner.ranks=2", "rollout.workers=3", "rollout.gpus_per_worker=2"]
+    )
+    placed = placement.place(config, Machine(gpus=EIGHT, cores=64, memory_mb=1))
+    assert placed.learner == ((0,), (1,))
+    assert placed.rollout == ((2, 3), (4, 5), (6, 7))
+
+
+def test_too_few_gpus_are_refused_or_left_alone_as_the_preset_says() -> None:
+    one = Machine(gpus=EIGHT[:1], cores=8, memory_mb=1)
+    preset = load("qwen2.5-math-7b-luffy-8gpu")
+    with pytest.raises(ConfigError, match=r"needs 8 GPUs .* this machine has 1"):
+        placement.place(preset.resolve([]), one)
+    assert placement.place(preset.resolve(["launch.gpus=auto"]), one).learner == ((),) * 6
+    all_eight = Machine(gpus=EIGHT, cores=8, memory_mb=1)
+    assert placement.place(load("miniature").resolve([]), all_eight).learner == ((),)
+
+
+CPUS = placement.Placement(learner=((),), rollout=((),))
+ONE_GPU = placement.Placement(learner=((0,),), rollout=((1,),))
+
+
+def test_vllm_that_is_not_installed_is_told_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = load("miniature").resolve(["rollout.engine=vllm"])
+    with pytest.raises(ConfigError, match=r"setup\.sh --vllm"):
+        preflight.check_engine(config, CPUS)
+    for others in (["rollout.engine=vllm", "rollout.workers=0"], ["rollout.engine=torch"]):
+        preflight.check_engine(load("miniature").resolve(others), CPUS)
+    preflight.check_engine(load("miniature").resolve(["rollout.engine=auto"]), ONE_GPU)
+
+
+def test_a_vllm_that_is_too_old_or_too_new_is_told_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_version, "installed", lambda: True)
+    monkeypatch.setattr(vllm_version, "found", lambda: ("vllm", "0.27.1"))
+    auto = load("miniature").resolve(["rollout.engine=auto"])
+    for config, place in (
+        (load("miniature").resolve(["rollout.engine=vllm"]), CPUS),
+        (auto, ONE_GPU),
+    ):
+        with pytest.raises(ConfigError, match=r"vllm 0\.27\.1 is older: .*rollout\.engine=torch"):
+            preflight.check_engine(config, place)
+    preflight.check_engine(auto, CPUS)
+    monkeypatch.setattr(vllm_version, "found", lambda: ("vllm", "0.28.0"))
+    preflight.check_engine(auto, ONE_GPU)
+
+
+def test_the_disk_that_a_run_may_need_grows_with_its_checkpoints() -> None:
+    config = load("miniature").resolve([])
+    model = preflight.check_model(config)
+    less = preflight.disk_needed(config, model)
+    more = preflight.disk_needed(load("miniature").resolve(["learner.checkpoints_kept=9"]), model)
+    assert more > less > 64 << 20
