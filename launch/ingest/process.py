@@ -68,7 +68,7 @@ class IngestProcess:
         # Its errors, should it crash; a file, since nobody reads a pipe meanwhile.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tandem.launch.ingest.prepare.process"],
+            [sys.executable, "-P", "-m", "tandem.launch.ingest.process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

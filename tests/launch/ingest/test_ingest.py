@@ -23,7 +23,7 @@ from tandem.launch.cli import main
 from tandem.launch.host import redis_server
 from tandem.launch.ingest import prepare as ingest
 from tandem.launch.ingest import process as ingest_process
-from tandem.launch.ingest.prepare.process import IngestProcess
+from tandem.launch.ingest.process import IngestProcess
 from tandem.launch.miniature.parquet import SCHEMA, write
 from tandem.launch.run.presets import load
 from tandem.replay.connection import connect
