@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import types
-import typing
 from collections.abc import Mapping
-from functools import cache
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import xxhash
@@ -16,8 +12,10 @@ import xxhash
 from .errors import TandemError
 
 R = TypeVar("R")
+Count = Annotated[int, msgspec.Meta(ge=0)]
+"""A whole number from 0."""
 
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError)
+UNREADABLE = (msgspec.MsgspecError, UnicodeError, RecursionError, MemoryError)
 """What msgspec raises for bytes that aren't what they should be."""
 
 
@@ -36,7 +34,10 @@ def reason(error: Exception, name: str) -> str:
     return f"{where[-120:]}: {line[:200]}"
 
 
-_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_NAMES = {
+    list: "a list", str: "text", int: "a number", float: "a number", bool: "true or false",
+    type(None): "null",
+}  # fmt: skip
 
 
 def read_json(data: bytes | str, what: str, error: type[TandemError], way_out: str = "") -> Any:
@@ -60,7 +61,7 @@ def read_object(
     """A JSON object; see :func:`read_json`."""
     content = read_json(data, what, error, way_out)
     if not isinstance(content, dict):
-        raise damaged(what, f"is {kind_of(content)}, not an object", error, way_out)
+        raise damaged(what, f"is {_NAMES[type(content)]}, not an object", error, way_out)
     return content
 
 
@@ -103,49 +104,20 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def read_record(
-    cls: type[R],
-    content: bytes | str | Mapping[str, Any],
-    what: str,
-    error: type[TandemError],
-    way_out: str = "",
+    cls: type[R], content: Any, what: str, error: type[TandemError], way_out: str = ""
 ) -> R:
-    """A dataclass of plain fields: ``int``, ``float``, ``str``, ``bool``, or one of them or None,
-    and ``dict[str, …]`` of one of them.
+    """A :class:`Record` of JSON, or of what was read from JSON.
 
     Every field that has no default must be there, with a value of its type; nothing else may be.
     """
-    if not isinstance(content, Mapping):
+    if isinstance(content, bytes | str):
         content = read_object(content, what, error, way_out)
-    fields = _fields(typing.cast(Any, cls))
-    for name in content:
-        if name not in fields:
-            raise damaged(what, f"has the unknown field {str(name)[:60]!r}", error, way_out)
-    for name, (kind, optional, required) in fields.items():
-        if name not in content:
-            if required:
-                raise damaged(what, f"lacks the field {name!r}", error, way_out)
-        elif not (_fits(content[name], kind) or (optional and content[name] is None)):
-            wanted = _name_of(kind) + (" or null" if optional else "")
-            raise damaged(
-                what, f"has {name}={_brief(repr(content[name]))}, not {wanted}", error, way_out
-            )
     try:
-        return cls(**content)
-    except ValueError as cause:  # the record's own invariants
-        raise damaged(what, f"can't be: {_brief(cause)}", error, way_out) from None
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    if typing.get_origin(kind) is not dict:
-        return fits(value, kind)
-    of = typing.get_args(kind)[1]
-    return isinstance(value, dict) and all(fits(one, of) for one in value.values())
-
-
-def _name_of(kind: Any) -> str:
-    if typing.get_origin(kind) is not dict:
-        return _NAMES[kind]
-    return f"an object in which every value is {_NAMES[typing.get_args(kind)[1]]}"
+        return msgspec.convert(content, cls)
+    except UNREADABLE as cause:
+        raise damaged(
+            what, f"can't be read: {reason(cause, cls.__name__)}", error, way_out
+        ) from None
 
 
 def fits(value: Any, kind: type) -> bool:
@@ -160,35 +132,6 @@ def damaged(what: str, why: str, error: type[TandemError], way_out: str = "") ->
     return error(f"{what} is damaged: it {why}" + (f"; {way_out}" if way_out else ""))
 
 
-def kind_of(value: Any) -> str:
-    """What a JSON value is, for a person."""
-    if value is None:
-        return "null"
-    if isinstance(value, dict):
-        return "an object"
-    return "a list" if isinstance(value, list) else _NAMES[type(value)]
-
-
 def _brief(text: Any) -> str:
     line = " ".join(str(text).split()) or type(text).__name__
     return line if len(line) <= 120 else f"{line[:117]}…"
-
-
-@cache
-def _fields(cls: Any) -> dict[str, tuple[Any, bool, bool]]:
-    """Plain type, whether it may be null, and whether it must be there, of each field."""
-    found = {}
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        kind, optional = hints[field.name], False
-        if typing.get_origin(kind) in (typing.Union, types.UnionType):
-            (kind,) = (one for one in typing.get_args(kind) if one is not type(None))
-            optional = True
-        of = typing.get_args(kind) if typing.get_origin(kind) is dict else (str, kind)
-        if of[0] is not str or of[1] not in _NAMES:
-            raise TypeError(f"{cls.__name__}.{field.name} is no plain value: {kind}")
-        required = (
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        )
-        found[field.name] = (kind, optional, required)
-    return found

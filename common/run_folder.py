@@ -11,20 +11,19 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
+from msgspec import structs
 
 from .errors import DataError
-from .plain import read_object, read_record, sealed, unsealed
+from .plain import Record, read_object, read_record, sealed, unsealed
 
 CONFIG_SEAL = "# xxh3 of what stands above: "
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinInfo:
+class JoinInfo(Record, frozen=True, kw_only=True):
     """All that a process must know to join a run."""
 
     run_id: str
@@ -168,7 +167,7 @@ class RunFolder:
 
     def write_join(self, info: JoinInfo) -> None:
         """Writes ``join.json``, 0600."""
-        write_private(self.join, json.dumps(sealed(asdict(info))) + "\n")
+        write_private(self.join, json.dumps(sealed(structs.asdict(info))) + "\n")
 
     def read_run(self) -> dict[str, Any]:
         """``run.json`` (run id, Redis version, state); empty where there is none yet."""

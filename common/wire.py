@@ -77,10 +77,10 @@ def encode(record: Any) -> bytes:
         body = _ENCODER.encode((kind, record))
         # Making a record checks no types: what couldn't be read must fail here, where it was made.
         _decoder(cls).decode(_BODY.decode(body)[1])
-    except UNREADABLE as error:
-        raise WireError(f"a {kind} can't travel: {reason(error, kind)}") from None
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
         raise WireError(f"a {kind} can't travel: {_unencodable(record)}: {error}") from None
+    except UNREADABLE as error:
+        raise WireError(f"a {kind} can't travel: {reason(error, kind)}") from None
     if len(body) + HEADER.size > MAX_MESSAGE_BYTES:
         raise WireError(
             f"a {kind} of {len(body):,} bytes is over the limit of "

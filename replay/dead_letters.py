@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..common.errors import StoreError
-from ..common.plain import damaged, read_object
-from .answers import WAY_OUT, checked
+from .answers import read_put_back
 from .ledger import Ledger
 from .order import Order
 
@@ -46,13 +44,13 @@ def retry(ledger: Ledger, group_ids: Iterable[str]) -> Retried:
     waiting = list(serials)
     while waiting:
         some, waiting = waiting[:PER_CALL], waiting[PER_CALL:]
-        answer = read_answer(ledger.store.script("retry", *some), serials)
-        if "over" in answer:
+        answer = read_put_back(ledger.store.script("retry", *some), serials)
+        if answer.back is None:
             raise StoreError(
-                f"run {ledger.store.run_id} takes no more groups ({answer['over']}): let it go on "
+                f"run {ledger.store.run_id} takes no more groups ({answer.over}): let it go on "
                 f"with more steps or passes (`tandem start … run.steps=N`), then put them back"
             )
-        returned += [serials[serial] for serial in answer["back"]]
+        returned += [serials[serial] for serial in answer.back]
     back = set(returned)
     cursor = int(ledger.store.call("hget", ledger.store.key("meta"), "cursor") or 0)
     for name in asked:
@@ -60,27 +58,6 @@ def retry(ledger: Ledger, group_ids: Iterable[str]) -> Retried:
             later = ledger.order.serial(name) >= cursor
             refused[name] = "was never leased yet" if later else _why_not(ledger.state_of(name))
     return Retried(returned=tuple(returned), refused={n: refused[n] for n in asked if n in refused})
-
-
-def read_answer(raw: bytes, asked: Container[int]) -> dict[str, Any]:
-    """Of ``retry``: ``over``, or ``back`` as serials that were asked for.
-
-    Raises:
-        StoreError: it isn't one.
-    """
-    what = "the answer to a retry"
-    content = read_object(raw, what, StoreError, WAY_OUT)
-    if "over" in content:
-        return checked(what, content, over=str)
-    # An empty list of Lua is an empty object of JSON.
-    back = content.get("back") or []
-    if (
-        "back" not in content
-        or not isinstance(back, list)
-        or not all(type(serial) is int and serial in asked for serial in back)
-    ):
-        raise damaged(what, f"has back={str(back)[:80]!r}", StoreError, WAY_OUT)
-    return {"back": back}
 
 
 def _no_group(ledger: Ledger, name: str) -> str:

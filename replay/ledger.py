@@ -26,17 +26,17 @@ from redis.exceptions import OutOfMemoryError
 
 from ..common import wire
 from ..common.errors import DamagedError, StoreError
-from ..common.plain import read_object
 from ..common.records import CommitResult, Group, Sample, Verdict, Version
-from .answers import WAY_OUT, checked, lease_answer
-from .connection import DEADLINE, Store, told
-from .ledger_answers import (
+from .answers import (
+    read_created,
     read_dead_letters,
     read_final,
+    read_leases,
     read_settings,
     read_take,
     read_waiting,
 )
+from .connection import DEADLINE, Store, told
 from .ledger_records import (
     Lease,
     LeaseReply,
@@ -59,11 +59,6 @@ __all__ = [
     "Row",
     "RowEntry",
     "Waiting",
-    "read_dead_letters",
-    "read_final",
-    "read_settings",
-    "read_take",
-    "read_waiting",
 ]
 
 log = logging.getLogger("tandem.replay")
@@ -130,21 +125,18 @@ class Ledger:
         raw = self.store.script(
             "create", json.dumps(frozen), json.dumps(settings.changeable_fields())
         )
-        what = "the answer to creating the ledger"
-        answer = checked(
-            what, read_object(raw, what, StoreError, WAY_OUT), created=bool, differ=dict
-        )
-        if answer["differ"]:
+        answer = read_created(raw)
+        if answer.differ:
             told_of = "; ".join(
                 f"{name} is {held or 'unset'} there and {frozen[name]} here"
-                for name, held in sorted(answer["differ"].items())
+                for name, held in sorted(answer.differ.items())
             )
             raise StoreError(
                 f"run {self.store.run_id} was begun with other settings: {told_of}. Resume it "
                 f"with those, or start over in another folder (`tandem start --fresh`)"
             )
         self._settings = None
-        return bool(answer["created"])
+        return answer.created
 
     @property
     def settings(self) -> LedgerSettings:
@@ -205,28 +197,28 @@ class Ledger:
         raw = self.store.script(
             "lease", self.member, self._holder, held.term, held.step, count, used, most
         )
-        answer = lease_answer(raw)
+        answer = read_leases(raw)
         leases = []
-        for serial, attempt, deadline in answer["leases"]:
-            group_id = self.order.id_of(serial)
+        for leased in answer.leases:
+            group_id = self.order.id_of(leased.serial)
             pass_, position = Order.parse(group_id)
             leases.append(
                 Lease(
                     group_id=group_id,
-                    attempt=attempt,
+                    attempt=leased.attempt,
                     pass_=pass_,
                     position=position,
                     problem_id=self.problem_id(group_id),
-                    deadline_ms=deadline,
+                    deadline_ms=leased.deadline_ms,
                 )
             )
         return LeaseReply(
             leases=tuple(leases),
-            state=answer["state"],
-            wait=answer["wait"],
-            journalled=answer["journalled"],
-            now_ms=answer["now"],
-            lease_seconds=answer["lease_ms"] / 1000,
+            state=answer.state,
+            wait=answer.wait,
+            journalled=answer.journalled,
+            now_ms=answer.now,
+            lease_seconds=answer.lease_ms / 1000,
         )
 
     def renew(self, group_ids: Iterable[str]) -> list[str]:

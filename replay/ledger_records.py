@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from ..common.config import Config
 from ..common.config.choices import group_bytes
 from ..common.errors import StoreError
+from ..common.plain import Count, Record, read_record
 from ..common.records import CommitResult
-from .answers import row_answer
 from .order import Order
+
+WAY_OUT = "do all processes run one version of Tandem, and does nobody else write to this Redis?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,84 +201,60 @@ class LeaseReply:
     """Renew at about a third of this."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowEntry:
+class RowEntry(
+    Record,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=False,
+    omit_defaults=True,
+    rename={"group_id": "id", "nbytes": "bytes", "trace_ids": "traces"},
+):
     """One group of a row."""
 
     group_id: str
     """``<pass>-<position>``."""
-    attempt: int
+    attempt: Count
     """The lease that was committed."""
     digest: str
     """xxh3-64 of the payload, hexadecimal."""
-    nbytes: int
+    nbytes: Count
     """Length of the payload."""
-    trace_ids: tuple[str, ...] = ()
+    trace_ids: tuple[str, ...]
     """Expert traces that fill up the group."""
-    replaced: tuple[int, ...] = ()
-    """Places of the own samples that gave way to them."""
+    replaced: tuple[Count, ...] = ()
+    """Places of the own samples that gave way to them; older rows have none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """The batch of one step, as it was written."""
+class Row(Record, frozen=True, kw_only=True, forbid_unknown_fields=False, rename={"ids": "groups"}):
+    """The batch of one step, as Redis and the journal hold it."""
 
-    step: int
+    step: Annotated[int, msgspec.Meta(ge=1)]
     """n."""
+    short: bool
+    """Fewer than B groups: the last row of a run that is set in passes."""
     ids: tuple[RowEntry, ...]
     """Its groups, ascending by position."""
-    short: bool = False
-    """Fewer than B groups: the last row of a run that is set in passes."""
     quarantined: str = ""
     """Why it was not trained on; empty unless its loss or gradient wasn't finite."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, the same as Redis holds; for the journal."""
-        return {
-            "step": self.step,
-            "short": self.short,
-            "groups": [
-                {
-                    "id": entry.group_id,
-                    "attempt": entry.attempt,
-                    "digest": entry.digest,
-                    "bytes": entry.nbytes,
-                    "traces": list(entry.trace_ids),
-                    # Only where there are any: older rows have no such key.
-                    **({"replaced": list(entry.replaced)} if entry.replaced else {}),
-                }
-                for entry in self.ids
-            ],
-        }
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        plain.pop("quarantined")
+        return plain
 
     @classmethod
-    def from_dict(cls, plain: Mapping[str, Any], quarantined: str = "") -> Row:
+    def from_dict(cls, plain: Any) -> Row:
         """Inverse of :meth:`to_dict`.
 
         Raises:
             StoreError: it isn't a row.
         """
-        row = row_answer(plain)
-        return cls(
-            step=row["step"],
-            short=row["short"],
-            ids=tuple(
-                RowEntry(
-                    group_id=entry["id"],
-                    attempt=entry["attempt"],
-                    digest=entry["digest"],
-                    nbytes=entry["bytes"],
-                    trace_ids=tuple(entry["traces"]),
-                    replaced=tuple(entry.get("replaced", ())),
-                )
-                for entry in row["groups"]
-            ),
-            quarantined=quarantined,
-        )
+        step = plain.get("step") if isinstance(plain, Mapping) else None
+        return read_record(cls, plain, f"row {str(step)[:20]} of the ledger", StoreError, WAY_OUT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class Waiting(Record, frozen=True, kw_only=True):
     """There is no row yet."""
 
     group_id: str

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..common.errors import StoreError
-from ..common.plain import read_object
-from .answers import WAY_OUT, checked, text
+from ..common.plain import Record, read_record
+from .answers import text
 from .connection import Store
+from .ledger_records import WAY_OUT
 
 log = logging.getLogger("tandem.replay")
 
@@ -36,6 +37,11 @@ class Member:
     """Seconds since its last heartbeat, by Redis ``TIME``."""
 
 
+class _Entry(Record, frozen=True, kw_only=True):
+    role: str
+    info: dict[str, Any]
+
+
 def read_member(name: bytes, raw: bytes, age_ms: int) -> Member:
     """One entry of the registry.
 
@@ -43,10 +49,8 @@ def read_member(name: bytes, raw: bytes, age_ms: int) -> Member:
         StoreError: it isn't one.
     """
     what = f"the entry of {name[:80]!r} in the registry"
-    entry = checked(what, read_object(raw, what, StoreError, WAY_OUT), role=str, info=dict)
-    return Member(
-        member=text(name, what), role=entry["role"], info=entry["info"], age=age_ms / 1000
-    )
+    entry = read_record(_Entry, raw, what, StoreError, WAY_OUT)
+    return Member(member=text(name, what), role=entry.role, info=entry.info, age=age_ms / 1000)
 
 
 class Members:

@@ -6,17 +6,19 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
+
+import msgspec
+from msgspec import structs
 
 from ..common import wire
 from ..common.errors import DataError, StoreError
-from ..common.plain import damaged, read_json, read_object, read_record
+from ..common.plain import Record, damaged, read_json, read_object, read_record
 from ..common.records import ExpertTrace, Problem, Version
 from ..common.sockets import CurveKeys, new_keys
-from .answers import WAY_OUT
 from .answers import text as read_text
 from .connection import DEADLINE, Command, Store, told
+from .ledger_records import WAY_OUT
 
 RunState = Literal["running", "draining", "finished", "failed"]
 R = TypeVar("R", Problem, ExpertTrace)
@@ -32,8 +34,7 @@ PUT_BYTES = 4 << 20
 """Bytes of one round trip while problems are put."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationRequest:
+class EvaluationRequest(Record, frozen=True, kw_only=True):
     """An evaluation that some rollout worker is to make."""
 
     id: str
@@ -52,8 +53,7 @@ class EvaluationRequest:
     """The run ends when it is done."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationResult:
+class EvaluationResult(Record, frozen=True, kw_only=True):
     """What a held-out set gave."""
 
     id: str
@@ -83,11 +83,11 @@ class EvaluationResult:
     """Responses a problem (k of pass@k)."""
     pass_rate: float | None = None
     """pass@k: share of problems with at least one correct response."""
-    accuracy_by_source: dict[str, float] = field(default_factory=dict)
+    accuracy_by_source: dict[str, float] = msgspec.field(default_factory=dict)
     """Accuracy by data source."""
-    pass_by_source: dict[str, float] = field(default_factory=dict)
+    pass_by_source: dict[str, float] = msgspec.field(default_factory=dict)
     """pass@k by data source."""
-    problems_by_source: dict[str, int] = field(default_factory=dict)
+    problems_by_source: dict[str, int] = msgspec.field(default_factory=dict)
     """Problems by data source."""
 
     def classes(self) -> dict[str, float]:
@@ -463,7 +463,7 @@ def read_result(raw: bytes) -> EvaluationResult:
 
 
 def _json(record: Any) -> str:
-    return json.dumps(asdict(record))
+    return json.dumps(structs.asdict(record))
 
 
 def _trace_order(trace_id: str) -> tuple[str, int, str, int, str]:

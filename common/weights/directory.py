@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..errors import WeightsError
-from ..plain import read_record
+from ..plain import Record, read_record
 
 ROLE = "learner"
 """The role under which the service stands in the registry."""
@@ -47,8 +46,7 @@ class Registry(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerAddress:
+class LearnerAddress(Record, frozen=True, kw_only=True):
     """A learner's weight service."""
 
     member: str

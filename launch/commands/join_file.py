@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import socket
 import sys
 from pathlib import Path
+
+from msgspec import structs
 
 from ...common.errors import DataError
 from ...common.plain import sealed
@@ -38,10 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     from ...common.sockets import is_loopback
 
     if arguments.host:
-        join = dataclasses.replace(join, host=arguments.host)
+        join = structs.replace(join, host=arguments.host)
     elif join.host in ("0.0.0.0", "::"):
-        join = dataclasses.replace(join, host=socket.getfqdn())
-    write_private(out, json.dumps(sealed(dataclasses.asdict(join))) + "\n")
+        join = structs.replace(join, host=socket.getfqdn())
+    write_private(out, json.dumps(sealed(structs.asdict(join))) + "\n")
     print(f"{out}: copy it to the other host (it holds the password), then run there:")
     print(f"  tandem rollout --join {out.name}")
     if is_loopback(join.host):

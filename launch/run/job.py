@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from ...common import disk
 from ...common.disk import DiskFull
 from ...common.errors import ConfigError, DamagedError, DataError, StoreError, TandemError
@@ -280,7 +282,7 @@ class Job:
                     f"note: port {kept.port} is taken, Redis listens on {port}: members on other "
                     f"hosts need a new file from `tandem join-file`"
                 )
-            return replace(kept, host=host, port=port), config
+            return structs.replace(kept, host=host, port=port), config
         password = redis_server.new_password()
         return JoinInfo(run_id=run_id, host=host, port=port, password=password), config
 
@@ -511,7 +513,6 @@ class Job:
 
     def _ask_last(self) -> None:
         """Reads from Redis what the summary tells, while it is still there."""
-        from dataclasses import asdict
 
         from ...replay.ledger import Ledger
         from ...replay.store import RunStore
@@ -525,7 +526,7 @@ class Job:
             found.idle = self._reports.stop()
         try:
             found.counts = Ledger(self._store, "supervisor").counts()
-            found.evaluations = [asdict(result) for result in runs.evaluations()]
+            found.evaluations = [structs.asdict(result) for result in runs.evaluations()]
             found.grader_restarts = runs.restarts()
             found.dead_letters = Ledger(self._store, "supervisor").dead_letters()
             found.complete = True

@@ -11,7 +11,6 @@ group. Called by :mod:`engines`; by itself it is the engine alone.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import statistics
 import subprocess
@@ -30,7 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rollout"))
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from redis_server import running
 from stand_in_pool import StandInPool
 
@@ -170,7 +169,7 @@ class WholeWorker:
             heart.start()
             path = self._folder / "join.json"
             path.touch(mode=0o600)
-            path.write_text(json.dumps(dataclasses.asdict(join)))
+            path.write_text(json.dumps(asdict(join)))
             try:
                 with (self._folder / "worker.log").open("wb") as log:
                     command = [sys.executable, "-c", START, str(path)]

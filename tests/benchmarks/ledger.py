@@ -21,7 +21,6 @@ rates, ledger over bare, of putting, of taking and of both; writes ``ledger.json
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import platform
@@ -37,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -255,7 +254,7 @@ def measure(side: str, case: Case, depth: int, row: int) -> dict[str, float]:
     ):
         join = server.join("bench")
         join_file = Path(name) / "join.json"
-        join_file.write_text(json.dumps(dataclasses.asdict(join)))
+        join_file.write_text(json.dumps(asdict(join)))
         if side == "ledger":
             store = connect(join, name="setup")
             problems = 1000

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
 from tandem.common.errors import DataError
-from tandem.common.plain import read_object, read_record
+from tandem.common.plain import Record, read_object, read_record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(Record, frozen=True, kw_only=True):
     """An example."""
 
     host: str
@@ -35,13 +32,19 @@ def test_a_record_is_read_with_its_defaults():
         (b"1" * 5000, "isn't JSON"),
         (b"[]", "is a list, not an object"),
         (b"null", "is null, not an object"),
-        (b'{"host": "a"}', "lacks the field 'port'"),
-        (b'{"host": "a", "port": "1"}', "has port='1', not a whole number"),
-        (b'{"host": "a", "port": true}', "has port=True, not a whole number"),
-        (b'{"host": "a", "port": 1.0}', "has port=1.0, not a whole number"),
-        (b'{"host": null, "port": 1}', "has host=None, not text"),
-        (b'{"host": "a", "port": 1, "user": 5}', "has user=5, not text or null"),
-        (b'{"host": "a", "port": 1, "x": 5}', "has the unknown field 'x'"),
+        (b'{"host": "a"}', "can't be read: Place: Object missing required field `port`"),
+        (b'{"host": "a", "port": "1"}', "can't be read: Place.port: Expected `int`, got `str`"),
+        (b'{"host": "a", "port": true}', "can't be read: Place.port: Expected `int`, got `bool`"),
+        (b'{"host": "a", "port": 1.0}', "can't be read: Place.port: Expected `int`, got `float`"),
+        (b'{"host": null, "port": 1}', "can't be read: Place.host: Expected `str`, got `null`"),
+        (
+            b'{"host": "a", "port": 1, "user": 5}',
+            r"can't be read: Place.user: Expected `str \| null`, got `int`",
+        ),
+        (
+            b'{"host": "a", "port": 1, "x": 5}',
+            "can't be read: Place: Object contains unknown field `x`",
+        ),
     ],
 )
 def test_what_is_no_such_record_is_refused_with_its_reason(data: bytes, said: str):

@@ -66,7 +66,7 @@ def round_trip(read: Callable[[bytes], Any]) -> Callable[[Any], str]:
     """A flat record must come out again of its own JSON."""
 
     def check(found: Any) -> str:
-        again = read(json.dumps(dataclasses.asdict(found)).encode())
+        again = read(json.dumps(structs.asdict(found)).encode())
         return "" if same(found, again) else "it isn't the same when it is written and read again"
 
     return check

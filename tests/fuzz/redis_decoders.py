@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from frames import (
     mutated_json,
     mutated_yaml,
 )
+from msgspec import structs
 
 from tandem.common import sockets
 from tandem.common.config import read_config
@@ -28,7 +28,7 @@ from tandem.common.plain import read_object
 from tandem.common.weights import directory
 from tandem.launch.board.facts import Activity
 from tandem.launch.run.idle import IdleShares
-from tandem.replay import answers, dead_letters, ledger, members, store
+from tandem.replay import answers, ledger, members, store
 
 
 def read_report(data: bytes) -> Any:
@@ -71,7 +71,7 @@ def check_row(found: Any) -> str:
 
 def from_redis() -> Iterable[Decoder]:
     """What is kept in Redis, and what its scripts answer."""
-    request = dataclasses.asdict(store.EvaluationRequest(id="h@1", set_name="h", step=1))
+    request = structs.asdict(store.EvaluationRequest(id="h@1", set_name="h", step=1))
     result = {
         "id": "h@1", "set_name": "h", "step": 1, "accuracy": 0.5, "problems": 3,
         "format_share": 1.0, "mean_length": 4.0, "seconds": 1.0, "member": "rollout-0",
@@ -113,7 +113,7 @@ def from_redis() -> Iterable[Decoder]:
 
     def settings_of(data: bytes) -> Any:
         content = read_object(data, "the fields", StoreError)
-        return ledger.read_settings(
+        return answers.read_settings(
             {
                 str(k).encode("utf-8", "replace"): str(v).encode("utf-8", "replace")
                 for k, v in content.items()
@@ -127,18 +127,18 @@ def from_redis() -> Iterable[Decoder]:
     told = {**waiting, "journalled": 3, "graded": 1, "leased": 2, "returned": 0}
     letters = {"group_id": "0-1", "attempt": 2, "worker": "w", "reason": "r", "failures": 5}
     yield json_of("replay.row", text(ROW), row_of, check=check_row)
-    yield json_of("replay.take", text(*taken), ledger.read_take)
-    yield json_of("replay.lease", text(leases), answers.lease_answer)
+    yield json_of("replay.take", text(*taken), answers.read_take)
+    yield json_of("replay.lease", text(leases), answers.read_leases)
     yield json_of(
         "replay.retry",
         text({"back": [1, 4]}, {"over": "why"}, {"back": {}}),
-        lambda data: dead_letters.read_answer(data, {1, 4}),
+        lambda data: answers.read_put_back(data, {1, 4}),
     )
-    yield json_of("replay.waiting", text(told), ledger.read_waiting)
+    yield json_of("replay.waiting", text(told), answers.read_waiting)
     yield json_of(
         "replay.dead_letters",
         text(letters),
-        lambda data: ledger.read_dead_letters({b"7": data}, {b"3": data[:200]}),
+        lambda data: answers.read_dead_letters({b"7": data}, {b"3": data[:200]}),
     )
     yield json_of("replay.settings", text(fields), settings_of)
     yield json_of("replay.member", text(member), lambda data: members.read_member(b"m", data, 1))
@@ -159,7 +159,7 @@ def from_redis() -> Iterable[Decoder]:
     yield Decoder(
         name="replay.final_place",
         corpus=[b"T:3:1", b"D:3:2", b"R:0:1:attempts"],
-        decode=ledger.read_final,
+        decode=answers.read_final,
         mutate=raw,
     )
     yield Decoder(

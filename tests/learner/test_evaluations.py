@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tandem.common.records import Version
 from tandem.learner import evaluations as module
@@ -197,6 +197,6 @@ def test_a_record_carries_what_each_source_gave_and_the_version_that_was_measure
     assert found["eval/heldout/source/gsm8k/accuracy"] == 0.25
     assert found["eval/heldout/source/lab/math/pass@4"] == 1.0
     assert found["eval/heldout/source/lab/math/problems"] == 2
-    once = record_of(dataclasses.replace(result, samples=1))
+    once = record_of(structs.replace(result, samples=1))
     assert not [name for name in once if "pass@" in name]
     assert once["eval/heldout/source/gsm8k/accuracy"] == 0.25

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import redis
+from msgspec.structs import replace
 
 from tandem.common.errors import StoreError
 from tandem.replay.connection import Store, connect, script_names, script_source

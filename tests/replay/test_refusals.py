@@ -11,8 +11,9 @@ import pytest
 
 from tandem.common.errors import StoreError
 from tandem.common.records import Version
+from tandem.replay.answers import read_take
 from tandem.replay.connection import Store, connect
-from tandem.replay.ledger import Ledger, Row, read_take
+from tandem.replay.ledger import Ledger, Row
 from tandem.replay.members import Members
 from tandem.replay.store import EvaluationRequest, EvaluationResult, RunStore
 

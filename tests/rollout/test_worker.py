@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from tandem.common.config import Config, build, to_yaml
 from tandem.common.models import load_model, load_tokenizer, resolve
@@ -159,7 +158,7 @@ class Bench:
     def worker(self, name: str = "rollout-0", **environment: str) -> subprocess.Popen[bytes]:
         """Starts a worker process."""
         path = self.folder / "join.json"
-        path.write_text(json.dumps(dataclasses.asdict(self.join)))
+        path.write_text(json.dumps(asdict(self.join)))
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-c", START, str(path), name],

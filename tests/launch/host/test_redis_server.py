@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import stat
 import subprocess
@@ -12,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from msgspec import structs
 
 from tandem.common.config import ReplayConfig
 from tandem.common.errors import ConfigError, StoreError, TandemError
@@ -171,7 +171,7 @@ def test_a_port_that_is_taken_is_replaced(join: JoinInfo, server) -> None:
 
 @pytest.mark.parametrize("password", ["wrong", None])
 def test_a_wrong_password_is_refused_at_once(join: JoinInfo, server, password) -> None:
-    other = dataclasses.replace(join, password=password)
+    other = structs.replace(join, password=password)
     with pytest.raises(StoreError, match=f"Redis at 127.0.0.1:{join.port} refused") as told:
         redis_server.wait_ready(other, deadline=20)
     assert "TANDEM_REDIS_PASSWORD" in str(told.value)
