@@ -26,15 +26,18 @@ from msgspec.structs import replace
 from ..common.config import RewardConfig
 from ..common.errors import DeadlineError
 from ..common.records import FinishReason, Group, Verdict
-from . import answers, canary, values
-from .canary import CANARY, Known
-from .graders import START_SECONDS, GraderProcesses
+from .answers import comparison, values
+from .components.registry import Graded
+from .components.scoring import OWN_FAILURES, Scorer
+from .graders import canary
+from .graders.canary import CANARY, Known
+from .graders.grader_processes import START_SECONDS, GraderProcesses
+from .graders.requests import Restart
+from .graders.verdicts import Recent, Verdicts
 from .grades import Grade, GradeItem, with_grade
 from .outside import Outside
-from .registry import Graded
-from .requests import Restart
-from .scoring import OWN_FAILURES, Scorer
-from .verdicts import Recent, Verdicts
+from .reading import modes
+from .reading.extraction import MAX_ANSWER
 
 logger = logging.getLogger("tandem.reward")
 
@@ -70,7 +73,7 @@ class Grader:
 
     def __init__(self, config: RewardConfig, *, processes: int | None = None) -> None:
         self.config = config
-        self.mode = answers.mode(config.mode, tuple_for_set=config.tuple_for_set)
+        self.mode = modes.mode(config.mode, tuple_for_set=config.tuple_for_set)
         self.name = self.mode.grader
         """``name@version``, as samples record it."""
         self.restarts: list[Restart] = []
@@ -240,11 +243,11 @@ class Grader:
 
             for gold in golds:
                 # Without an answer it is only asked whether the gold answer can be read.
-                decided = answers.decide(None, gold, self.mode)
+                decided = comparison.decide(None, gold, self.mode)
                 if decided is not None:
                     verdicts[gold] = decided.verdict
                 else:
-                    self._verdicts.ask("", answers.read_gold(gold).text, into(gold))
+                    self._verdicts.ask("", comparison.read_gold(gold).text, into(gold))
             self._wait(lambda: len(verdicts) == len(set(golds)), f"{len(golds)} gold answers")
             return {gold for gold, verdict in verdicts.items() if verdict in bad}
 
@@ -348,12 +351,12 @@ class Grader:
         truncated = item.finish_reason is not FinishReason.STOP
         answer = self.mode.read(item.text, item.prompt_text, truncated).answer
         batch.read[index] = answer
-        decided = answers.decide(answer, item.gold, self.mode)
+        decided = comparison.decide(answer, item.gold, self.mode)
         if decided is not None:
             self._counts[f"by_{decided.how}"] += 1
             found(decided.verdict, 0.0, False)
             return
-        gold = answers.read_gold(item.gold)
+        gold = comparison.read_gold(item.gold)
         by_value = self.mode.compare == "math" and answer
         equal = values.same(by_value, gold.text) if by_value else None
         if equal is not None:
@@ -407,7 +410,7 @@ class Grader:
                     verdict=verdict,
                     reward=reward,
                     components=components,
-                    extracted=answer[: answers.MAX_ANSWER] if answer is not None else None,
+                    extracted=answer[:MAX_ANSWER] if answer is not None else None,
                     seconds=batch.seconds[index] + (seconds[index] if seconds else 0.0),
                     cached=batch.cached[index],
                 )

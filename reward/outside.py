@@ -16,11 +16,11 @@ from typing import Any
 
 from ..common.config import RewardConfig
 from ..common.records import Verdict
-from .code import CodeReward
-from .graders import GraderProcesses
-from .registry import Graded
-from .requests import Outcome, Restart
-from .scoring import Part, Scorer
+from .components.code import CodeReward
+from .components.registry import Graded
+from .components.scoring import Part, Scorer
+from .graders.grader_processes import GraderProcesses
+from .graders.requests import Outcome, Restart
 
 logger = logging.getLogger("tandem.reward")
 

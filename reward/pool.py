@@ -32,8 +32,8 @@ from ..replay.ledger import Ledger
 from ..replay.members import Members
 from ..replay.store import RunStore
 from .alarm import alarm
+from .graders.requests import Restart
 from .grading import Grader
-from .requests import Restart
 
 logger = logging.getLogger("tandem.reward")
 

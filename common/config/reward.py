@@ -39,7 +39,7 @@ class RewardConfig(Section):
     graders: Positive = 2
     """Grader processes of one pool; half as many more stand in while slow texts hold them."""
     mode: str = "boxed"
-    """How an answer is read and compared: a name in :mod:`tandem.reward.answers`."""
+    """How an answer is read and compared: a name in :mod:`tandem.reward.reading.modes`."""
     tuple_for_set: bool = True
     """Whether an ordered tuple, ``(1,2)``, is right for a set in braces, ``\\{1,2\\}``, in its order."""
     deadline_seconds: Seconds = 3.0

@@ -219,7 +219,7 @@ def tools(config: Config) -> list[Finding]:
 
 def _sandbox(wanted: str) -> Finding:
     """Whether the programs of a code reward can be run here."""
-    from ...reward import sandbox
+    from ...reward.sandbox import sandbox
 
     try:
         found = sandbox.find(wanted).how

@@ -10,14 +10,14 @@ from ...common.config import Config
 from ...common.errors import ConfigError
 from ...common.import_path import is_import_path
 from ...common.objectives import OBJECTIVES
-from ...reward import answers
-from ...reward.scoring import Scorer
+from ...reward.components.scoring import Scorer
+from ...reward.reading import modes
 from ..host.redis_server import parse_url
 
 
 def check_named(config: Config) -> None:
     """Raises ``ConfigError`` for a name that leads nowhere."""
-    answers.mode(config.reward.mode, tuple_for_set=config.reward.tuple_for_set)
+    modes.mode(config.reward.mode, tuple_for_set=config.reward.tuple_for_set)
     Scorer(config.reward)
     if config.replay.redis_url is not None:
         parse_url(config.replay.redis_url, "", None)

@@ -35,9 +35,9 @@ from tandem.common.records import (
 )
 from tandem.common.weights import manifest, protocol
 from tandem.learner import orders
-from tandem.reward import pipes
-from tandem.reward.code_runner import same_result, same_value
-from tandem.reward.expected import expected
+from tandem.reward.graders import pipes
+from tandem.reward.sandbox.code_runner import same_result, same_value
+from tandem.reward.sandbox.expected import expected
 
 
 def framed(body: bytes) -> bytes:

@@ -8,7 +8,7 @@ import pytest
 
 from tandem.common.records import Verdict
 from tandem.reward.alarm import alarm
-from tandem.reward.verdicts import Recent
+from tandem.reward.graders.verdicts import Recent
 
 
 def figures(**changes: float) -> dict[str, float]:
@@ -36,7 +36,7 @@ def test_a_few_requests_say_nothing() -> None:
 
 def test_shares_are_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("tandem.reward.verdicts.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tandem.reward.graders.verdicts.time.monotonic", lambda: now[0])
     recent = Recent()
     recent.add(Verdict.TIMEOUT)
     now[0] = 50.0

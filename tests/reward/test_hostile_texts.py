@@ -11,11 +11,13 @@ from collections.abc import Callable
 
 import pytest
 
-import tandem.reward.components  # noqa: F401 - fills the registry
+import tandem.reward.components.builtin  # noqa: F401 - fills the registry
 from tandem.common.records import Verdict
-from tandem.reward import answers, code, modes, values
-from tandem.reward.formats import STYLES
-from tandem.reward.registry import COMPONENTS, Graded, component
+from tandem.reward.answers import comparison, values
+from tandem.reward.components import code
+from tandem.reward.components.formats import STYLES
+from tandem.reward.components.registry import COMPONENTS, Graded, component
+from tandem.reward.reading import extraction, modes
 
 PIECES = (
     *("\\boxed{", "\\boxed ", "\\fbox{1}, ", "{", "}", "$", "$ ", "\\(", "\\[", "\\text{a} "),
@@ -83,12 +85,12 @@ def test_four_times_the_text_takes_little_more_than_four_times_the_time(
 
 
 def test_an_answer_of_the_longest_kind_is_decided_at_once() -> None:
-    by = answers.mode("boxed", tuple_for_set=False)
+    by = modes.mode("boxed", tuple_for_set=False)
     for piece in PIECES:
-        answer = hostile(piece, answers.MAX_ANSWER)[0]
+        answer = hostile(piece, extraction.MAX_ANSWER)[0]
         for gold in ("5", "x+1", "\\{1,2\\}", "A", "even", "3:2", "5\\text{ cm}", "x=5"):
             begun = time.process_time()
-            answers.decide(answer, gold, by)
+            comparison.decide(answer, gold, by)
             values.same(answer, gold)
             # A square of 2,000 is far below; a cube of it would take hours.
             assert time.process_time() - begun < 10.0

@@ -13,8 +13,8 @@ from tandem.launch.plan.hardware import Gpu, Machine
 from tandem.launch.plan.node import KINDS, Node
 from tandem.launch.plan.sizes import shape_of, too_long
 from tandem.launch.run.presets import load, names
-from tandem.reward.answers import mode
-from tandem.reward.scoring import Scorer
+from tandem.reward.components.scoring import Scorer
+from tandem.reward.reading.modes import mode
 
 GPU_PRESETS = [name for name in names() if name.startswith("qwen")]
 ONE = Machine(gpus=(Gpu(index=3, name="H100", memory_mb=81559),), cores=8, memory_mb=65536)

@@ -1,0 +1,68 @@
+"""Shapes of answers that are known to hang a grader, and answers that are only the question again.
+
+The guard must never fire on a gold answer that people write; where one does trip it, its answers
+aren't guarded (:func:`tandem.reward.answers.comparison.decide`).
+"""
+
+from __future__ import annotations
+
+import re
+
+from ..reading.extraction import MAX_ANSWER
+
+MAX_DEPTH = 40
+"""Nesting of braces or brackets; the deepest gold answer of the study has 9."""
+
+_LONG_DIGITS = re.compile(r"\d{401}")
+_HUGE_POWER = re.compile(r"(?:\^|\*\*)\s*[{(]?\s*[-+]?\d{5,}")
+_TOWER = re.compile(r"\^\s*[{(]*\s*(\d+)\s*(!?)\s*[)}]*\s*\^\s*[{(]*\s*(\d+)\s*(!|[})]*\s*\^)?")
+_BIG_FACTORIAL = re.compile(r"\d{4,}\s*[})]*\s*!|!\s*!|!\s*\)\s*!|\)\s*!\s*\)\s*!")
+_BIG_BINOMIAL = re.compile(r"\\binom\s*\{\s*\d{5,}|\d{5,}\s*\\choose")
+_POLY_POWER = re.compile(r"[)\]]\s*\^\s*[{(]?\s*\d{3,}")
+_UNEVALUATED = re.compile(
+    r"\\(?:sum|prod|int|iint|iiint|oint|lim|limsup|liminf|bigcup|bigcap)(?![A-Za-z])"
+    r"|(?<![A-Za-z\\])(?:Sum|Product|Integral|Limit|sum|prod|integrate|limit)\s*\("
+)
+
+
+def _is_high(base: str, factorial: str, exponent: str, more: str | None) -> bool:
+    """Whether the exponent ``base^exponent`` of a tower is itself over a few thousand."""
+    if factorial or more or len(base) > 4 or len(exponent) > 2:
+        return True
+    return int(base) ** int(exponent) > 5_000
+
+
+def _depth(text: str) -> int:
+    deepest = depth = 0
+    for character in text:
+        if character in "{([":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "})]":
+            depth -= 1
+    return deepest
+
+
+def dangerous(text: str) -> bool:
+    """True for shapes that are known to hang or blow up a parser or sympy."""
+    if len(text) > MAX_ANSWER:
+        return True
+    if text.count("{") > 200 or text.count("(") > 100 or text.count("[") > 100:
+        return True
+    if text.count("$") > 40 or text.count("\\frac") > 25:
+        return True
+    if len(text) > MAX_DEPTH and _depth(text) > MAX_DEPTH:
+        return True
+    return bool(
+        _LONG_DIGITS.search(text)
+        or _HUGE_POWER.search(text)
+        or any(_is_high(*match.groups()) for match in _TOWER.finditer(text))
+        or _BIG_FACTORIAL.search(text)
+        or _BIG_BINOMIAL.search(text)
+        or _POLY_POWER.search(text)
+    )
+
+
+def unevaluated(text: str) -> bool:
+    """True where a text holds a sum, product, integral or limit that it doesn't work out."""
+    return _UNEVALUATED.search(text) is not None

@@ -1,0 +1,167 @@
+"""Quantities with known units, compared by what they measure: 1.5 km is 1500 m, and 40 cm isn't 40 m.
+
+Only where both sides have a unit of the list, for the same dimension, and not the same one; a unit
+that just one side has is left out elsewhere (:mod:`tandem.reward.answers.numbers`), as data sets do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from .numbers import is_rounding, read_number
+
+MAX_CHARACTERS = 120
+"""Longer texts are no quantities."""
+
+# fmt: off
+_UNITS: dict[str, tuple[str, Fraction]] = {}
+for _dimension, _table in {
+    "length": {
+        "mm millimeter millimetre": "1/1000", "cm centimeter centimetre": "1/100",
+        "dm decimeter decimetre": "1/10", "m meter metre": "1", "km kilometer kilometre": "1000",
+        "inch inches in": "254/10000", "foot feet ft": "3048/10000", "yard yd": "9144/10000",
+        "mile mi": "1609344/1000",
+    },
+    "time": {
+        "second sec s": "1", "minute min": "60", "hour hr h": "3600", "day": "86400",
+        "week": "604800",
+    },
+    "mass": {
+        "mg milligram": "1/1000", "g gram": "1", "kg kilogram": "1000",
+    },
+    "volume": {"ml mL milliliter millilitre": "1/1000", "l L liter litre": "1"},
+    "money": {"cent": "1/100", "dollar usd": "1"},
+    "angle": {"degree": "1"},
+    "radians": {"radian rad": "1"},
+}.items():
+    for _names, _factor in _table.items():
+        for _name in _names.split():
+            for _spelt in (_name, f"{_name}s" if len(_name) > 2 else _name):
+                _UNITS[_spelt] = (_dimension, Fraction(_factor))
+# fmt: on
+_NUMBER = r"(?P<number>-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)|-?\\frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\})"
+_UNIT = (
+    r"\s*(?:\\(?:text|mathrm|mbox|textrm|rm)\s*\{\s*(?:(?P<kind>square|cubic|sq\.?)\s+)?"
+    r"(?P<text>[A-Za-z]+)\.?\s*(?:,|and)?\s*\}"
+    r"|(?:(?P<kind2>square|cubic)\s+)?(?P<word>[A-Za-z]{2,}|[mgsh](?![A-Za-z]))\.?"
+    r"|(?P<circle>\^\s*\{?\s*\\circ\s*\}?)|(?P<minutes>'(?!')|\^\s*\{?\s*\\prime\s*\}?))"
+    r"(?:\s*\^\s*(?:\{\s*(?P<braced>[23])\s*\}|(?P<power>[23])))?"
+)
+_PART = re.compile(rf"\s*(?:,|and|\\text\s*\{{\s*and\s*\}})?\s*{_NUMBER}{_UNIT}\s*")
+_DOLLARS = re.compile(r"\$\s*(?P<number>\d[\d,]*(?:\.\d+)?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A number and what it measures."""
+
+    dimension: str
+    """``length2`` is an area."""
+    units: tuple[Fraction, ...]
+    """Of each part, in the dimension's first one."""
+    value: Fraction
+    """In that one."""
+    last_place: Fraction
+    """What one in the last place of its decimals is worth, likewise; 0 where it has none."""
+
+
+@lru_cache(maxsize=4_096)
+def read_quantity(text: str, *, letters: bool = False) -> Quantity | None:
+    """A normalised text as a quantity, of one part or several (``2 hours 30 minutes``); else None.
+
+    Units of one letter count inside ``\\text{}`` alone, since elsewhere they may be algebra, unless
+    there are ``letters``.
+    """
+    if len(text) > MAX_CHARACTERS:
+        return None
+    money = _DOLLARS.fullmatch(text)
+    if money is not None:
+        number = read_number(money["number"])
+        if number is None:
+            return None
+        return Quantity("money1", (Fraction(1),), number.value, number.unit)
+    position = 0
+    parts: list[tuple[str, Fraction, Fraction, Fraction]] = []
+    while position < len(text):
+        match = _PART.match(text, position)
+        part = _read_part(match) if match is not None else None
+        if match is None or part is None or len(parts) == 4:
+            return None
+        if len(match["word"] or "no") == 1 and not letters:
+            return None
+        parts.append(part)
+        position = match.end()
+    if not parts or len({dimension for dimension, _, _, _ in parts}) != 1:
+        return None
+    units = tuple(unit for _, unit, _, _ in parts)
+    if any(later >= earlier for earlier, later in itertools.pairwise(units)):
+        # "3 m 4 m" is no quantity; neither is "30 minutes 2 hours".
+        return None
+    if len(parts) > 1 and any(value < 0 for _, _, value, _ in parts):
+        return None
+    total = sum((unit * value for _, unit, value, _ in parts), Fraction(0))
+    last_place = max(unit * place for _, unit, _, place in parts)
+    return Quantity(parts[0][0], units, total, last_place)
+
+
+def _read_part(match: re.Match[str]) -> tuple[str, Fraction, Fraction, Fraction] | None:
+    number = read_number(match["number"])
+    if number is None:
+        return None
+    if match["circle"] or match["minutes"]:
+        unit = ("angle", Fraction(1) if match["circle"] else Fraction(1, 60))
+    else:
+        name = match["text"] or match["word"]
+        found = _UNITS.get(name) or _UNITS.get(name.lower())
+        if found is None:
+            return None
+        unit = found
+    kind = match["kind"] or match["kind2"] or ""
+    power = 3 if kind == "cubic" else 2 if kind else int(match["braced"] or match["power"] or 1)
+    if power > 1 and (unit[0] != "length" or (kind and (match["braced"] or match["power"]))):
+        return None
+    return f"{unit[0]}{power}", unit[1] ** power, number.value, number.unit
+
+
+def same_quantity(answer: str, gold: str) -> bool | None:
+    """Whether two normalised texts measure the same; None where that isn't theirs to tell.
+
+    >>> same_quantity("1500\\\\text{ m}", "1.5\\\\text{ km}"), same_quantity("40 cm", "40 mm")
+    (True, False)
+    >>> same_quantity("40 cm", "40 centimeters"), same_quantity("40 cm", "40")
+    (None, None)
+    """
+    theirs = read_quantity(gold)
+    # Beside a gold answer with a unit a letter is one, too.
+    ours = read_quantity(answer, letters=True) if theirs is not None else None
+    if ours is None or theirs is None:
+        return None
+    turns = {ours.dimension, theirs.dimension} == {"angle1", "radians1"}
+    if turns:
+        # Neither is rational where the other one is, so that one of them is rounded.
+        a, b = (_in_radians(quantity) for quantity in (ours, theirs))
+        return is_rounding(a.value, b.value, answer_unit=a.last_place, gold_unit=b.last_place)
+    if ours.dimension != theirs.dimension or ours.units == theirs.units:
+        return None
+    if ours.value == theirs.value:
+        return True
+    return is_rounding(
+        ours.value, theirs.value, answer_unit=ours.last_place, gold_unit=theirs.last_place
+    )
+
+
+_RADIANS = Fraction(math.pi) / 180
+
+
+def _in_radians(quantity: Quantity) -> Quantity:
+    if quantity.dimension == "radians1":
+        return quantity
+    return dataclasses.replace(
+        quantity, value=quantity.value * _RADIANS, last_place=quantity.last_place * _RADIANS
+    )

@@ -1,0 +1,491 @@
+"""Compares two answers with math-verify, inside a grader process only.
+
+math-verify parses LaTeX through ANTLR. Its other parser, for plain expressions, ends in sympy's
+``parse_expr``, which is ``eval``; it is never called here. Its own timeouts are off: the parent
+process owns the time, and a killed process is the only bound that also holds in C code.
+
+Corrections on top of math-verify 0.9 (each has a test):
+
+- equations without real solutions are all equal to it: they must be proportional here; so are
+  undefined values;
+- numbers under 1e-15 are all equal to it: a relative tolerance must hold too;
+- ``i`` is an ordinary symbol to it: tried again as the imaginary unit;
+- degrees are dropped in trigonometric functions: rewritten to radians first;
+- an inequality, or several, may answer an interval;
+- a sign of plus or minus is written out as the two values wherever it stands;
+- ratios of factorials, sums of logarithms and decimal exponents are simplified.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from functools import lru_cache
+from typing import Any
+
+import sympy
+from latex2sympy2_extended.math_normalization import NormalizationConfig
+from math_verify import LatexExtractionConfig, parse, verify
+from sympy import (
+    And,
+    Basic,
+    Dummy,
+    Eq,
+    FiniteSet,
+    Float,
+    I,
+    Integral,
+    Intersection,
+    Limit,
+    MatrixBase,
+    Ne,
+    Product,
+    Set,
+    Sum,
+    Union,
+    combsimp,
+    expand_log,
+    simplify,
+    solve,
+)
+from sympy.core.relational import Relational
+from sympy.logic.boolalg import Boolean
+
+from .latex import prepare
+from .spelling import plain
+
+# It warns that its own timeouts are off and of each formula that it can't read.
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
+
+CORRECT = "correct"
+WRONG = "wrong"
+UNPARSABLE = "unparsable"
+GOLD_UNPARSABLE = "gold_unparsable"
+
+# Its list of units holds single letters, which it would strip from algebra: x^{2}t isn't x^{2}.
+_LATEX = (
+    LatexExtractionConfig(
+        boxed_match_priority=0,
+        normalization_config=NormalizationConfig(
+            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
+        ),
+    ),
+)
+_FACTORIAL = re.compile(r"!|\\Gamma|\\binom")
+_LOGARITHM = re.compile(r"\\(?:ln|log)(?![a-z])")
+_IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
+_AND = re.compile(r"\band\b|\\cap|\\land|\\wedge")
+_OR = re.compile(r"\bor\b|\\cup")
+
+
+def _parse(text: str) -> list[Any]:
+    parsed: list[Any] = parse(
+        f"${prepare(text)}$",
+        extraction_config=_LATEX,
+        fallback_mode="first_match",
+        extraction_mode="any_match",
+        parsing_timeout=None,
+    )
+    return parsed
+
+
+@lru_cache(maxsize=256)
+def _parse_gold(text: str) -> list[Any]:
+    return _parse(text)
+
+
+def compare(answer: str, gold: str) -> str:
+    """The verdict's name. An empty ``answer`` asks only whether the gold answer can be read.
+
+    A gold answer that is a JSON list of texts is met by an answer that is right for one of them.
+    """
+    if gold.startswith('["') and gold.endswith('"]'):
+        found = [compare(answer, one) for one in json.loads(gold)]
+        return min(found, key=_BEST_FIRST.index)
+    golds = _parse_gold(gold)
+    if not golds:
+        return GOLD_UNPARSABLE
+    if not answer:
+        return UNPARSABLE
+    answers = _parse(answer)
+    if not answers:
+        return UNPARSABLE
+    if _same_structure(golds, answers):
+        return CORRECT
+    try:
+        curves = _same_curve(golds, answers)
+    except _MEND_FAILS:
+        curves = None
+    if curves is not None:
+        return CORRECT if curves else WRONG
+    if _verify(golds, answers):
+        equal = not _falsely_equal(golds, answers)
+    else:
+        equal = _equal_after_all(answer, gold, golds, answers)
+    if equal and _wrongly_rounded(answer, gold, golds, answers):
+        equal = False
+    return CORRECT if equal else WRONG
+
+
+_MEND_FAILS = (
+    NotImplementedError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    LookupError,
+    sympy.SympifyError,
+    sympy.PolynomialError,
+)
+"""What sympy raises about expressions that it can't treat: the correction then doesn't apply."""
+_BEST_FIRST = (CORRECT, WRONG, UNPARSABLE, GOLD_UNPARSABLE)
+
+
+def _same_structure(golds: list[Any], answers: list[Any]) -> bool:
+    """Equal as they stand, bound variables renamed: no need to work out a sum to see it."""
+    ours, theirs = _expressions(answers), _expressions(golds)
+    if not ours or not theirs or not ours[0].has(Sum, Product, Integral, Limit):
+        return False
+    return bool(_rebuilt(ours[0]).as_dummy() == _rebuilt(theirs[0]).as_dummy())
+
+
+def _same_curve(golds: list[Any], answers: list[Any]) -> bool | None:
+    """Whether two polynomial equations in the same unknowns say the same: they are proportional,
+    powers of a factor aside.
+
+    Only where neither is solved for a name, as ``y = 2x + 3`` is: there the other rules hold.
+    """
+    ours, theirs = _expressions(answers), _expressions(golds)
+    if not ours or not theirs:
+        return None
+    a, b = ours[0], theirs[0]
+    if not (isinstance(a, Eq) and isinstance(b, Eq)):
+        return None
+    names = a.free_symbols
+    if not names or names != b.free_symbols or a.lhs.is_Symbol or b.lhs.is_Symbol:
+        return None
+    p, q = a.lhs - a.rhs, b.lhs - b.rhs
+    if not (p.is_polynomial(*names) and q.is_polynomial(*names)) or a.has(Float) or b.has(Float):
+        return None
+    p, q = sympy.Poly(p, *names), sympy.Poly(q, *names)
+    if p.is_zero or q.is_zero or p.total_degree() > 8 or q.total_degree() > 8:
+        return None
+    p, q = p.sqf_part(), q.sqf_part()
+    return bool((p * q.LC() - q * p.LC()).is_zero)
+
+
+def _rebuilt(expression: Any) -> Any:
+    """The parser leaves factors in the order in which they were written; sympy sorts them."""
+    if not expression.args:
+        return expression
+    return expression.func(*(_rebuilt(part) for part in expression.args))
+
+
+def _verify(golds: list[Any], answers: list[Any]) -> bool:
+    return bool(
+        verify(golds, answers, strict=True, allow_set_relation_comp=True, timeout_seconds=None)
+    )
+
+
+def _expressions(parsed: list[Any]) -> list[Any]:
+    return [p for p in parsed if isinstance(p, Basic | MatrixBase)]
+
+
+def _falsely_equal(golds: list[Any], answers: list[Any]) -> bool:
+    """True where math-verify's equality is one of its known false ones."""
+    ours, theirs = _expressions(answers), _expressions(golds)
+    if not ours or not theirs:
+        return False
+    a, b = ours[0], theirs[0]
+    if isinstance(a, Eq) and isinstance(b, Eq):
+        return _different_equations(a, b)
+    if a.has(*_UNDEFINED) or b.has(*_UNDEFINED):
+        # 12/0 and 1/0 aren't the same answer.
+        return answers[-1] != golds[-1]
+    return _different_numbers(a, b)
+
+
+_UNDEFINED = (sympy.zoo, sympy.nan)
+
+
+def _different_equations(a: Any, b: Any) -> bool:
+    if a == b:
+        return False
+    try:
+        if not (a.lhs - a.rhs).simplify().free_symbols:
+            # Both say something about numbers alone, like x = x + 1.
+            return bool(simplify(a) != sympy.true)
+        ratio = simplify((a.lhs - a.rhs) / (b.lhs - b.rhs))
+        if ratio.is_number and ratio != 0:
+            return False
+        solutions = solve(b, *sorted(b.free_symbols, key=str), dict=True)
+        # Two equations without a solution have nothing in common but that.
+        return not solutions
+    except _MEND_FAILS:
+        return False
+
+
+def _different_numbers(a: Any, b: Any) -> bool:
+    try:
+        pairs = list(zip(a.args, b.args, strict=True)) if _is_collection(a, b) else [(a, b)]
+    except _MEND_FAILS:
+        return False
+    return any(_apart(x, y) for x, y in pairs)
+
+
+def _is_collection(a: Any, b: Any) -> bool:
+    return isinstance(a, sympy.Tuple) and isinstance(b, sympy.Tuple)
+
+
+def _apart(a: Any, b: Any) -> bool:
+    """True for two numbers whose relative difference is more than rounding."""
+    if not (isinstance(a, Basic) and isinstance(b, Basic)):
+        return False
+    if not (getattr(a, "is_number", False) and getattr(b, "is_number", False)):
+        return False
+    tolerance = 1e-6 if a.has(Float) or b.has(Float) else 1e-12
+    try:
+        x, y = a.evalf(40), b.evalf(40)
+        if not (x.is_real and y.is_real):
+            return False
+        # As both data-set habits are paid, 28 and 28% and 0.28 are one number.
+        return not any(
+            abs(x * s - y) <= tolerance * max(abs(x * s), abs(y))
+            for s in (1, 100, sympy.Rational(1, 100))
+        )
+    except _MEND_FAILS:
+        return False
+
+
+def _equal_after_all(answer: str, gold: str, golds: list[Any], answers: list[Any]) -> bool:
+    """Tries again what math-verify is known to miss."""
+    ours, theirs = _expressions(answers), _expressions(golds)
+    if not ours or not theirs:
+        return False
+    a, b = ours[0], theirs[0]
+    try:
+        if _IMAGINARY.search(plain(answer)) or _IMAGINARY.search(plain(gold)):
+            a2, b2 = _with_unit(a), _with_unit(b)
+            if (a2, b2) != (a, b) and _verify([b2], [a2]):
+                return not _falsely_equal([b2], [a2])
+        if (_is_condition(a) or _is_condition(b)) and _same_region(answer, gold, a, b):
+            return True
+        if isinstance(a, Set) and isinstance(b, Set) and not isinstance(a, FiniteSet):
+            return bool(_exact(a.doit()) == _exact(b.doit()))
+        if not (_plain(a) and _plain(b)):
+            return False
+        if _FACTORIAL.search(answer) or _FACTORIAL.search(gold):
+            return bool(simplify(combsimp(a.doit() - b.doit())) == 0)
+        roots = any(p.exp.is_Rational and not p.exp.is_Integer for p in (a + b).atoms(sympy.Pow))
+        if roots and simplify(_rebuilt(a) - _rebuilt(b)) == 0:
+            return True
+        if _LOGARITHM.search(answer) or _LOGARITHM.search(gold):
+            return bool(simplify(expand_log(a - b, force=True)) == 0)
+        if a.has(Float) != b.has(Float) and a.is_number and b.is_number:
+            return _close(a, b)
+        if ("circ" in plain(answer)) != ("circ" in plain(gold)):
+            one, other = _angle(answer, a), _angle(gold, b)
+            return bool((simplify(a).has(sympy.pi) or simplify(b).has(sympy.pi)) and one == other)
+    except _MEND_FAILS:
+        return False
+    return False
+
+
+def _close(a: Any, b: Any) -> bool:
+    """Numbers within 1e-6 of each other, absolutely and relatively."""
+    x, y = a.evalf(30), b.evalf(30)
+    if not (x.is_finite and y.is_finite):
+        return False
+    return bool(abs(x - y) <= 1e-6 * min(1, max(abs(x), abs(y))))
+
+
+_DECIMAL = re.compile(r"\d*\.\d+")
+_POINTS = (sympy.Rational(13, 10), sympy.Rational(-29, 10), sympy.Rational(47, 10))
+"""Where formulas with names are looked at: apart from each other, and of both signs."""
+
+
+def _wrongly_rounded(answer: str, gold: str, golds: list[Any], answers: list[Any]) -> bool:
+    """Whether equality holds roughly alone: a decimal is another value, and no rounding of it.
+
+    The rule of :func:`tandem.reward.answers.numbers.is_rounding`, for decimals anywhere in a formula: half
+    of a decimal's last place must be able to move its side as far as the other side is away.
+    """
+    ours, theirs = _expressions(answers), _expressions(golds)
+    if not ours or not theirs or not (ours[0].has(Float) or theirs[0].has(Float)):
+        return False
+    try:
+        pairs = _numbers_of(ours[0], theirs[0])
+        in_answer, in_gold = _decimals(answer), _decimals(gold)
+        return any(_is_apart(a, b, in_answer, in_gold) for a, b in pairs)
+    except _MEND_FAILS:
+        return False
+
+
+_FINE = sympy.Rational(1, 10**6)
+"""A gold answer with fewer places than six is taken for exact."""
+_Decimals = dict[float, tuple[Any, Any]]
+"""By their floating-point value: the exact one, and what one in the last place is worth."""
+
+
+def _decimals(text: str) -> _Decimals:
+    return {
+        float(sign + decimal): (
+            sympy.Rational(sign + decimal),
+            sympy.Rational(1, 10 ** len(decimal.partition(".")[2])),
+        )
+        for decimal in _DECIMAL.findall(plain(text))
+        for sign in ("", "-")  # The parser may take a minus for the number's own.
+    }
+
+
+def _numbers_of(a: Any, b: Any) -> list[tuple[Any, Any]]:
+    """Parts of two expressions that are known to be roughly equal, side by side."""
+    if isinstance(a, MatrixBase) and isinstance(b, MatrixBase):
+        return [pair for x, y in zip(a, b, strict=False) for pair in _numbers_of(x, y)]
+    if isinstance(a, FiniteSet) and isinstance(b, FiniteSet):
+        left = list(b.args)
+        pairs = []
+        for part in a.args:
+            nearest = min(left, key=lambda other: _distance(part, other), default=None)
+            if nearest is not None:
+                left.remove(nearest)
+                pairs += _numbers_of(part, nearest)
+        return pairs
+    if isinstance(a, Eq) and isinstance(b, Eq):
+        return [(a.lhs, b.lhs), (a.rhs, b.rhs)] if _distance(a.lhs, b.lhs) < 1e-3 else []
+    if a.args and not isinstance(a, sympy.Expr) and len(a.args) == len(b.args):
+        return [pair for x, y in zip(a.args, b.args, strict=True) for pair in _numbers_of(x, y)]
+    return [(a, b)] if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr) else []
+
+
+def _distance(a: Any, b: Any) -> float:
+    difference = abs(_at(a, _POINTS[0]) - _at(b, _POINTS[0])).evalf()
+    return float(difference) if difference.is_finite else math.inf
+
+
+def _at(expression: Any, point: Any) -> Any:
+    names = sorted(expression.free_symbols, key=str)
+    return expression.subs({name: point + index for index, name in enumerate(names)})
+
+
+def _is_apart(answer: Any, gold: Any, in_answer: _Decimals, in_gold: _Decimals) -> bool:
+    """Whether two scalars differ by more than their decimals' rounding can explain."""
+    if not (answer.has(Float) or gold.has(Float)):
+        return False
+    fine = {value: pair for value, pair in in_gold.items() if pair[1] <= _FINE}
+    for point in _POINTS if answer.free_symbols or gold.free_symbols else _POINTS[:1]:
+        x, our_reach = _reach(answer, in_answer, in_answer, point)
+        y, their_reach = _reach(gold, in_gold, fine, point)
+        # Percentages and what they stand for are one number, as data sets write both.
+        if not any(
+            abs(x * s - y) <= (our_reach * s + their_reach) * _SLACK + 1e-25 * abs(y)
+            for s in (1, 100, sympy.Rational(1, 100))
+        ):
+            return True
+    return False
+
+
+_SLACK = sympy.Rational(1000001, 1000000)
+
+
+def _reach(expression: Any, decimals: _Decimals, rounded: _Decimals, point: Any) -> tuple[Any, Any]:
+    """The exact value at a point, and how far half of each rounded decimal's last place moves it."""
+    exact, last_place = {}, {}
+    for number in expression.atoms(Float):
+        written = decimals.get(float(number))
+        if written is None:
+            # Worked out by the parser (e^{0.5}), in floating point.
+            value = sympy.Rational(str(number))
+            exact[number], last_place[number] = value, abs(value) * _WORKED_OUT
+        else:
+            exact[number] = written[0]
+            last_place[number] = written[1] if float(number) in rounded else sympy.S.Zero
+    value = _at(expression.xreplace(exact), point).evalf(30)
+    reach = sympy.S.Zero
+    for number, place in last_place.items():
+        if place:
+            moved = exact | {number: exact[number] + place / 2}
+            reach += abs(_at(expression.xreplace(moved), point).evalf(30) - value)
+    return value, reach
+
+
+_WORKED_OUT = sympy.Rational(1, 10**13)
+
+
+def _angle(text: str, value: Any) -> Any:
+    return simplify(value * sympy.pi / 180) if "circ" in plain(text) else simplify(value)
+
+
+def _is_condition(expression: Any) -> bool:
+    if isinstance(expression, FiniteSet):
+        return all(_is_condition(part) for part in expression)
+    return isinstance(expression, Relational | And | sympy.Or) and not isinstance(expression, Eq)
+
+
+def _same_region(answer: str, gold: str, a: Any, b: Any) -> bool:
+    """Whether two conditions on one variable, or a condition and a set, hold for the same reals."""
+    names = {str(s) for e in (a, b) for s in e.free_symbols if _is_condition(e)}
+    if len(names) != 1:
+        return False
+    one, other = _region(answer, a), _region(gold, b)
+    return one is not None and other is not None and bool(_exact(one) == _exact(other))
+
+
+def _region(text: str, expression: Any) -> Any:
+    if isinstance(expression, FiniteSet) and _is_condition(expression):
+        parts = [_region(text, part) for part in expression]
+        if None in parts:
+            return None
+        either = _OR.search(text) and not any(isinstance(p, Ne) for p in expression)
+        both = Intersection(*parts)
+        # "x <= -2, x >= 3" names no number if it means both.
+        either = either or (both is sympy.S.EmptySet and not _AND.search(text))
+        return Union(*parts) if either else both
+    if isinstance(expression, Boolean):
+        (symbol,) = expression.free_symbols
+        real = Dummy("x", real=True)
+        if any(not _low_degree(r.lhs - r.rhs, symbol) for r in expression.atoms(Relational)):
+            return None
+        return expression.subs(symbol, real).as_set()
+    return expression if isinstance(expression, Set) else None
+
+
+def _low_degree(expression: Any, symbol: Any) -> bool:
+    """What sympy solves at once: polynomials up to the second degree, also inside ``|...|``."""
+    bare = expression.replace(lambda e: isinstance(e, sympy.Abs), lambda e: e.args[0])
+    return bool(bare.is_polynomial(symbol) and sympy.degree(bare, symbol) <= 2)
+
+
+def _exact(expression: Any) -> Any:
+    """Decimals as fractions, to the 15 digits that they print with."""
+    return expression.xreplace({f: sympy.Rational(str(f)) for f in expression.atoms(Float)})
+
+
+def _plain(expression: Any) -> bool:
+    return isinstance(expression, sympy.Expr)
+
+
+def _with_unit(expression: Any) -> Any:
+    symbols = [s for s in getattr(expression, "free_symbols", ()) if s.name == "i"]
+    return expression.subs(dict.fromkeys(symbols, I)) if symbols else expression
+
+
+WARM_UP = (
+    ("\\frac{1}{2}x + 3", "3 + \\frac{x}{2}"),
+    ("\\{1, 2, 3\\}", "\\{3, 2, 1\\}"),
+    ("(-\\infty, 1) \\cup (2, 3]", "(2, 3] \\cup (-\\infty, 1)"),
+    ("x \\geq 2", "[2, \\infty)"),
+    ("\\sin^2 x + \\cos^2 x", "1"),
+    ("\\begin{pmatrix} 1 & 2 \\end{pmatrix}", "\\begin{pmatrix} 1 & 3 \\end{pmatrix}"),
+)
+"""Compared once in the zygote, so that forked graders share the parser's warm tables."""
+
+
+def warm_up() -> None:
+    """Loads what math-verify and sympy load lazily."""
+    for answer, gold in WARM_UP:
+        compare(answer, gold)
+    _parse_gold.cache_clear()

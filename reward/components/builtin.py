@@ -1,0 +1,25 @@
+"""All reward components by name; import this module and the registry is full.
+
+Adding one: write a factory whose keyword arguments are its parameters, and register it (in
+:mod:`tandem.reward.components.formats`, :mod:`tandem.reward.components.lengths` or here).
+"""
+
+from __future__ import annotations
+
+from ...common.records import Verdict
+from . import code, formats, lengths
+from .registry import COMPONENTS, Component, Graded, Kind, component, register
+
+__all__ = ["COMPONENTS", "Component", "Graded", "Kind", "code", "component", "formats", "lengths"]
+
+
+@register("accuracy", needs_verdict=True)
+def accuracy() -> Component:
+    """1 where the verdict is ``correct``, 0 where the answer isn't right, None without verdict."""
+
+    def value(sample: Graded) -> float | None:
+        if sample.verdict is Verdict.CORRECT:
+            return 1.0
+        return None if sample.verdict.leaves_baseline else 0.0
+
+    return value

@@ -1,0 +1,163 @@
+"""The registry of reward components: what a component may look at, and how it is found by name.
+
+A component is made once from its parameters in the config and then called per sample, or per
+group where it compares samples with each other. It runs in the dispatcher, so it is cheap
+(linear in the text). A function of the user's own, named by its import path, runs in a grader
+process instead (:mod:`tandem.reward.components.functions`), and code in a sandbox.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ...common.errors import ConfigError
+from ...common.records import FinishReason, Int32Array, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graded:
+    """One sample with its verdict: all that a component may look at."""
+
+    text: str
+    """The response."""
+    verdict: Verdict
+    """What the grader found."""
+    extracted: str | None = None
+    """The answer that was read."""
+    prompt_text: str = ""
+    """The prompt: its end tells whether the response begins inside ``<think>``."""
+    tokens: Int32Array | None = None
+    """``[L]`` token ids of the response, where they are known."""
+    finish_reason: FinishReason = FinishReason.STOP
+    """Why the response ended."""
+    gold: str = ""
+    """The gold answer as the data set states it."""
+    data_source: str = ""
+    """The data set's name."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The problem's ``extra``."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the response (characters where the tokens aren't known)."""
+        return len(self.tokens) if self.tokens is not None else len(self.text)
+
+    @property
+    def opened(self) -> str:
+        """The response with the ``<think>`` that the prompt ended on put before it."""
+        match = _OPENED.search(self.prompt_text)
+        return match.group() + self.text if match else self.text
+
+
+_OPENED = re.compile(r"<think>\s*\Z")
+
+Component = Callable[[Graded], float | None]
+"""Value of one sample; None where there is nothing to say (it is left out of the sum)."""
+GroupComponent = Callable[[Sequence[Graded]], Sequence[float | None]]
+"""Values of a whole group, in its order."""
+Factory = Callable[..., Any]
+"""Makes a :data:`Component` or, of scope ``group``, a :data:`GroupComponent`."""
+Place = Literal["dispatcher", "grader", "sandbox"]
+"""Which process runs it: the dispatcher itself, a grader, or a sandboxed one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elsewhere:
+    """What a factory returns where its parameters ask for more than the dispatcher should do."""
+
+    path: str
+    """Import path of the function that a grader process calls (:mod:`tandem.reward.components.functions`)."""
+    params: Mapping[str, Any]
+    """Its keyword arguments besides the columns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One entry of the registry."""
+
+    name: str
+    """As the config names it."""
+    make: Factory
+    """Parameters to component."""
+    needs_verdict: bool = False
+    """It has no value for ``crashed`` and ``gold_unparsable``: the row then has no reward."""
+    scope: Literal["sample", "group"] = "sample"
+    """Called per sample, or once with the whole group when it is complete."""
+    place: Place = "dispatcher"
+    """Where it runs; of another place ``make`` checks the parameters and returns a request."""
+    origin: str = ""
+    """Whose formula and defaults these are."""
+
+
+COMPONENTS: dict[str, Kind] = {}
+
+
+def register(
+    name: str,
+    *,
+    needs_verdict: bool = False,
+    scope: Literal["sample", "group"] = "sample",
+    place: Place = "dispatcher",
+    origin: str = "",
+) -> Callable[[Factory], Factory]:
+    """Adds a component's factory under a name."""
+
+    def add(make: Factory) -> Factory:
+        if name in COMPONENTS:
+            raise ValueError(f"{name} is already the name of another component")
+        COMPONENTS[name] = Kind(
+            name=name,
+            make=make,
+            needs_verdict=needs_verdict,
+            scope=scope,
+            place=place,
+            origin=origin,
+        )
+        return make
+
+    return add
+
+
+def register_variant(name: str, of: str, origin: str, **defaults: Any) -> None:
+    """Adds another name for a component with the defaults of another origin."""
+    base = COMPONENTS[of]
+    register(
+        name,
+        needs_verdict=base.needs_verdict,
+        scope=base.scope,
+        place=base.place,
+        origin=origin,
+    )(functools.partial(base.make, **defaults))
+
+
+def component(name: str, params: Mapping[str, Any]) -> tuple[Kind, Any]:
+    """The registered component of that name with those parameters.
+
+    Raises:
+        ConfigError: an unknown name or parameter, or a value that it refuses.
+    """
+    kind = COMPONENTS.get(name)
+    if kind is None:
+        close = difflib.get_close_matches(name, COMPONENTS, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise ConfigError(
+            f"reward component {name!r} is none of {', '.join(sorted(COMPONENTS))}{hint}, nor the "
+            f"import path of a function of your own (package.module:function)"
+        )
+    known = inspect.signature(kind.make).parameters
+    unknown = sorted(set(params) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"reward component {name}: unknown parameter {unknown[0]!r} "
+            f"(it takes {', '.join(known) or 'none'})"
+        )
+    try:
+        return kind, kind.make(**params)
+    except (TypeError, ValueError, re.error) as error:
+        raise ConfigError(f"reward component {name}: {error}") from None

@@ -1,0 +1,157 @@
+"""Composes the reward of one sample from its components: weights, gates and exceptions.
+
+In this order:
+
+1. ``own_reward`` set: that constant, whatever was found (the components are still recorded).
+2. Verdict ``crashed`` or ``gold_unparsable``: no reward (None) where a component that pays or
+   gates needs the verdict; likewise where such a component itself crashed. The failure isn't the
+   text's own, so it is never a zero.
+3. Verdict ``timeout`` or ``memory``, or such an end of a component that pays or gates:
+   ``timeout_pays``.
+4. A gate that isn't above ``gate_above``: 0.
+5. The weighted sum of the components that have a value; None where no component that pays has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...common.config import ComponentConfig, RewardConfig
+from ...common.errors import ConfigError
+from ...common.import_path import is_import_path
+from ...common.records import Verdict
+from . import functions
+from .builtin import Graded, Kind, component
+from .functions import FunctionCall
+from .registry import Elsewhere
+
+OWN_FAILURES = frozenset({Verdict.TIMEOUT, Verdict.MEMORY})
+"""Verdicts that are the text's own doing."""
+Found = Mapping[str, float | None]
+"""Values of components that run outside the dispatcher, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One component of a config."""
+
+    config: ComponentConfig
+    """As the config has it."""
+    kind: Kind
+    """Its entry of the registry."""
+    function: Any
+    """A component, a group component, or the request of one that runs elsewhere."""
+
+    @property
+    def name(self) -> str:
+        """As the config and the stored samples name it."""
+        return self.config.name
+
+    @property
+    def matters(self) -> bool:
+        """It pays or gates; else it is only recorded."""
+        return bool(self.config.weight) or self.config.gate
+
+
+class Scorer:
+    """The reward of a config: built once, then called per sample or per group.
+
+    Raises:
+        ConfigError: a component that isn't there, or two under one name.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._own = config.own_reward
+        self._timeout_pays = config.timeout_pays
+        self.parts: list[Part] = []
+        """The components, in the config's order."""
+        self.functions: list[str] = []
+        """Import paths of the user's own functions, as the graders number them."""
+        for part in config.components:
+            if any(part.name == other.name for other in self.parts):
+                raise ConfigError(f"reward.components names {part.name} twice")
+            self.parts.append(self._part(part))
+        self.needs_verdict = any(part.kind.needs_verdict and part.matters for part in self.parts)
+        """A row without a verdict has no reward."""
+        self.outside = [part for part in self.parts if part.kind.place != "dispatcher"]
+        """Those whose values are found in another process."""
+        self.sandboxed = [part for part in self.outside if part.kind.place == "sandbox"]
+        """Those that run code."""
+
+    def _part(self, config: ComponentConfig) -> Part:
+        if is_import_path(config.name):
+            functions.check_params(config.name, config.params)
+            return self._called(config, config.name, config.params)
+        kind, function = component(config.name, config.params)
+        if isinstance(function, Elsewhere):
+            alone = config.model_copy(update={"scope": "sample"})
+            return self._called(alone, function.path, function.params)
+        return Part(config=config, kind=kind, function=function)
+
+    def _called(self, config: ComponentConfig, path: str, params: Mapping[str, Any]) -> Part:
+        """A component that a grader process finds the values of."""
+        call = FunctionCall(path=path, index=len(self.functions), params=dict(params))
+        self.functions.append(path)
+        kind = Kind(name=config.name, make=FunctionCall, scope="group", place="grader")
+        return Part(config=config, kind=kind, function=call)
+
+    def score(
+        self, sample: Graded, found: Found | None = None, failure: Verdict | None = None
+    ) -> tuple[float | None, dict[str, float | None]]:
+        """(reward, every component by name, unweighted) of a sample that is a group of its own."""
+        return self.score_group([sample], [found or {}], [failure])[0]
+
+    def score_group(
+        self,
+        samples: Sequence[Graded],
+        found: Sequence[Found],
+        failures: Sequence[Verdict | None],
+    ) -> list[tuple[float | None, dict[str, float | None]]]:
+        """Rewards and components of a whole group.
+
+        Args:
+            samples: ``[G]``.
+            found: ``[G]`` values of the components in :attr:`outside`.
+            failures: ``[G]`` how such a component that matters ended, where it has no value.
+        """
+        of_group = {
+            part.name: part.function(samples)
+            for part in self.parts
+            if part.kind.place == "dispatcher" and part.kind.scope == "group"
+        }
+        scored = []
+        for index, sample in enumerate(samples):
+            values: dict[str, float | None] = {}
+            for part in self.parts:
+                if part.kind.place != "dispatcher":
+                    values[part.name] = found[index].get(part.name)
+                elif part.kind.scope == "group":
+                    values[part.name] = of_group[part.name][index]
+                else:
+                    values[part.name] = part.function(sample)
+            scored.append((self._compose(sample.verdict, values, failures[index]), values))
+        return scored
+
+    def _compose(self, verdict: Verdict, values: Found, failure: Verdict | None) -> float | None:
+        if self._own is not None:
+            return self._own
+        if verdict.leaves_baseline and self.needs_verdict:
+            return None
+        if failure is not None and failure.leaves_baseline:
+            return None
+        if verdict in OWN_FAILURES or failure in OWN_FAILURES:
+            return self._timeout_pays
+        total, paying, paid, closed = 0.0, False, False, False
+        for part in self.parts:
+            value, weight = values[part.name], part.config.weight
+            if part.config.gate and (value is None or value <= part.config.gate_above):
+                closed = True
+            paying = paying or bool(weight)
+            if value is not None:
+                total += weight * value
+                paid = paid or bool(weight)
+        if closed:
+            return 0.0
+        return total if paid or not paying else None

@@ -1,0 +1,157 @@
+"""What goes to a grader process and what comes of it: requests, outcomes, restarts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from ...common.records import Verdict
+from .deadlines import SLOW, InLine
+
+INLINE_BYTES = 1 << 16
+"""Payloads above this travel in a memory file: a packet socket has no room for a group's texts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """A grader (or zygote) that died and was replaced."""
+
+    kind: str
+    """``grader`` or ``zygote``; those of the code reward are ``runner`` and ``runner zygote``."""
+    pid: int
+    """Of the process that is gone."""
+    time: float
+    """Seconds since the epoch."""
+    reason: str
+    """``deadline``, ``killed by signal 9``, ``memory``, ``recycled``, …"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one request."""
+
+    failure: Verdict | None
+    """``timeout``, ``memory`` or ``crashed``; None where there is a result."""
+    result: Any
+    """What the grader replied; of a comparison the verdict's name."""
+    seconds: float
+    """From dispatch to reply."""
+    waited: float
+    """From arrival to dispatch."""
+    told: str = ""
+    """The last line of what it raised, where it did."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of a comparison."""
+        return self.failure or Verdict(self.result)
+
+
+@dataclass(slots=True)
+class Request:
+    """One request on its way."""
+
+    kind: str
+    """``compare``, ``function`` or ``code``."""
+    payload: list[Any]
+    """Plain data that the zygote's handler of that kind takes."""
+    deadline: float
+    """Seconds from dispatch."""
+    done: Callable[[Outcome], None]
+    arrived: float
+    attempts: int = 0
+    dispatched: float = 0.0
+    due: float = 0.0
+    """``time.monotonic`` at which it is to be ended, or looked at again."""
+    put_off: bool = False
+    """Past its deadline it goes on to the whole of its share."""
+    told: str = ""
+
+    def finish(self, failure: Verdict | None, result: Any = None) -> None:
+        """Tells who asked."""
+        now = time.monotonic()
+        started = self.dispatched or now
+        self.done(
+            Outcome(
+                failure=failure,
+                result=result,
+                seconds=now - started,
+                waited=started - self.arrived,
+                told=self.told,
+            )
+        )
+
+    def send(self, channel: socket.socket) -> None:
+        """Hands it to a grader.
+
+        Raises:
+            OSError: the grader is gone.
+        """
+        data = _packed(self.payload)
+        if len(data) <= INLINE_BYTES:
+            channel.send(msgpack.packb([self.kind, self.deadline, data]))
+            return
+        descriptor = os.memfd_create("tandem-request")
+        try:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(data)
+            message = msgpack.packb([self.kind, self.deadline, None])
+            socket.send_fds(channel, [message], [descriptor])
+        finally:
+            os.close(descriptor)
+
+
+def _packed(payload: list[Any]) -> bytes:
+    try:
+        packed: bytes = msgpack.packb(payload)
+    except UnicodeEncodeError:
+        # Half a surrogate pair: no answer that could be right holds one.
+        packed = msgpack.packb(_clean(payload))
+    return packed
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_clean(k): _clean(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(v) for v in value]
+    return value
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One grader process."""
+
+    number: int
+    channel: socket.socket
+    pid: int = 0
+    state: str = "starting"
+    request: Request | None = None
+    served: int = 0
+    since: float = field(default_factory=time.monotonic)
+    was_ready: bool = False
+    resident_kib: int = 0
+    last_words: str = ""
+    in_line: InLine | None = None
+    """What tells how long it has stood in line for a core; None until its pid is known."""
+    stood: float = 0.0
+    """Seconds in line before its request."""
+    area: float = 0.0
+    """Grader-seconds before its request."""
+
+    def is_slow(self, now: float) -> bool:
+        """Whether a slow request holds it."""
+        request = self.request
+        return (
+            self.state == "busy"
+            and request is not None
+            and now - request.dispatched >= SLOW * request.deadline
+        )

@@ -1,0 +1,310 @@
+"""The warm parent of the graders: imports what they need once and forks them in milliseconds.
+
+Started by an exec of its own (``python -m tandem.reward.graders.zygote``), so that no thread, ZeroMQ
+context or Redis connection of the pool is inherited. It has one thread, grades nothing and holds
+no secrets. Messages are MessagePack lists on sequenced-packet sockets, which keep their borders::
+
+    pool -> zygote    ["spawn", slot] with one descriptor, ["kill", slot]
+    zygote -> pool    ["ready", pid, [limits]], ["spawned", slot, pid], ["exited", slot, pid, status],
+                      ["failed", why], ["refused", why] (another attempt would end as this one)
+    pool -> grader    [kind, deadline, payload] (a long payload in a memory file)
+    grader -> pool    ["ready", null, resident KiB], ["done", result, resident KiB],
+                      ["raised", traceback, resident KiB], ["crash", traceback, 0]
+
+What a request of a kind does is its handler's: ``compare`` (:mod:`tandem.reward.answers.symbolic`),
+``function`` (a user's own, :mod:`tandem.reward.graders.user_functions`) and, in a zygote of its own, ``code``
+(:mod:`tandem.reward.sandbox.code_runner`).
+
+When the pool dies, its end of the control socket closes: the zygote kills and reaps its graders
+and ends. When the zygote is killed, the kernel kills the graders (``PR_SET_PDEATHSIG``).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from ...common.errors import TandemError, WireError
+from ..sandbox.confinement import (
+    allow_cpu,
+    confine_grader,
+    confine_runner,
+    confine_zygote,
+    readable_by_others,
+)
+from .pipes import read_control, read_payload, read_request
+
+MAX_MESSAGE = 1 << 18
+EXIT_MEMORY = 3
+EXIT_CRASH = 4
+PARENT_CHECK_SECONDS = 2.0
+
+Handler = Callable[..., Any]
+"""Payload to a result of plain data."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Trade:
+    """What the graders of one zygote can do, and how they are confined."""
+
+    handlers: dict[str, Handler] = field(default_factory=dict)
+    """By kind of request."""
+    files: list[str] = field(default_factory=list)
+    """That a grader may have to read: decides whether it can be another user."""
+    memory_mb: int = 1024
+    """Address-space limit."""
+    about: str = ""
+    """What confines the programs that it runs."""
+    runs_code: bool = False
+    """Its graders start sandboxes, so they are confined less themselves; they run no code."""
+
+
+def grade_for_ever(channel: socket.socket, trade: Trade) -> None:
+    """A grader: one request at a time, until its pool closes the socket or a limit ends it."""
+    channel.send(msgpack.packb(["ready", None, _peak_kib()]))
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE, 1)
+        if not data:
+            return
+        kind, deadline, packed = read_request(data)
+        payload = read_payload(kind, packed if packed is not None else _read(descriptors))
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if not trade.runs_code:
+            allow_cpu(deadline)
+        try:
+            said = ["done", trade.handlers[kind](*payload)]
+        except MemoryError:
+            os._exit(EXIT_MEMORY)
+        except BaseException:
+            if kind != "function":
+                raise
+            # A user's function may raise anything; that is no reason for a grader to end.
+            said = ["raised", traceback.format_exc()[-4000:]]
+        peak = _peak_kib()
+        if kind == "compare" and said[1] != "correct" and peak > 0.8 * 1024 * trade.memory_mb:
+            # math-verify swallows MemoryError; at the limit a "wrong" is no finding.
+            os._exit(EXIT_MEMORY)
+        channel.send(msgpack.packb([*said, peak]))
+
+
+def _read(descriptors: list[int]) -> bytes:
+    """What the memory file holds that came along; nothing where none did."""
+    if not descriptors:
+        return b""
+    with open(descriptors[0], "rb", closefd=False) as file:
+        file.seek(0)
+        return file.read()
+
+
+def _peak_kib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _become_grader(channel: socket.socket, trade: Trade, drop: bool) -> None:
+    """Runs in the forked child and never returns."""
+    code = 0
+    try:
+        if trade.runs_code:
+            confine_runner(os.getppid())
+        else:
+            confine_grader(trade.memory_mb << 20, os.getppid(), drop_user=drop)
+        grade_for_ever(channel, trade)
+    except (BrokenPipeError, ConnectionResetError):
+        code = 0
+    except BaseException:  # noqa: BLE001 - the child must never run on into the zygote's loop
+        code = EXIT_CRASH
+        try:
+            channel.send(msgpack.packb(["crash", traceback.format_exc()[-4000:], 0]))
+        except OSError:
+            code = EXIT_CRASH
+    finally:
+        os._exit(code)
+
+
+class Zygote:
+    """Forks, kills and reaps graders as the pool asks."""
+
+    def __init__(self, control: socket.socket, trade: Trade) -> None:
+        self._control = control
+        self._trade = trade
+        self._children: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
+        self._drop = all(readable_by_others(file) for file in [os.__file__, *trade.files])
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        os.set_blocking(self._wake_read, False)
+
+    def run(self, parent: int) -> None:
+        """Serves until the pool closes its end or is gone."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        poller.register(self._wake_read, select.POLLIN)
+        while True:
+            ready = dict(poller.poll(PARENT_CHECK_SECONDS * 1000))
+            if os.getppid() != parent:
+                break
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+            self._reap()
+            if self._control.fileno() in ready and not self._serve():
+                break
+        self._end()
+
+    def _say(self, *message: object) -> None:
+        try:
+            self._control.send(msgpack.packb(message))
+        except (BrokenPipeError, ConnectionResetError):
+            self._end()
+
+    def _serve(self) -> bool:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE, 1)
+        except ConnectionResetError:
+            # The pool closed with messages of ours unread.
+            return False
+        if not data:
+            return False
+        try:
+            kind, slot, *_ = read_control(data)
+        except WireError:
+            return False  # Whoever says that is no pool; ours starts another zygote.
+        if kind == "spawn" and descriptors:
+            self._spawn(slot, descriptors[0])
+        elif kind == "kill":
+            pid = self._slots.get(slot)
+            # Not reaped yet, so the id can't be another process's.
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+        return True
+
+    def _spawn(self, slot: int, descriptor: int) -> None:
+        channel = socket.socket(fileno=descriptor)
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._control.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            _become_grader(channel, self._trade, self._drop)
+        channel.close()
+        self._children[pid] = slot
+        self._slots[slot] = pid
+        self._say("spawned", slot, pid)
+
+    def _reap(self) -> None:
+        while self._children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            slot = self._children.pop(pid, -1)
+            self._slots.pop(slot, None)
+            self._say("exited", slot, pid, os.waitstatus_to_exitcode(status))
+
+    def _end(self) -> None:
+        for pid in self._children:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._children:
+            os.waitpid(pid, 0)
+        os._exit(0)
+
+
+def _compare(answer: str, gold: str) -> str:
+    from ..answers.symbolic import compare
+
+    try:
+        return compare(answer, gold)
+    except RecursionError:
+        return "unparsable"
+
+
+def graders_trade(functions: list[str], memory_mb: int) -> Trade:
+    """Comparing answers and calling the user's own functions; imports what both need.
+
+    Raises:
+        ImportError: math-verify isn't installed.
+        ConfigError: a function can't be imported.
+    """
+    from . import user_functions
+
+    # First: a function that isn't there is told of before math-verify has taken its second.
+    loaded = [user_functions.load(path) for path in functions]
+    users = [f for f in loaded if not str(getattr(f, "__module__", "")).startswith("tandem.")]
+    import sympy
+
+    from ..answers.symbolic import warm_up
+
+    warm_up()
+    return Trade(
+        handlers={
+            "compare": _compare,
+            "function": lambda index, columns: user_functions.call(loaded[index], columns),
+        },
+        files=[sympy.__file__, *(file for f in users if (file := user_functions.source_file(f)))],
+        memory_mb=memory_mb,
+    )
+
+
+def runners_trade(sandbox: str) -> Trade:
+    """Running code in a sandbox.
+
+    Raises:
+        ConfigError: no sandbox works here.
+    """
+    from ..sandbox.code_runner import Runner
+
+    runner = Runner(sandbox)
+    about = f"sandbox: {runner.box.how}"
+    return Trade(handlers={"code": runner.run}, about=about, runs_code=True)
+
+
+def main(arguments: list[str]) -> int:
+    """``zygote <control descriptor> <settings as JSON>``."""
+    control = socket.socket(fileno=int(arguments[0]))
+    settings = json.loads(arguments[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        if settings["sandbox"] is None:
+            held = confine_zygote()
+            trade = graders_trade(settings["functions"], settings["memory_mb"])
+        else:
+            trade = runners_trade(settings["sandbox"])
+            held = [trade.about]
+    except ImportError as error:
+        control.send(msgpack.packb(["failed", str(error)]))
+        return 1
+    except TandemError as error:
+        control.send(msgpack.packb(["refused", str(error)]))
+        return 1
+    gc.collect()
+    # Kept out of collections for good: a collection in a child would copy every page.
+    gc.freeze()
+    try:
+        control.send(msgpack.packb(["ready", os.getpid(), held]))
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # The pool has died meanwhile.
+    Zygote(control, trade).run(settings["parent"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""The zygote as the dispatcher holds it: its process, and the socket on which it is spoken to."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+
+from ...common.errors import WireError
+from .pipes import read_control
+from .starting import start_zygote
+from .zygote import MAX_MESSAGE
+
+logger = logging.getLogger("tandem.reward")
+
+END_SECONDS = 2.0
+"""For a zygote to end by itself when its socket closes; then it is killed."""
+
+
+class ZygoteLink:
+    """One zygote, from its start to its end.
+
+    Args:
+        settings: as :func:`tandem.reward.graders.zygote.main` reads them.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = start_zygote(theirs.fileno(), settings)
+        theirs.close()
+        ours.setblocking(False)
+        self._socket = ours
+        self.started = time.monotonic()
+        """``time.monotonic`` of its start."""
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """Of the socket."""
+        return self._socket.fileno()
+
+    def hear(self) -> tuple[list[list[Any]], bool]:
+        """What it said since the last call, and whether it goes on; one that talks nonsense doesn't."""
+        heard: list[list[Any]] = []
+        while True:
+            try:
+                data = self._socket.recv(MAX_MESSAGE)
+            except BlockingIOError:
+                return heard, True
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                return heard, False
+            try:
+                heard.append(read_control(data))
+            except WireError as error:
+                logger.warning("the zygote is ended: %s", error)
+                self.kill()
+                return heard, False
+
+    def spawn(self, number: int) -> socket.socket | None:
+        """Asks for a grader of that number; our end of its socket, None where the zygote is gone."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        try:
+            socket.send_fds(self._socket, [msgpack.packb(["spawn", number])], [theirs.fileno()])
+        except (BrokenPipeError, ConnectionResetError, BlockingIOError):
+            # Its closed socket is the next event.
+            ours.close()
+            return None
+        finally:
+            theirs.close()
+        return ours
+
+    def end(self, number: int) -> None:
+        """Asks for a grader to be killed; when it is gone, its parent is too."""
+        try:
+            self._socket.send(msgpack.packb(["kill", number]))
+        except (BrokenPipeError, ConnectionResetError, BlockingIOError):
+            logger.debug("zygote was gone when grader %d was to be killed", number)
+
+    def kill(self) -> None:
+        """Ends its process; the kernel ends the graders with it."""
+        self._process.kill()
+
+    def close(self) -> int:
+        """Ends the zygote with all its graders and reaps it; its exit status."""
+        self._socket.close()
+        try:
+            return self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()

@@ -1,0 +1,247 @@
+"""The ways into a sandbox: what a process does to itself before it executes a program.
+
+Each is called in a process of its own that was forked for it, and never returns: it becomes the
+program, or ends. :mod:`tandem.reward.sandbox.sandbox` says what holds in them, and tries it out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import resource
+import shutil
+import signal
+import struct
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from .confinement import die_with
+from .syscall_filter import program as refused_calls
+from .syscall_filter import refuse_calls
+
+MAX_PROCESSES = 8
+"""Threads count."""
+MAX_FILES = 64
+MAX_FILE_BYTES = 16 << 20
+MEMORY_DISK = "64m"
+BOXED_USERS = range(61_184, 65_184)
+"""Of programs that root starts: nobody's files are theirs. One each, as processes are counted by
+user; within the ids that a container has."""
+
+_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
+    *(0x20000, 0x4000000, 0x8000000),
+    *(0x10000000, 0x20000000, 0x40000000),
+)
+_NOSUID, _NODEV, _BIND, _REC, _PRIVATE, _DETACH = 2, 4, 4096, 16384, 1 << 18, 2
+_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _AT_RECURSIVE, _AT_FDCWD = 1, 2, 4, 0x8000, -100
+_MOUNT_SETATTR = 442
+"""Of Linux 5.12; one number on every architecture."""
+_NO_NEW_PRIVS = 38
+
+SYSTEM = (
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib64",
+    "/lib32",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+)
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one program may use up."""
+
+    seconds: float = 5.0
+    """Wall time, and as much CPU time."""
+    memory_mb: int = 512
+    """MiB: address space of each of its processes, and what all of them hold together with the files
+    that they wrote."""
+
+
+def _call(name: str, *arguments: object) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    _call(
+        "mount",
+        source.encode(),
+        target.encode(),
+        kind.encode() if kind else None,
+        ctypes.c_ulong(flags),
+        data.encode() if data else None,
+    )
+
+
+def _namespaces(command: list[str], limits: Limits, *, root: bool) -> None:
+    everything = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
+    user, group = os.geteuid(), os.getegid()
+    _call("unshare", everything | (0 if root else _NEWUSER))
+    if not root:
+        Path("/proc/self/setgroups").write_text("deny")
+        # Not root inside either, so that the execution drops every capability.
+        Path("/proc/self/uid_map").write_text(f"1000 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"1000 {group} 1")
+    # Only now: a change of credentials clears it.
+    die_with(os.getppid())
+    boxed = BOXED_USERS[os.getpid() % len(BOXED_USERS)]
+    first = os.fork()
+    if first:
+        for descriptor in range(5):
+            os.close(descriptor)
+        _, status = os.waitpid(first, 0)
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(code)
+    _build_root()
+    if root:
+        os.setgroups([])
+        os.setresgid(boxed, boxed, boxed)
+        os.setresuid(boxed, boxed, boxed)
+    # In the new process namespace its parent is process 0.
+    die_with(0)
+    _limit(limits)
+    os.execve(command[0], command, environment())
+
+
+def _build_root() -> None:
+    """A root in memory with the system's folders bound into it, read-only; then nothing else."""
+    paths = [path for path in (*SYSTEM, *DEVICES, *_pythons()) if os.path.lexists(path)]
+    _mount("none", "/", None, _REC | _PRIVATE)
+    _mount("box", "/tmp", "tmpfs", _NOSUID | _NODEV, f"size={MEMORY_DISK},mode=755")
+    os.makedirs("/tmp/old")
+    os.makedirs("/tmp/new/work")
+    _pivot("/tmp", "/tmp/old")
+    os.chdir("/")
+    for path in paths:
+        _bind(path)
+    os.makedirs("/new/tmp", exist_ok=True)
+    for folder in ("/new/work", "/new/tmp"):
+        os.chmod(folder, 0o777)
+    _call("umount2", b"/old", _DETACH)
+    os.chroot("/new")
+    os.chdir("/work")
+
+
+def _pivot(root: str, old: str) -> None:
+    numbers = {"x86_64": 155, "aarch64": 41, "riscv64": 41, "ppc64le": 203, "s390x": 217}
+    number = numbers.get(os.uname().machine)
+    if number is None:
+        raise OSError(f"pivot_root has no known number on {os.uname().machine}")
+    _call("syscall", ctypes.c_long(number), root.encode(), old.encode())
+
+
+def _bind(path: str) -> None:
+    source, target = f"/old{path}", f"/new{path}"
+    if os.path.islink(source):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if not os.path.lexists(target):
+            os.symlink(os.readlink(source), target)
+        return
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        Path(target).touch()
+    _mount(source, target, None, _BIND | _REC)
+    # All that is mounted beneath it too; a plain remount would leave that writable.
+    attributes = _ATTR_NOSUID | (_ATTR_RDONLY | _ATTR_NODEV if os.path.isdir(source) else 0)
+    wanted = struct.pack("=QQQQ", attributes, 0, 0, 0)
+    _call(
+        "syscall",
+        *(ctypes.c_long(_MOUNT_SETATTR), ctypes.c_int(_AT_FDCWD), target.encode()),
+        *(ctypes.c_uint(_AT_RECURSIVE), wanted, ctypes.c_size_t(len(wanted))),
+    )
+
+
+def _pythons() -> list[str]:
+    """Folders of this interpreter, those beneath another one left out."""
+    found = {sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.realpath(sys.base_prefix)}
+    found |= {os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))}
+    found -= {"/", ""}
+    return sorted(p for p in found if not any(p.startswith(f"{s}/") or p == s for s in SYSTEM))
+
+
+def environment() -> dict[str, str]:
+    return {
+        "PATH": "/usr/bin:/bin",
+        "HOME": "/work",
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        # More threads than processes are allowed would fail.
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+
+
+def _limit(limits: Limits, *, processes: bool = True, refuse: bool = True) -> None:
+    memory = limits.memory_mb << 20
+    seconds = math.ceil(limits.seconds) + 1
+    for what, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
+        (resource.RLIMIT_NOFILE, MAX_FILES),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_AS, memory),
+    ):
+        resource.setrlimit(what, (most, most))
+    if processes:
+        resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
+    _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
+    if refuse:
+        refuse_calls()
+
+
+def as_root(command: list[str], limits: Limits) -> None:
+    if os.geteuid() != 0:
+        raise OSError("not root")
+    _namespaces(command, limits, root=True)
+
+
+def as_user(command: list[str], limits: Limits) -> None:
+    _namespaces(command, limits, root=False)
+
+
+def bubblewrap(command: list[str], limits: Limits) -> None:
+    program = shutil.which("bwrap")
+    if program is None:
+        raise OSError("bwrap isn't installed")
+    arguments = [program, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
+    # First, since the interpreter may lie beneath it.
+    arguments += ["--tmpfs", "/tmp"]
+    for path in (*SYSTEM, *_pythons()):
+        if os.path.islink(path):
+            arguments += ["--symlink", os.readlink(path), path]
+        else:
+            arguments += ["--ro-bind-try", path, path]
+    arguments += ["--dev", "/dev", "--tmpfs", "/work", "--chdir", "/work"]
+    arguments += ["--uid", "1000", "--gid", "1000"]
+    for name, value in environment().items():
+        arguments += ["--setenv", name, value]
+    # It applies the filter when it has built the box, which takes calls that the filter refuses.
+    filtered = os.memfd_create("calls", 0)
+    os.write(filtered, refused_calls())
+    os.lseek(filtered, 0, os.SEEK_SET)
+    arguments += ["--seccomp", str(filtered)]
+    _limit(limits, processes=False, refuse=False)
+    # Within: out here all processes of this user count.
+    most = f"resource.setrlimit(resource.RLIMIT_NPROC, ({MAX_PROCESSES}, {MAX_PROCESSES}))"
+    first = f"import os, resource, sys\n{most}\nos.execv(sys.argv[1], sys.argv[1:])"
+    os.execve(program, [*arguments, command[0], "-I", "-S", "-c", first, *command], environment())
+
+
+def unboxed(command: list[str], limits: Limits) -> None:
+    os.chdir("/")
+    _limit(limits)
+    os.execve(command[0], command, environment())

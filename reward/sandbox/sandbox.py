@@ -1,0 +1,252 @@
+"""Runs one program that nobody trusts: in namespaces of its own, under limits, killed whole.
+
+The program's process sees an empty network, its own process table, and a file system that holds
+the Python that runs Tandem and the system's libraries, read-only, and an empty working folder of
+its own in memory: not the run's folder, not the home folder, not ``/proc``. Its environment is
+empty. The way there::
+
+    runner -> keeper (new namespaces; ends with the runner) -> program (process 1 in them)
+
+When the keeper is killed, at the deadline or with its runner, the kernel kills the program, and
+as that is process 1 of its namespace, all that it had started.
+
+Three ways, tried in this order by :func:`find`: namespaces as root, who then becomes another
+user; namespaces within a user namespace; ``bwrap``. One that can't hold what :data:`PROBE` tries
+to reach counts as none. Linux only.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...common.errors import ConfigError
+from . import entering
+from .confinement import die_with
+from .entering import Limits
+from .tree_memory import descendants, exceeds
+
+MAX_OUTPUT = 1 << 20
+"""Bytes of output that are read; a program that writes more is killed."""
+LOOK_SECONDS = 0.01
+"""Between two looks at how much memory a program and all that it started take."""
+PROBE = """
+import os, socket, sys
+def holds(truth, otherwise):
+    if not truth:
+        print(otherwise)
+        raise SystemExit
+holds(os.getuid() != 0, "a program is root in it")
+holds(os.getpid() < 10, "a program sees other processes in it")
+holds(not os.path.exists(sys.argv[1]), "a program sees files of ours in it")
+holds(set(os.environ) <= {kept}, "a program has our environment in it")
+import ctypes
+libc = ctypes.CDLL(None)
+beyond = [libc.shmget(0, 4096, 0o1600), libc.msgget(0, 0o1600), libc.unshare(0x10000000)]
+holds(set(beyond) == {-1}, "a program gets memory that no limit counts in it")
+with open("made", "w") as file:
+    file.write("x")
+try:
+    socket.create_connection((sys.argv[2], int(sys.argv[3])), 2)
+    print("a program reaches the network in it")
+except OSError:
+    print("boxed")
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """How a program ended."""
+
+    status: int
+    """Exit status; negative = killed by that signal."""
+    output: bytes
+    """Of its standard output."""
+    report: bytes
+    """Of descriptor 3, where the harness reports."""
+    timed_out: bool
+    """It was killed at its deadline."""
+
+
+Enter = Callable[[list[str], Limits], None]
+"""Called in the keeper: makes the box and executes a command in it. It doesn't return."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """One way to run programs."""
+
+    how: str
+    """``namespaces (root)``, ``namespaces``, ``bubblewrap`` or ``none``."""
+    enter: Enter
+
+    def run(self, arguments: Sequence[str], given: bytes, told: bytes, limits: Limits) -> Ran:
+        """Runs Python in the box.
+
+        Args:
+            arguments: of the interpreter.
+            given: standard input.
+            told: on descriptor 4, for the harness alone; it reports on descriptor 3.
+            limits: of the program.
+
+        Raises:
+            OSError: this process has no descriptors or processes left.
+        """
+        stdin, stdout, report = _file(given), os.pipe(), os.pipe()
+        token = _file(told)
+        me = os.getpid()
+        keeper = os.fork()
+        if keeper == 0:
+            try:
+                os.setsid()
+                die_with(me)
+                null = os.open("/dev/null", os.O_WRONLY)
+                _install({0: stdin, 1: stdout[1], 2: null, 3: report[1], 4: token})
+                self.enter([sys.executable, *arguments], limits)
+            except BaseException as error:  # noqa: BLE001 - it must never run on as a runner
+                os.write(1, f"box: {error}"[:200].encode("utf-8", "replace"))
+            finally:
+                os._exit(126)
+        for descriptor in (stdin, stdout[1], report[1], token):
+            os.close(descriptor)
+        try:
+            return _watch(keeper, stdout[0], report[0], limits, boxed=self.how != "none")
+        finally:
+            os.close(stdout[0])
+            os.close(report[0])
+
+
+def _file(content: bytes) -> int:
+    descriptor = os.memfd_create("given")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _install(wanted: dict[int, int]) -> None:
+    """Puts descriptors at their numbers and closes all others."""
+    # Above all the numbers first, so that none overwrites another one's source.
+    high = {number: os.dup2(source, 100 + number) for number, source in wanted.items()}
+    for number, source in high.items():
+        os.dup2(source, number)
+    os.closerange(max(wanted) + 1, 4096)
+
+
+def _watch(keeper: int, output: int, report: int, limits: Limits, *, boxed: bool) -> Ran:
+    """Reads what comes until the program has ended; kills it with all that it started at its
+    deadline, and when all that takes more memory than it may."""
+    now = time.monotonic()
+    end, next_look = now + limits.seconds, now
+    read: dict[int, bytes] = {output: b"", report: b""}
+    open_ = {output, report}
+    timed_out = killed = False
+    while True:
+        if open_:
+            ready = select.select(list(open_), [], [], LOOK_SECONDS)[0]
+        else:
+            # It has closed its pipes and lingers, or was killed.
+            ready = []
+            time.sleep(0.001)
+        for descriptor in ready:
+            chunk = os.read(descriptor, 65536)
+            read[descriptor] += chunk
+            if not chunk:
+                open_.discard(descriptor)
+        pid, status = os.waitpid(keeper, os.WNOHANG) if not open_ else (0, 0)
+        if pid:
+            # What it started in its session and outside a process namespace (``none``).
+            _kill_group(keeper)
+            break
+        now = time.monotonic()
+        if killed or now < next_look:
+            continue
+        next_look = now + LOOK_SECONDS
+        timed_out = now > end
+        too_much = max(map(len, read.values())) > MAX_OUTPUT or exceeds(
+            # In a box the keeper itself is none of the program's processes.
+            descendants(keeper) + ([] if boxed else [keeper]),
+            limits.memory_mb << 20,
+        )
+        if timed_out or too_much:
+            _kill(keeper)
+            killed, open_ = True, set()
+    return Ran(
+        status=os.waitstatus_to_exitcode(status),
+        output=read[output],
+        report=read[report],
+        timed_out=timed_out,
+    )
+
+
+def _kill(keeper: int) -> None:
+    _kill_group(keeper)
+    try:
+        os.kill(keeper, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _kill_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+WAYS = (
+    Box(how="namespaces (root)", enter=entering.as_root),
+    Box(how="namespaces", enter=entering.as_user),
+    Box(how="bubblewrap", enter=entering.bubblewrap),
+)
+
+
+def find(wanted: str) -> Box:
+    """The first way that works here and holds.
+
+    Args:
+        wanted: ``auto``, ``namespaces``, ``bubblewrap``, or in so many words none.
+
+    Raises:
+        ConfigError: none does; says why for each.
+    """
+    if wanted.startswith("none"):
+        return Box(how="none", enter=entering.unboxed)
+    problems = []
+    for box in WAYS:
+        if wanted != "auto" and not box.how.startswith(wanted):
+            continue
+        problem = probe(box)
+        if not problem:
+            return box
+        problems.append(f"{box.how}: {problem}")
+    raise ConfigError(
+        f"reward component code: no sandbox works here ({'; '.join(problems)}), and what a model "
+        f"wrote is run in nothing less. Allow user namespaces "
+        f"(sysctl kernel.unprivileged_userns_clone=1), install bubblewrap, or grade on another host"
+    )
+
+
+def probe(box: Box) -> str:
+    """Why a way can't be used; empty where it holds what it should."""
+    import socket
+    import tempfile
+
+    with socket.socket() as listener, tempfile.NamedTemporaryFile() as file:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        os.chmod(file.name, 0o644)
+        program = PROBE.replace("{kept}", repr({*entering.environment(), "LC_CTYPE", "PWD"}))
+        arguments = ["-I", "-c", program, file.name, "127.0.0.1", str(listener.getsockname()[1])]
+        try:
+            ran = box.run(arguments, b"", b"", Limits(seconds=20.0))
+        except OSError as error:
+            return str(error)
+    if ran.output == b"boxed\n":
+        return ""
+    return ran.output.decode("utf-8", "replace").strip() or f"it ended with status {ran.status}"

@@ -1,0 +1,283 @@
+"""What counts as the same answer: the fast path, the guard, the modes, and math-verify behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tandem.common.errors import ConfigError
+from tandem.common.records import Verdict
+from tandem.reward.answers import comparison, guard, spelling, symbolic
+from tandem.reward.answers.numbers import read_number, same_number
+from tandem.reward.grading import Grade
+from tandem.reward.reading import modes
+
+BOXED = modes.mode("boxed")
+Grading = Callable[[str, str], Grade]
+
+
+def decided(answer: str | None, gold: str, mode: str = "boxed") -> str | None:
+    found = comparison.decide(answer, gold, modes.mode(mode))
+    return found.verdict.value if found is not None else None
+
+
+# --- plain numbers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("7", 7),
+        ("-07", -7),
+        ("+3", 3),
+        ("1,234,567", 1234567),
+        ("1 234 567", 1234567),
+        ("0.25", Fraction(1, 4)),
+        (".5", Fraction(1, 2)),
+        ("3.", 3),
+        ("0,5", Fraction(1, 2)),
+        ("\\frac{3}{4}", Fraction(3, 4)),
+        ("-\\frac34", Fraction(-3, 4)),
+        ("3/4", Fraction(3, 4)),
+        ("\\frac{-1}{2}", Fraction(-1, 2)),
+        ("1.5e3", 1500),
+        ("2 \\times 10^{-3}", Fraction(1, 500)),
+        ("10^6", 10**6),
+        ("2^{10}", 1024),
+        ("0.1\\overline{6}", Fraction(1, 6)),
+        ("0.333...", Fraction(1, 3)),
+        ("$1,200.50", Fraction(2401, 2)),
+        ("90^\\circ", 90),
+        ("12\\text{ cm}^2", 12),
+        ("15 miles", 15),
+        ("3 million", 3 * 10**6),
+    ],
+)
+def test_plain_numbers_are_read_exactly(text: str, value: Fraction | int) -> None:
+    number = read_number(text)
+    assert number is not None
+    assert number.value == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "3x", "5m", "1 2", "1/0", "1,23,4", "2^{1000}", "1e9999", "5 \\text{ or } 6",
+     "3-4", "2\\frac{3}{2}", "9" * 401, "5 \\text{ pm}"],
+)  # fmt: skip
+def test_what_is_no_plain_number_is_left_to_others(text: str) -> None:
+    assert read_number(text) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "verdict"),
+    [
+        ("07", "7", "correct"),
+        ("7.0", "7", "correct"),
+        ("0.5", "\\frac{1}{2}", "correct"),
+        ("0.333333", "1/3", "correct"),
+        ("0.3333", "1/3", "wrong"),
+        ("32\\,349", "32349", "correct"),
+        ("11,\\!111", "11111", "correct"),
+        ("28\\%", "28", "correct"),
+        ("28\\%", "0.28", "correct"),
+        ("28 \\text{ percent}", "28\\%", "correct"),
+        ("29\\%", "28\\%", "wrong"),
+        ("x = 5", "5", "correct"),
+        ("x = 2 + 3 = 5", "5", "correct"),
+        ("\\$18", "18", "correct"),
+        ("1e-9", "2e-9", "wrong"),
+        ("0.0000001", "0", "wrong"),
+        ("9007199254740993", "9007199254740992", "wrong"),
+        ("12345678.1", "12345678.2", "wrong"),
+        ("204_5", "204_5", "correct"),
+        ("101_2", "101_3", "wrong"),
+        ("101", "101_2", "wrong"),
+        ("5", "101_2", "wrong"),
+        ("\\text{(C)}", "C", "correct"),
+        ("C) 12 apples", "C", "correct"),
+        ("B", "C", "wrong"),
+        ("even", "\\text{Even}", "correct"),
+        ("odd", "\\text{Even}", "wrong"),
+        ("veEn", "\\text{Even}", "wrong"),
+        ("( 1 , 2 )", "(1,2)", "correct"),
+        ("1 2", "12", None),
+        ("x = 3, y = 5", "5", None),
+        ("", "5", "unparsable"),
+        ("5", "", "gold_unparsable"),
+        ("5", "  $$ ", "gold_unparsable"),
+    ],
+)
+def test_the_fast_path_decides_what_is_plain(answer: str, gold: str, verdict: str | None) -> None:
+    assert decided(answer, gold) == verdict
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "right"),
+    [
+        ("(1,2)", "\\{1,2\\}", False),
+        ("\\left(1,\\sqrt2\\right)", "x \\in \\{1,\\sqrt2\\}", False),
+        ("(1,2,3)", "\\left\\{1,2,3\\right\\}", False),
+        ("2,1", "\\{1,2\\}", True),
+        ("\\{2,1\\}", "\\{1,2\\}", True),
+        ("(1,2),(3,4)", "\\{(1,2),(3,4)\\}", True),
+        ("(1,2)", "(1,2)", True),
+    ],
+)
+def test_whether_a_tuple_answers_a_set_is_a_setting(answer: str, gold: str, right: bool) -> None:
+    strict = modes.mode("boxed", tuple_for_set=False)
+    found = comparison.decide(answer, gold, strict)
+    assert found is not None
+    assert (found.verdict is Verdict.CORRECT) is right
+
+
+def test_by_default_a_tuple_answers_a_set_in_its_order() -> None:
+    assert decided("(1,2)", "\\{1,2\\}") == "correct"
+    assert decided("(2,1)", "\\{1,2\\}") == "wrong"
+
+
+plain_numbers = st.one_of(
+    st.integers(-9999, 9999).map(str),
+    st.integers(1000, 9_999_999).map(lambda n: f"{n:,}"),
+    st.decimals(-999, 999, allow_nan=False, places=3).map(str),
+    st.tuples(st.integers(-99, 99), st.integers(1, 99)).map(
+        lambda p: f"\\frac{{{p[0]}}}{{{p[1]}}}"
+    ),
+    st.tuples(st.integers(0, 99), st.integers(1, 99)).map(lambda p: f"{p[0]}/{p[1]}"),
+    st.integers(1, 99).map(lambda n: f"{n}\\%"),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(plain_numbers, plain_numbers)
+def test_the_fast_path_agrees_with_math_verify(answer: str, gold: str) -> None:
+    a, b = read_number(spelling.normalise(answer)), read_number(spelling.normalise(gold))
+    assert a is not None
+    assert b is not None
+    same = same_number(a, b)
+    assume(same is not None)
+    # Under 10 both tolerances meet; above, six places are asked of both.
+    assert (symbolic.compare(answer, gold) == "correct") is same
+
+
+@settings(max_examples=60, deadline=None)
+@given(plain_numbers)
+def test_every_number_is_its_own_right_answer(text: str) -> None:
+    assert decided(text, text) == "correct"
+    assert decided(f"$ {text} $", text) == "correct"
+    assert symbolic.compare(text, text) == "correct"
+
+
+# --- the guard --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["9^{9^{9^9}}", "7^{123456}", "12345!", "3!!", "{" * 300, "(" * 200, "1" * 500,
+     "(x+1)^{1000}", "x" * 3000, "\\binom{99999}{5}"],
+)  # fmt: skip
+def test_the_guard_refuses_what_hangs_graders(answer: str) -> None:
+    assert decided(answer, "x^2 + 1") == "wrong"
+
+
+@pytest.mark.parametrize(
+    "gold",
+    ["x^2 + y^2 = 1", "2^{10}", "10^{12}", "\\binom{10}{3}", "5!", "e^{x^2}", "2^{2^{n}}",
+     "\\frac{\\sqrt{\\sqrt{11}+\\sqrt{194}}}{15+2\\sqrt{33}}"],
+)  # fmt: skip
+def test_the_guard_lets_ordinary_answers_pass(gold: str) -> None:
+    assert not guard.dangerous(gold)
+
+
+def test_an_answer_is_never_guarded_for_what_its_gold_answer_does_too() -> None:
+    assert decided("2^{100000} + 1", "2^{100000} - 1") is None
+
+
+# --- modes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "text", "gold", "verdict"),
+    [
+        ("boxed_only", "</think> <answer>5</answer>", "5", "unparsable"),
+        ("boxed_only", "</think> \\boxed{5}", "5", "correct"),
+        ("answer_tag", "</think> <answer> \\boxed{5} </answer>", "5", "correct"),
+        ("answer_tag", "</think> <answer> \\boxed{5 </answer>", "5", "unparsable"),
+        ("answer_tag", "</think> \\boxed{5}", "5", "unparsable"),
+        ("gsm8k", "it is 4\n#### $1,234", "1234", "correct"),
+        ("gsm8k", "The answer is 12", "12", "unparsable"),
+        ("last_number", "first 3 then 12.", "12", "correct"),
+        ("boxed", "</think> \\boxed{\\sum_{k=1}^{4} k}", "10", "wrong"),
+        ("boxed_unevaluated", "</think> \\boxed{\\sum_{k=1}^{4} k}", "10", None),
+        ("choice", "</think> The answer is (B).", "B", "correct"),
+        ("choice", "</think> \\boxed{\\text{B}}", "B", "correct"),
+        ("choice", "</think> The answer is a number that I don't know", "A", "unparsable"),
+        ("choice", "</think> Answer: I think it is F", "F", "unparsable"),
+        ("choice", "</think> answer is C, no: Answer: D", "D", "correct"),
+        ("choice", "</think> Answer: D", "12", "gold_unparsable"),
+        ("exact", "</think> \\boxed{ Foo  bar }", "foo bar", "correct"),
+        ("exact", "</think> \\boxed{0.5}", "1/2", "wrong"),
+    ],
+)
+def test_each_mode_reads_its_own_way(mode: str, text: str, gold: str, verdict: str | None) -> None:
+    by = modes.mode(mode)
+    assert decided(by.read(text, "", False).answer, gold, mode) == verdict
+
+
+def test_an_unknown_mode_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean boxed\?"):
+        modes.mode("boxd")
+
+
+# --- math-verify behind it, through real processes ----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "correct"),
+    [
+        ("x + 1", "1 + x", True),
+        ("2(x+1)", "2x+2", True),
+        ("\\{3, 1, 2\\}", "\\{1, 2, 3\\}", True),
+        ("(2, 1)", "(1, 2)", False),
+        ("x \\geq 5", "[5, \\infty)", True),
+        ("[5, \\infty)", "x \\geq 5", True),
+        ("5, 3", "3, 5", True),
+        ("3 \\text{ or } 4", "3", False),
+        ("\\frac{1 + i}{2}", "\\frac12 + \\frac12 i", True),
+        # What math-verify alone gets wrong:
+        ("x^2 + 1 = 0", "x^2 + 2 = 0", False),
+        ("2x^2 + 2 = 0", "x^2 + 1 = 0", True),
+        ("\\pi \\cdot 10^{-18}", "2 \\pi \\cdot 10^{-18}", False),
+        ("i^2", "-1", True),
+        ("(1+i)^2", "2i", True),
+        ("\\sin 30^\\circ", "\\frac{1}{2}", True),
+        ("\\frac{n!}{(n-1)!}", "n", True),
+        ("1.5e3 + x", "1500 + x", True),
+    ],
+)
+def test_symbolic_answers_are_compared_by_value(
+    grade: Grading, answer: str, gold: str, correct: bool
+) -> None:
+    assert (grade(answer, gold).verdict is Verdict.CORRECT) is correct
+
+
+def test_an_answer_that_is_missing_tells_of_an_unreadable_gold_answer(grade: Grading) -> None:
+    from tandem.reward.answers import symbolic
+
+    assert symbolic.compare("", "\\frac{1}{x}") == "unparsable"
+
+
+@pytest.mark.parametrize(
+    "gold", ["\\frac{x}{2}", "x^2 + 1 = 0", "(-\\infty, 3]", "\\sqrt{2}", "a:b"]
+)
+def test_every_gold_answer_is_its_own_right_answer_in_any_spelling(
+    grade: Grading, gold: str
+) -> None:
+    assert grade(f"  {gold} ", gold).verdict is Verdict.CORRECT
+    assert (
+        grade(f"\\left. {gold} \\right.".replace("\\left. ", ""), gold).verdict is Verdict.CORRECT
+    )
+    assert grade(gold, f"$\\boxed{{{gold}}}$").verdict is Verdict.CORRECT

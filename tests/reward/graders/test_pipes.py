@@ -1,0 +1,102 @@
+"""What comes out of a grader's pipe is one of the known messages, or is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+
+from tandem.common.errors import WireError
+from tandem.common.records import Verdict
+from tandem.reward.graders import pipes
+
+
+def test_the_verdicts_are_those_of_the_records():
+    assert set(pipes.VERDICTS) == {verdict.value for verdict in Verdict}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [["ready", None, 9], ["crash", "why", 0], ["raised", "why", 9], ["done", "wrong", 9]],
+)
+def test_replies_of_a_grader_are_read(message: list[Any]):
+    assert list(pipes.read_reply(msgpack.packb(message))) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        [],
+        {},
+        5,
+        ["ready", 1, 9],
+        ["ready"],
+        ["done", "wrong", 1.0],
+        ["splendid", "wrong", 100],
+        ["done", "wrong", -1],
+        ["done", "wrong"],
+        ["crash", b"x", 0],
+        ["raised", None, 0],
+    ],
+)
+def test_whatever_else_a_grader_says_is_refused(message: Any):
+    with pytest.raises(WireError, match="refused reply of a grader"):
+        pipes.read_reply(msgpack.packb(message))
+
+
+FUNCTION = [0, {"completions": ["a", "b"]}]
+CODE = ["x = 1", [["assert", "x"]] * 3, 1.0, 5.0, 256, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "result"),
+    [
+        ("compare", ["4", "4"], "correct"),
+        ("function", FUNCTION, [1.5, None]),
+        ("code", CODE, [2, 3, 1]),
+    ],
+)
+def test_results_are_of_the_kind_that_was_asked_for(kind: str, payload: list[Any], result: Any):
+    assert pipes.read_payload(kind, msgpack.packb(payload)) == payload
+    assert pipes.checked_result(kind, payload, result) == result
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload", "result"),
+    [
+        ("compare", ["4", "4"], "splendid"),
+        ("compare", ["4", "4"], 1),
+        ("function", FUNCTION, [1.5]),
+        ("function", FUNCTION, [1.5, "2"]),
+        ("function", FUNCTION, [1.5, float("nan")]),
+        ("function", FUNCTION, [1.5, True]),
+        ("code", CODE, [4, 3, 0]),
+        ("code", CODE, [2, 2, 0]),
+        ("code", CODE, "all"),
+    ],
+)
+def test_results_that_cannot_be_are_refused(kind: str, payload: list[Any], result: Any):
+    with pytest.raises(WireError, match=f"refused result of a request to {kind}"):
+        pipes.checked_result(kind, payload, result)
+
+
+@pytest.mark.parametrize(
+    "payload", [["4"], ["4", 4], ["4", "4", "4"], {"answer": "4"}, [0, {"completions": []}]]
+)
+def test_a_payload_of_another_shape_is_refused(payload: Any):
+    with pytest.raises(WireError, match="refused payload of a request to compare"):
+        pipes.read_payload("compare", msgpack.packb(payload))
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 2000])
+def test_bytes_that_are_no_message_are_refused(data: bytes):
+    for read in (pipes.read_reply, pipes.read_request, pipes.read_control):
+        with pytest.raises(WireError, match="isn't valid MessagePack"):
+            read(data)
+
+
+def test_a_word_of_the_zygote_comes_with_what_belongs_to_it():
+    assert pipes.read_control(msgpack.packb(["exited", 3, 77, -9])) == ["exited", 3, 77, -9]
+    with pytest.raises(WireError):
+        pipes.read_control(msgpack.packb(["exited", 3, 77]))
