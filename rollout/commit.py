@@ -1,0 +1,138 @@
+"""New weights on their last steps: into the engine, and through the check of what it then computes.
+
+The receiver's thread calls, the loop works. A version whose check fails is fetched and loaded once more;
+if it fails again, the worker has to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..common.errors import TandemError
+from ..common.records import Version
+from .commit_check import CommitCheck
+from .engine import Engine, NamedWeights
+
+if TYPE_CHECKING:
+    from ..common.weights.buffer import StagedTensors
+    from ..common.weights.scored_rows import ScoredRows
+
+log = logging.getLogger("tandem.rollout")
+
+
+class Committer:
+    """Commits versions into one engine.
+
+    Args:
+        engine: loads them.
+        check: compares what it then computes with what the learner did.
+        loop: the worker's, in which both work.
+        seconds: deadline of a commit (``weights.commit_seconds``).
+        on_change: called in the loop when the engine serves a version, and when a check has ended.
+        spoil: called in the loop when a check has failed: discards all that is under way.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        check: CommitCheck,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        seconds: float,
+        on_change: Callable[[], None],
+        spoil: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._check = check
+        self._loop = loop
+        self._seconds = seconds
+        self._on_change = on_change
+        self._spoil = spoil
+        self.steady = asyncio.Lock()
+        """Whoever holds it keeps the engine's weights as they are."""
+        self.hopeless = ""
+        """Why the worker has to end: a version failed its check twice. Empty while it hasn't."""
+
+    def load(self, tensors: StagedTensors, version: Version) -> float:
+        """Returns when the engine serves the version; called from the receiver's thread.
+
+        Args:
+            tensors: the new weights; none where only the version's name is new.
+            version: their name.
+
+        Returns:
+            Seconds in which the engine sampled nothing on account of it.
+
+        Raises:
+            TimeoutError: the engine took longer than ``seconds``.
+            TandemError: the engine couldn't load them.
+        """
+        done = asyncio.run_coroutine_threadsafe(self._load(tensors, version), self._loop)
+        return done.result(self._seconds)
+
+    async def _load(self, tensors: StagedTensors, version: Version) -> float:
+        still = False
+        before = self._engine.stats().load_seconds
+        try:
+            # An evaluation should be of one version, but not at the price of the deadline.
+            async with asyncio.timeout(self._seconds / 2):
+                await self.steady.acquire()
+            still = True
+        except TimeoutError:
+            log.warning(f"version {version} is committed into a long evaluation")
+        try:
+            if tensors:
+                if self._check.is_on:
+                    await self._check.begin(version)
+                await self._engine.load(NamedWeights(dict(tensors), tensors.place), version)
+            else:
+                await self._engine.restamp(version)
+        except BaseException:
+            self._check.end(passed=None)
+            raise
+        finally:
+            if still:
+                self.steady.release()
+        self._on_change()
+        return self._engine.stats().load_seconds - before
+
+    def examine(self, version: Version, scored: ScoredRows | None) -> bool:
+        """Checks a version that the engine serves; called from the receiver's thread.
+
+        Every question to the engine has a deadline of its own (``seconds``).
+
+        Returns:
+            False if it is to be fetched and loaded once more.
+        """
+        done = asyncio.run_coroutine_threadsafe(self._examine(version, scored), self._loop)
+        return done.result()
+
+    async def _examine(self, version: Version, scored: ScoredRows | None) -> bool:
+        try:
+            found = await self._check.examine(version, scored)
+            failed = [str(difference) for difference in found if not difference.passes]
+        except TandemError as error:
+            failed = [str(error)]
+        except Exception as error:
+            # Groups wait for the check's end, whatever that is.
+            log.exception(f"version {version} couldn't be checked")
+            failed = [f"it couldn't be checked: {type(error).__name__}: {error}"]
+        self._check.end(passed=not failed)
+        self._on_change()
+        if not failed:
+            return True
+        # Before anything that has waited goes on.
+        self._spoil()
+        alarm = f"version {version} isn't what the learner published ({'; '.join(failed)})"
+        self._check.counts.alarm = alarm
+        if self._check.in_a_row == 1:
+            log.error(f"{alarm}: what it sampled is discarded, and it is fetched anew")
+            return False
+        self.hopeless = (
+            f"{alarm}, loaded {self._check.in_a_row} times. If it is the engine's own rounding, raise "
+            f"weights.check_bound (0: no check)"
+        )
+        return True

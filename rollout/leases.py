@@ -1,0 +1,259 @@
+"""The groups that a worker has leased: taken with all that generating them needs, renewed, given back.
+
+The loop takes groups and gives them back, the keeper's thread renews them and minds their deadlines, and
+the submitter's thread forgets each with its receipt. All methods but those named otherwise may be called
+from any of them; those that talk to the ledger block on Redis.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..common.config import Config
+from ..common.errors import StoreError
+from ..common.records import Group, Problem, Sample, SamplingParams, Version
+from ..replay.ledger import Lease, LeaseReply, Ledger
+from ..replay.rules import choose_traces
+from ..replay.store import RunStore
+from .engine import GroupRequest, no_tokens
+from .prefixes import Prefixes, prefixes
+
+log = logging.getLogger("tandem.rollout")
+
+PROBLEMS_KEPT = 4096
+"""Problems that are kept in memory, because a later pass leases them again."""
+
+
+@dataclass(slots=True)
+class HeldGroup:
+    """A group that this worker holds a lease of."""
+
+    lease: Lease
+    """The ledger's lease."""
+    problem: Problem
+    """What the group's samples answer."""
+    traces: tuple[str, ...]
+    """The expert traces that fill rows of the group, or may replace failed samples."""
+    begins: Prefixes | None
+    """How the samples begin, if they begin with a part of a trace."""
+    deadline: float
+    """When the group is ended with what it has (monotonic seconds)."""
+    is_revoked: bool = False
+    """Another worker holds the group now, so nothing of it is submitted."""
+    is_late: bool = False
+    """The group was ended at its deadline."""
+    is_spoiled: bool = False
+    """It may have tokens of weights that failed their check, so nothing of it is submitted."""
+
+    def request(self, config: Config) -> GroupRequest:
+        """What the engine is asked for."""
+        rollout = config.rollout
+        # Traces that enter only where all samples failed replace some of them after grading.
+        rows_of_traces = len(self.traces) if config.expert.when == "always" else 0
+        return GroupRequest(
+            group_id=self.lease.group_id,
+            prompt_tokens=self.problem.prompt_tokens,
+            count=rollout.group_size - rows_of_traces,
+            sampling=SamplingParams(
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=0,
+                max_new_tokens=rollout.max_new_tokens,
+            ),
+            seed=config.run.seed,
+            prefix_tokens=(self.begins.tokens if self.begins else ()) or no_tokens(),
+            prefix_logprobs=(self.begins.logprobs if self.begins else ()) or None,
+            longest=rollout.max_new_tokens,
+        )
+
+    def group(self, worker: str, samples: tuple[Sample, ...]) -> Group:
+        """The finished group, as it is submitted."""
+        return Group(
+            group_id=self.lease.group_id,
+            attempt=self.lease.attempt,
+            worker=worker,
+            problem_id=self.problem.problem_id,
+            prompt_tokens=self.problem.prompt_tokens,
+            prompt_text=self.problem.prompt_text,
+            gold=self.problem.gold,
+            data_source=self.problem.data_source,
+            samples=samples,
+            trace_ids=self.traces,
+            extra=self.problem.extra,
+        )
+
+
+class Leases:
+    """What one worker holds.
+
+    Args:
+        ledger: gives the leases.
+        runs: has the problems and traces.
+        config: the run's.
+        abort: ends groups in the engine, by their ids, with what they have; it returns at once.
+    """
+
+    def __init__(
+        self, ledger: Ledger, runs: RunStore, config: Config, abort: Callable[[list[str]], None]
+    ) -> None:
+        self._ledger = ledger
+        self._runs = runs
+        self._config = config
+        self._abort = abort
+        self._held: dict[str, HeldGroup] = {}
+        self._lock = threading.Lock()
+        # Only `take` uses it.
+        self._problems: OrderedDict[str, Problem] = OrderedDict()
+        self.seconds = config.replay.lease_seconds
+        """How long a lease lasts without being renewed; the ledger tells it with each reply."""
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def take(self, version: Version, room: int) -> tuple[LeaseReply, list[HeldGroup]]:
+        """Leases up to ``room`` groups; from one thread at a time.
+
+        Args:
+            version: what the engine serves.
+            room: how many groups at most.
+
+        Raises:
+            StoreError: Redis is away; what was leased already is given back, or expires.
+        """
+        reply = self._ledger.lease(version, room)
+        self.seconds = reply.lease_seconds
+        now = time.monotonic()
+        try:
+            taken = self._with_problems(reply.leases, version.step)
+        except StoreError:
+            for lease in reply.leases:
+                self.give_back(lease, "problems or traces can't be read", failed=False)
+            raise
+        with self._lock:
+            for held in taken:
+                held.deadline = now + (held.lease.deadline_ms - reply.now_ms) / 1000
+                self._held[held.lease.group_id] = held
+        return reply, taken
+
+    def _with_problems(self, leases: Sequence[Lease], step: int) -> list[HeldGroup]:
+        wanted = [lease.problem_id for lease in leases]
+        missing = [name for name in dict.fromkeys(wanted) if name not in self._problems]
+        if missing:
+            found = self._runs.problems(missing)
+            self._problems.update(zip(missing, found, strict=True))
+        for name in wanted:
+            self._problems.move_to_end(name)
+        expert, seed = self._config.expert, self._config.run.seed
+        chosen = {
+            lease.group_id: choose_traces(
+                self._problems[lease.problem_id], seed, lease.group_id, expert.per_group
+            )
+            for lease in leases
+        }
+        begins: dict[str, Prefixes] = {}
+        if expert.prefix is not None:
+            names = list(dict.fromkeys(name for some in chosen.values() for name in some))
+            traces = dict(zip(names, self._runs.traces(names), strict=True)) if names else {}
+            begins = {
+                group_id: prefixes(self._config, group_id, step, [traces[name] for name in some])
+                for group_id, some in chosen.items()
+                if some
+            }
+        held = [
+            HeldGroup(
+                lease=lease,
+                problem=self._problems[lease.problem_id],
+                # A trace that samples begin with fills no row of its own.
+                traces=chosen[lease.group_id] if expert.prefix is None else (),
+                begins=begins.get(lease.group_id),
+                deadline=float("inf"),
+            )
+            for lease in leases
+        ]
+        while len(self._problems) > PROBLEMS_KEPT:
+            self._problems.popitem(last=False)
+        return held
+
+    def still_holds(self, group_id: str) -> HeldGroup | None:
+        """The group, if this worker still holds it."""
+        with self._lock:
+            held = self._held.get(group_id)
+        return None if held is None or held.is_revoked else held
+
+    def give_back(self, lease: Lease, reason: str, *, failed: bool) -> None:
+        """Gives a group back to the ledger; what can't be given back expires by itself.
+
+        Args:
+            lease: of the group.
+            reason: for people.
+            failed: counts as a failed attempt of the group.
+        """
+        self.forget(lease.group_id)
+        try:
+            self._ledger.give_back(
+                lease.group_id, lease.attempt, reason=reason[:200], failed=failed
+            )
+        except StoreError as error:
+            log.warning(f"group {lease.group_id} wasn't given back and will expire: {error}")
+
+    def forget(self, group_id: str) -> None:
+        """The group isn't this worker's any more: it has a receipt, or its lease is left to expire."""
+        with self._lock:
+            self._held.pop(group_id, None)
+
+    def ids(self) -> list[str]:
+        """The ids of all groups that are held."""
+        with self._lock:
+            return list(self._held)
+
+    def left(self) -> list[Lease]:
+        """The leases of all groups that are held."""
+        with self._lock:
+            return [held.lease for held in self._held.values()]
+
+    def renew(self) -> None:
+        """Renews all leases; ends the groups that are another worker's by now.
+
+        Raises:
+            StoreError: Redis is away.
+        """
+        wanted = self.ids()
+        if not wanted:
+            return
+        lost = self._ledger.renew(wanted)
+        revoked = []
+        with self._lock:
+            for group_id in lost:
+                held = self._held.get(group_id)
+                if held is not None and not held.is_revoked:
+                    held.is_revoked = True
+                    revoked.append(group_id)
+        if revoked:
+            log.info(f"leases revoked: {', '.join(revoked)}")
+            self._abort(revoked)
+
+    def end_late(self) -> None:
+        """Ends the groups that have reached their deadline, with what they have."""
+        now = time.monotonic()
+        late = []
+        with self._lock:
+            for group_id, held in self._held.items():
+                if not held.is_late and now >= held.deadline:
+                    held.is_late = True
+                    late.append(group_id)
+        if late:
+            log.warning(f"past their deadline, ended with what they have: {', '.join(late)}")
+            self._abort(late)
+
+    def spoil(self) -> None:
+        """Ends all groups, which may have tokens of weights that failed their check."""
+        with self._lock:
+            for held in self._held.values():
+                held.is_spoiled = True
+            ids = list(self._held)
+        self._abort(ids)
