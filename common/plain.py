@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 import xxhash
 
-from .errors import TandemError
+from .errors import TandemError, WireError
 
 R = TypeVar("R")
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -118,6 +119,23 @@ def read_record(
         raise damaged(
             what, f"can't be read: {reason(cause, cls.__name__)}", error, way_out
         ) from None
+
+
+def read_message(cls: Any, data: bytes, what: str) -> Any:
+    """MessagePack of a declared type: a :class:`Record`, a union of some, a tuple.
+
+    Raises:
+        WireError: it is anything else; says where.
+    """
+    try:
+        return _decoder(cls).decode(data)
+    except UNREADABLE as error:
+        raise WireError(f"refused {what}: {reason(error, 'message')}") from None
+
+
+@cache
+def _decoder(cls: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(cls)
 
 
 def fits(value: Any, kind: type) -> bool:

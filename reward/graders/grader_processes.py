@@ -41,7 +41,19 @@ from .deadlines import (
     relief,
     usable_cores,
 )
-from .pipes import checked_result, read_reply
+from .pipes import (
+    Crash,
+    Done,
+    Exited,
+    Failed,
+    Idle,
+    Raised,
+    Ready,
+    Refused,
+    Spawned,
+    checked_result,
+    read_reply,
+)
 from .requests import Outcome, Request, Restart, Slot
 from .zygote import EXIT_CRASH, EXIT_MEMORY, MAX_MESSAGE
 from .zygote_link import ZygoteLink
@@ -239,23 +251,23 @@ class GraderProcesses:
         if self._zygote is None:
             return
         heard, alive = self._zygote.hear()
-        for kind, *rest in heard:
-            if kind == "refused":
-                # Nothing that another attempt could mend: a function that isn't there, no sandbox.
-                self._stop_zygote()
-                raise TandemError(str(rest[0]))
-            if kind == "ready":
-                self._ready = True
-                self.limits = list(rest[1])
-                self._fill()
-            elif kind == "spawned":
-                slot = self._slots.get(rest[0])
-                if slot is not None:
-                    slot.pid, slot.in_line = rest[1], InLine(rest[1])
-            elif kind == "exited":
-                self._grader_exited(*rest)
-            elif kind == "failed":
-                self._failure = str(rest[0])
+        for message in heard:
+            match message:
+                case Refused():
+                    self._stop_zygote()
+                    raise TandemError(message.why)
+                case Ready():
+                    self._ready = True
+                    self.limits = list(message.limits)
+                    self._fill()
+                case Spawned():
+                    slot = self._slots.get(message.slot)
+                    if slot is not None:
+                        slot.pid, slot.in_line = message.pid, InLine(message.pid)
+                case Exited():
+                    self._grader_exited(message.slot, message.pid, message.status)
+                case Failed():
+                    self._failure = message.why
         if not alive:
             self._zygote_died()
 
@@ -353,9 +365,10 @@ class GraderProcesses:
             slot.since = time.monotonic()
             return
         try:
-            kind, said, resident_kib = read_reply(data)
-            if kind == "done" and slot.request is not None:
-                said = checked_result(slot.request.kind, slot.request.payload, said)
+            reply = read_reply(data)
+            result = None
+            if isinstance(reply, Done) and slot.request is not None:
+                result = checked_result(slot.request.kind, slot.request.payload, reply.result)
         except WireError as error:
             logger.warning("grader %d is replaced: %s", slot.pid, error)
             request = slot.request
@@ -363,31 +376,29 @@ class GraderProcesses:
             if request is not None:
                 self._again(request)
             return
-        if kind == "ready":
-            slot.state, slot.was_ready, slot.resident_kib = "idle", True, resident_kib
+        if isinstance(reply, Idle):
+            slot.state, slot.was_ready, slot.resident_kib = "idle", True, reply.resident_kib
             return
-        if kind == "crash":
-            slot.last_words = str(said)
+        if isinstance(reply, Crash):
+            slot.last_words = reply.traceback
             return
         request, slot.request = slot.request, None
         slot.served += 1
         self._failed_starts = self._failed_graders = 0
-        resident_kib -= slot.resident_kib
+        grown = (reply.resident_kib - slot.resident_kib) * 1024
         slot.state = "idle"
-        if slot.served >= RECYCLE_AFTER or resident_kib * 1024 > RECYCLE_SHARE * (
-            self.memory_mb << 20
-        ):
+        if slot.served >= RECYCLE_AFTER or grown > RECYCLE_SHARE * (self.memory_mb << 20):
             self._replace(slot, "recycled")
         if request is None:
             return
         if request.put_off:
             self._patience.earn()
-        if kind == "raised":
-            request.told = _last_line(str(said))
-            logger.warning("%s %d: a request raised:\n%s", self._role, slot.pid, said)
+        if isinstance(reply, Raised):
+            request.told = _last_line(reply.traceback)
+            logger.warning("%s %d: a request raised:\n%s", self._role, slot.pid, reply.traceback)
             self._again(request)
         else:
-            request.finish(None, said)
+            request.finish(None, result)
 
     def _grader_exited(self, number: int, pid: int, status: int) -> None:
         if number in self._dying:

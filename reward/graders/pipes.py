@@ -1,142 +1,172 @@
-"""Messages between the pool, the zygote and the graders: MessagePack lists of known shapes.
+"""Messages between the pool, the zygote and the graders: MessagePack lists, declared here.
 
-A grader reads what a policy wrote, so what it says is taken as what anybody may have said.
+A grader reads what a policy wrote, so what it says is taken as what anybody may have said. Every
+reader raises a :class:`~tandem.common.errors.WireError` for whatever is none of its messages.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-import msgpack
+import msgspec
 
 from ...common.errors import WireError
+from ...common.plain import Count, Record, read_message
 
-VERDICTS = ("correct", "wrong", "unparsable", "gold_unparsable", "timeout", "crashed", "memory")
-"""Those of :class:`~tandem.common.records.Verdict`, named here since graders import no NumPy."""
-_PAYLOADS: dict[str, tuple[type, ...]] = {
-    "compare": (str, str),
-    "function": (int, dict),
-    "code": (str, list, float, float, int, bool),
+Kind = Literal["compare", "function", "code"]
+
+
+class Message(Record, frozen=True, array_like=True, tag=str.lower):
+    """A list of a word, the class's name, and its fields."""
+
+    def pack(self) -> bytes:
+        """As it is sent."""
+        return msgspec.msgpack.encode(self)
+
+
+# Pool to zygote.
+
+
+class Spawn(Message, frozen=True):
+    """Fork a grader of that number; its socket comes along."""
+
+    slot: int
+
+
+class Kill(Message, frozen=True):
+    slot: int
+
+
+# Zygote to pool.
+
+
+class Ready(Message, frozen=True):
+    """Graders may be spawned; ``limits`` say in words what confines them."""
+
+    pid: int
+    limits: tuple[str, ...]
+
+
+class Spawned(Message, frozen=True):
+    slot: int
+    pid: int
+
+
+class Exited(Message, frozen=True):
+    slot: int
+    pid: int
+    status: int
+
+
+class Failed(Message, frozen=True):
+    """A package is missing, or broken."""
+
+    why: str
+
+
+class Refused(Message, frozen=True):
+    """What no other attempt could mend: a function that isn't there, no sandbox."""
+
+    why: str
+
+
+# Pool to grader.
+
+
+class Request(Record, frozen=True, array_like=True):
+    """``payload`` is packed by itself; None where it is in a memory file that comes along."""
+
+    kind: Kind
+    seconds: Annotated[float, msgspec.Meta(gt=0, lt=1e6)]
+    payload: bytes | None
+
+
+PAYLOADS: dict[str, Any] = {
+    "compare": tuple[str, str],
+    "function": tuple[int, dict[str, Any]],
+    "code": tuple[str, list[list[str]], float, float, int, bool],
 }
-_SHAPES: dict[str, tuple[type, ...]] = {
-    "spawn": (int,),
-    "kill": (int,),
-    "ready": (int, list),
-    "spawned": (int, int),
-    "exited": (int, int, int),
-    "failed": (str,),
-    "refused": (str,),
+"""Arguments of each kind of request."""
+
+# Grader to pool; each tells how much memory the grader has ever held.
+
+
+class Idle(Message, frozen=True, tag="ready"):
+    """It waits for its first request."""
+
+    nothing: None
+    resident_kib: Count
+
+
+class Done(Message, frozen=True):
+    result: Any
+    resident_kib: Count
+
+
+class Raised(Message, frozen=True):
+    """A user's function raised; the grader goes on."""
+
+    traceback: str
+    resident_kib: Count
+
+
+class Crash(Message, frozen=True):
+    """The grader's last words."""
+
+    traceback: str
+    resident_kib: Count
+
+
+RESULTS: dict[str, Any] = {
+    "compare": Literal[
+        "correct", "wrong", "unparsable", "gold_unparsable", "timeout", "crashed", "memory"
+    ],
+    "function": list[float | None],
+    "code": tuple[Count, int, Count],
 }
+"""Verdicts are named here since graders import no NumPy; of code: passed, tests, timed out."""
 
 
-def read_request(data: bytes) -> tuple[str, float, bytes | None]:
-    """Pool to grader: the kind, seconds, and the payload's bytes (None: in a memory file).
-
-    Raises:
-        WireError: it isn't that.
-    """
-    message = _unpacked(data, "request to a grader")
-    known = _has(message, str, float, bytes) or (
-        _has(message, str, float, type(None)) and message[2] is None
-    )
-    if not known or message[0] not in _PAYLOADS or not 0.0 < message[1] < 1e6:
-        raise _refused("request to a grader", message)
-    return message[0], float(message[1]), message[2]
+def read_control(data: bytes) -> Spawn | Kill | Ready | Spawned | Exited | Failed | Refused:
+    """Between pool and zygote."""
+    kinds = Spawn | Kill | Ready | Spawned | Exited | Failed | Refused
+    return read_message(kinds, data, "message of the zygote's socket")
 
 
-def read_payload(kind: str, data: bytes) -> list[Any]:
-    """The payload of a request of that kind.
-
-    Raises:
-        WireError: it isn't one.
-    """
-    what = f"payload of a request to {kind}"
-    payload = _unpacked(data, what)
-    if not _has(payload, *_PAYLOADS[kind]):
-        raise _refused(what, payload)
-    return payload
+def read_request(data: bytes) -> Request:
+    """Pool to grader."""
+    return read_message(Request, data, "request to a grader")
 
 
-def read_reply(data: bytes) -> tuple[str, Any, int]:
-    """Grader to pool: ``ready``, ``done``, ``raised`` or ``crash``, what it says, resident KiB.
-
-    Raises:
-        WireError: it is none of them.
-    """
-    message = _unpacked(data, "reply of a grader")
-    known = (
-        len(message) == 3
-        and message[0] in ("ready", "done", "raised", "crash")
-        and type(message[2]) is int
-        and message[2] >= 0
-        and (message[0] == "done" or type(message[1]) is (type(None), str)[message[0] != "ready"])
-    )
-    if not known:
-        raise _refused("reply of a grader", message)
-    return message[0], message[1], message[2]
+def read_payload(kind: str, data: bytes) -> Sequence[Any]:
+    """The payload of a request of that kind."""
+    return read_message(PAYLOADS[kind], data, f"payload of a request to {kind}")
 
 
-def checked_result(kind: str, payload: list[Any], result: Any) -> Any:
-    """What a grader found, for a request of that kind with that payload.
-
-    Raises:
-        WireError: it can't be.
-    """
-    if kind == "compare":
-        known = result in VERDICTS
-    elif kind == "function":
-        wanted = len(payload[1]["completions"])
-        known = isinstance(result, list) and len(result) == wanted
-        known = known and all(v is None or _is_finite(v) for v in result)
-    else:
-        known = isinstance(result, list) and _has(result, int, int, int)
-        known = known and 0 <= result[0] <= result[1] == len(payload[1]) and result[2] >= 0
-    if not known:
-        raise _refused(f"result of a request to {kind}", result)
-    return result
+def read_reply(data: bytes) -> Idle | Done | Raised | Crash:
+    """Grader to pool."""
+    return read_message(Idle | Done | Raised | Crash, data, "reply of a grader")
 
 
-def _is_finite(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def read_control(data: bytes) -> list[Any]:
-    """Between pool and zygote: a word and what belongs to it.
-
-    Raises:
-        WireError: an unknown word, or something else beside it.
-    """
-    message = _unpacked(data, "message of the zygote's socket")
-    word = message[0] if message and isinstance(message[0], str) else ""
-    if word not in _SHAPES or not _has(message[1:], *_SHAPES[word]):
-        raise _refused("message of the zygote's socket", message)
-    if word == "ready" and not all(isinstance(limit, str) for limit in message[2]):
-        raise _refused("message of the zygote's socket", message)
-    return message
-
-
-def _unpacked(data: bytes, what: str) -> list[Any]:
+def checked_result(kind: str, payload: Sequence[Any], result: Any) -> Any:
+    """What a grader found, for a request of that kind with that payload."""
     try:
-        # Skipped first: a header that claims a long list makes none.
-        unpacker = msgpack.Unpacker(None, max_buffer_size=max(1, len(data)))
-        unpacker.feed(data)
-        unpacker.skip()
-        message = msgpack.unpackb(data)
-    except (ValueError, TypeError, msgpack.exceptions.UnpackException, MemoryError) as error:
-        why = str(error)[:200] or type(error).__name__
-        raise WireError(f"refused {what}: it isn't valid MessagePack: {why}") from None
-    if not isinstance(message, list):
-        raise _refused(what, message)
-    return message
+        found = msgspec.convert(result, RESULTS[kind])
+    except msgspec.ValidationError as error:
+        raise _refused(kind, str(error)) from None
+    if kind == "function" and not (
+        len(found) == len(payload[1]["completions"])
+        and all(value is None or math.isfinite(value) for value in found)
+    ):
+        raise _refused(kind, "it isn't a finite number, or null, for each completion")
+    if kind == "code" and not found[0] <= found[1] == len(payload[1]):
+        raise _refused(
+            kind, f"{found[0]} of {found[1]} tests passed, and there are {len(payload[1])}"
+        )
+    return found
 
 
-def _has(message: list[Any], *kinds: type) -> bool:
-    return len(message) == len(kinds) and all(
-        type(value) is kind or (kind is float and type(value) is int)
-        for value, kind in zip(message, kinds, strict=True)
-    )
-
-
-def _refused(what: str, message: Any) -> WireError:
-    return WireError(f"refused {what}: {str(message)[:120]!r} is none that is known")
+def _refused(kind: str, why: str) -> WireError:
+    return WireError(f"refused result of a request to {kind}: {why}")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgpack
+import msgspec
 
 from ...common.records import Verdict
 from .deadlines import SLOW, InLine
@@ -95,13 +95,13 @@ class Request:
         """
         data = _packed(self.payload)
         if len(data) <= INLINE_BYTES:
-            channel.send(msgpack.packb([self.kind, self.deadline, data]))
+            channel.send(msgspec.msgpack.encode((self.kind, self.deadline, data)))
             return
         descriptor = os.memfd_create("tandem-request")
         try:
             with open(descriptor, "wb", closefd=False) as file:
                 file.write(data)
-            message = msgpack.packb([self.kind, self.deadline, None])
+            message = msgspec.msgpack.encode((self.kind, self.deadline, None))
             socket.send_fds(channel, [message], [descriptor])
         finally:
             os.close(descriptor)
@@ -109,11 +109,10 @@ class Request:
 
 def _packed(payload: list[Any]) -> bytes:
     try:
-        packed: bytes = msgpack.packb(payload)
+        return msgspec.msgpack.encode(payload)
     except UnicodeEncodeError:
         # Half a surrogate pair: no answer that could be right holds one.
-        packed = msgpack.packb(_clean(payload))
-    return packed
+        return msgspec.msgpack.encode(_clean(payload))
 
 
 def _clean(value: Any) -> Any:

@@ -34,8 +34,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgpack
-
 from ...common.errors import TandemError, WireError
 from ..sandbox.confinement import (
     allow_cpu,
@@ -44,7 +42,23 @@ from ..sandbox.confinement import (
     confine_zygote,
     readable_by_others,
 )
-from .pipes import read_control, read_payload, read_request
+from .pipes import (
+    Crash,
+    Done,
+    Exited,
+    Failed,
+    Idle,
+    Kill,
+    Message,
+    Raised,
+    Ready,
+    Refused,
+    Spawn,
+    Spawned,
+    read_control,
+    read_payload,
+    read_request,
+)
 
 MAX_MESSAGE = 1 << 18
 EXIT_MEMORY = 3
@@ -73,31 +87,33 @@ class Trade:
 
 def grade_for_ever(channel: socket.socket, trade: Trade) -> None:
     """A grader: one request at a time, until its pool closes the socket or a limit ends it."""
-    channel.send(msgpack.packb(["ready", None, _peak_kib()]))
+    channel.send(Idle(None, _peak_kib()).pack())
     while True:
         data, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE, 1)
         if not data:
             return
-        kind, deadline, packed = read_request(data)
+        request = read_request(data)
+        kind, packed = request.kind, request.payload
         payload = read_payload(kind, packed if packed is not None else _read(descriptors))
         for descriptor in descriptors:
             os.close(descriptor)
         if not trade.runs_code:
-            allow_cpu(deadline)
+            allow_cpu(request.seconds)
         try:
-            said = ["done", trade.handlers[kind](*payload)]
+            result = trade.handlers[kind](*payload)
+            raised = ""
         except MemoryError:
             os._exit(EXIT_MEMORY)
         except BaseException:
             if kind != "function":
                 raise
             # A user's function may raise anything; that is no reason for a grader to end.
-            said = ["raised", traceback.format_exc()[-4000:]]
+            result, raised = None, traceback.format_exc()[-4000:]
         peak = _peak_kib()
-        if kind == "compare" and said[1] != "correct" and peak > 0.8 * 1024 * trade.memory_mb:
+        if kind == "compare" and result != "correct" and peak > 0.8 * 1024 * trade.memory_mb:
             # math-verify swallows MemoryError; at the limit a "wrong" is no finding.
             os._exit(EXIT_MEMORY)
-        channel.send(msgpack.packb([*said, peak]))
+        channel.send((Raised(raised, peak) if raised else Done(result, peak)).pack())
 
 
 def _read(descriptors: list[int]) -> bytes:
@@ -127,7 +143,7 @@ def _become_grader(channel: socket.socket, trade: Trade, drop: bool) -> None:
     except BaseException:  # noqa: BLE001 - the child must never run on into the zygote's loop
         code = EXIT_CRASH
         try:
-            channel.send(msgpack.packb(["crash", traceback.format_exc()[-4000:], 0]))
+            channel.send(Crash(traceback.format_exc()[-4000:], 0).pack())
         except OSError:
             code = EXIT_CRASH
     finally:
@@ -165,9 +181,9 @@ class Zygote:
                 break
         self._end()
 
-    def _say(self, *message: object) -> None:
+    def _say(self, message: Message) -> None:
         try:
-            self._control.send(msgpack.packb(message))
+            self._control.send(message.pack())
         except (BrokenPipeError, ConnectionResetError):
             self._end()
 
@@ -180,13 +196,13 @@ class Zygote:
         if not data:
             return False
         try:
-            kind, slot, *_ = read_control(data)
+            message = read_control(data)
         except WireError:
             return False  # Whoever says that is no pool; ours starts another zygote.
-        if kind == "spawn" and descriptors:
-            self._spawn(slot, descriptors[0])
-        elif kind == "kill":
-            pid = self._slots.get(slot)
+        if isinstance(message, Spawn) and descriptors:
+            self._spawn(message.slot, descriptors[0])
+        elif isinstance(message, Kill):
+            pid = self._slots.get(message.slot)
             # Not reaped yet, so the id can't be another process's.
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
@@ -205,7 +221,7 @@ class Zygote:
         channel.close()
         self._children[pid] = slot
         self._slots[slot] = pid
-        self._say("spawned", slot, pid)
+        self._say(Spawned(slot, pid))
 
     def _reap(self) -> None:
         while self._children:
@@ -217,7 +233,7 @@ class Zygote:
                 return
             slot = self._children.pop(pid, -1)
             self._slots.pop(slot, None)
-            self._say("exited", slot, pid, os.waitstatus_to_exitcode(status))
+            self._say(Exited(slot, pid, os.waitstatus_to_exitcode(status)))
 
     def _end(self) -> None:
         for pid in self._children:
@@ -290,16 +306,16 @@ def main(arguments: list[str]) -> int:
             trade = runners_trade(settings["sandbox"])
             held = [trade.about]
     except ImportError as error:
-        control.send(msgpack.packb(["failed", str(error)]))
+        control.send(Failed(str(error)).pack())
         return 1
     except TandemError as error:
-        control.send(msgpack.packb(["refused", str(error)]))
+        control.send(Refused(str(error)).pack())
         return 1
     gc.collect()
     # Kept out of collections for good: a collection in a child would copy every page.
     gc.freeze()
     try:
-        control.send(msgpack.packb(["ready", os.getpid(), held]))
+        control.send(Ready(os.getpid(), tuple(held)).pack())
     except (BrokenPipeError, ConnectionResetError):
         return 0  # The pool has died meanwhile.
     Zygote(control, trade).run(settings["parent"])

@@ -9,10 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import msgpack
-
 from ...common.errors import WireError
-from .pipes import read_control
+from .pipes import Kill, Message, Spawn, read_control
 from .starting import start_zygote
 from .zygote import MAX_MESSAGE
 
@@ -47,9 +45,9 @@ class ZygoteLink:
         """Of the socket."""
         return self._socket.fileno()
 
-    def hear(self) -> tuple[list[list[Any]], bool]:
+    def hear(self) -> tuple[list[Message], bool]:
         """What it said since the last call, and whether it goes on; one that talks nonsense doesn't."""
-        heard: list[list[Any]] = []
+        heard: list[Message] = []
         while True:
             try:
                 data = self._socket.recv(MAX_MESSAGE)
@@ -71,7 +69,7 @@ class ZygoteLink:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
-            socket.send_fds(self._socket, [msgpack.packb(["spawn", number])], [theirs.fileno()])
+            socket.send_fds(self._socket, [Spawn(number).pack()], [theirs.fileno()])
         except (BrokenPipeError, ConnectionResetError, BlockingIOError):
             # Its closed socket is the next event.
             ours.close()
@@ -83,7 +81,7 @@ class ZygoteLink:
     def end(self, number: int) -> None:
         """Asks for a grader to be killed; when it is gone, its parent is too."""
         try:
-            self._socket.send(msgpack.packb(["kill", number]))
+            self._socket.send(Kill(number).pack())
         except (BrokenPipeError, ConnectionResetError, BlockingIOError):
             logger.debug("zygote was gone when grader %d was to be killed", number)
 

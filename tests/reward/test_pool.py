@@ -273,7 +273,7 @@ def test_a_damaged_message_is_refused_by_name_and_the_pool_goes_on(
     told = run.log()
     assert "its checksum doesn't match" in told
     assert "is truncated" in told
-    assert "is Version, not the expected GroupSubmission" in told
+    assert "is a 'Version', not the expected GroupSubmission" in told
 
 
 def test_a_client_without_the_runs_key_gets_nothing(
