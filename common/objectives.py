@@ -349,7 +349,7 @@ OBJECTIVES: Mapping[str, Entry] = MappingProxyType(
             family=EXPERTS,
             summary="ExGRPO: own past successes replayed in groups of their own share.",
             equation="L = (1 − ρ) L_GRPO(fresh groups) + ρ L_LUFFY(groups with a replayed row), w* = π_θ/π_past as recorded",
-            source="arXiv 2510.02245; buckets as in its code: tandem.learner.losses.mixing.bucket_weights",
+            source="arXiv 2510.02245; buckets as in its code: tandem.learner.recipes.as_published.bucket_weights",
             use="Hard problems that the model has solved before and seldom solves again.",
             reads=(*CLIPPED, *EXPERT, "replay_share"),
             unit="group",

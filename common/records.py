@@ -354,6 +354,32 @@ class Group(Record, frozen=True, kw_only=True, eq=False):
         if self.attempt < 0:
             raise ValueError(f"group {self.group_id} can't have attempt {self.attempt}")
 
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        samples: tuple[Sample, ...],
+        *,
+        group_id: str,
+        attempt: int,
+        worker: str,
+        trace_ids: tuple[str, ...],
+    ) -> Group:
+        """Samples of a problem, with all that the grader and the learner need to know of it."""
+        return cls(
+            group_id=group_id,
+            attempt=attempt,
+            worker=worker,
+            problem_id=problem.problem_id,
+            prompt_tokens=problem.prompt_tokens,
+            prompt_text=problem.prompt_text,
+            gold=problem.gold,
+            data_source=problem.data_source,
+            samples=samples,
+            trace_ids=trace_ids,
+            extra=problem.extra,
+        )
+
     @property
     def oldest_step(self) -> int | None:
         """Step of the oldest own token in the group; None without own tokens."""

@@ -89,10 +89,10 @@ row m is about 7, hence 1.1e-4. Its mean is over own and expert tokens (`entropy
 
 ALONE = """## Functions without a key
 
-Tested like the rest, but called by no run of Tandem's own trainer: advantages and rewards of single
-tokens (`returns.gae`, `returns.kl_penalised_tokens`, `penalties.value_loss`), since the trainer has
-no critic; ExGRPO's `mixing.bucket_weights`, since the ledger brings no past successes back. `ppo` and
-`exgrpo` are therefore refused as a run's objective; their losses can be called.
+[`tandem.learner.recipes`](../learner/recipes/) has functions for scripts and notebooks which no run calls:
+padded batches and each step of a plain GRPO or SFT loop, LUFFY's loss as its code computes it, ExGRPO's
+draws, and advantages and rewards of single tokens. The trainer has no critic, and the ledger brings no past
+successes back. `ppo` and `exgrpo` are therefore refused as a run's objective; their losses can be called.
 """
 
 

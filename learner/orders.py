@@ -10,7 +10,7 @@ from ..common.errors import WireError
 from ..common.plain import fits
 
 _ORDERS: dict[str, dict[str, type]] = {
-    "train": {"step": int, "groups": list, "traces": list, "lr": float, "settled": bool},
+    "train": {"step": int, "lr": float, "settled": bool},
     "save": {"folder": str},
     "load": {"folder": str},
     "export": {"folder": str},
@@ -45,18 +45,4 @@ def read_order(data: bytes) -> dict[str, Any]:
         raise WireError(f"refused an order of rank 0: {str(said)[:120]!r}")
     if not all(fits(said[name], kind) for name, kind in fields.items()):
         raise WireError(f"refused the order {do} of rank 0: a field has another type")
-    if do == "train" and not (
-        all(type(one) is bytes for one in said["traces"]) and all(map(_is_group, said["groups"]))
-    ):
-        raise WireError("refused the order train of rank 0: a group or trace isn't one")
     return said
-
-
-def _is_group(entry: Any) -> bool:
-    return (
-        isinstance(entry, list)
-        and len(entry) == 2
-        and type(entry[0]) is bytes
-        and isinstance(entry[1], list)
-        and all(type(name) is str for name in entry[1])
-    )

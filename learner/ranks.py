@@ -1,13 +1,14 @@
 """Rank 0 leads, the other ranks follow: every collective is entered by all, or by none.
 
-Rank 0 decides alone (step, checkpoint, export, end) and broadcasts the decision with the
-records that it needs. A follower knows neither Redis nor the journal.
+Rank 0 decides alone (step, checkpoint, export, end) and broadcasts the decision; of a step the
+others get the rows as tensors (:func:`~.updates.share_rows`). A follower knows neither Redis nor the
+journal.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..common import wire
-from ..common.records import ExpertTrace, Group
 from .engine import DeepSpeedEngine
 from .orders import pack_order, read_order
 from .rendezvous import broadcast_bytes
-from .rows.batch import GroupWithTraces
+from .rows.groups import MixedGroup
 from .scored import score
 from .updates import StepOutcome, Updates
 
@@ -41,26 +40,15 @@ class Leader:
     def train(
         self,
         step: int,
-        groups: Sequence[GroupWithTraces],
-        traces: Mapping[str, ExpertTrace],
+        groups: Sequence[MixedGroup],
         *,
         lr: float,
         before_step: Callable[[], None] | None = None,
         settled: bool = False,
     ) -> StepOutcome:
         """See :meth:`Updates.train`."""
-        if not self._alone:
-            self._tell(
-                "train",
-                step=step,
-                lr=lr,
-                settled=settled,
-                groups=[[wire.encode(group), list(names)] for group, names in groups],
-                traces=[wire.encode(trace) for trace in traces.values()],
-            )
-        return self._updates.train(
-            step, groups, traces, lr=lr, before_step=before_step, settled=settled
-        )
+        self._tell("train", step=step, lr=lr, settled=settled)
+        return self._updates.train(step, groups, lr=lr, before_step=before_step, settled=settled)
 
     def save(self, folder: Path) -> None:
         """Writes the engine's part of a checkpoint."""
@@ -126,14 +114,7 @@ def follow(engine: DeepSpeedEngine, updates: Updates) -> None:
         said = read_order(broadcast_bytes(None))
         match said["do"]:
             case "train":
-                traces = [wire.decode(data, ExpertTrace) for data in said["traces"]]
-                updates.train(
-                    said["step"],
-                    [(wire.decode(data, Group), names) for data, names in said["groups"]],
-                    {trace.trace_id: trace for trace in traces},
-                    lr=said["lr"],
-                    settled=said["settled"],
-                )
+                updates.train(said["step"], None, lr=said["lr"], settled=said["settled"])
             case "save":
                 engine.save(Path(said["folder"]), updates.state())
                 engine.barrier()

@@ -49,7 +49,7 @@ from .forward.policy import device_of
 from .metrics.grading_rates import GradingRates
 from .metrics.idle import Idle
 from .metrics.ratio_alarm import RatioAlarm, ratios_of
-from .metrics.reports import describe, texts
+from .metrics.reports import describe, text_of
 from .publish import WeightPublisher
 from .ranks import Leader, follow
 from .rendezvous import process_group
@@ -453,7 +453,6 @@ class Trainer:
             outcome = self._leader.train(
                 step,
                 batch.groups,
-                batch.traces,
                 lr=lr,
                 before_step=written,
                 settled=known == "applied",
@@ -473,12 +472,11 @@ class Trainer:
         if self._must_publish(step):
             self._publish()
         with clock.doing("metrics"):
-            members = (step, batch.groups, batch.traces)
             compared = self._config.learner.objective.least_verdicts > 1
-            described = describe(*members, batch.replaced, compared=compared)
+            described = describe(step, batch.groups, compared=compared)
             metrics = {**outcome.metrics, **described}
-            for record in texts(*members, self._config.log.samples_per_step, batch.replaced):
-                self._samples.write(record)
+            for mixed in batch.groups[: self._config.log.samples_per_step]:
+                self._samples.write(text_of(step, mixed))
         with clock.doing("journal"):
             noted()
         with clock.doing("confirm"):
@@ -509,7 +507,7 @@ class Trainer:
         self, batch: StepBatch, undone: bool, reason: str, told: dict[str, float]
     ) -> None:
         step = batch.step
-        ids = ", ".join(group.group_id for group, _ in batch.groups)
+        ids = ", ".join(mixed.group.group_id for mixed in batch.groups)
         log.warning(f"step {step}: {reason}; its groups are quarantined: {ids}")
         self._journal.quarantined(self._term, step, reason)()
         self._bad_in_a_row += 1

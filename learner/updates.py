@@ -7,26 +7,26 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..common.agreement import Probe
 from ..common.config import Config
 from ..common.errors import ConfigError
 from ..common.models import load_model
-from ..common.records import ExpertTrace
 from .coefficients import Coefficients
 from .engine import DeepSpeedEngine, UpdateResult
 from .forward.policy import Policy
 from .forward.verification import longest_row
 from .losses.finite import widened
-from .losses.returns import kl_penalised
+from .losses.penalties import kl_penalised
 from .metrics.diagnostics import diagnose
 from .metrics.ratio_check import RatioCheck
 from .objectives import Objective, ObjectiveSettings, make
 from .objectives.base import where
 from .rendezvous import gather_over_ranks, max_over_ranks, sum_over_ranks
-from .rows.batch import Batch, GroupWithTraces, build
-from .rows.microbatch import MicroBatch, micro_batch, penalised, rows_of
+from .rows.groups import MixedGroup, rows_of
+from .rows.microbatch import MicroBatch, micro_batch
 from .rows.packing import plan
 from .rows.rows import Rows
 
@@ -111,8 +111,25 @@ def frozen_policy(config: Config, device: torch.device) -> Policy:
     return policy.eval().requires_grad_(False)
 
 
+def share_rows(rows: Rows | None) -> Rows:
+    """Rank 0's rows on every rank; the others give None."""
+    if dist.get_world_size() == 1:
+        assert rows is not None
+        return rows
+    mine = rows_of((), step=0, temperature=1.0, baseline="none") if rows is None else rows
+    sizes = torch.tensor([mine.groups, *(len(column) for _, column in mine.tensors())])
+    dist.broadcast(sizes, 0)
+    groups, *lengths = sizes.tolist()
+    columns = {}
+    for (name, column), length in zip(mine.tensors(), lengths, strict=True):
+        columns[name] = torch.empty(length, dtype=column.dtype) if rows is None else column
+        if length:
+            dist.broadcast(columns[name], 0)
+    return replace(mine, **columns, groups=groups)
+
+
 class Updates:
-    """Trains one step at a time; every rank calls it with the same arguments.
+    """Trains one step at a time, on every rank.
 
     Args:
         engine: This rank's.
@@ -137,33 +154,29 @@ class Updates:
     def train(
         self,
         step: int,
-        groups: Sequence[GroupWithTraces],
-        traces: Mapping[str, ExpertTrace],
+        groups: Sequence[MixedGroup] | None,
         *,
         lr: float,
         before_step: Callable[[], None] | None = None,
         settled: bool = False,
     ) -> StepOutcome:
-        """All updates of a step.
+        """All updates of a step. Every rank calls it with the same arguments, but for the groups.
 
         Args:
             step: Of the ledger, from 1; the engine's weights are of ``step − 1``.
-            groups: Of the row, in its order.
-            traces: Every trace that they name.
+            groups: Of the step, in its order, on rank 0; None on the others, which get their rows
+                from it.
             lr: Learning rate.
             before_step: Called once, before the first parameter changes.
             settled: The step was made before and is repeated: an alarm is told and changes nothing.
         """
-        batch = build(
-            groups,
-            traces,
-            temperature=self.config.rollout.temperature,
-            stragglers=self.config.learner.objective.stragglers != "leave_out",
-        )
-        rows, measured = self._rows(step, batch)
-        size = min(self.config.learner.minibatches, max(1, len(groups)))
-        shares = np.array_split(np.arange(len(groups)), size)
-        updates = [self._prepare(step, batch, rows, share, measured) for share in shares]
+        rows = share_rows(None if groups is None else self._rows(step, groups))
+        measured: dict[str, float] = {}
+        if self.coefficients.kl_reward:
+            rows, measured = self._penalised(rows)
+        size = min(self.config.learner.minibatches, max(1, rows.groups))
+        shares = np.array_split(np.arange(rows.groups), size)
+        updates = [self._prepare(step, rows, share, measured) for share in shares]
         found: list[dict[str, float]] = []
         # What is sampled is checked once a step, while the weights are those of its start.
         ratios: dict[str, float] = {}
@@ -214,51 +227,41 @@ class Updates:
         self.coefficients.restore(state)
         self.ratio_check.restore(state)
 
-    def _rows(self, step: int, batch: Batch) -> tuple[Rows, dict[str, float]]:
-        """All rows of the step, and what was measured for them.
-
-        Advantages are made here, before the step is cut into mini-batches: some baselines whiten
-        over the batch, and a mini-batch isn't the batch.
-        """
+    def _rows(self, step: int, groups: Sequence[MixedGroup]) -> Rows:
         objective = self.config.learner.objective
-        rows = rows_of(
-            batch,
+        return rows_of(
+            groups,
             step=step,
+            temperature=self.config.rollout.temperature,
             baseline=objective.advantage,
             truncation=objective.truncation,
             stragglers=objective.stragglers,
-            objective=self.objective,
+            plain_temperature=self.objective.plain_temperature,
         )
-        return self._penalised(batch, rows) if self.coefficients.kl_reward else (rows, {})
 
     def _prepare(
-        self,
-        step: int,
-        batch: Batch,
-        rows: Rows,
-        share: np.ndarray,
-        measured: Mapping[str, float],
+        self, step: int, rows: Rows, share: np.ndarray, measured: Mapping[str, float]
     ) -> _Update:
         """The mini-batch of the groups with these numbers, which follow one another."""
         settings = self.config.learner
         nominal = len(share)
         if settings.source == "ledger":
             nominal *= self.config.rollout.group_size
-        which = np.flatnonzero(np.isin(batch.group, share))
-        # A mini-batch numbers its groups from 0.
-        rows = rows.with_columns(group=rows.group - (int(share[0]) if len(share) else 0))
-        mine = rows.select(torch.from_numpy(which))
-        active = which[torch.nonzero(self._active_units(mine)).squeeze(1).numpy()]
-        own = self._pack(batch, rows, active)
+        rows = rows.select(torch.from_numpy(np.flatnonzero(np.isin(rows.group.numpy(), share))))
+        if len(share):
+            # A mini-batch numbers its groups from 0.
+            rows = rows.with_columns(group=rows.group - int(share[0]))
+        active = torch.nonzero(self._active_units(rows)).squeeze(1)
+        own = self._pack(rows, active)
         scoring: list[MicroBatch] = []
         if self.objective.columns & {"current", "proximal"}:
-            scoring = self._pack(batch, rows, which)
+            scoring = self._pack(rows)
             if "proximal" in self.objective.columns:
                 own = self._with_proximal(own)
         if "reference" in self.objective.columns:
             own, scoring = self._with_reference(own), self._with_reference(scoring)
         return _Update(
-            rows=mine,
+            rows=rows,
             micro_batches=own,
             scoring=scoring,
             fixed={
@@ -271,18 +274,18 @@ class Updates:
             measured=measured,
         )
 
-    def _penalised(self, batch: Batch, rows: Rows) -> tuple[Rows, dict[str, float]]:
+    def _penalised(self, rows: Rows) -> tuple[Rows, dict[str, float]]:
         """Advantages with the KL in the reward: every rank scores its share under π_ref, and all
         ranks get all rows' sums."""
-        everything = np.arange(len(batch))
-        gaps = torch.zeros(len(batch), dtype=torch.float64)
-        scored = self._with_reference(self._pack(batch, rows, everything))
-        for part, micro in zip(self._shares(batch, rows, everything), scored, strict=True):
+        gaps = torch.zeros(rows.count, dtype=torch.float64)
+        shares = self._shares(rows)
+        scored = self._with_reference(self._laid_out(rows, shares))
+        for part, micro in zip(shares, scored, strict=True):
             if micro.dummy:
                 continue
             these = micro.rows
             assert these.reference is not None
-            gaps[torch.from_numpy(part)] = -kl_penalised(
+            gaps[part] = -kl_penalised(
                 torch.zeros(these.count, dtype=torch.float64),
                 where(~these.expert, widened(these.behaviour)),
                 where(~these.expert, widened(these.reference)),
@@ -290,15 +293,8 @@ class Updates:
                 1.0,
             )
         gaps = torch.tensor(sum_over_ranks(gaps.tolist()), dtype=torch.float64)
-        objective = self.config.learner.objective
-        changed = penalised(
-            rows,
-            batch,
-            self.coefficients.kl_reward * gaps,
-            baseline=objective.advantage,
-            truncation=objective.truncation,
-            stragglers=objective.stragglers,
-        )
+        paid = rows.rewards - self.coefficients.kl_reward * gaps
+        changed = rows.with_advantages(paid, self.config.learner.objective.advantage)
         tokens = int((~rows.expert).sum())
         return changed, {"k1_reference": float(gaps.sum()) / max(tokens, 1)}
 
@@ -317,24 +313,26 @@ class Updates:
         # Both rows of a pair are of one group; keeping the group together keeps the pair.
         return rows.group
 
-    def _shares(self, batch: Batch, rows: Rows, which: np.ndarray) -> list[np.ndarray]:
-        """Row indices of each of this rank's micro-batches; none for a dummy."""
+    def _shares(self, rows: Rows, which: Tensor | None = None) -> list[Tensor]:
+        """Indices of the rows (of these alone, where given) of each of this rank's micro-batches;
+        none for a dummy."""
+        if which is None:
+            which = torch.arange(rows.count)
         units = self._units(rows)
-        numbers = which if units is None else units.numpy()[which]
         shares = plan(
-            batch.lengths[which],
-            numbers,
+            rows.forward_lengths[which].numpy(),
+            (which if units is None else units[which]).numpy(),
             budget=self.config.learner.micro_batch_tokens,
             ranks=self.engine.world_size,
         )
-        return [which[part] for part in shares[self.engine.rank]]
+        return [which[torch.from_numpy(part)] for part in shares[self.engine.rank]]
 
-    def _pack(self, batch: Batch, rows: Rows, which: np.ndarray) -> list[MicroBatch]:
-        share = self.engine.policy.shares_prompts
-        return [
-            micro_batch(batch, rows, part, share_prompts=share)
-            for part in self._shares(batch, rows, which)
-        ]
+    def _laid_out(self, rows: Rows, shares: Sequence[Tensor]) -> list[MicroBatch]:
+        together = self.engine.policy.shares_prompts
+        return [micro_batch(rows.select(part), share_prompts=together) for part in shares]
+
+    def _pack(self, rows: Rows, which: Tensor | None = None) -> list[MicroBatch]:
+        return self._laid_out(rows, self._shares(rows, which))
 
     def _with_proximal(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         scored = self.engine.score(micro_batches)

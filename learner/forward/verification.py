@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -10,10 +10,8 @@ from torch import Tensor
 
 from ...common.agreement import Difference, Probe, ProbeRow, Scores
 from ...common.config import Config
-from ...common.records import Source
-from ..objectives import ObjectiveSettings, make
-from ..rows.batch import NO_LAG, Row, assemble
-from ..rows.microbatch import MicroBatch, micro_batch, rows_of
+from ..rows.microbatch import MicroBatch, micro_batch
+from ..rows.rows import Rows, ragged
 
 Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 """``[N]`` log-probs and ``[N]`` entropies of a micro-batch."""
@@ -32,19 +30,14 @@ def difference(probe: Probe, forward: Forward, *, share_prompts: bool) -> Differ
     """
     short = [number for number, row in enumerate(probe.rows) if not row.long]
     long = [number for number, row in enumerate(probe.rows) if row.long]
-    batch = assemble([_row(row) for row in probe.rows], len(probe.rows))
-    rows = rows_of(
-        batch,
-        step=1,
-        baseline="none",
-        truncation="wrong",
-        objective=make("reinforce", ObjectiveSettings()),
-    )
     found = Difference()
+    if not probe.rows:
+        return found
+    rows = _rows(probe.rows)
     for which in (short, [*short[:1], *long] if long else []):
         if not which:
             continue
-        micro = micro_batch(batch, rows, np.array(which), share_prompts=share_prompts)
+        micro = micro_batch(rows.select(torch.tensor(which)), share_prompts=share_prompts)
         logprobs, entropies = forward(micro)
         counts = [len(probe.rows[number].response) for number in which]
         parts = zip(which, logprobs.split(counts), entropies.split(counts), strict=True)
@@ -59,16 +52,28 @@ def longest_row(config: Config) -> int:
     return config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 
-def _row(row: ProbeRow) -> Row:
-    count = len(row.response)
-    return Row(
-        group=row.group,
-        prompt=row.prompt.astype(np.int32),
-        tokens=row.response.astype(np.int32),
-        source=np.full(count, Source.OWN, np.uint8),
-        behaviour=np.zeros(count, np.float32),
-        steps=np.full(count, NO_LAG, np.int64),
-        temperature=row.temperature,
-        reward=0.0,
-        truncated=False,
+def _rows(probe: Sequence[ProbeRow]) -> Rows:
+    """The rows of a probe as if the policy had sampled them."""
+    responses = torch.tensor([len(row.response) for row in probe])
+    row = torch.repeat_interleave(responses)
+    nothing, none = torch.zeros(len(probe)), torch.zeros(len(row))
+    return Rows(
+        ids=torch.from_numpy(np.concatenate([row.ids for row in probe])),
+        prompt_lengths=torch.tensor([len(row.prompt) for row in probe]),
+        response_lengths=responses,
+        row=row,
+        position=ragged(torch.zeros_like(responses), responses),
+        expert=none.bool(),
+        behaviour=none,
+        known=none.bool(),
+        lag=none.long(),
+        temperature=torch.tensor([row.temperature for row in probe])[row],
+        advantages=nothing,
+        rewards=nothing,
+        group=torch.tensor([row.group for row in probe]),
+        expert_row=nothing.bool(),
+        masked=nothing.bool(),
+        silent=nothing.bool(),
+        lengths=responses,
+        groups=len(probe),
     )

@@ -1,7 +1,7 @@
 """Advantages of the rows of groups: pure functions of rewards.
 
 Rows without a verdict are not among the rows that come in here; they leave the baseline and the
-loss before. Advantages of single tokens (GAE) are in :mod:`tandem.learner.losses.returns`.
+loss before. Advantages of single tokens (GAE) are in :mod:`tandem.learner.recipes.returns`.
 """
 
 from __future__ import annotations
@@ -165,10 +165,3 @@ def _whitened(values: Tensor, lengths: Tensor | None) -> Tensor:
     if not len(values) or float(values.max() - values.min()) <= EQUAL_REWARDS:
         return torch.zeros_like(values)
     return whiten(values, lengths)
-
-
-def zero_variance(row_advantages: Tensor, group: Tensor, groups: int) -> Tensor:
-    """``[groups]`` bool, groups in which every row's advantage is 0."""
-    most = torch.zeros(groups, dtype=row_advantages.dtype, device=row_advantages.device)
-    most = most.scatter_reduce(0, group, row_advantages.abs(), "amax")
-    return most == 0

@@ -1,4 +1,4 @@
-"""KL penalties, entropy coefficients and the critic's loss: pure functions of tensors."""
+"""KL penalties in the loss and in the reward, entropy coefficients, and the critic's loss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .finite import finite, widened
-from .ratios import clamped, k3
+from .ratios import clamped, k3, row_sums
 
 KlForm = Literal["k2", "k3", "kl", "abs", "mse", "low_var"]
 """See :func:`kl_in_loss`."""
@@ -88,7 +88,8 @@ def stepped_coefficient(
 def learned_coefficient(
     coefficient: float, target: float, entropy: float, *, step: float = 0.005
 ) -> float:
-    """The next coefficient by one step of gradient descent on :func:`temperature_loss`:
+    """The next coefficient by one step of gradient descent on its loss
+    (:func:`tandem.learner.recipes.as_published.temperature_loss`):
     ``α e^(−step (H − H*) α)``, which stays above 0.
 
     The exponent is bounded by ±1, so that no single update changes α by more than a factor of e.
@@ -107,12 +108,6 @@ def controlled_coefficient(
     return coefficient * (1.0 + gain * min(max(measured / target - 1.0, -0.2), 0.2))
 
 
-def temperature_loss(log_alpha: Tensor, entropy: Tensor, target: float) -> Tensor:
-    """``mean(H − H*) · e^log_alpha`` with H detached: learns the coefficient α (SAC, arXiv
-    1812.05905, eq. 18; LUFFY's ``adaptive_temperature``)."""
-    return (entropy.detach() - target).mean() * log_alpha.exp()
-
-
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = 0.2
 ) -> Tensor:
@@ -122,7 +117,7 @@ def value_loss(
     Args:
         values: V of the critic, with gradient, any shape.
         old_values: V when the rows were collected.
-        returns: G, see :func:`tandem.learner.losses.returns.gae`.
+        returns: G, see :func:`tandem.learner.recipes.returns.gae`.
         clip: None = no clip.
     """
     loss = (values - returns) ** 2
@@ -130,3 +125,22 @@ def value_loss(
         near = old_values + (values - old_values).clamp(-clip, clip)
         loss = torch.maximum(loss, (near - returns) ** 2)
     return 0.5 * loss
+
+
+def kl_penalised(
+    rewards: Tensor, logprobs: Tensor, reference: Tensor, row: Tensor, coefficient: float
+) -> Tensor:
+    """``[R]`` ``R − β Σ_t (log π(y_t) − log π_ref(y_t))``: the KL in the reward, by k1.
+
+    k1 belongs here and not in the loss, where its expected gradient is 0 (arXiv 2203.02155, eq. 2;
+    Schulman, "Approximating KL divergence", 2020).
+
+    Args:
+        rewards: ``[R]``
+        logprobs: ``[N]`` of the policy that sampled; no gradient goes through.
+        reference: ``[N]``
+        row: ``[N]``
+        coefficient: β.
+    """
+    difference = (logprobs - reference).detach().to(rewards.dtype)
+    return rewards - coefficient * row_sums(difference, row, len(rewards))

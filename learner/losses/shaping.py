@@ -1,6 +1,6 @@
-"""Shaped importance weights: of expert tokens, and of own tokens as LUFFY's code has them.
+"""Weights of tokens: shaped importance weights of expert and own ones, and CHORD's.
 
-All functions take and give tensors of any one shape. A weight w comes as ``log w``.
+Tensors are of any one shape. A weight w comes as ``log w``.
 """
 
 from __future__ import annotations
@@ -137,3 +137,35 @@ def own_ratios(
         old = torch.nn.functional.logsigmoid(widened(behaviour) - gap)
         return clamped(new - old).exp()
     return shape(log_r, how, exponent=exponent, coefficient=coefficient)
+
+
+def chord_mu(
+    step: float,
+    *,
+    peak: float = 0.9,
+    valley: float = 0.05,
+    warmup_steps: int = 0,
+    decay_steps: int = 0,
+) -> float:
+    """CHORD's μ: linear up to the peak, then a half cosine down to the valley (arXiv
+    2508.11408).
+
+    Args:
+        step: Now, from 0.
+        peak: Greatest μ.
+        valley: What stays.
+        warmup_steps: Until the peak.
+        decay_steps: From the peak to the valley; 0 = the valley at once.
+    """
+    if step < warmup_steps:
+        return step / warmup_steps * peak
+    if step >= warmup_steps + decay_steps:
+        return valley
+    share = (step - warmup_steps) / decay_steps
+    return valley + (peak - valley) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def chord_phi(logprobs: Tensor) -> Tensor:
+    """``φ = p (1 − p)``, detached: small at tokens that are certain either way (arXiv 2508.11408)."""
+    probs = logprobs.detach().exp()
+    return probs * (1 - probs)

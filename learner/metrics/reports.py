@@ -2,50 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ...common.records import ExpertTrace, FinishReason, Group, Sample, Source, Verdict
+from ...common.records import FinishReason, Sample, Source, Verdict
 from ..losses.advantages import EQUAL_REWARDS
-from ..rows.batch import GroupWithTraces
+from ..rows.groups import MixedGroup, has_verdict
 
 # Looked up once: an enum's members are slow to reach, and this runs for every sample.
 _CORRECT = Verdict.CORRECT
-_NO_VERDICT = frozenset({None, *(v for v in Verdict if v.leaves_baseline)})
 _TOLD = tuple(v for v in Verdict if v not in (Verdict.CORRECT, Verdict.WRONG))
 
 OLDEST_TOLD = 8
 """The staleness histogram's last bin: samples of this age and older ones."""
 
 
-Replaced = Mapping[str, Sequence[Sample]]
-"""By group id the own samples that gave way to traces; a group's samples are the others."""
-
-
-def describe(
-    step: int,
-    groups: Sequence[GroupWithTraces],
-    traces: Mapping[str, ExpertTrace],
-    replaced: Replaced = MappingProxyType({}),
-    *,
-    compared: bool = True,
-) -> dict[str, float]:
+def describe(step: int, groups: Sequence[MixedGroup], *, compared: bool = True) -> dict[str, float]:
     """``reward/…``, ``rollout/…`` and ``replay/…`` of a step.
 
     ``reward/zero_variance`` is the share of groups without a signal (all rewards equal, expert
     rows included), where the rows of a group are ``compared``; ``…_accuracy`` the same by accuracy
-    alone. ``rollout/entropy`` is the
-    estimate −mean log μ over all own tokens. ``replay/staleness_…`` is in steps;
+    alone. ``rollout/entropy`` is the estimate −mean log μ over all own tokens. ``replay/staleness_…`` is in steps;
     ``replay/staleness_share_<age>`` is the share of the own samples of that age (the last bin,
     8, also holds the older ones), for every age up to the greatest of the step. Samples that gave
     way to traces count among the own samples.
     """
-    sampled = [[*group.samples, *replaced.get(group.group_id, ())] for group, _ in groups]
+    sampled = [[*mixed.group.samples, *mixed.replaced] for mixed in groups]
     samples = [sample for members in sampled for sample in members]
-    used = [traces[name] for _, names in groups for name in names]
+    used = [trace for mixed in groups for trace in mixed.traces]
     found: dict[str, float] = {
         "replay/groups": float(len(groups)),
         "replay/expert_rows": float(len(used)),
@@ -53,11 +39,11 @@ def describe(
     if used:
         found["replay/expert_length"] = _mean([len(trace.tokens) for trace in used])
     if samples:
-        found |= _rewards(groups, samples, traces) | _rollouts(sampled, samples)
+        found |= _rewards(groups, samples) | _rollouts(sampled, samples)
         if not compared:
             # A group of equal rewards, or of one row, teaches something all the same.
             del found["reward/zero_variance"], found["reward/zero_variance_accuracy"]
-        found["replay/replaced_groups"] = _mean([group.group_id in replaced for group, _ in groups])
+        found["replay/replaced_groups"] = _mean([bool(mixed.replaced) for mixed in groups])
         begun = [s for s in samples if len(s.source) and s.source[0] == Source.EXPERT]
         if begun:
             found["replay/prefixed_rows"] = float(len(begun))
@@ -81,12 +67,8 @@ def _histogram(ages: Sequence[int]) -> dict[str, float]:
     }
 
 
-def _rewards(
-    groups: Sequence[GroupWithTraces],
-    samples: Sequence[Sample],
-    traces: Mapping[str, ExpertTrace],
-) -> dict[str, float]:
-    counted = [s for s in samples if _counts(s)]
+def _rewards(groups: Sequence[MixedGroup], samples: Sequence[Sample]) -> dict[str, float]:
+    counted = [s for s in samples if has_verdict(s)]
     found = {"reward/graded": len(counted) / len(samples)}
     if counted:
         found["reward/mean"] = _mean([s.reward for s in counted])
@@ -100,9 +82,8 @@ def _rewards(
         if verdict in verdicts:
             found[f"reward/verdict_{verdict.value}"] = verdicts.count(verdict) / len(verdicts)
     equal, equal_accuracy, solved, unsolved = [], [], [], []
-    for group, names in groups:
-        own = [s for s in group.samples if _counts(s)]
-        experts = [traces[name] for name in names]
+    for mixed in groups:
+        own, experts = [s for s in mixed.group.samples if has_verdict(s)], mixed.traces
         rewards = [s.reward for s in own] + [t.reward for t in experts if t.reward is not None]
         right = [s.verdict is _CORRECT for s in own]
         both = right + [t.verdict is _CORRECT for t in experts]
@@ -139,23 +120,9 @@ def _rollouts(groups: Sequence[Sequence[Sample]], samples: Sequence[Sample]) -> 
     return found
 
 
-def texts(
-    step: int,
-    groups: Sequence[GroupWithTraces],
-    traces: Mapping[str, ExpertTrace],
-    most: int,
-    replaced: Replaced = MappingProxyType({}),
-) -> list[dict[str, Any]]:
-    """The step's first groups as records of samples.jsonl."""
-    return [
-        _text(step, group, [traces[name] for name in names], replaced.get(group.group_id, ()))
-        for group, names in groups[:most]
-    ]
-
-
-def _text(
-    step: int, group: Group, traces: Sequence[ExpertTrace], replaced: Sequence[Sample]
-) -> dict[str, Any]:
+def text_of(step: int, mixed: MixedGroup) -> dict[str, Any]:
+    """A group of a step as a record of samples.jsonl."""
+    group = mixed.group
     rows: list[dict[str, Any]] = [
         {
             "source": "own",
@@ -170,7 +137,7 @@ def _text(
             # It gave way to a trace, and wasn't trained on.
             **({"replaced": True} if gone else {}),
         }
-        for samples, gone in ((group.samples, False), (replaced, True))
+        for samples, gone in ((group.samples, False), (mixed.replaced, True))
         for sample in samples
     ]
     rows += [
@@ -182,7 +149,7 @@ def _text(
             "reward": trace.reward,
             "verdict": trace.verdict.value,
         }
-        for trace in traces
+        for trace in mixed.traces
     ]
     return {
         "step": step,
@@ -194,10 +161,6 @@ def _text(
         "gold": group.gold,
         "rows": rows,
     }
-
-
-def _counts(sample: Sample) -> bool:
-    return sample.verdict not in _NO_VERDICT and sample.reward is not None
 
 
 def _mean(values: Sequence[Any]) -> float:

@@ -12,9 +12,8 @@ from torch import Tensor
 from ...common.errors import ConfigError
 from ..losses.aggregation import aggregate, counts
 from ..losses.finite import finite, widened
-from ..losses.mixing import chord_mu, chord_phi
 from ..losses.ratios import MAX_LOG_RATIO, clamped, log_ratio, ppo_clip
-from ..losses.shaping import expert_weights
+from ..losses.shaping import chord_mu, chord_phi, expert_weights
 from ..rows.rows import Rows
 from .base import Sums, Unit, register, scored, where
 from .policy import PolicyGradient

@@ -1,35 +1,49 @@
-"""The rows of a micro-batch as tensors: what an objective sees.
+"""Rows as tensors: the one shape in which the learner holds what it trains on.
 
-Tokens of all rows lie in one flat vector, without padding, so nothing can leak from it. Only
-own and expert tokens are there; environment text is context of the forward pass and nothing
-else.
+A row is one prompt with one response: a sample of the policy's own, or an expert's trace. Tokens lie
+in flat vectors without padding, so nothing can leak from it.
 
-Example: two rows of 2 and 3 tokens, the second an expert's::
+Two vectors of tokens stand side by side. ``ids`` is what the policy reads: every prompt and every
+response. The columns that an objective sees have an entry for each own and expert token alone;
+environment text is context of the forward pass and nothing else.
 
-    row        = [0, 0, 1, 1, 1]
-    expert     = [F, F, T, T, T]
-    behaviour  = [-0.3, -0.1, 0, 0, 0]      (log π_φ = 0 where it isn't known)
+Example: two rows with prompts of 3 tokens and responses of 2 and 3, the second an expert's::
+
+    ids        = [p, p, p, a, b, p, p, p, x, y, z]
+    row        = [         0, 0,          1, 1, 1]
+    position   = [         0, 1,          0, 1, 2]
+    expert     = [         F, F,          T, T, T]
+    behaviour  = [      -0.3, -0.1,       0, 0, 0]      (log π_φ = 0 where it isn't known)
     advantages = [-0.5, 0.5]
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
+from ..losses.advantages import Baseline, advantages
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """R rows with N own and expert tokens in all."""
+    """R rows with N own and expert tokens in all, and S tokens that the policy reads."""
 
+    ids: Tensor
+    """``[S]`` int64, prompt and response of every row, one row after the other."""
+    prompt_lengths: Tensor
+    """``[R]`` int64, at least 1."""
+    response_lengths: Tensor
+    """``[R]`` int64, environment text included."""
     row: Tensor
     """``[N]`` int64, which row a token is of, ascending."""
-    expert: Tensor
-    """``[N]`` bool, True for expert tokens, False for own ones."""
     position: Tensor
     """``[N]`` int64, the token's place in its response."""
+    expert: Tensor
+    """``[N]`` bool, True for expert tokens, False for own ones."""
     behaviour: Tensor
     """``[N]`` nats: log μ of own tokens, log π_φ of expert tokens, 0 where that isn't known."""
     known: Tensor
@@ -42,15 +56,19 @@ class Rows:
     advantages: Tensor
     """``[R]``"""
     rewards: Tensor
-    """``[R]``"""
+    """``[R]`` float64, as the graders gave them."""
     group: Tensor
     """``[R]`` int64, which group of the mini-batch a row is of."""
     expert_row: Tensor
     """``[R]`` bool, rows with at least one expert token."""
     masked: Tensor
     """``[R]`` bool, rows that count in denominators and stay out of the loss (cut ones)."""
+    silent: Tensor
+    """``[R]`` bool, rows whose advantage is 0 whatever their reward (cut ones)."""
     lengths: Tensor
     """``[R]`` int64, own and expert tokens of the row."""
+    groups: int
+    """Groups of the step; a group may have no row left."""
     logprobs: Tensor | None = None
     """``[N]`` log π_θ, with gradient in a loss; None in statistics that don't ask for it."""
     entropy: Tensor | None = None
@@ -64,7 +82,7 @@ class Rows:
     old_values: Tensor | None = None
     """``[N]`` a critic's values when the rows were collected."""
     returns: Tensor | None = None
-    """``[N]`` what the critic learns (:func:`tandem.learner.losses.returns.gae`)."""
+    """``[N]`` what the critic learns (:func:`tandem.learner.recipes.returns.gae`)."""
     token_advantages: Tensor | None = None
     """``[N]`` in place of the rows' advantages, where tokens have their own."""
 
@@ -72,6 +90,17 @@ class Rows:
     def count(self) -> int:
         """R."""
         return len(self.advantages)
+
+    @property
+    def forward_lengths(self) -> Tensor:
+        """``[R]`` int64, tokens that a forward pass of the row reads: all but the last."""
+        return self.prompt_lengths + self.response_lengths - 1
+
+    @property
+    def starts(self) -> Tensor:
+        """``[R]`` int64, where a row begins in ``ids``."""
+        sizes = self.prompt_lengths + self.response_lengths
+        return sizes.cumsum(0) - sizes
 
     def by_token(self, per_row: Tensor) -> Tensor:
         """``[R]`` to ``[N]``: every token gets its row's value."""
@@ -86,31 +115,54 @@ class Rows:
         """A copy with some columns set."""
         return replace(self, **columns)  # type: ignore[arg-type]
 
+    def with_advantages(self, rewards: Tensor, baseline: Baseline) -> Rows:
+        """A copy with the advantages of these rewards ``[R]``; ``rewards`` stay as they were."""
+        found = advantages(
+            rewards, self.group, self.groups, self.expert_row, baseline, self.lengths
+        )
+        return replace(self, advantages=found.masked_fill(self.silent, 0.0))
+
     def select(self, which: Tensor) -> Rows:
         """The rows with these indices (``[r]`` int64), in that order, with their tokens."""
-        sizes = torch.bincount(self.row, minlength=self.count)
-        starts = (sizes.cumsum(0) - sizes)[which]
-        sizes = sizes[which]
-        ends = sizes.cumsum(0)
-        tokens = torch.arange(int(sizes.sum()), device=which.device)
-        tokens += torch.repeat_interleave(starts - (ends - sizes), sizes)
-        changed: dict[str, Tensor] = {"row": torch.repeat_interleave(sizes)}
-        for name in _FIELDS:
-            value = getattr(self, name)
-            if name != "row" and value is not None:
-                changed[name] = value[which if name in PER_ROW else tokens]
-        return replace(self, **changed)
+        sizes = self.lengths
+        tokens = ragged((sizes.cumsum(0) - sizes)[which], sizes[which])
+        places = {
+            "ids": ragged(self.starts[which], (self.prompt_lengths + self.response_lengths)[which]),
+            **dict.fromkeys(PER_ROW, which),
+        }
+        changed = {
+            name: value.index_select(0, places.get(name, tokens)) for name, value in self.tensors()
+        }
+        return replace(self, **(changed | {"row": torch.repeat_interleave(sizes[which])}))
 
     def to(self, device: torch.device) -> Rows:
         """The same on another device; doubles stay doubles."""
-        moved = {
-            name: value.to(device, non_blocking=True)
-            for name in _FIELDS
-            if (value := getattr(self, name)) is not None
-        }
+        moved = {name: value.to(device, non_blocking=True) for name, value in self.tensors()}
         return replace(self, **moved)
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of every column that is there."""
+        for name in _TENSORS:
+            if (value := getattr(self, name)) is not None:
+                yield name, value
 
-_FIELDS = tuple(field.name for field in fields(Rows))
-PER_ROW = frozenset({"advantages", "rewards", "group", "expert_row", "masked", "lengths"})
+
+_TENSORS = tuple(field.name for field in fields(Rows) if field.name != "groups")
+PER_ROW = frozenset(
+    {
+        *("prompt_lengths", "response_lengths", "advantages", "rewards", "group"),
+        *("expert_row", "masked", "silent", "lengths"),
+    }
+)
 """Fields of :class:`Rows` that have one value a row."""
+
+
+def ragged(starts: Tensor, lengths: Tensor) -> Tensor:
+    """``[sum(lengths)]`` the indices ``start, start + 1, …`` of every span, one after the other.
+
+    >>> ragged(torch.tensor([4, 9]), torch.tensor([2, 3])).tolist()
+    [4, 5, 9, 10, 11]
+    """
+    ends = lengths.cumsum(0)
+    offsets = torch.repeat_interleave(starts - (ends - lengths), lengths)
+    return offsets + torch.arange(len(offsets), device=lengths.device)

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,13 @@ from msgspec.structs import replace
 
 from ...common.config import Config
 from ...common.errors import DataError, StoreError
-from ...common.records import ExpertTrace, Group, Sample
+from ...common.records import ExpertTrace, Group
 from ...common.seeds import keyed_generator
 from ...replay import rules
 from ...replay.ledger import Ledger, Row, Waiting
 from ...replay.store import RunStore
 from ..resume.journal import Journal
-from .batch import GroupWithTraces
+from .groups import MixedGroup
 
 log = logging.getLogger("tandem.learner")
 
@@ -40,12 +40,8 @@ class StepBatch:
     """n."""
     row: dict[str, Any]
     """As it stands in the journal."""
-    groups: list[GroupWithTraces]
+    groups: list[MixedGroup]
     """In the row's order."""
-    traces: dict[str, ExpertTrace]
-    """Every trace that the groups name."""
-    replaced: dict[str, tuple[Sample, ...]] = field(default_factory=dict)
-    """By group the own samples that gave way to its traces; its other ones are in ``groups``."""
     quarantined: bool = False
     """The row is written and marked: it uses its number and isn't trained on."""
 
@@ -163,23 +159,16 @@ class LedgerSource(BatchSource):
         return partial(self._fetch, row)
 
     def _fetch(self, row: Row) -> StepBatch:
-        groups: list[GroupWithTraces] = []
-        traces: dict[str, ExpertTrace] = {}
-        replaced: dict[str, tuple[Sample, ...]] = {}
+        groups: list[MixedGroup] = []
         if not row.quarantined:
             fetched = self._ledger.fetch(row)
             traces = self._traces.get([name for entry in row.ids for name in entry.trace_ids])
-            for group, entry in zip(fetched, row.ids, strict=True):
-                if entry.replaced:
-                    group, replaced[group.group_id] = without(group, entry.replaced)
-                groups.append((group, entry.trace_ids))
+            groups = [
+                mixed(group, [traces[name] for name in entry.trace_ids], entry.replaced)
+                for group, entry in zip(fetched, row.ids, strict=True)
+            ]
         return StepBatch(
-            step=row.step,
-            row=row.to_dict(),
-            groups=groups,
-            traces=traces,
-            replaced=replaced,
-            quarantined=bool(row.quarantined),
+            step=row.step, row=row.to_dict(), groups=groups, quarantined=bool(row.quarantined)
         )
 
     def confirm(self, step: int, term: int) -> None:
@@ -209,11 +198,13 @@ class LedgerSource(BatchSource):
         return told
 
 
-def without(group: Group, places: Sequence[int]) -> tuple[Group, tuple[Sample, ...]]:
-    """The group without the samples in some places, and these."""
-    kept = tuple(s for place, s in enumerate(group.samples) if place not in places)
-    gone = tuple(group.samples[place] for place in places if place < len(group.samples))
-    return replace(group, samples=kept), gone
+def mixed(group: Group, traces: Sequence[ExpertTrace], replaced: Sequence[int]) -> MixedGroup:
+    """The group with these traces, which take the places of some of its own samples."""
+    if not replaced:
+        return MixedGroup(group=group, traces=tuple(traces))
+    kept = tuple(s for place, s in enumerate(group.samples) if place not in replaced)
+    gone = tuple(group.samples[place] for place in replaced if place < len(group.samples))
+    return MixedGroup(group=replace(group, samples=kept), traces=tuple(traces), replaced=gone)
 
 
 class OfflineSource(BatchSource):
@@ -260,24 +251,19 @@ class OfflineSource(BatchSource):
         names = self.names(step)
         traces = self._cache.get(names)
         problems = self._runs.problems([traces[name].problem_id for name in names])
-        groups: list[GroupWithTraces] = []
+        groups: list[MixedGroup] = []
         for place, (name, problem) in enumerate(zip(names, problems, strict=True)):
-            group = Group(
+            group = Group.of(
+                problem,
+                (),
                 group_id=f"offline:{step}:{place}",
                 attempt=1,
                 worker="",
-                problem_id=problem.problem_id,
-                prompt_tokens=problem.prompt_tokens,
-                prompt_text=problem.prompt_text,
-                gold=problem.gold,
-                data_source=problem.data_source,
-                samples=(),
                 trace_ids=(name,),
-                extra={},
             )
-            groups.append((group, (name,)))
+            groups.append(MixedGroup(group=group, traces=(traces[name],)))
         row = {"step": step, "short": len(names) < self._size, "offline": names}
-        return StepBatch(step=step, row=row, groups=groups, traces=traces)
+        return StepBatch(step=step, row=row, groups=groups)
 
     def names(self, step: int) -> list[str]:
         """Trace ids of a step."""

@@ -31,6 +31,7 @@ from tandem.learner.engine import UpdateResult
 from tandem.learner.forward.policy import Policy
 from tandem.learner.objectives import Objective
 from tandem.learner.rendezvous import process_group
+from tandem.learner.rows.groups import MixedGroup
 from tandem.learner.rows.microbatch import MicroBatch
 from tandem.learner.schedule import learning_rate
 from tandem.learner.updates import Updates
@@ -73,7 +74,7 @@ class PlainEngine:
         before_step: Callable[[], None] | None = None,
         inspect: Callable[[Sequence[torch.Tensor]], bool] | None = None,
     ) -> UpdateResult:
-        """One optimizer step on the sum of the micro-batches' losses."""
+        """One optimizer step on the sum of the micro-batches' losses; nothing is inspected."""
         total = 0.0
         sums: dict[str, float] = {}
         logprobs, entropies = [], []
@@ -168,28 +169,27 @@ async def loop(config: Config, steps: int) -> dict[str, Any]:
             )
         finished = {f.group_id: f async for f in sampler.generate(requests)}
         sampled = time.perf_counter()
-        groups: list[tuple[Group, tuple[str, ...]]] = []
+        groups: list[MixedGroup] = []
         for group_id, (problem, picked) in chosen.items():
-            group = Group(
+            group = Group.of(
+                problem,
+                finished[group_id].samples,
                 group_id=group_id,
                 attempt=1,
                 worker="loop",
-                problem_id=problem.problem_id,
-                prompt_tokens=problem.prompt_tokens,
-                prompt_text=problem.prompt_text,
-                gold=problem.gold,
-                data_source=problem.data_source,
-                samples=finished[group_id].samples,
                 trace_ids=picked,
                 extra={},
             )
-            groups.append((grader.grade_group(group), picked))
+            groups.append(
+                MixedGroup(
+                    group=grader.grade_group(group), traces=tuple(traces[name] for name in picked)
+                )
+            )
         graded = time.perf_counter()
-        rewards.append(sum(s.reward or 0.0 for g, _ in groups for s in g.samples))
+        rewards.append(sum(s.reward or 0.0 for m in groups for s in m.group.samples))
         updates.train(
             step,
             groups,
-            traces,
             lr=learning_rate(config.learner.optimizer, step, config.run.steps or steps),
         )
         learned = time.perf_counter()

@@ -30,7 +30,12 @@ def rows(
 ) -> Rows:
     """Rows of these tokens; everything else as plain as it can be."""
     count = len(row_advantages)
+    lengths = torch.bincount(row, minlength=count)
     values: dict[str, Any] = {
+        # Prompts of one token.
+        "ids": torch.zeros(count + len(row), dtype=torch.int64),
+        "prompt_lengths": torch.ones(count, dtype=torch.int64),
+        "response_lengths": lengths,
         "row": row,
         "expert": expert,
         "position": torch.zeros_like(row),
@@ -43,7 +48,9 @@ def rows(
         "group": torch.zeros(count, dtype=torch.int64),
         "expert_row": torch.zeros(count, dtype=torch.bool),
         "masked": torch.zeros(count, dtype=torch.bool),
-        "lengths": torch.bincount(row, minlength=count),
+        "silent": torch.zeros(count, dtype=torch.bool),
+        "lengths": lengths,
+        "groups": 1,
     }
     return Rows(**(values | changes))
 

@@ -25,7 +25,9 @@ from tandem.common.records import (
 )
 from tandem.common.run_folder import JoinInfo, RunFolder
 from tandem.common.seeds import keyed_generator
-from tandem.learner.rows.batch import NO_LAG, Batch, Row, assemble
+from tandem.learner.objectives import Objective
+from tandem.learner.rows.groups import MixedGroup, rows_of
+from tandem.learner.rows.rows import Rows
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Lease, Ledger, LedgerSettings
 from tandem.replay.store import EvaluationRequest, EvaluationResult, RunStore
@@ -82,13 +84,20 @@ def tiny_model(seed: int = 0, *, kv_heads: int = 2, dtype: torch.dtype = torch.f
 
 
 def random_rows(
-    seed: int = 0, groups: int = 4, size: int = 4, *, lag: int = 0, temperature: float = 1.0
-) -> Batch:
-    """A batch with own rows, an expert row in each second group, one mixed row and a tool's text."""
+    seed: int = 0,
+    groups: int = 4,
+    size: int = 4,
+    *,
+    lag: int = 0,
+    temperature: float = 1.0,
+    objective: Objective | None = None,
+) -> Rows:
+    """Rows of step 6: own ones, an expert's in each second group, a mixed one and a tool's text."""
     rng = np.random.default_rng(seed)
-    rows = []
+    made = []
     for group_number in range(groups):
         prompt = rng.integers(3, 24, int(rng.integers(3, 8))).astype(np.int32)
+        samples = []
         for place in range(size):
             length = int(rng.integers(4, 12))
             source = np.full(length, Source.OWN, np.uint8)
@@ -99,20 +108,51 @@ def random_rows(
             if place == 1 and group_number == 2:
                 source[1:3] = Source.ENVIRONMENT
             own = source == Source.OWN
-            rows.append(
-                Row(
-                    group=group_number,
-                    prompt=prompt,
+            samples.append(
+                Sample(
                     tokens=rng.integers(3, 24, length).astype(np.int32),
                     source=source,
-                    behaviour=np.where(own, rng.uniform(-5, -1, length), np.nan).astype(np.float32),
-                    steps=np.where(own, 5 - lag, NO_LAG).astype(np.int64),
-                    temperature=temperature,
+                    logprobs=np.where(own, rng.uniform(-5, -1, length), np.nan).astype(np.float32),
+                    spans=tuple(
+                        VersionSpan(term=1, step=5 - lag, start=token, end=token + 1)
+                        for token in np.flatnonzero(own).tolist()
+                    ),
+                    finish_reason=FinishReason.LENGTH if place == 2 else FinishReason.STOP,
+                    sampling=SamplingParams(
+                        temperature=temperature, top_p=1.0, top_k=0, max_new_tokens=1024
+                    ),
+                    text="",
                     reward=float(rng.integers(0, 2)) if place < size - 1 else 1.0,
-                    truncated=place == 2,
+                    verdict=Verdict.CORRECT,
+                    components={},
+                    extracted=None,
+                    grader=None,
                 )
             )
-    return assemble(rows, groups)
+        made.append(
+            MixedGroup(
+                group=Group(
+                    group_id=f"0-{group_number}",
+                    attempt=1,
+                    worker="rollout-0",
+                    problem_id=f"a/{group_number}",
+                    prompt_tokens=prompt,
+                    prompt_text="",
+                    gold="",
+                    data_source="",
+                    samples=tuple(samples),
+                    trace_ids=(),
+                    extra={},
+                )
+            )
+        )
+    return rows_of(
+        made,
+        step=6,
+        temperature=temperature,
+        baseline="group_mean",
+        plain_temperature=() if objective is None else objective.plain_temperature,
+    )
 
 
 EXPERTS = 3
@@ -175,9 +215,9 @@ def samples_of(lease: Lease, held: Version, count: int) -> tuple[Sample, ...]:
     return tuple(made)
 
 
-def groups_of(count: int, size: int = 4, step: int = 0) -> list[tuple[Group, tuple[str, ...]]]:
+def groups_of(count: int, size: int = 4, step: int = 0) -> list[MixedGroup]:
     """Graded groups of own samples that the version of this step sampled, without traces."""
-    found: list[tuple[Group, tuple[str, ...]]] = []
+    found: list[MixedGroup] = []
     for number in range(count):
         lease = Lease(
             group_id=f"0-{number}",
@@ -188,20 +228,15 @@ def groups_of(count: int, size: int = 4, step: int = 0) -> list[tuple[Group, tup
             deadline_ms=0,
         )
         asked = problem(number)
-        group = Group(
+        group = Group.of(
+            asked,
+            samples_of(lease, Version(term=1, step=step), size),
             group_id=lease.group_id,
             attempt=1,
             worker="rollout-0",
-            problem_id=asked.problem_id,
-            prompt_tokens=asked.prompt_tokens,
-            prompt_text=asked.prompt_text,
-            gold=asked.gold,
-            data_source=asked.data_source,
-            samples=samples_of(lease, Version(term=1, step=step), size),
             trace_ids=(),
-            extra={},
         )
-        found.append((group, ()))
+        found.append(MixedGroup(group=group))
     return found
 
 
@@ -272,18 +307,13 @@ class Run:
         asked = problem(int(lease.problem_id.partition("/")[2]))
         traces = asked.trace_ids[: self.config.expert.per_group]
         count = self.config.rollout.group_size - len(traces)
-        return Group(
+        return Group.of(
+            asked,
+            samples_of(lease, held, count),
             group_id=lease.group_id,
             attempt=lease.attempt,
             worker="rollout-0",
-            problem_id=lease.problem_id,
-            prompt_tokens=asked.prompt_tokens,
-            prompt_text=asked.prompt_text,
-            gold=asked.gold,
-            data_source=asked.data_source,
-            samples=samples_of(lease, held, count),
             trace_ids=traces,
-            extra={},
         )
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ import tandem.learner.updates as updates_module
 from tandem.common.objectives import OBJECTIVES
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.rendezvous import process_group
+from tandem.learner.rows.groups import MixedGroup
 from tandem.learner.scored import score
 from tandem.learner.updates import Updates
 
@@ -65,14 +66,15 @@ def train(name: str, ranks: int, stage: int) -> tuple[dict[str, torch.Tensor], l
     config = config_of(name, ranks, stage)
     engine = DeepSpeedEngine(made_up.tiny_model(), config, torch.device("cpu"))
     updates = Updates(engine, config)
-    traces = {f"a/{number}#0": made_up.trace(number) for number in range(2)}
+    traces = [made_up.trace(number) for number in range(2)]
     told = []
     for step in range(1, STEPS + 1):
         groups = [
-            (group, (f"a/{number}#0",) if number < 2 else ())
-            for number, (group, _) in enumerate(made_up.groups_of(4, size=3))
+            MixedGroup(group=mixed.group, traces=tuple(traces[number : number + 1]))
+            for number, mixed in enumerate(made_up.groups_of(4, size=3))
         ]
-        outcome = updates.train(step, groups, traces, lr=0.1)
+        # The other ranks get their rows from rank 0.
+        outcome = updates.train(step, None if engine.rank else groups, lr=0.1)
         assert outcome.applied
         told.append({key: outcome.metrics[key] for key in KEPT if key in outcome.metrics})
     return {

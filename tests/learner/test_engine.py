@@ -16,18 +16,13 @@ import torch
 from tandem.learner.engine import DeepSpeedEngine, stage_of
 from tandem.learner.forward.policy import Policy
 from tandem.learner.objectives import Objective, ObjectiveSettings, make
-from tandem.learner.rows.microbatch import dummy, micro_batch, rows_of
+from tandem.learner.rows.microbatch import dummy, micro_batch
 from tandem.learner.rows.packing import plan
 
 pytestmark = pytest.mark.usefixtures("group")
 CPU = torch.device("cpu")
 CONSTANT = 12.0 * 16
 CLIP = 0.1
-SETTINGS = {
-    "step": 6,
-    "baseline": "group_mean",
-    "truncation": "wrong",
-}
 
 
 @pytest.fixture
@@ -44,12 +39,11 @@ def engines(made_up: ModuleType) -> Callable[..., DeepSpeedEngine]:
 
 
 def micro_batches(
-    batch: Any, objective: Objective, budget: int = 4096
+    rows: Any, objective: Objective, budget: int = 4096
 ) -> tuple[list[Any], dict[str, float]]:
-    rows = rows_of(batch, objective=objective, **SETTINGS)  # type: ignore[arg-type]
     scalars = {k: float(v) for k, v in objective.statistics(rows).items()} | {"constant": CONSTANT}
-    parts = plan(batch.lengths, np.arange(len(batch)), budget=budget)[0]
-    return [micro_batch(batch, rows, part) for part in parts], scalars
+    parts = plan(rows.forward_lengths.numpy(), np.arange(rows.count), budget=budget)[0]
+    return [micro_batch(rows.select(torch.from_numpy(part))) for part in parts], scalars
 
 
 def plain_update(
@@ -72,8 +66,7 @@ def test_an_update_is_the_plain_adamw_update(
 ) -> None:
     monkeypatch.setattr("tandem.learner.engine.stage_of", lambda config, ranks: stage)
     objective = make("luffy", ObjectiveSettings())
-    batch = made_up.random_rows()
-    (whole,), scalars = micro_batches(batch, objective)
+    (whole,), scalars = micro_batches(made_up.random_rows(), objective)
     reference = made_up.tiny_model()
     optimizer = torch.optim.AdamW(
         reference.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0
@@ -96,10 +89,10 @@ def test_loss_and_gradient_do_not_depend_on_the_split(
     name: str, how: Any, engines: Any, made_up: ModuleType
 ) -> None:
     objective = make(name, ObjectiveSettings(aggregation=how, entropy_coefficient=0.01))
-    batch = made_up.random_rows(2, temperature=0.7)
+    rows = made_up.random_rows(2, temperature=0.7, objective=objective)
     found = []
     for budget in (4096, 40, 18):
-        micros, scalars = micro_batches(batch, objective, budget)
+        micros, scalars = micro_batches(rows, objective, budget)
         engine = engines(0, optimizer={"lr": 1e-3, "grad_clip": 0.0})
         result = engine.update(micros, objective, scalars, lr=1e-3)
         found.append((len(micros), result.loss, result.grad_norm))
@@ -112,12 +105,10 @@ def test_loss_and_gradient_do_not_depend_on_the_split(
 
 def test_padding_and_neighbours_do_not_reach_a_row(made_up: ModuleType) -> None:
     policy = Policy(made_up.tiny_model())
-    batch = made_up.random_rows(3)
-    objective = make("luffy", ObjectiveSettings())
-    rows = rows_of(batch, objective=objective, **SETTINGS)  # type: ignore[arg-type]
+    rows = made_up.random_rows(3)
 
     def scored(which: list[int]) -> dict[int, torch.Tensor]:
-        micro = micro_batch(batch, rows, np.array(which))
+        micro = micro_batch(rows.select(torch.tensor(which)))
         with torch.no_grad():
             found, _ = policy(micro.input_ids, micro.index, micro.targets, micro.temperature)
         return dict(zip(which, found.split(micro.rows.lengths.tolist()), strict=True))
@@ -129,10 +120,8 @@ def test_padding_and_neighbours_do_not_reach_a_row(made_up: ModuleType) -> None:
 
 def test_log_probs_are_those_of_the_whole_models_logits(made_up: ModuleType) -> None:
     model = made_up.tiny_model()
-    batch = made_up.random_rows(4, groups=1, temperature=0.7)
-    objective = make("luffy", ObjectiveSettings())
-    rows = rows_of(batch, objective=objective, **SETTINGS)  # type: ignore[arg-type]
-    micro = micro_batch(batch, rows, np.array([0]))
+    rows = made_up.random_rows(4, groups=1, temperature=0.7)
+    micro = micro_batch(rows.select(torch.tensor([0])))
     with torch.no_grad():
         found, _ = Policy(model)(micro.input_ids, micro.index, micro.targets, micro.temperature)
         logits = model(input_ids=micro.input_ids).logits[0] / 0.7

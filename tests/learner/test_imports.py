@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 MODULES = (
-    "forward.logprobs", "losses.advantages", "losses.aggregation", "losses.finite", "losses.mixing",
-    "losses.penalties", "losses.preferences", "losses.ratios", "losses.returns", "losses.shaping",
-    "metrics.diagnostics", "objectives", "recipes.padded", "recipes.published", "recipes.sequences",
-    "rows.rows",
+    "forward.logprobs", "losses.advantages", "losses.aggregation", "losses.finite", "losses.penalties",
+    "losses.preferences", "losses.ratios", "losses.shaping", "metrics.diagnostics", "objectives",
+    "recipes.as_published", "recipes.padded", "recipes.returns", "recipes.sequences", "rows.rows",
 )  # fmt: skip
 SCRIPT = """
 import importlib, sys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +17,7 @@ from tandem.common.objectives import OBJECTIVES
 from tandem.common.records import FinishReason, Group, Sample, SamplingParams, Source
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.objectives import Grpo, Objective, ObjectiveSettings, make
-from tandem.learner.rows.batch import GroupWithTraces
+from tandem.learner.rows.groups import MixedGroup
 from tandem.learner.updates import Updates, objective_of
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -37,19 +37,21 @@ def learner(made_up: ModuleType) -> Learner:
     return started
 
 
-def groups_of(made_up: ModuleType, *args: Any, **options: Any) -> list[GroupWithTraces]:
-    found: list[GroupWithTraces] = made_up.groups_of(*args, **options)
+def groups_of(made_up: ModuleType, *args: Any, **options: Any) -> list[MixedGroup]:
+    found: list[MixedGroup] = made_up.groups_of(*args, **options)
     return found
 
 
-def changed(groups: list[GroupWithTraces], **values: Any) -> list[GroupWithTraces]:
+def with_samples(mixed: MixedGroup, samples: Sequence[Sample]) -> MixedGroup:
+    """The group with other samples."""
+    group = replace(mixed.group, samples=tuple(samples))
+    return MixedGroup(group=group, traces=mixed.traces)
+
+
+def changed(groups: list[MixedGroup], **values: Any) -> list[MixedGroup]:
     """The groups with all samples changed."""
     return [
-        (
-            replace(g, samples=tuple(replace(s, **values) for s in g.samples)),
-            names,
-        )
-        for g, names in groups
+        with_samples(mixed, [replace(s, **values) for s in mixed.group.samples]) for mixed in groups
     ]
 
 
@@ -66,7 +68,6 @@ def test_a_step_without_a_signal_changes_nothing_and_is_applied(
     outcome = updates.train(
         1,
         changed(groups_of(made_up, 2), reward=0.0),
-        {},
         lr=1e-3,
         before_step=lambda: called.append(True),
     )
@@ -82,8 +83,8 @@ def test_rows_without_an_advantage_are_left_out_and_still_count(
 ) -> None:
     """Four groups of which two have no signal: half the loss of the two alone."""
     signal, silent = groups_of(made_up, 2), groups_of(made_up, 4)[2:]
-    half = learner().train(1, [*signal, *changed(silent, reward=1.0)], {}, lr=1e-3)
-    alone = learner().train(1, signal, {}, lr=1e-3)
+    half = learner().train(1, [*signal, *changed(silent, reward=1.0)], lr=1e-3)
+    alone = learner().train(1, signal, lr=1e-3)
     assert half.metrics["train/rows"] == 16
     assert half.metrics["train/rows_active"] == 8
     assert half.metrics["train/loss"] == pytest.approx(alone.metrics["train/loss"] / 2, rel=1e-5)
@@ -97,12 +98,12 @@ def test_the_setting_says_what_becomes_of_stragglers(
 ) -> None:
     """The last sample of each group was cut at its deadline."""
     groups = []
-    for group, names in groups_of(made_up, 2):
-        *ended, late = group.samples
+    for mixed in groups_of(made_up, 2):
+        *ended, late = mixed.group.samples
         late = replace(late, finish_reason=FinishReason.DEADLINE)
-        groups.append((replace(group, samples=(*ended, late)), names))
+        groups.append(with_samples(mixed, [*ended, late]))
     updates = learner(learner={"objective": {"stragglers": how}})
-    found = updates.train(1, groups, {}, lr=1e-3).metrics
+    found = updates.train(1, groups, lr=1e-3).metrics
     assert found["train/rows"] == (6 if how == "leave_out" else 8)
     assert found["train/rows_active"] == active
 
@@ -112,13 +113,13 @@ def test_the_constant_is_configured_length_times_nominal_rows(
 ) -> None:
     groups = groups_of(made_up, 2)
     # A row without a verdict leaves the loss, and the denominator stays.
-    (first, names), *rest = groups
-    ungraded = replace(first.samples[1], verdict=None, reward=None)
-    samples = (first.samples[0], ungraded, *first.samples[2:])
-    for batch in (groups, [(replace(first, samples=samples), names), *rest]):
-        by_constant = learner().train(1, batch, {}, lr=1e-3).metrics
+    first, *rest = groups
+    right, other, *others = first.group.samples
+    ungraded = replace(other, verdict=None, reward=None)
+    for batch in (groups, [with_samples(first, [right, ungraded, *others]), *rest]):
+        by_constant = learner().train(1, batch, lr=1e-3).metrics
         objective = {"objective": {"aggregation": "token_mean"}}
-        by_token = learner(learner=objective).train(1, batch, {}, lr=1e-3).metrics
+        by_token = learner(learner=objective).train(1, batch, lr=1e-3).metrics
         total = by_token["train/loss"] * by_token["train/tokens_own"]
         # 12 tokens, 2 groups of 4.
         assert by_constant["train/loss"] * (12 * 2 * 4) == pytest.approx(total, rel=1e-5)
@@ -129,11 +130,11 @@ def test_mini_batches_are_whole_groups_and_steps_of_their_own(
 ) -> None:
     groups = groups_of(made_up, 4)
     updates = learner(learner={"minibatches": 2}, replay={"groups_per_step": 4})
-    outcome = updates.train(1, groups, {}, lr=1e-3)
+    outcome = updates.train(1, groups, lr=1e-3)
     assert outcome.metrics["train/updates"] == 2
     apart = learner()
-    first = apart.train(1, groups[:2], {}, lr=1e-3)
-    second = apart.train(1, groups[2:], {}, lr=1e-3)
+    first = apart.train(1, groups[:2], lr=1e-3)
+    second = apart.train(1, groups[2:], lr=1e-3)
     mean = (first.metrics["train/loss"] + second.metrics["train/loss"]) / 2
     assert outcome.metrics["train/loss"] == pytest.approx(mean, rel=1e-6)
     for (_, ours), (_, theirs) in zip(
@@ -171,7 +172,7 @@ def test_columns_are_filled_in_and_units_stay_whole(learner: Learner, made_up: M
         learner={"minibatches": 2, "micro_batch_tokens": 80},
         replay={"groups_per_step": 4},
     )
-    outcome = updates.train(1, groups_of(made_up, 4), {}, lr=1e-2)
+    outcome = updates.train(1, groups_of(made_up, 4), lr=1e-2)
     assert outcome.applied
     # Two mini-batches of two groups, each group a micro-batch of its own.
     assert sorted(objective.groups_seen) == [[0], [0], [1], [1]]
@@ -206,22 +207,17 @@ class Recorder(Grpo):
         return super().statistics(rows)
 
 
-def with_rewards(
-    groups: list[GroupWithTraces], rewards: list[list[float]]
-) -> list[GroupWithTraces]:
+def with_rewards(groups: list[MixedGroup], rewards: list[list[float]]) -> list[MixedGroup]:
     """The groups with these rewards of their samples."""
     return [
-        (
-            replace(
-                group,
-                samples=tuple(
-                    replace(sample, reward=reward)
-                    for sample, reward in zip(group.samples, own, strict=True)
-                ),
-            ),
-            names,
+        with_samples(
+            mixed,
+            [
+                replace(sample, reward=reward)
+                for sample, reward in zip(mixed.group.samples, own, strict=True)
+            ],
         )
-        for (group, names), own in zip(groups, rewards, strict=True)
+        for mixed, own in zip(groups, rewards, strict=True)
     ]
 
 
@@ -239,15 +235,15 @@ def test_advantages_are_of_the_steps_batch_however_it_is_cut(
     )
     rewards = [[0.0, 1.0, 0.5, 1.0], [0.0] * 4, [1.0, 0.0, 0.0, 0.0], [0.0] * 3]
     groups = with_rewards([*groups_of(made_up, 3), *groups_of(made_up, 4, size=3)[3:]], rewards)
-    groups[3] = (groups[3][0], ("a/0#0",))
     trace = made_up.trace(0)
-    updates.train(1, groups, {"a/0#0": trace}, lr=1e-3)
+    groups[3] = MixedGroup(group=groups[3].group, traces=(trace,))
+    updates.train(1, groups, lr=1e-3)
     expected = formula.advantages_of(
         baseline,
         [reward for own in rewards for reward in own] + [trace.reward],
         [number for number in range(4) for _ in range(4)],
         [False] * 15 + [True],
-        [len(s.tokens) for group, _ in groups for s in group.samples] + [len(trace.tokens)],
+        [len(s.tokens) for mixed in groups for s in mixed.group.samples] + [len(trace.tokens)],
     )
     assert objective.given == pytest.approx(expected, abs=1e-12)
 
@@ -257,9 +253,8 @@ def test_a_group_that_is_all_wrong_learns_from_the_rest_of_the_batch(
 ) -> None:
     """REINFORCE++ has no group baseline: alone in its mini-batch, such a group is pressed down as
     far as beside the others."""
-    (first, names), (second, _) = groups_of(made_up, 2)
-    alike = (first.samples[0],) * 4
-    groups = [(replace(group, samples=alike), names) for group in (first, second)]
+    pair = groups_of(made_up, 2)
+    groups = [with_samples(mixed, [pair[0].group.samples[0]] * 4) for mixed in pair]
     found = {}
     for minibatches in (1, 2):
         objective = Recorder(ObjectiveSettings())
@@ -267,7 +262,7 @@ def test_a_group_that_is_all_wrong_learns_from_the_rest_of_the_batch(
             objective, learner={"minibatches": minibatches, "objective": {"name": "reinforce_pp"}}
         )
         rewards = [[1.0, 1.0, 1.0, 0.0], [0.0] * 4]
-        outcome = updates.train(1, with_rewards(groups, rewards), {}, lr=1e-3)
+        outcome = updates.train(1, with_rewards(groups, rewards), lr=1e-3)
         assert outcome.metrics["train/rows_active"] == 8
         found[minibatches] = objective.given
     # Mean 3/8, variance 15/64.
@@ -297,9 +292,9 @@ def test_the_reference_is_the_base_model_and_stays_it(
     )
     updates = learner(learner={"objective": objective, "micro_batch_tokens": 80})
     groups = groups_of(made_up, 2)
-    first = updates.train(1, groups, {}, lr=1e-2).metrics
+    first = updates.train(1, groups, lr=1e-2).metrics
     assert first["train/k3_reference"] == pytest.approx(0.0, abs=1e-8)
-    second = updates.train(2, groups, {}, lr=1e-2).metrics
+    second = updates.train(2, groups, lr=1e-2).metrics
     assert second["train/k3_reference"] > 1e-5
 
 
@@ -321,24 +316,19 @@ def test_the_kl_in_the_reward_is_taken_off_before_the_advantages(
     reference = made_up.tiny_model(seed=5)
     monkeypatch.setattr("tandem.learner.updates.load_model", lambda path, **kwargs: reference)
     groups = groups_of(made_up, 3)
-    gaps = [[gap_to(reference, group, s) for s in group.samples] for group, _ in groups]
-    paid = [
-        (
-            replace(
-                group,
-                samples=tuple(
-                    replace(sample, reward=sample.reward - 0.03 * gap)
-                    for sample, gap in zip(group.samples, own, strict=True)
-                ),
-            ),
-            names,
-        )
-        for (group, names), own in zip(groups, gaps, strict=True)
+    gaps = [[gap_to(reference, m.group, s) for s in m.group.samples] for m in groups]
+    rewards = [
+        [
+            (sample.reward or 0.0) - 0.03 * gap
+            for sample, gap in zip(m.group.samples, own, strict=True)
+        ]
+        for m, own in zip(groups, gaps, strict=True)
     ]
-    expected = learner().train(1, paid, {}, lr=1e-3).metrics
+    paid = with_rewards(groups, rewards)
+    expected = learner().train(1, paid, lr=1e-3).metrics
     options = {"objective": {"kl_reward_coefficient": 0.03}, "micro_batch_tokens": budget}
-    found = learner(learner=options).train(1, groups, {}, lr=1e-3).metrics
-    tokens = sum(len(sample.tokens) for group, _ in groups for sample in group.samples)
+    found = learner(learner=options).train(1, groups, lr=1e-3).metrics
+    tokens = sum(len(sample.tokens) for mixed in groups for sample in mixed.group.samples)
     assert found["train/k1_reference"] == pytest.approx(np.sum(gaps) / tokens, rel=1e-5)
     for key in ("train/loss", "train/grad_norm"):
         assert found[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6)
@@ -356,7 +346,7 @@ def test_a_reference_that_gives_no_numbers_changes_nothing(
         # Later than at start, where it would be refused.
         with torch.no_grad():
             reference.model.embed_tokens.weight.fill_(float("nan"))
-        assert not updates.train(1, groups_of(made_up, 2), {}, lr=1e-3).applied
+        assert not updates.train(1, groups_of(made_up, 2), lr=1e-3).applied
         after = snapshot(updates)
         assert all(torch.equal(after[name], before[name]) for name in before)
         reference.load_state_dict(made_up.tiny_model(seed=5).state_dict())
@@ -368,12 +358,12 @@ def test_an_experts_tokens_cost_no_kl(
     """Their log μ isn't known; the row keeps its reward, and so the others' distance to it grows."""
     reference = made_up.tiny_model(seed=5)
     monkeypatch.setattr("tandem.learner.updates.load_model", lambda path, **kwargs: reference)
-    traces = {"a/0#0": made_up.trace(0)}
-    group = groups_of(made_up, 1, size=3)[0][0]
+    (mixed,) = with_traces(made_up, groups_of(made_up, 1, size=3))
+    group = mixed.group
     updates = learner(
         learner={"objective": {"name": "luffy", "kl_reward_coefficient": 0.03}},
     )
-    found = updates.train(1, [(group, ("a/0#0",))], traces, lr=1e-3).metrics
+    found = updates.train(1, [mixed], lr=1e-3).metrics
     gaps = [gap_to(reference, group, sample) for sample in group.samples]
     tokens = sum(len(sample.tokens) for sample in group.samples)
     assert found["train/k1_reference"] == pytest.approx(sum(gaps) / tokens, rel=1e-5)
@@ -416,7 +406,7 @@ def test_a_coefficient_follows_what_the_update_before_measured(
     updates = learner(learner={"objective": objective})
     groups = groups_of(made_up, 2)
     found = [
-        updates.train(step, groups, {}, lr=1e-2).metrics[f"train/{key}"]
+        updates.train(step, groups, lr=1e-2).metrics[f"train/{key}"]
         for step in range(1, len(expected) + 1)
     ]
     assert found == pytest.approx(expected, rel=1e-9)
@@ -436,14 +426,22 @@ def test_the_moved_coefficient_is_the_one_in_the_loss(
     updates = learner(learner={"objective": moving})
     updates.coefficients.restore({"entropy": 0.01})
     fixed = learner(learner={"objective": {"entropy_coefficient": 0.01}})
-    found, expected = (one.train(1, groups, {}, lr=1e-2).metrics for one in (updates, fixed))
+    found, expected = (one.train(1, groups, lr=1e-2).metrics for one in (updates, fixed))
     assert found["train/loss"] == expected["train/loss"]
     assert found["train/grad_norm"] == expected["train/grad_norm"]
 
 
-def begun_by_an_expert(group: Group, tokens: int) -> Group:
+def with_traces(made_up: ModuleType, groups: list[MixedGroup], count: int = 1) -> list[MixedGroup]:
+    """The groups, the first ones of them with a trace each."""
+    return [
+        MixedGroup(group=mixed.group, traces=(made_up.trace(number),) if number < count else ())
+        for number, mixed in enumerate(groups)
+    ]
+
+
+def begun_by_an_expert(mixed: MixedGroup, tokens: int) -> MixedGroup:
     """The group, its first sample's first tokens an expert's."""
-    first, *others = group.samples
+    first, *others = mixed.group.samples
     place = np.arange(len(first.tokens))
     (span,) = first.spans
     begun = replace(
@@ -452,15 +450,15 @@ def begun_by_an_expert(group: Group, tokens: int) -> Group:
         logprobs=np.where(place < tokens, np.nan, first.logprobs).astype(np.float32),
         spans=(replace(span, start=tokens),),
     )
-    return replace(group, samples=(begun, *others))
+    return with_samples(mixed, [begun, *others])
 
 
 def test_a_prefix_counts_with_the_experts_tokens(learner: Learner, made_up: ModuleType) -> None:
-    group = begun_by_an_expert(groups_of(made_up, 1)[0][0], 3)
+    mixed = begun_by_an_expert(groups_of(made_up, 1)[0], 3)
     updates = learner(learner={"objective": {"name": "luffy"}})
-    found = updates.train(1, [(group, ())], {}, lr=1e-3).metrics
+    found = updates.train(1, [mixed], lr=1e-3).metrics
     assert found["train/tokens_expert"] == 3
-    own = sum(len(sample.tokens) for sample in group.samples) - 3
+    own = sum(len(sample.tokens) for sample in mixed.group.samples) - 3
     assert found["train/tokens_own"] == own
     assert found["train/loss_expert"] != 0
 
@@ -473,12 +471,8 @@ def test_every_objective_trains_whatever_the_micro_batches(
     monkeypatch.setattr(
         "tandem.learner.updates.load_model", lambda path, **kwargs: made_up.tiny_model()
     )
-    traces = {f"a/{number}#0": made_up.trace(number) for number in range(2)}
-    groups = [
-        (group, (f"a/{number}#0",) if number < 2 else ())
-        for number, (group, _) in enumerate(groups_of(made_up, 4, size=3))
-    ]
-    groups[3] = (begun_by_an_expert(groups[3][0], 2), ())
+    groups = with_traces(made_up, groups_of(made_up, 4, size=3), 2)
+    groups[3] = begun_by_an_expert(groups[3], 2)
     found = []
     for budget in (4096, 18 if make(name).unit == "row" else 90):
         updates = learner(
@@ -486,7 +480,7 @@ def test_every_objective_trains_whatever_the_micro_batches(
             replay={"max_staleness": 0},
         )
         before = snapshot(updates)
-        outcome = updates.train(1, groups, traces, lr=1e-3)
+        outcome = updates.train(1, groups, lr=1e-3)
         assert outcome.applied
         after = snapshot(updates)
         assert any(not torch.equal(after[key], before[key]) for key in before)
@@ -510,20 +504,19 @@ def test_log_probs_that_are_no_numbers_undo_a_step_of_any_objective(
     with torch.no_grad():
         norm.fill_(float("nan"))
     before = snapshot(updates)
-    traces = {"a/0#0": made_up.trace(0)}
-    groups = [(group, ("a/0#0",)) for group, _ in groups_of(made_up, 1, size=3)]
-    assert not updates.train(1, groups, traces, lr=1e-3).applied
+    groups = with_traces(made_up, groups_of(made_up, 1, size=3))
+    assert not updates.train(1, groups, lr=1e-3).applied
     after = snapshot(updates)
     assert all(torch.equal(after[key], before[key]) for key in before if "norm" not in key)
 
 
 def from_engine(
     made_up: ModuleType, model: Any, *, temperature: float = 0.7, shift: int = 0
-) -> list[GroupWithTraces]:
+) -> list[MixedGroup]:
     """Groups whose behaviour log-probs a model's whole logits give, as an engine reports them."""
-    found: list[GroupWithTraces] = []
-    for group, names in groups_of(made_up, 2, step=4):
-        samples = []
+    found: list[MixedGroup] = []
+    for mixed in groups_of(made_up, 2, step=4):
+        group, samples = mixed.group, []
         for sample in group.samples:
             ids = np.concatenate([group.prompt_tokens, sample.tokens]).astype(np.int64)
             with torch.no_grad():
@@ -540,12 +533,12 @@ def from_engine(
                     ),
                 )
             )
-        found.append((replace(group, samples=tuple(samples)), names))
+        found.append(with_samples(mixed, samples))
     return found
 
 
-def greatest_log_ratio(learner: Learner, groups: list[GroupWithTraces]) -> float:
-    metrics = learner().train(5, groups, {}, lr=1e-3).metrics
+def greatest_log_ratio(learner: Learner, groups: list[MixedGroup]) -> float:
+    metrics = learner().train(5, groups, lr=1e-3).metrics
     assert metrics["train/lag"] == 0
     return metrics["train/log_ratio_max_lag0"]
 

@@ -42,7 +42,7 @@ def test_the_luffy_preset_has_the_published_settings() -> None:
     optimizer = found.learner.optimizer
     assert (optimizer.lr, optimizer.schedule, optimizer.warmup_steps) == (1e-6, "constant", 0)
     assert (optimizer.betas, optimizer.weight_decay) == ((0.9, 0.999), 0.01)
-    # As published for a gradient that is 8 ranks / 512 rows of theirs (tests/learner/recipes/test_published.py).
+    # As published for a gradient that is 8 ranks / 512 rows of theirs (tests/learner/recipes/test_as_published.py).
     assert (optimizer.grad_clip, optimizer.eps) == (1 / 64, 1e-8 / 64)
     assert objective.entropy_over == "all"
     # Without a clip on own tokens only fresh samples are safe.

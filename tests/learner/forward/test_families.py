@@ -12,14 +12,23 @@ import torch
 
 from tandem.common.agreement import BOUNDS, Probe
 from tandem.common.errors import ConfigError
-from tandem.common.records import Source
+from tandem.common.records import (
+    FinishReason,
+    Group,
+    Sample,
+    SamplingParams,
+    Source,
+    Verdict,
+    VersionSpan,
+)
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.forward import shared_prompts
 from tandem.learner.forward.head import Head, head_of
 from tandem.learner.forward.policy import Policy
 from tandem.learner.objectives import ObjectiveSettings, make
-from tandem.learner.rows.batch import Batch, Row, assemble
-from tandem.learner.rows.microbatch import micro_batch, rows_of
+from tandem.learner.rows.groups import MixedGroup, rows_of
+from tandem.learner.rows.microbatch import micro_batch
+from tandem.learner.rows.rows import Rows
 from tandem.learner.updates import frozen_policy
 
 CPU = torch.device("cpu")
@@ -30,36 +39,52 @@ FEW = ["Gemma 2", "Phi", "Mistral", "OPT"]
 """A cap, a bias, a window and dropout."""
 
 
-def some_rows() -> Batch:
+def some_rows() -> Rows:
     """Groups of unlike lengths, of which rows go far beyond every window."""
     rng = np.random.default_rng(11)
-    rows = []
-    for group, (length, responses) in enumerate([(5, (3, 30)), (2, (6,)), (20, (4, 9))]):
+    groups = []
+    for number, (length, responses) in enumerate([(5, (3, 30)), (2, (6,)), (20, (4, 9))]):
         prompt = rng.integers(3, families.VOCABULARY, length).astype(np.int32)
-        rows += [
-            Row(
-                group=group,
-                prompt=prompt,
+        samples = tuple(
+            Sample(
                 tokens=rng.integers(3, families.VOCABULARY, count).astype(np.int32),
                 source=np.full(count, Source.OWN, np.uint8),
-                behaviour=np.full(count, -1, np.float32),
-                steps=np.full(count, 5, np.int64),
-                temperature=1.0,
+                logprobs=np.full(count, -1, np.float32),
+                spans=(VersionSpan(term=1, step=5, start=0, end=count),),
+                finish_reason=FinishReason.STOP,
+                sampling=SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=64),
+                text="",
                 reward=1.0,
-                truncated=False,
+                verdict=Verdict.CORRECT,
+                components={},
+                extracted=None,
+                grader=None,
             )
             for count in responses
-        ]
-    return assemble(rows, 3)
+        )
+        group = Group(
+            group_id=f"0-{number}",
+            attempt=1,
+            worker="rollout-0",
+            problem_id=f"a/{number}",
+            prompt_tokens=prompt,
+            prompt_text="",
+            gold="",
+            data_source="",
+            samples=samples,
+            trace_ids=(),
+            extra={},
+        )
+        groups.append(MixedGroup(group=group))
+    return rows_of(groups, step=6, temperature=1.0, baseline="none")
 
 
-def own(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def own(model: Any, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies of every response token, by the whole logits of each row alone."""
     logprobs, entropies = [], []
-    for row in range(len(batch)):
-        start, prompt = int(batch.start[row]), int(batch.prompt_length[row])
-        end = start + prompt + int(batch.response_length[row])
-        ids = torch.from_numpy(batch.tokens[start:end].astype(np.int64))
+    for row in range(rows.count):
+        one = rows.select(torch.tensor([row]))
+        ids, prompt = one.ids, int(one.prompt_lengths)
         logits = model.eval()(input_ids=ids[None], use_cache=False).logits[0].float()
         every = torch.log_softmax(logits[prompt - 1 : -1], -1)
         answer = ids[prompt:]
@@ -79,22 +104,15 @@ def gradients(model: Any, logprobs: torch.Tensor, entropies: torch.Tensor) -> li
 @pytest.mark.parametrize("name", AGREE)
 def test_a_family_is_trained_by_its_own_log_probs(name: str) -> None:
     model = families.model(families.family(name))
-    batch = some_rows()
-    expected = own(model, batch)
+    rows = some_rows()
+    expected = own(model, rows)
     slope = gradients(model, *expected)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(model).train()
     shares = policy.share_prompts(Probe.of(model, families.LONGEST))
     assert shares == families.family(name).shares
-    rows = rows_of(
-        batch,
-        step=6,
-        baseline="none",
-        truncation="wrong",
-        objective=make("reinforce", ObjectiveSettings()),
-    )
     for share in {False, shares}:
-        micro = micro_batch(batch, rows, np.arange(len(batch)), share_prompts=share)
+        micro = micro_batch(rows, share_prompts=share)
         found = policy(
             micro.input_ids, micro.index, micro.targets, micro.temperature, True, micro.layout
         )
@@ -144,20 +162,13 @@ def check_start(
 ) -> None:
     monkeypatch.setattr("tandem.learner.engine.stage_of", lambda config, ranks: stage)
     engine = started(made_up, name, stage, dtype)
-    batch = some_rows()
-    rows = rows_of(
-        batch,
-        step=6,
-        baseline="none",
-        truncation="wrong",
-        objective=make("reinforce", ObjectiveSettings()),
-    )
+    rows = some_rows()
     shares = engine.policy.shares_prompts
-    micro = micro_batch(batch, rows, np.arange(len(batch)), share_prompts=shares)
+    micro = micro_batch(rows, share_prompts=shares)
     ((logprobs, entropies),) = engine.score([micro])
     model = families.model(families.family(name), dtype=getattr(torch, dtype))
     bound = BOUNDS[model.dtype]
-    for ours, theirs in zip((logprobs, entropies), own(model, batch), strict=True):
+    for ours, theirs in zip((logprobs, entropies), own(model, rows), strict=True):
         assert float((ours - theirs).abs().max().detach()) <= bound
     # It trains, too.
     scalars = {"constant": 100.0, "tokens": 1.0, "width": 30.0}

@@ -5,22 +5,17 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tandem.common.agreement import Probe
 from tandem.learner.forward import shared_prompts
 from tandem.learner.forward.policy import Policy
-from tandem.learner.objectives import ObjectiveSettings, make
-from tandem.learner.rows.microbatch import micro_batch, rows_of
-
-LUFFY = make("luffy", ObjectiveSettings())
+from tandem.learner.rows.microbatch import micro_batch
 
 
-def scored(policy: Policy, batch: Any, which: list[int], share: bool) -> tuple[Any, Any]:
-    rows = rows_of(batch, step=6, baseline="group_mean", truncation="wrong", objective=LUFFY)
-    micro = micro_batch(batch, rows, np.array(which), share_prompts=share)
+def scored(policy: Policy, rows: Any, which: list[int], share: bool) -> tuple[Any, Any]:
+    micro = micro_batch(rows.select(torch.tensor(which)), share_prompts=share)
     assert (micro.layout is not None) == share
     found, entropy = policy(
         micro.input_ids, micro.index, micro.targets, micro.temperature, False, micro.layout
@@ -37,12 +32,12 @@ def scored(policy: Policy, batch: Any, which: list[int], share: bool) -> tuple[A
 def test_log_probs_entropies_and_gradients_are_those_of_padded_rows(
     which: list[int], kv_heads: int, made_up: ModuleType
 ) -> None:
-    batch = made_up.random_rows(7, temperature=0.7)
+    rows = made_up.random_rows(7, temperature=0.7)
     padded_policy = Policy(made_up.tiny_model(kv_heads=kv_heads))
-    padded, expected = scored(padded_policy, batch, which, False)
+    padded, expected = scored(padded_policy, rows, which, False)
     policy = Policy(made_up.tiny_model(kv_heads=kv_heads))
     assert policy.share_prompts()
-    shared, found = scored(policy, batch, which, True)
+    shared, found = scored(policy, rows, which, True)
     assert torch.equal(shared.targets, padded.targets)
     if len(which) == 16:
         assert shared.forward_tokens < 0.7 * padded.forward_tokens
@@ -51,7 +46,7 @@ def test_log_probs_entropies_and_gradients_are_those_of_padded_rows(
 
 
 def test_gradient_checkpointing_recomputes_with_the_same_layout(made_up: ModuleType) -> None:
-    batch = made_up.random_rows(7)
+    rows = made_up.random_rows(7)
     results = []
     for checkpointing in (False, True):
         model = made_up.tiny_model()
@@ -59,7 +54,7 @@ def test_gradient_checkpointing_recomputes_with_the_same_layout(made_up: ModuleT
             model.gradient_checkpointing_enable({"use_reentrant": False})
         policy = Policy(model).train()
         assert policy.share_prompts()
-        results.append(scored(policy, batch, [0, 1, 2, 3, 5], True)[1])
+        results.append(scored(policy, rows, [0, 1, 2, 3, 5], True)[1])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -86,13 +81,13 @@ def mistral(window: int) -> Any:
 
 @pytest.mark.parametrize("window", [2, 5, 9])
 def test_a_sliding_window_is_kept(window: int, made_up: ModuleType) -> None:
-    batch = made_up.random_rows(7)
+    rows = made_up.random_rows(7)
     which = [0, 1, 2, 5, 9]
-    assert max(batch.lengths[which]) > window
-    _, expected = scored(Policy(mistral(window)), batch, which, False)
+    assert max(rows.forward_lengths[which]) > window
+    _, expected = scored(Policy(mistral(window)), rows, which, False)
     policy = Policy(mistral(window))
     assert policy.share_prompts()
-    _, found = scored(policy, batch, which, True)
+    _, found = scored(policy, rows, which, True)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-4)
     # Nor is it lost where rows come without a layout.

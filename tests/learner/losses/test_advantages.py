@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from tandem.learner.losses.advantages import Baseline, advantages, whiten, zero_variance
+from tandem.learner.losses.advantages import Baseline, advantages, whiten
 
 LUFFY_GROUP = [1.0, 0, 0, 1, 0, 0, 0, 1]  # seven own rows, then the expert's
 
@@ -76,12 +76,6 @@ def test_groups_do_not_mix() -> None:
 def test_the_std_is_that_of_n_minus_one() -> None:
     found = of([0.0, 1.0], "group_mean_std")
     assert found[1].item() == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-6))
-
-
-def test_a_group_is_without_a_signal_only_if_every_row_is() -> None:
-    group = torch.tensor([0, 0, 1, 1, 2])
-    values = torch.tensor([0.0, 0.0, 0.0, 1e-9, 0.0])
-    assert zero_variance(values, group, 4).tolist() == [True, False, True, True]
 
 
 @pytest.mark.parametrize("baseline", ["own_mean", "own_mean_std"])

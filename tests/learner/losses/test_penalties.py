@@ -14,9 +14,9 @@ from tandem.learner.losses.penalties import (
     learned_coefficient,
     scaled_coefficient,
     stepped_coefficient,
-    temperature_loss,
     value_loss,
 )
+from tandem.learner.recipes.as_published import temperature_loss
 
 F64 = torch.float64
 NOW = torch.tensor([0.5, 0.2, 0.1], dtype=F64).log()

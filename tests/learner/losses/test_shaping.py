@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from tandem.learner.losses.ratios import clip_surrogate
-from tandem.learner.losses.shaping import expert_weights, own_ratios, shape
+from tandem.learner.losses.shaping import (
+    chord_mu,
+    chord_phi,
+    expert_weights,
+    own_ratios,
+    shape,
+)
 from tandem.learner.objectives import make
 
 F64 = torch.float64
@@ -143,3 +149,17 @@ def test_likely_tokens_leave_the_published_loss_and_its_denominator(hand: Module
     own = 2 / 3 * (0.5 / 0.4 + 1 + 0.3 / 0.45) - 1 / 3 * (0.5 + 1)
     expert = -1 / 3 * (0.02 / 0.12 + 0.3 / 0.4)
     assert found.item() == pytest.approx((own + expert) / 7, abs=1e-12)
+
+
+def test_chords_weight_warms_up_and_then_decays() -> None:
+    given = {"peak": 0.9, "valley": 0.1, "warmup_steps": 10, "decay_steps": 20}
+    found = [chord_mu(step, **given) for step in (0, 5, 10, 20, 30, 99)]  # type: ignore[arg-type]
+    assert found == pytest.approx([0.0, 0.45, 0.9, 0.5, 0.1, 0.1])
+    assert chord_mu(0, peak=0.9, valley=0.1) == 0.1
+
+
+def test_chords_token_weight_is_least_where_the_model_is_certain() -> None:
+    leaf = torch.tensor([0.5, 0.999, 0.001]).log().requires_grad_()
+    found = chord_phi(leaf)
+    torch.testing.assert_close(found, torch.tensor([0.25, 0.000999, 0.000999]))
+    assert not found.requires_grad

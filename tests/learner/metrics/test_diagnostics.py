@@ -9,19 +9,11 @@ import pytest
 import torch
 
 from tandem.learner.metrics.diagnostics import diagnose, evaluate, percentile
-from tandem.learner.objectives import ObjectiveSettings, make
-from tandem.learner.rows.microbatch import rows_of
+from tandem.learner.objectives import make
 
 
 def test_the_figures_of_a_batch_do_not_depend_on_its_split(made_up: ModuleType) -> None:
-    objective = make("luffy", ObjectiveSettings())
-    rows = rows_of(
-        made_up.random_rows(lag=1),
-        step=6,
-        baseline="group_mean",
-        truncation="wrong",
-        objective=objective,
-    )
+    rows = made_up.random_rows(lag=1)
     logprobs = -torch.rand(len(rows.row), generator=torch.Generator().manual_seed(0))
     entropy = torch.rand(len(rows.row))
     whole = diagnose([rows], [logprobs], [entropy])
@@ -42,14 +34,7 @@ def test_the_figures_of_a_batch_do_not_depend_on_its_split(made_up: ModuleType) 
 
 
 def test_at_lag_0_the_greatest_log_ratio_is_told(made_up: ModuleType) -> None:
-    objective = make("luffy", ObjectiveSettings())
-    rows = rows_of(
-        made_up.random_rows(),
-        step=6,
-        baseline="group_mean",
-        truncation="wrong",
-        objective=objective,
-    )
+    rows = made_up.random_rows()
     logprobs = rows.behaviour.clone()
     first_own = int(torch.nonzero(~rows.expert)[0])
     logprobs[first_own] += math.log(1.5)

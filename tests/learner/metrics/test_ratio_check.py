@@ -22,6 +22,7 @@ from tandem.common.ratio_check import alarm_of
 from tandem.common.records import Group, SamplingParams, Version
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.forward.policy import Policy
+from tandem.learner.rows.groups import MixedGroup
 from tandem.learner.updates import Updates
 from tandem.rollout.engine import GroupRequest, NamedWeights
 from tandem.rollout.torch_engine import TorchEngine
@@ -118,7 +119,7 @@ async def trained_on_samples(
             )
             for request in requests
         ]
-        outcome = updates.train(step, [(group, ()) for group in groups], {}, lr=1e-3)
+        outcome = updates.train(step, [MixedGroup(group=group) for group in groups], lr=1e-3)
         assert outcome.applied
         assert outcome.metrics["train/lag"] == 0
         found.append(outcome.metrics)

@@ -16,7 +16,7 @@ from tandem.common.records import VersionSpan
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.metrics.ratio_check import BOUNDS, HISTORY, RatioCheck, measure
 from tandem.learner.objectives import make
-from tandem.learner.rows.batch import GroupWithTraces
+from tandem.learner.rows.groups import MixedGroup
 from tandem.learner.rows.rows import Rows
 from tandem.learner.updates import Updates
 
@@ -210,11 +210,11 @@ def test_a_history_goes_through_a_checkpoint(held: Callable[..., RatioCheck]) ->
 
 def sampled(
     made_up: ModuleType, updates: Updates, *, count: int = 4, step: int = 4, off: float = 0.0
-) -> list[GroupWithTraces]:
+) -> list[MixedGroup]:
     """Groups whose log-probs are the learner's own, but for ``off`` nats."""
-    found: list[GroupWithTraces] = []
-    for group, names in made_up.groups_of(count, step=step):
-        samples = []
+    found: list[MixedGroup] = []
+    for mixed in made_up.groups_of(count, step=step):
+        group, samples = mixed.group, []
         for sample in group.samples:
             ids = np.concatenate([group.prompt_tokens, sample.tokens]).astype(np.int64)
             with torch.no_grad():
@@ -223,7 +223,7 @@ def sampled(
             places = torch.arange(len(group.prompt_tokens), len(ids))
             picked = every[places - 1, torch.from_numpy(ids)[places]]
             samples.append(replace(sample, logprobs=(picked + off).numpy()))
-        found.append((replace(group, samples=tuple(samples)), names))
+        found.append(MixedGroup(group=replace(group, samples=tuple(samples))))
     return found
 
 
@@ -240,9 +240,9 @@ def test_a_step_is_looked_at_before_its_first_update_alone(
         learner={"minibatches": 2, "micro_batch_tokens": budget}, replay={"groups_per_step": 4}
     )
     groups = sampled(made_up, updates)
-    metrics = updates.train(5, groups, {}, lr=0.1).metrics
+    metrics = updates.train(5, groups, lr=0.1).metrics
     assert metrics["train/ratio_max"] > 1.1
-    tokens = sum(len(sample.tokens) for group, _ in groups[:2] for sample in group.samples)
+    tokens = sum(len(sample.tokens) for mixed in groups[:2] for sample in mixed.group.samples)
     assert metrics["ratio/tokens"] == tokens
     assert metrics["ratio/alarm"] == 0
     assert metrics["ratio/log_ratio"] < 1e-5
@@ -253,15 +253,12 @@ def test_where_the_first_mini_batch_teaches_nothing_the_next_is_looked_at(
 ) -> None:
     updates = learner(learner={"minibatches": 2}, replay={"groups_per_step": 4})
     groups = sampled(made_up, updates)
-    silent = [
-        (
-            replace(g, samples=tuple(replace(s, reward=0.0) for s in g.samples)),
-            n,
-        )
-        for g, n in groups[:2]
-    ]
-    metrics = updates.train(5, [*silent, *groups[2:]], {}, lr=0.1).metrics
-    tokens = sum(len(sample.tokens) for group, _ in groups[2:] for sample in group.samples)
+    silent = []
+    for mixed in groups[:2]:
+        samples = tuple(replace(s, reward=0.0) for s in mixed.group.samples)
+        silent.append(MixedGroup(group=replace(mixed.group, samples=samples)))
+    metrics = updates.train(5, [*silent, *groups[2:]], lr=0.1).metrics
+    tokens = sum(len(sample.tokens) for mixed in groups[2:] for sample in mixed.group.samples)
     assert metrics["ratio/tokens"] == tokens
     assert metrics["ratio/alarm"] == 0
 
@@ -276,7 +273,7 @@ def test_tokens_that_are_scored_at_another_temperature_than_sampled_tell_nothing
         updates = learner(
             learner={"objective": {"name": "dpo"}}, rollout={"temperature": temperature}
         )
-        metrics = updates.train(5, sampled(made_up, updates, count=2), {}, lr=1e-3).metrics
+        metrics = updates.train(5, sampled(made_up, updates, count=2), lr=1e-3).metrics
         assert bool(ratios(metrics)) is told
 
 
@@ -294,10 +291,10 @@ def test_a_step_with_an_alarm_leaves_nothing_behind_where_it_is_quarantined(
         updates = learner(dtype, learner=settings | quarantine, replay={"groups_per_step": 4})
         good, bad = sampled(made_up, updates), sampled(made_up, updates, off=2.0)
         for _ in range(faults):
-            outcome = updates.train(5, bad, {}, lr=1e-2)
+            outcome = updates.train(5, bad, lr=1e-2)
             assert (outcome.applied, outcome.undone, outcome.refused) == (False, False, True)
             assert outcome.metrics["ratio/alarm"] == 1
-        outcome = updates.train(6, good, {}, lr=1e-2)
+        outcome = updates.train(6, good, lr=1e-2)
         assert (outcome.applied, outcome.refused) == (True, False)
         found.append({name: tensor.clone() for name, tensor in updates.engine.parameters()})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
@@ -312,7 +309,7 @@ def test_an_alarm_is_told_and_changes_nothing_else(
     """Also where the journal has the step as applied."""
     updates = learner(learner={"ratio_check": {"on_alarm": on_alarm}})
     outcome = updates.train(
-        5, sampled(made_up, updates, count=2, off=2.0), {}, lr=1e-3, settled=settled
+        5, sampled(made_up, updates, count=2, off=2.0), lr=1e-3, settled=settled
     )
     assert (outcome.applied, outcome.refused) == (True, False)
     assert outcome.metrics["ratio/alarm"] == 1
@@ -326,8 +323,8 @@ def test_a_sample_of_two_versions_is_looked_at_where_it_is_fresh(
     updates = learner()
     groups = []
     fresh = 0
-    for group, names in sampled(made_up, updates, count=2):
-        samples = []
+    for mixed in sampled(made_up, updates, count=2):
+        group, samples = mixed.group, []
         for sample in group.samples:
             half, length = len(sample.tokens) // 2, len(sample.tokens)
             logprobs = sample.logprobs.copy()
@@ -338,7 +335,7 @@ def test_a_sample_of_two_versions_is_looked_at_where_it_is_fresh(
             )
             fresh += length - half
             samples.append(replace(sample, logprobs=logprobs, spans=spans))
-        groups.append((replace(group, samples=tuple(samples)), names))
-    metrics = updates.train(5, groups, {}, lr=1e-3).metrics
+        groups.append(MixedGroup(group=replace(group, samples=tuple(samples))))
+    metrics = updates.train(5, groups, lr=1e-3).metrics
     assert (metrics["ratio/lag"], metrics["ratio/tokens"]) == (0, fresh)
     assert metrics["ratio/alarm"] == 0

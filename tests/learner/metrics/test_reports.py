@@ -15,9 +15,10 @@ from tandem.common.records import (
     VersionSpan,
 )
 from tandem.learner.metrics.reports import describe
+from tandem.learner.rows.groups import MixedGroup
 
 
-def group_sampled_at(*steps: int) -> Group:
+def group_sampled_at(*steps: int) -> MixedGroup:
     """One group, of whose samples each was begun with another step's weights."""
     samples = tuple(
         Sample(
@@ -36,7 +37,7 @@ def group_sampled_at(*steps: int) -> Group:
         )
         for step in steps
     )
-    return Group(
+    group = Group(
         group_id="0-0",
         attempt=1,
         worker="rollout-0",
@@ -49,6 +50,7 @@ def group_sampled_at(*steps: int) -> Group:
         trace_ids=(),
         extra={},
     )
+    return MixedGroup(group=group)
 
 
 def test_stragglers_and_their_groups_are_told_apart_from_long_samples() -> None:
@@ -56,9 +58,10 @@ def test_stragglers_and_their_groups_are_told_apart_from_long_samples() -> None:
     reasons = (FinishReason.DEADLINE, FinishReason.DEADLINE, FinishReason.LENGTH, FinishReason.STOP)
     samples = tuple(
         replace(sample, finish_reason=reason)
-        for sample, reason in zip(whole.samples, reasons, strict=True)
+        for sample, reason in zip(whole.group.samples, reasons, strict=True)
     )
-    told = describe(10, [(replace(whole, samples=samples), ()), (whole, ())], {})
+    late = MixedGroup(group=replace(whole.group, samples=samples))
+    told = describe(10, [late, whole])
     assert told["rollout/stragglers"] == 0.25
     assert told["rollout/partial_groups"] == 0.5
     assert told["rollout/truncated"] == 0.125
@@ -71,16 +74,16 @@ def shares(told: dict[str, float]) -> dict[int, float]:
 
 
 def test_the_histogram_of_staleness_adds_up_to_one() -> None:
-    told = describe(10, [(group_sampled_at(9, 9, 9, 7), ())], {})
+    told = describe(10, [group_sampled_at(9, 9, 9, 7)])
     assert shares(told) == {0: 0.75, 1: 0.0, 2: 0.25}
     assert told["replay/staleness_mean"] == pytest.approx(0.5)
 
 
 def test_its_last_bin_also_holds_what_is_older() -> None:
-    told = describe(100, [(group_sampled_at(99, 91, 50, 0), ())], {})
+    told = describe(100, [group_sampled_at(99, 91, 50, 0)])
     assert shares(told) == {0: 0.25, **dict.fromkeys(range(1, 8), 0.0), 8: 0.75}
     assert told["replay/staleness_max"] == 99
 
 
 def test_groups_of_a_later_step_than_the_one_that_trains_on_them_are_fresh() -> None:
-    assert shares(describe(1, [(group_sampled_at(500), ())], {})) == {0: 1.0}
+    assert shares(describe(1, [group_sampled_at(500)])) == {0: 1.0}

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from tandem.common.errors import DataError
 from tandem.common.records import Verdict, Version
-from tandem.learner.metrics.reports import describe, texts
+from tandem.learner.metrics.reports import describe, text_of
 from tandem.learner.resume.journal import Journal
 from tandem.learner.rows.sources import LedgerSource, OfflineSource
 from tandem.replay.ledger import Waiting
@@ -77,18 +77,20 @@ def test_a_row_of_the_ledger_comes_with_its_traces(run: Any) -> None:
     assert not isinstance(again, Waiting)
     batch = fetch()
     assert batch.row == again().row
-    named = [name for _, names in batch.groups for name in names]
-    assert sorted(batch.traces) == sorted(named)
+    used = [trace for mixed in batch.groups for trace in mixed.traces]
+    assert [t.trace_id for t in used] == [
+        name for mixed in batch.groups for name in mixed.group.trace_ids
+    ]
 
-    told = describe(1, batch.groups, batch.traces)
+    told = describe(1, batch.groups)
     assert told["replay/groups"] == 2
-    assert told["replay/expert_rows"] == len(named)
+    assert told["replay/expert_rows"] == len(used)
     assert 0 < told["reward/mean"] < 1
     assert told["reward/accuracy"] == told["reward/mean"]
     assert told["reward/zero_variance"] == 0
     assert told["rollout/truncated"] == 0
     assert told["replay/staleness_max"] == 0
-    (first,) = texts(1, batch.groups, batch.traces, 1)
+    first = text_of(1, batch.groups[0])
     assert first["group_id"] == "0-0"
     assert {"prompt", "gold", "rows", "problem_id", "worker"} <= first.keys()
 
@@ -117,29 +119,30 @@ def test_where_all_failed_a_trace_takes_the_place_of_an_own_sample(
     batch = fetch()
     entries = {entry["id"]: entry for entry in batch.row["groups"]}
     expected = set()
-    for number, (group, names) in enumerate(batch.groups):
+    for number, mixed in enumerate(batch.groups):
+        group = mixed.group
         whole = committed[group.group_id]
         enters = number < 2 and bool(whole.trace_ids)
-        assert names == (whole.trace_ids if enters else ())
+        assert [t.trace_id for t in mixed.traces] == list(whole.trace_ids if enters else ())
         gone = entries[group.group_id].get("replaced", [])
         assert len(gone) == enters
         kept = [s for place, s in enumerate(whole.samples) if place not in gone]
         assert [s.tokens.tolist() for s in group.samples] == [s.tokens.tolist() for s in kept]
         if enters:
             expected.add(group.group_id)
-            (out,) = batch.replaced[group.group_id]
+            (out,) = mixed.replaced
             assert out.tokens.tolist() == whole.samples[gone[0]].tokens.tolist()
-        assert len(group.samples) + len(names) == size
+        assert len(group.samples) + len(mixed.traces) == size
     assert expected
-    assert batch.replaced.keys() == expected
+    assert {m.group.group_id for m in batch.groups if m.replaced} == expected
 
-    told = describe(1, batch.groups, batch.traces, batch.replaced)
+    told = describe(1, batch.groups)
     assert told["replay/replaced_groups"] == pytest.approx(len(expected) / 3)
     assert told["replay/expert_rows"] == len(expected)
     # What was sampled is told of, whether it is trained on or not.
     assert told["reward/accuracy"] == pytest.approx(size // 2 / (3 * size))
-    records = texts(1, batch.groups, batch.traces, 3, batch.replaced)
-    for record in records:
+    for mixed in batch.groups:
+        record = text_of(1, mixed)
         rows = record["rows"]
         marked = [row for row in rows if row.get("replaced")]
         assert len(marked) == (record["group_id"] in expected)

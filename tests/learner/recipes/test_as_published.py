@@ -11,7 +11,12 @@ import torch
 
 from tandem.launch.run.presets import load
 from tandem.learner.objectives import make
-from tandem.learner.recipes.published import MixedLoss, mixed_policy_loss, supervised_multitask_loss
+from tandem.learner.recipes.as_published import (
+    MixedLoss,
+    bucket_weights,
+    mixed_policy_loss,
+    supervised_multitask_loss,
+)
 
 F64 = torch.float64
 A = [-2 / 3, 1 / 3, 1 / 3]
@@ -218,3 +223,10 @@ def test_the_preset_clips_and_steps_as_the_published_code(hand: ModuleType) -> N
     torch.testing.assert_close(
         gradient(Toy()) * 64, published_gradient(Toy()), atol=1e-9, rtol=1e-9
     )
+
+
+def test_buckets_follow_the_normal_density() -> None:
+    found = bucket_weights(8)
+    density = [math.exp(-((k - 4) ** 2) / 2) for k in range(1, 8)]
+    assert found.tolist() == pytest.approx([d / sum(density) for d in density])
+    assert found[3].item() == pytest.approx(0.3991, abs=1e-4)

@@ -1,7 +1,8 @@
-"""LUFFY's loss as its code has it, on padded tensors ``[B, T]``, with its metrics.
+"""What published code has and no run calls, for reproducing its numbers one batch at a time.
 
-For reproducing the published numbers one batch at a time; training goes by the objectives
-``luffy_code`` and ``luffy_paper``, whose denominators are global over an update.
+LUFFY's loss on padded tensors ``[B, T]`` with its metrics and its learned temperature, and ExGRPO's
+buckets. Training goes by the objectives ``luffy_code`` and ``luffy_paper``, whose denominators are
+global over an update.
 """
 
 from __future__ import annotations
@@ -152,3 +153,22 @@ def supervised_multitask_loss(
         coefficient: c.
     """
     return coefficient * masked_mean(-logprobs, mask.bool() & expert_rows.bool()[:, None])
+
+
+def bucket_weights(group_size: int, *, mean: float | None = None, sigma: float = 1.0) -> Tensor:
+    """``[group_size − 1]`` probabilities of the buckets of 1 … G − 1 successes, float64.
+
+    Proportional to the normal density N(k; G/2, 1): replay is drawn most from problems that are
+    solved half of the time (ExGRPO, arXiv 2510.02245, ``normal`` in its code, which leaves out
+    buckets that are empty). With G = 8, k = 4: 0.3990.
+    """
+    centre = group_size / 2 if mean is None else mean
+    k = torch.arange(1, group_size, dtype=torch.float64)
+    density = torch.exp(-((k - centre) ** 2) / (2 * sigma * sigma))
+    return density / density.sum()
+
+
+def temperature_loss(log_alpha: Tensor, entropy: Tensor, target: float) -> Tensor:
+    """``mean(H − H*) · e^log_alpha`` with H detached: learns the coefficient α (SAC, arXiv
+    1812.05905, eq. 18; LUFFY's ``adaptive_temperature``)."""
+    return (entropy.detach() - target).mean() * log_alpha.exp()

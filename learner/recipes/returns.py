@@ -1,4 +1,4 @@
-"""Advantages and returns of single tokens: GAE, and a KL penalty in the reward.
+"""Advantages, returns and rewards of single tokens, for training with a critic.
 
 Flat tokens ``[N]`` in the order of their rows; environment text isn't among them, so that a step
 of GAE goes from an own token to the next own token, whatever text lay between.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from .ratios import row_sums
 
 
 def gae(
@@ -70,25 +68,6 @@ def last_token_rewards(row_rewards: Tensor, row: Tensor) -> Tensor:
     result = torch.zeros(len(row), dtype=row_rewards.dtype, device=row_rewards.device)
     result[places] = row_rewards[lengths > 0]
     return result
-
-
-def kl_penalised(
-    rewards: Tensor, logprobs: Tensor, reference: Tensor, row: Tensor, coefficient: float
-) -> Tensor:
-    """``[R]`` ``R − β Σ_t (log π(y_t) − log π_ref(y_t))``: the KL in the reward, by k1.
-
-    k1 belongs here and not in the loss, where its expected gradient is 0 (arXiv 2203.02155, eq. 2;
-    Schulman, "Approximating KL divergence", 2020).
-
-    Args:
-        rewards: ``[R]``
-        logprobs: ``[N]`` of the policy that sampled; no gradient goes through.
-        reference: ``[N]``
-        row: ``[N]``
-        coefficient: β.
-    """
-    difference = (logprobs - reference).detach().to(rewards.dtype)
-    return rewards - coefficient * row_sums(difference, row, len(rewards))
 
 
 def kl_penalised_tokens(

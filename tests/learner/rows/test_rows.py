@@ -20,10 +20,9 @@ from tandem.common.records import (
     VersionSpan,
 )
 from tandem.learner.objectives import ObjectiveSettings, make
-from tandem.learner.rows.batch import build
-from tandem.learner.rows.microbatch import micro_batch, rows_of
-
-LUFFY = make("luffy", ObjectiveSettings())
+from tandem.learner.rows.groups import MixedGroup, rows_of
+from tandem.learner.rows.microbatch import micro_batch
+from tandem.learner.rows.rows import Rows
 
 
 def sample(tokens: list[int], **changes: Any) -> Sample:
@@ -60,8 +59,10 @@ def trace(tokens: list[int], logprobs: list[float] | None = None) -> ExpertTrace
     )
 
 
-def group(*samples: Sample, prompt: tuple[int, ...] = (7, 8)) -> Group:
-    return Group(
+def group(
+    *samples: Sample, prompt: tuple[int, ...] = (7, 8), traces: tuple[ExpertTrace, ...] = ()
+) -> MixedGroup:
+    made = Group(
         group_id="0-0",
         attempt=1,
         worker="rollout-0",
@@ -74,16 +75,12 @@ def group(*samples: Sample, prompt: tuple[int, ...] = (7, 8)) -> Group:
         trace_ids=(),
         extra={},
     )
+    return MixedGroup(group=made, traces=traces)
 
 
-def rows(batch: Any, **changes: Any) -> Any:
-    values: dict[str, Any] = {
-        "step": 5,
-        "baseline": "group_mean",
-        "truncation": "wrong",
-        "objective": LUFFY,
-    }
-    return rows_of(batch, **(values | changes))
+def rows(*groups: MixedGroup, **changes: Any) -> Rows:
+    values: dict[str, Any] = {"step": 5, "temperature": 1.0, "baseline": "group_mean"}
+    return rows_of(groups, **(values | changes))
 
 
 def test_an_expert_prefix_with_an_own_continuation_is_one_row() -> None:
@@ -93,7 +90,7 @@ def test_an_expert_prefix_with_an_own_continuation_is_one_row() -> None:
         logprobs=np.array([np.nan, np.nan, np.nan, -0.3, -0.1], np.float32),
         spans=(VersionSpan(term=1, step=3, start=3, end=5),),
     )
-    found = rows(build([(group(mixed), ())], {}, temperature=1.0))
+    found = rows(group(mixed))
     assert found.count == 1
     assert found.expert.tolist() == [True, True, True, False, False]
     assert found.known.tolist() == [False, False, False, True, True]
@@ -104,10 +101,9 @@ def test_an_expert_prefix_with_an_own_continuation_is_one_row() -> None:
 
 
 def test_a_trace_fills_the_group_up_with_its_known_log_probs() -> None:
-    own = group(sample([3, 4]), sample([5]))
-    batch = build([(own, ("t",))], {"t": trace([9, 9, 2], [-1, -2, -3])}, temperature=0.7)
-    found = rows(batch)
-    assert batch.rewards.tolist() == [0.0, 0.0, 1.0]
+    experts = (trace([9, 9, 2], [-1, -2, -3]),)
+    found = rows(group(sample([3, 4]), sample([5]), traces=experts), temperature=0.7)
+    assert found.rewards.tolist() == [0.0, 0.0, 1.0]
     assert found.behaviour.tolist() == [-0.5, -0.5, -0.5, -1.0, -2.0, -3.0]
     torch.testing.assert_close(found.temperature[-3:], torch.full((3,), 0.7))
     torch.testing.assert_close(found.advantages, torch.tensor([-1, -1, 2]).double() / 3)
@@ -117,13 +113,14 @@ def test_sft_scores_at_temperature_1_and_rl_at_the_samples() -> None:
     hot = sample(
         [3, 4], sampling=SamplingParams(temperature=0.5, top_p=1.0, top_k=0, max_new_tokens=1024)
     )
-    batch = build([(group(hot), ("t",))], {"t": trace([9])}, temperature=0.5)
+    mixed = group(hot, traces=(trace([9]),))
     for name, expected in (
         ("luffy", [0.5, 0.5, 0.5]),
         ("rl_sft_loss", [0.5, 0.5, 1]),
         ("sft", [1, 1, 1]),
     ):
-        found = rows(batch, objective=make(name, ObjectiveSettings()))
+        plain = make(name, ObjectiveSettings()).plain_temperature
+        found = rows(mixed, temperature=0.5, plain_temperature=plain)
         assert found.temperature.tolist() == expected
 
 
@@ -139,9 +136,8 @@ def test_sft_scores_at_temperature_1_and_rl_at_the_samples() -> None:
 )
 def test_a_row_that_says_nothing_leaves_baseline_and_loss(bad: dict[str, Any]) -> None:
     right = sample([3, 4], reward=1.0, verdict=Verdict.CORRECT)
-    batch = build([(group(right, sample([3]), sample([5, 6], **bad)), ())], {}, temperature=1.0)
-    found = rows(batch)
-    assert batch.left_out == 1
+    found = rows(group(right, sample([3]), sample([5, 6], **bad)))
+    assert found.count == 2
     assert found.advantages.tolist() == [0.5, -0.5]
     assert len(found.row) == 3
 
@@ -159,9 +155,8 @@ def test_what_becomes_of_a_row_cut_by_length(
 ) -> None:
     cut = sample([3], finish_reason=FinishReason.LENGTH)
     right = sample([3, 4], reward=1.0, verdict=Verdict.CORRECT)
-    batch = build([(group(right, cut), ())], {}, temperature=1.0)
     for of_the_others in ("wrong", "mask", "zero_advantage"):
-        found = rows(batch, truncation=how, stragglers=of_the_others)
+        found = rows(group(right, cut), truncation=how, stragglers=of_the_others)
         assert found.advantages.tolist() == row_advantages
         assert found.masked.tolist() == masked
 
@@ -179,9 +174,8 @@ def test_what_becomes_of_a_row_cut_at_its_groups_deadline(
 ) -> None:
     late = sample([3], finish_reason=FinishReason.DEADLINE)
     right = sample([3, 4], reward=1.0, verdict=Verdict.CORRECT)
-    batch = build([(group(right, late), ())], {}, temperature=1.0)
     for of_the_others in ("wrong", "mask", "zero_advantage"):
-        found = rows(batch, truncation=of_the_others, stragglers=how)
+        found = rows(group(right, late), truncation=of_the_others, stragglers=how)
         assert found.advantages.tolist() == row_advantages
         assert found.masked.tolist() == masked
         # Its tokens count in the denominators whatever becomes of it.
@@ -191,10 +185,8 @@ def test_what_becomes_of_a_row_cut_at_its_groups_deadline(
 def test_stragglers_that_are_left_out_leave_the_baseline_too() -> None:
     late = sample([3], finish_reason=FinishReason.DEADLINE)
     right = sample([3, 4], reward=1.0, verdict=Verdict.CORRECT)
-    members = group(right, sample([5]), late)
-    batch = build([(members, ())], {}, temperature=1.0, stragglers=False)
-    assert batch.left_out == 1
-    assert rows(batch).advantages.tolist() == [0.5, -0.5]
+    found = rows(group(right, sample([5]), late), stragglers="leave_out")
+    assert found.advantages.tolist() == [0.5, -0.5]
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -211,7 +203,7 @@ def test_a_prefixs_tokens_are_weighed_against_the_log_probs_that_were_recorded(
         reward=1.0,
         verdict=Verdict.CORRECT,
     )
-    found = rows(build([(group(sample([3, 4]), begun), ())], {}, temperature=1.0))
+    found = rows(group(sample([3, 4]), begun))
     now = torch.tensor([-0.5, -0.5, -0.4, -1.2, -0.5], dtype=torch.float64)
     objective = make("luffy", ObjectiveSettings(gamma=0.1, aggregation="constant"))
     loss, _ = objective.loss(found.with_columns(logprobs=now), {"constant": 1.0})
@@ -224,9 +216,8 @@ def test_a_prefixs_tokens_are_weighed_against_the_log_probs_that_were_recorded(
 
 def test_environment_text_is_context_and_no_target() -> None:
     tool = sample([3, 4, 5, 6], source=np.array([0, 2, 2, 0], np.uint8))
-    batch = build([(group(tool), ())], {}, temperature=1.0)
-    found = rows(batch)
-    micro = micro_batch(batch, found, np.array([0]))
+    found = rows(group(tool))
+    micro = micro_batch(found)
     assert micro.input_ids.tolist() == [[7, 8, 3, 4, 5]]
     assert micro.targets.tolist() == [3, 6]
     assert micro.index.tolist() == [1, 4]
@@ -235,15 +226,13 @@ def test_environment_text_is_context_and_no_target() -> None:
 
 
 def test_every_target_is_predicted_at_the_token_before_it(made_up: ModuleType) -> None:
-    batch = made_up.random_rows(1)
-    found = rows(batch)
-    micro = micro_batch(batch, found, np.array([5, 0, 9]))
+    found = made_up.random_rows(1)
+    micro = micro_batch(found.select(torch.tensor([5, 0, 9])))
     flat = micro.input_ids.reshape(-1)
     width = micro.input_ids.shape[1]
     at = 0
     for place, row in enumerate((5, 0, 9)):
-        start = batch.start[row]
-        whole = batch.tokens[start : start + batch.lengths[row] + 1]
+        whole = found.select(torch.tensor([row])).ids
         for number in range(int(micro.rows.lengths[place])):
             target = int(micro.targets[at])
             column = int(micro.index[at]) - place * width
@@ -254,8 +243,28 @@ def test_every_target_is_predicted_at_the_token_before_it(made_up: ModuleType) -
     assert at == len(micro.targets)
 
 
-def test_a_missing_trace_and_an_empty_prompt_are_refused() -> None:
-    with pytest.raises(DataError, match="names trace t, which is missing"):
-        build([(group(sample([3])), ("t",))], {}, temperature=1.0)
+def test_chosen_rows_take_all_that_is_theirs_along(made_up: ModuleType) -> None:
+    """Each column of a row by itself is its part of the whole."""
+    found = made_up.random_rows(1)
+    apart = [found.select(torch.tensor([row])) for row in range(found.count)]
+    assert [one.count for one in apart] == [1] * found.count
+    for name, column in found.tensors():
+        parts = [
+            one.row + number if name == "row" else getattr(one, name)
+            for number, one in enumerate(apart)
+        ]
+        assert torch.equal(torch.cat(parts), column), name
+    backwards = found.select(torch.arange(found.count).flip(0))
+    assert torch.equal(backwards.ids, torch.cat([one.ids for one in reversed(apart)]))
+    assert backwards.select(torch.arange(found.count).flip(0)).row.tolist() == found.row.tolist()
+
+
+def test_a_step_of_no_groups_has_no_rows() -> None:
+    found = rows()
+    assert (found.count, found.groups, len(found.ids), len(found.row)) == (0, 0, 0, 0)
+    assert micro_batch(found).dummy
+
+
+def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(DataError, match="problem a/0 has an empty prompt"):
-        build([(group(sample([3]), prompt=()), ())], {}, temperature=1.0)
+        rows(group(sample([3]), prompt=()))

@@ -1,0 +1,195 @@
+"""From the groups of a step to its rows.
+
+Rows are in the order of their groups; a group's own samples come first, then its traces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...common.errors import DataError
+from ...common.records import (
+    ExpertTrace,
+    FinishReason,
+    Group,
+    Sample,
+    SamplingParams,
+    Source,
+    Verdict,
+)
+from ..losses.advantages import Baseline
+from .rows import Rows, ragged
+
+NO_LAG = -1
+"""Lag of a token that no version sampled."""
+
+# Looked up once: an enum's members are slow to reach, and this runs for every sample.
+_OWN, _EXPERT, _ENVIRONMENT = Source.OWN, Source.EXPERT, Source.ENVIRONMENT
+_STOP, _DEADLINE = FinishReason.STOP, FinishReason.DEADLINE
+_NO_VERDICT = frozenset({None, *(v for v in Verdict if v.leaves_baseline)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MixedGroup:
+    """A group of a step with the expert traces that are rows beside its own samples."""
+
+    group: Group
+    """Its samples are the own rows."""
+    traces: tuple[ExpertTrace, ...] = ()
+    """Its expert rows."""
+    replaced: tuple[Sample, ...] = ()
+    """Own samples that gave way to the traces; they are reported and not trained on."""
+
+
+def rows_of(
+    groups: Sequence[MixedGroup],
+    *,
+    step: int,
+    temperature: float,
+    baseline: Baseline,
+    truncation: str = "wrong",
+    stragglers: str = "mask",
+    plain_temperature: Collection[str] = (),
+) -> Rows:
+    """The rows of a step.
+
+    A sample without a verdict, or without the behaviour log-prob of an own token, is no row: it is
+    in no baseline, no loss and no denominator.
+
+    Args:
+        groups: All of the step, in its order: some baselines whiten over the whole batch.
+        step: That trains on them; the learner's weights are of ``step − 1``.
+        temperature: At which expert tokens are scored: that of the rollouts.
+        baseline: Of the advantages.
+        truncation: What becomes of rows that were cut by length. ``wrong``: they count as what their
+            grade says. ``mask``: they are in the baseline and out of the loss. ``zero_advantage``:
+            the same through A = 0.
+        stragglers: The same of rows that were cut at their group's deadline; or ``leave_out``:
+            they are no rows.
+        plain_temperature: Sources (``own``, ``expert``) whose tokens are scored at temperature 1.
+
+    Raises:
+        DataError: a prompt is empty.
+    """
+    members = [
+        (number, mixed.group.prompt_tokens, sample)
+        for number, mixed in enumerate(groups)
+        for sample in _samples(mixed, temperature)
+        if _is_row(sample) and not (stragglers == "leave_out" and _is_late(sample))
+    ]
+    samples = [sample for _, _, sample in members]
+    count = len(members)
+    prompts = _integers(len(prompt) for _, prompt, _ in members)
+    responses = _integers(len(sample.tokens) for sample in samples)
+    source = _joined([sample.source for sample in samples], np.uint8)
+    counted = np.flatnonzero(source != _ENVIRONMENT)
+    row = np.repeat(np.arange(count), responses)[counted]
+    position = ragged(torch.zeros(count, dtype=torch.int64), torch.from_numpy(responses))[counted]
+    expert = source[counted] == _EXPERT
+    behaviour = _joined([sample.logprobs for sample in samples], np.float32)[counted]
+    known = np.isfinite(behaviour)
+    steps = _joined([_steps(sample) for sample in samples], np.int64)[counted]
+    heat = np.array([sample.sampling.temperature for sample in samples], np.float32)[row]
+    for name, which in (("own", ~expert), ("expert", expert)):
+        if name in plain_temperature:
+            heat = np.where(which, np.float32(1), heat)
+    late = np.array([_is_late(sample) for sample in samples], np.bool_)
+    cut = np.array([sample.finish_reason is not _STOP for sample in samples], np.bool_) & ~late
+
+    def treated(how: str) -> NDArray[np.bool_]:
+        return (cut & (truncation == how)) | (late & (stragglers == how))
+
+    columns = {
+        "ids": _joined([part for _, p, s in members for part in (p, s.tokens)], np.int64),
+        "prompt_lengths": prompts,
+        "response_lengths": responses,
+        "row": row,
+        "expert": expert,
+        "behaviour": np.where(known, behaviour, np.float32(0)),
+        "known": known,
+        "lag": np.where(steps == NO_LAG, NO_LAG, step - 1 - steps),
+        "temperature": heat,
+        "rewards": np.array([sample.reward for sample in samples], np.float64),
+        "group": _integers(number for number, _, _ in members),
+        "expert_row": np.bincount(row[expert], minlength=count) > 0,
+        "masked": treated("mask"),
+        "silent": treated("zero_advantage"),
+        "lengths": np.bincount(row, minlength=count).astype(np.int64),
+    }
+    rows = Rows(
+        **{name: torch.from_numpy(column) for name, column in columns.items()},
+        position=position,
+        advantages=torch.zeros(count, dtype=torch.float64),
+        groups=len(groups),
+    )
+    return rows.with_advantages(rows.rewards, baseline)
+
+
+def has_verdict(sample: Sample) -> bool:
+    """Whether a sample has a verdict to learn from."""
+    return sample.verdict not in _NO_VERDICT and sample.reward is not None
+
+
+def _samples(mixed: MixedGroup, temperature: float) -> Iterator[Sample]:
+    """A group's own samples, then its traces: samples that another model wrote."""
+    if not len(mixed.group.prompt_tokens):
+        raise DataError(
+            f"problem {mixed.group.problem_id} has an empty prompt: the first token of a response "
+            f"needs one before it"
+        )
+    yield from mixed.group.samples
+    sampling = SamplingParams(temperature=temperature, top_p=1.0, top_k=0, max_new_tokens=0)
+    for trace in mixed.traces:
+        length = len(trace.tokens)
+        unknown = np.full(length, np.nan, np.float32)
+        yield Sample(
+            tokens=trace.tokens,
+            source=np.full(length, _EXPERT, np.uint8),
+            logprobs=unknown if trace.logprobs is None else trace.logprobs,
+            spans=(),
+            finish_reason=_STOP,
+            sampling=sampling,
+            text=trace.text,
+            reward=trace.reward,
+            verdict=trace.verdict,
+            components=trace.components,
+            extracted=None,
+            grader=trace.grader,
+        )
+
+
+def _is_row(sample: Sample) -> bool:
+    if not has_verdict(sample) or not len(sample.tokens):
+        return False
+    # Without its behaviour log-prob an own token has no ratio. The sum is finite in nearly
+    # every case, and then each term is.
+    return math.isfinite(float(sample.logprobs.sum())) or bool(
+        np.isfinite(sample.logprobs[sample.source == _OWN]).all()
+    )
+
+
+def _is_late(sample: Sample) -> bool:
+    return sample.finish_reason is _DEADLINE
+
+
+def _steps(sample: Sample) -> NDArray[np.int64]:
+    """``[L]`` step of the version that sampled each token; −1 where none did."""
+    steps = np.full(len(sample.tokens), NO_LAG, np.int64)
+    for span in sample.spans:
+        steps[span.start : span.end] = span.step
+    return steps
+
+
+def _integers(values: Iterator[int]) -> NDArray[np.int64]:
+    return np.fromiter(values, np.int64)
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
