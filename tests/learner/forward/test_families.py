@@ -218,7 +218,7 @@ def with_dropout(self: Policy, mode: bool = True) -> Policy:
 def test_what_is_left_out_is_found_at_start(
     name: str, place: str, fault: Any, made_up: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"tandem.learner.{place}", fault)
+    monkeypatch.setattr(f"tandem.learner.forward.{place}", fault)
     if name == "Mistral":
         monkeypatch.setattr("tandem.learner.forward.shared_prompts._band", lambda width, *_: None)
     with pytest.raises(ConfigError, match=r"the learner's log-probs are off"):
