@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,14 +131,17 @@ class Rows:
             "ids": ragged(self.starts[which], (self.prompt_lengths + self.response_lengths)[which]),
             **dict.fromkeys(PER_ROW, which),
         }
-        changed = {
+        changed: dict[str, Any] = {
             name: value.index_select(0, places.get(name, tokens)) for name, value in self.tensors()
         }
-        return replace(self, **(changed | {"row": torch.repeat_interleave(sizes[which])}))
+        changed["row"] = torch.repeat_interleave(sizes[which])
+        return replace(self, **changed)
 
     def to(self, device: torch.device) -> Rows:
         """The same on another device; doubles stay doubles."""
-        moved = {name: value.to(device, non_blocking=True) for name, value in self.tensors()}
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True) for name, value in self.tensors()
+        }
         return replace(self, **moved)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
