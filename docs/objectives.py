@@ -83,7 +83,7 @@ The entropy bonus of their code is one mean over tokens for each micro-batch, an
 0.001 · m mean(H) beside g_published, m micro-batches of a rank. Beside g_constant that is
 `entropy_coefficient: 0.001 m D/N`; with dynamic micro-batches of 32,768 tokens and about 3,500 tokens a
 row m is about 7, hence 1.1e-4. Its mean is over own and expert tokens (`entropy_over: all`). The preset
-`qwen2.5-math-7b-luffy-8gpu` has these numbers.
+`qwen2.5-math-7b-luffy-8gpu` and `qwen2.5-math-7b-luffy-published` have these numbers.
 """
 
 

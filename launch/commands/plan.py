@@ -21,6 +21,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory", type=float, metavar="GB", help="of one GPU")
     parser.add_argument("--prompt-tokens", type=float, metavar="N", help="mean prompt")
     parser.add_argument("--response-tokens", type=float, metavar="N", help="mean response")
+    parser.add_argument(
+        "--spread",
+        type=float,
+        metavar="S",
+        help="standard deviation of the logarithm of a response's length; 0 = all are equally long",
+    )
+    parser.add_argument(
+        "--splits",
+        action="store_true",
+        help="every split of the GPUs between learner and engines, at every staleness bound from 0 to 8",
+    )
     parser.add_argument("--json", action="store_true", help="as JSON: bytes and seconds")
 
 
@@ -31,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..plan.hardware import machine
     from ..plan.node import node
     from ..plan.placement import gpus_needed
+    from ..plan.splits import splits
     from ..run import dry_run
     from ..run.presets import load, split
     from ..run.processes import command_of, environment_of
@@ -47,15 +59,22 @@ def run(arguments: argparse.Namespace) -> int:
         kind=arguments.gpu,
         memory_gb=arguments.gpu_memory,
     )
+    lengths = {
+        "prompt_tokens": arguments.prompt_tokens,
+        "response_tokens": arguments.response_tokens,
+        "spread": arguments.spread,
+    }
+    if arguments.splits:
+        tried = splits(preset.name, config, planned_for, **lengths)
+        if arguments.json:
+            print(json.dumps([split.as_dict() for split in tried], indent=1))
+        else:
+            placement = planning.on_paper(config, machine(), planned_for)
+            plan = planning.make(preset.name, config, planned_for, placement, **lengths)
+            print("\n".join(text.splits(plan, tried)))
+        return 0
     placement = planning.for_node(config, planned_for)
-    plan = planning.make(
-        preset.name,
-        config,
-        planned_for,
-        placement,
-        prompt_tokens=arguments.prompt_tokens,
-        response_tokens=arguments.response_tokens,
-    )
+    plan = planning.make(preset.name, config, planned_for, placement, **lengths)
     if arguments.json:
         told = {**plan.as_dict(), "run": str(folder.path)}
         specs = dry_run.specs(config, folder, placement)

@@ -35,8 +35,10 @@ VLLM_CPU_CACHE_MB = 1024
 """What a rank sets apart for keys and values without a GPU, where nothing is set."""
 VLLM_SHARE = 0.9
 """vLLM's own default of ``gpu_memory_utilization``."""
-SLOTS = 2
-"""Staging buffers of the learner: one is sent while the next is filled."""
+STAGED = 2
+"""Versions that the learner stages in the host's memory: one is sent while the next is filled."""
+BUCKETS = 2
+"""Buckets of new weights that are under way on a GPU at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,8 @@ class Holding:
     """Name to bytes, on the device."""
     host: int
     """Bytes of main memory beside it."""
+    pinned: int = 0
+    """Bytes of :attr:`host` that stay where they are, so that a GPU can read them by itself."""
     cache_tokens: int = 0
     """Tokens that fit into the KV cache; 0 for a learner."""
 
@@ -86,9 +90,15 @@ def engine_name(config: Config, device: str) -> str:
     return "vllm" if device == "cuda" else "torch"
 
 
-def stages_on_gpu(config: Config, device: str) -> bool:
-    """Whether weights are staged in GPU memory: wherever NCCL may carry them."""
+def has_own_gpus(config: Config, device: str) -> bool:
+    """Whether new weights go from GPU to GPU: learner and engines have GPUs of their own, and NCCL may
+    carry weights between them."""
     return device == "cuda" and config.may_use_nccl
+
+
+def buckets_on_gpu(config: Config, device: str) -> int:
+    """Bytes of new weights on a GPU that sends or receives them."""
+    return BUCKETS * (config.weights.bucket_mb << 20) if has_own_gpus(config, device) else 0
 
 
 def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) -> Holding:
@@ -99,7 +109,8 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
     share and one bucket. Optimizer: two moments of AdamW, and the fp32 master copy of bf16
     weights (and of fp32 ones under ZeRO). Each is divided by the ranks from its ZeRO stage on:
     optimizer 1, gradients 2, weights 3. A reference model, where the objective asks for one, is
-    held whole by every rank.
+    held whole by every rank. New weights are staged in the host's memory, and pass through a GPU
+    bucket by bucket.
     """
     n, ranks, e = shape.parameters, config.learner.ranks, element(config)
     stage = config.zero_stage()
@@ -107,30 +118,29 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
     if e == 2 and stage == 0:
         moments = 8 * n
     gradients = (4 if e == 2 and stage else e) * n
-    staged = SLOTS * engine_element(config) * n
+    staged = STAGED * engine_element(config) * n if rank == 0 else 0
     if stage >= 2:
         gradients = gradients // ranks + 4 * min(BUCKET, n)
     elif stage == 1 and e == 2:
         gradients += 2 * n
-    staged_here = rank == 0 and stages_on_gpu(config, device)
     parts = {
         "weights": e * n // (ranks if stage == 3 else 1),
         "gradients": gradients,
         "optimizer": moments // (ranks if stage else 1),
         "activations": activations(config, shape),
         "logits": logits(config, shape, device),
-        "weight staging": staged if staged_here or (rank == 0 and device == "cpu") else 0,
+        "weight staging": staged
+        if device == "cpu"
+        else (rank == 0) * buckets_on_gpu(config, device),
         "runtime": RUNTIME[device],
     }
     if config.learner.objective.needs_reference:
         parts["reference"] = e * n
-    host = 0
-    if device == "cuda":
-        # Libraries, and the weights on their way to the GPU at the start.
-        host = (3 << 30) + e * n
-        if rank == 0 and not staged_here:
-            host = (3 << 30) + staged
-    return Holding(device=device, parts=parts, host=host)
+    if device == "cpu":
+        return Holding(device=device, parts=parts, host=0)
+    # Libraries, and the weights on their way to the GPU at the start, before anything is staged.
+    host = (3 << 30) + max(e * n, staged)
+    return Holding(device=device, parts=parts, host=host, pinned=staged)
 
 
 def micro_batch_tokens(config: Config) -> int:
@@ -177,7 +187,7 @@ def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holdi
 
     vLLM claims ``rollout.vllm.gpu_memory_utilization`` of the GPU's memory and gives the KV
     cache what weights and workspace leave of it. The torch engine's cache grows to what its
-    rows need. New weights are staged beside it.
+    rows need. New weights are staged in the host's memory.
     """
     n, e = shape.parameters, engine_element(config)
     across = config.rollout.gpus_per_worker if device == "cuda" else 1
@@ -197,10 +207,7 @@ def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holdi
         work = VLLM_WORKSPACE
     else:
         cache, work = rows * longest * per_token, RUNTIME[device]
-    staging = e * n // across if device == "cpu" or stages_on_gpu(config, device) else 0
-    if uses_vllm(config, device) and device == "cuda":
-        # They pass through one bucket on their way to the host, where vLLM's processes map them.
-        staging = min(staging, config.weights.bucket_mb << 20)
+    staging = e * n if device == "cpu" else buckets_on_gpu(config, device)
     parts = {
         "weights": weights,
         "KV cache": cache,

@@ -6,7 +6,7 @@ Nothing is started or written, nothing is downloaded, and no GPU is needed to pl
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError
@@ -16,9 +16,10 @@ from .hardware import Machine
 from .memory import Holding
 from .node import Node
 from .node import node as node_for
-from .pace import Load, Pace, load, pace
 from .placement import Placement, gpus_needed, place, placed, trackers_of, workers_of
+from .simulation import Scenario, simulate
 from .sizes import ModelShape, shape_of, too_long
+from .speed import Load, load, scenario
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -65,8 +66,8 @@ class Plan:
     """In the order of their start."""
     load: Load
     """What a step consists of."""
-    pace: Pace | None
-    """None on CPUs, or where the model's sizes aren't known."""
+    scenario: Scenario | None
+    """What is simulated; None on CPUs, or where the model's sizes aren't known."""
     problems: tuple[str, ...]
     """Why it wouldn't fit, on paper."""
 
@@ -83,6 +84,15 @@ class Plan:
         """Bytes of main memory that all processes hold."""
         held = [p.holding for p in self.processes if p.holding is not None]
         return SMALL_BYTES + sum(h.host + (h.total if h.device == "cpu" else 0) for h in held)
+
+    def pinned(self) -> int:
+        """Bytes of :meth:`host` that are pinned."""
+        return sum(p.holding.pinned for p in self.processes if p.holding is not None)
+
+    def fullest(self) -> float:
+        """Share of its memory that the fullest GPU would hold; 0 on CPUs."""
+        totals = [sum(held.values()) for held in self.by_gpu().values()]
+        return max(totals, default=0) / self.node.memory
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: bytes, seconds and tokens as plain numbers."""
@@ -112,24 +122,22 @@ class Plan:
                 for gpu, held in self.by_gpu().items()
             },
             "host_bytes": self.host(),
+            "pinned_bytes": self.pinned(),
             "step": self._step(),
             "problems": list(self.problems),
         }
 
     def _step(self) -> dict[str, Any]:
         work = self.load
+        found = None if self.scenario is None else asdict(simulate(self.scenario))
         return {
             "samples": work.samples,
             "rows": work.rows,
             "prompt_tokens": work.prompt,
             "response_tokens": work.response,
-            "seconds_by_role": None if self.pace is None else dict(self.pace.seconds),
-            "seconds": None if self.pace is None else self.pace.step,
-            "rows_running_per_engine": None if self.pace is None else self.pace.running,
-            "generated_tokens_per_second": (
-                None if self.pace is None else self.pace.tokens_per_second
-            ),
-            "overlap": None if self.pace is None else self.pace.overlap,
+            "response_spread": work.lengths.spread,
+            "max_staleness": self.config.replay.max_staleness,
+            "simulated": found,
         }
 
 
@@ -144,6 +152,7 @@ def _process(planned: Planned) -> dict[str, Any]:
         "bytes": dict(holding.parts) if holding else None,
         "total_bytes": holding.total if holding else None,
         "host_bytes": holding.host if holding else None,
+        "pinned_bytes": holding.pinned if holding else None,
         "cache_tokens": holding.cache_tokens if holding else None,
     }
 
@@ -156,6 +165,7 @@ def make(
     *,
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
+    spread: float | None = None,
 ) -> Plan:
     """Plans a run on a node.
 
@@ -166,6 +176,7 @@ def make(
         placement: Which process gets which.
         prompt_tokens: Mean prompt; None = a quarter of the limit.
         response_tokens: Mean response; None = a third of the limit.
+        spread: Of response lengths, see :class:`~.lengths.Lengths`; None = 0.75.
 
     Raises:
         DataError: ``model.path`` is no folder and no hub name.
@@ -173,7 +184,7 @@ def make(
     device = "cuda" if placement.learner and placement.learner[0] else "cpu"
     shape = shape_of(config.model.path)
     planned = tuple(_all(config, node, placement, device, shape))
-    work = load(config, prompt_tokens=prompt_tokens, response_tokens=response_tokens)
+    work = load(config, prompt_tokens=prompt_tokens, response_tokens=response_tokens, spread=spread)
     engines = [p.holding for p in planned if p.holding and p.name.startswith("rollout")]
     cache = engines[0].cache_tokens if engines else 0
     known = shape is not None and device == "cuda"
@@ -185,7 +196,7 @@ def make(
         shape=shape,
         processes=planned,
         load=work,
-        pace=pace(config, shape, node, work, cache) if known and shape else None,
+        scenario=scenario(config, shape, node, work, cache) if known and shape else None,
         problems=tuple(_problems(config, node, device, shape, planned)),
     )
     return plan

@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..wording import human
-from .memory import stages_on_gpu
-from .pace import (
+from .memory import has_own_gpus
+from .planning import Plan
+from .simulation import Simulated, simulate
+from .speed import (
     BANDWIDTH_SHARE,
     GLOO_RATE,
-    GRADED_A_SECOND,
     ITERATION_SECONDS,
     LINK_SHARE,
+    PINNED_RATE,
     PREFILL_SHARE,
     TRAIN_SHARE,
     learner_passes,
 )
-from .planning import Plan
+from .splits import IDLE, Split
+
+BETTER = 0.95
+"""A split is worth a word if its step takes no more than this share of the preset's."""
 
 
 def transport(plan: Plan) -> str:
-    if stages_on_gpu(plan.config, plan.device):
+    if has_own_gpus(plan.config, plan.device):
         return "nccl"
     asked = plan.config.weights.transport
     return "shared memory" if asked in ("auto", "shared_memory", "nccl") else asked
@@ -39,7 +44,7 @@ def whole(plan: Plan) -> list[str]:
     """Memory, time and problems."""
     lines = [
         f"plan of {plan.name} on {plan.node if plan.device == 'cuda' else 'CPUs'}",
-        "all figures are estimates on paper, from formulas; a run measures the real ones",
+        "all figures are estimates on paper; a run measures the real ones",
         f"model {model(plan)}",
         "",
     ]
@@ -79,12 +84,13 @@ def memory(plan: Plan) -> list[str]:
                 f"  GPU {gpu}: {_gb(total)} of {_gb(gigabytes)} GB "
                 f"({100 * total / gigabytes:.0f}%), {' + '.join(processes_)}{fits}"
             )
-    lines.append(f"  main memory, all processes: {human(plan.host())}")
+    pinned = f", {human(plan.pinned())} of it pinned" if plan.pinned() else ""
+    lines.append(f"  main memory, all processes: {human(plan.host())}{pinned}")
     return lines
 
 
 def step(plan: Plan) -> list[str]:
-    """The time of a step by role, with what it was taken from."""
+    """The time of a simulated step, who waits in it, and what it was taken from."""
     work = plan.load
     lines = [
         (
@@ -93,59 +99,118 @@ def step(plan: Plan) -> list[str]:
         ),
         (
             f"  taken for granted: prompts of {work.prompt:,.0f} tokens, responses of "
-            f"{work.response:,.0f} (--prompt-tokens, --response-tokens)"
+            f"{work.response:,.0f} with a log-normal spread of {work.lengths.spread:g}, cut at "
+            f"{work.lengths.limit:,} (--prompt-tokens, --response-tokens, --spread)"
         ),
     ]
-    if plan.pace is None:
+    if plan.scenario is None:
         why = "the run is on CPUs" if plan.device == "cpu" else "the model's sizes aren't known"
         return [*lines, f"  no time is told: {why}"]
-    made = plan.pace
-    seconds = made.seconds
-    rows = [
-        (
-            "rollout",
-            _seconds(seconds["rollout"]),
-            f"{made.running} rows at a time an engine, {made.tokens_per_second:,.0f} tokens/s",
-        ),
-        (
-            "reward",
-            _seconds(seconds["reward"]),
-            f"{GRADED_A_SECOND:.0f} answers/s a grader process",
-        ),
-        (
-            "learner",
-            _seconds(seconds["learner"]),
-            f"{2 * learner_passes(plan.config)} N T + attention, optimizer, exchange of gradients",
-        ),
-        ("weights", _seconds(seconds["weights"]), f"bytes / link ({transport(plan)})"),
-    ]
-    lines += _columns([("  " + a, b, c) for a, b, c in rows])
-    how = (
-        "the slowest role, for they work at the same time (replay.max_staleness="
-        f"{plan.config.replay.max_staleness})"
-        if made.overlap
-        else "the sum, for samples must be fresh (replay.max_staleness=0)"
+    found = simulate(plan.scenario)
+    engines = f"{plan.scenario.workers} engine{'s' * (plan.scenario.workers > 1)}"
+    lines += _columns(
+        [
+            (
+                "  learner",
+                f"works {_seconds(found.trained)}",
+                f"waits {found.learner_waits:.0%} of the time",
+                f"{2 * learner_passes(plan.config)} N T + attention, optimizer, exchange of gradients",
+            ),
+            (
+                f"  {engines}",
+                f"{found.tokens_per_second:,.0f} tokens/s",
+                f"wait {found.engines_wait:.0%} of the time",
+                (
+                    f"{found.running:.0f} of {plan.scenario.slots} slots in use, new weights take "
+                    f"{found.engines_pause:.0%} of the time"
+                ),
+            ),
+        ]
     )
-    if made.overlap and plan.config.launch.share_gpu:
-        how = "rollout and learner one after the other, for they share the GPU"
-    steps = plan.config.run.steps
-    lines.append(f"  a step takes about {_seconds(made.step)}: {how}")
-    if steps:
-        lines.append(f"  {steps} steps: about {steps * made.step / 3600:.1f} hours")
+    bound = plan.config.replay.max_staleness
     lines.append(
-        "  an iteration of an engine: the longer of (weights + cache of C rows) / bandwidth and "
-        "2 N C / FLOP/s"
+        f"  a step takes about {_seconds(found.step)} with samples at most {bound} "
+        f"step{'s' * (bound != 1)} old (replay.max_staleness={bound}), {found.staleness:.1f} on "
+        f"average: {who_waits(found)}"
+    )
+    steps = plan.config.run.steps
+    if steps:
+        lines.append(f"  {steps} steps: about {steps * found.step / 3600:.1f} hours")
+    lines.append(
+        "  simulated by the ledger's own rules (docs/plan.md); an iteration of an engine is the longer "
+        "of (weights + cache of C rows) / bandwidth and 2 N C / FLOP/s"
     )
     lines.append(
         f"  assumed of the data sheet: {TRAIN_SHARE:.0%} of FLOP/s in training, "
         f"{PREFILL_SHARE:.0%} in prefill, {BANDWIDTH_SHARE:.0%} of bandwidth, {LINK_SHARE:.0%} of "
-        f"links; {1000 * ITERATION_SECONDS:.0f} ms of host time an iteration, gloo "
-        f"{GLOO_RATE / 1e9:.1f} GB/s"
+        f"links; {1000 * ITERATION_SECONDS:.0f} ms of host time an iteration, "
+        f"{PINNED_RATE / 1e9:.0f} GB/s to pinned memory, gloo {GLOO_RATE / 1e9:.1f} GB/s"
     )
     lines.append(
         "  formulas: arXiv 2001.08361 and 2204.02311 (FLOPs), 2211.05102 (decoding), "
         "1910.02054 (ZeRO), 2205.05198 (activations)"
     )
+    return lines
+
+
+def who_waits(found: Simulated) -> str:
+    """Who waits for whom in a step, in words."""
+    waiting = []
+    if found.learner_waits >= IDLE:
+        waiting.append(f"the learner waits for samples {found.learner_waits:.0%} of the time")
+    if found.engines_wait >= IDLE:
+        waiting.append(f"the engines for leases {found.engines_wait:.0%}")
+    return ", ".join(waiting) if waiting else "nobody waits"
+
+
+def splits(plan: Plan, tried: Sequence[Split]) -> list[str]:
+    """Every split of the node with its memory, and by staleness bound its time and who waits."""
+    lines = [
+        f"splits of {plan.name} on {plan.node}",
+        (
+            "seconds of a step, and the share of the time in which learner and engines wait, by "
+            "replay.max_staleness"
+        ),
+    ]
+    for first in [split for split in tried if split.staleness == tried[0].staleness]:
+        here = [s for s in tried if (s.ranks, s.workers) == (first.ranks, first.workers)]
+        pinned = f", {human(first.plan.pinned())} of it pinned"
+        fits = "" if first.fits else ", DOES NOT FIT"
+        lines += [
+            "",
+            (
+                f"{first.ranks} rank{'s' * (first.ranks > 1)} + {first.workers} "
+                f"engine{'s' * (first.workers > 1)}: fullest GPU {first.plan.fullest():.0%}, main "
+                f"memory {human(first.plan.host())}{pinned}{fits}"
+            ),
+        ]
+        rows: list[tuple[str, ...]] = [("staleness", *(str(s.staleness) for s in here))]
+        rows.append(("step, s", *(f"{s.simulated.step:.0f}" for s in here)))
+        rows.append(("learner waits", *(f"{s.simulated.learner_waits:.0%}" for s in here)))
+        rows.append(("engines wait", *(f"{s.simulated.engines_wait:.0%}" for s in here)))
+        lines += _columns(rows)
+    lines.append("")
+    possible = [split for split in tried if split.fits]
+    if not possible:
+        return [*lines, "no split fits"]
+    best = min(possible, key=lambda split: split.simulated.step)
+    rollout = best.plan.config.rollout
+    lines.append(
+        f"fastest: learner.ranks={best.ranks} rollout.workers={best.workers} "
+        f"replay.max_staleness={best.staleness} rollout.groups_per_batch="
+        f"{rollout.groups_per_batch} rollout.groups_ahead={rollout.groups_ahead}, about "
+        f"{_seconds(best.simulated.step)}"
+    )
+    if plan.scenario is not None:
+        own = simulate(plan.scenario).step
+        better = [s for s in possible if s.simulated.step <= BETTER * own]
+        ranks, workers = plan.config.learner.ranks, plan.config.rollout.workers
+        lines.append(
+            f"this preset: {ranks} + {workers} at staleness {plan.config.replay.max_staleness}, "
+            f"about {_seconds(own)}; "
+            + (f"{len(better)} of these are" if better else "none of these is")
+            + " more than 5% faster"
+        )
     return lines
 
 

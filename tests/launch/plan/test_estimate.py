@@ -11,7 +11,7 @@ import pytest
 from tandem.common.config import Config, ObjectiveConfig
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.objectives import OBJECTIVES
-from tandem.launch.plan import memory, pace, sizes
+from tandem.launch.plan import memory, sizes, speed
 from tandem.launch.plan.hardware import Gpu, Machine
 from tandem.launch.plan.node import GB, KINDS, Node, node
 from tandem.launch.plan.sizes import ModelShape, shape_of
@@ -252,15 +252,22 @@ def test_the_columns_by_config_are_those_of_the_objective(name: str) -> None:
         assert ObjectiveConfig(name=name, **options).columns == make(name, **options).columns
 
 
-def test_two_versions_are_staged_on_rank_0s_gpu_unless_gloo_carries_them() -> None:
-    def staged(rank: int, *overrides: str) -> int:
-        parts = memory.learner(config(*overrides), SMALL, "cuda", rank=rank).parts
-        return parts["weight staging"]
+def test_two_versions_are_staged_in_pinned_memory_of_rank_0_and_two_buckets_on_its_gpu() -> None:
+    def held(rank: int, *overrides: str) -> tuple[int, int]:
+        found = memory.learner(config(*overrides), SMALL, "cuda", rank=rank)
+        assert found.host >= found.pinned
+        return found.pinned, found.parts["weight staging"] >> 20
 
-    assert staged(0) == 4 * N
-    assert staged(1, "learner.ranks=2") == 0
-    assert staged(0, "weights.transport=gloo") == 0
-    assert staged(0, "launch.share_gpu=true") == 0
+    assert held(0, "weights.bucket_mb=64") == (2 * 2 * N, 128)
+    assert held(1, "learner.ranks=2") == (0, 0)
+    # Nothing passes through a GPU on its way to gloo or to shared memory.
+    assert held(0, "weights.transport=gloo") == (2 * 2 * N, 0)
+    assert held(0, "launch.share_gpu=true") == (2 * 2 * N, 0)
+
+
+def test_on_cpus_staged_versions_are_counted_once() -> None:
+    found = memory.learner(config(name="miniature"), SMALL, "cpu")
+    assert (found.parts["weight staging"], found.host, found.pinned) == (2 * 4 * N, 0, 0)
 
 
 # --- memory of an engine ---
@@ -271,12 +278,12 @@ def test_vllm_gives_the_cache_what_is_left_of_its_share() -> None:
     assert found.parts["KV cache"] == 4 * GB - 2 * N - 2 * GB
     # 2 layers x 1 head x 4 x 2 (keys and values) x 2 bytes.
     assert found.cache_tokens == found.parts["KV cache"] // 32
-    assert found.parts["weight staging"] == 2 * N
+    assert found.parts["weight staging"] == 2 * (256 << 20)
 
 
 def test_tensor_parallel_ranks_hold_a_part_each() -> None:
     found = memory.engine(config("rollout.gpus_per_worker=2"), SMALL, "cuda", 8 * GB)
-    assert (found.parts["weights"], found.parts["weight staging"]) == (N, N)
+    assert found.parts["weights"] == N
 
 
 def test_vllm_on_cpus_is_several_processes() -> None:
@@ -295,7 +302,7 @@ def test_an_engine_in_another_dtype_than_the_learner() -> None:
     half = config("rollout.dtype=bfloat16", name="miniature")
     assert memory.engine(half, SMALL, "cpu", 0).parts["weights"] == 2 * N
     found = memory.learner(half, SMALL, "cpu").parts
-    assert (found["weights"], found["weight staging"]) == (4 * N, memory.SLOTS * 2 * N)
+    assert (found["weights"], found["weight staging"]) == (4 * N, memory.STAGED * 2 * N)
 
 
 def test_the_torch_engines_cache_holds_all_its_rows() -> None:
@@ -307,40 +314,43 @@ def test_the_torch_engines_cache_holds_all_its_rows() -> None:
 
 
 def test_a_step_counts_expert_rows_to_train_on_and_not_to_generate() -> None:
-    work = pace.load(config(name="qwen2.5-math-7b-luffy-8gpu"), response_tokens=3000)
+    work = speed.load(config(name="qwen2.5-math-7b-luffy-8gpu"), response_tokens=3000)
     assert (work.samples, work.rows, work.groups) == (128 * 7, 128 * 8, 128)
-    assert (work.prompt, work.response, work.longest) == (256, 3000, 8192)
+    assert (work.prompt, work.response, work.lengths.limit) == (256, 3000, 8192)
     assert work.trained == 1024 * 3256
 
 
 def test_offline_nothing_is_generated() -> None:
-    work = pace.load(config(name="miniature-sft"))
+    work = speed.load(config(name="miniature-sft"))
     assert (work.samples, work.rows) == (0, 4)
 
 
 def test_forward_flops_by_hand() -> None:
     # 2 N T, and for each token 2 · layers · a·d · context.
-    assert pace.forward_flops(SMALL, 10, 5) == 2 * N * 10 + 2 * 2 * 8 * 5 * 10
+    assert speed.forward_flops(SMALL, 10, 5) == 2 * N * 10 + 2 * 2 * 8 * 5 * 10
 
 
 def test_training_is_three_forward_passes_and_four_with_recomputation() -> None:
-    work = pace.load(config(), prompt_tokens=100, response_tokens=900)
+    work = speed.load(config(), prompt_tokens=100, response_tokens=900)
     # One rank: nothing is exchanged. Arithmetic at 40% of 1e12, 30 bytes a parameter at 70% of 1e9.
-    forward = pace.forward_flops(SMALL, 512_000, 1000) / 0.4e12
+    forward = speed.forward_flops(SMALL, 512_000, 1000) / 0.4e12
     optimizer = 30 * N / 0.7e9
-    kept = config("learner.gradient_checkpointing=false")
-    again = config("learner.gradient_checkpointing=true")
-    assert pace.learner_seconds(kept, SMALL, PLAIN, work) == pytest.approx(3 * forward + optimizer)
-    assert pace.learner_seconds(again, SMALL, PLAIN, work) == pytest.approx(4 * forward + optimizer)
+
+    def seconds(checkpointing: str) -> float:
+        settings = config(f"learner.gradient_checkpointing={checkpointing}")
+        return speed.learner_seconds(settings, SMALL, PLAIN, work)
+
+    assert seconds("false") == pytest.approx(3 * forward + optimizer)
+    assert seconds("true") == pytest.approx(4 * forward + optimizer)
 
 
 def test_each_column_is_a_forward_pass_more() -> None:
-    work = pace.load(config(), prompt_tokens=100, response_tokens=900)
-    forward = pace.forward_flops(SMALL, 512_000, 1000) / 0.4e12
+    work = speed.load(config(), prompt_tokens=100, response_tokens=900)
+    forward = speed.forward_flops(SMALL, 512_000, 1000) / 0.4e12
 
     def seconds(*overrides: str) -> float:
         settings = config(*(f"learner.objective.{one}" for one in overrides))
-        return pace.learner_seconds(settings, SMALL, PLAIN, work)
+        return speed.learner_seconds(settings, SMALL, PLAIN, work)
 
     plain = seconds()
     assert seconds("kl_coefficient=0.1") == pytest.approx(plain + forward)
@@ -350,42 +360,36 @@ def test_each_column_is_a_forward_pass_more() -> None:
 
 
 def test_decoding_reads_weights_and_cache_once_an_iteration() -> None:
-    few = config("replay.groups_per_step=2", "rollout.group_size=2")
-    work = pace.load(few, prompt_tokens=100, response_tokens=200)
-    found = pace.pace(few, SMALL, PLAIN, work, 10**9)
-    assert found.running == 4
-    # 32 bytes a cached token, 4 rows at a mean of 100 + 100 tokens.
-    iteration = (2 * N + 4 * 200 * 32) / 0.7e9 + 0.005
-    alone = 2 * N / 0.7e9 + 0.005
-    prefill = 2 * N * 100 * 2 / 0.5e12
-    # All rows run at once, so the longest one, 3072 tokens, decides.
-    assert 200 * iteration < 3072 * alone
-    assert found.seconds["rollout"] == pytest.approx(prefill + 3072 * alone)
+    found = speed.engine_speed(config(), SMALL, PLAIN)
+    # 32 bytes a cached token, 4 rows of 200 tokens.
+    read = (2 * N + 4 * 200 * 32) / 0.7e9
+    assert found.iteration(4, 800) == pytest.approx(read + 0.005)
+    # With many short rows the arithmetic takes longer.
+    assert found.iteration(10**6, 0) == pytest.approx(2 * N * 10**6 / 0.5e12 + 0.005)
+    # Two GPUs read twice as fast.
+    both = speed.engine_speed(config("rollout.gpus_per_worker=2"), SMALL, PLAIN)
+    assert both.iteration(4, 800) == pytest.approx(read / 2 + 0.005)
 
 
-def test_many_rows_wait_for_their_turn() -> None:
-    many = config("replay.groups_per_step=640")
-    work = pace.load(many, prompt_tokens=100, response_tokens=200)
-    found = pace.pace(many, SMALL, PLAIN, work, 10**9)
-    assert found.running == 256  # vLLM's own limit
-    iteration = (2 * N + 256 * 200 * 32) / 0.7e9 + 0.005
-    prefill = 2 * N * 100 * 640 / 0.5e12
-    assert found.seconds["rollout"] == pytest.approx(prefill + 5120 * 200 / 256 * iteration)
-    less = pace.pace(many, SMALL, PLAIN, work, 3000)
-    assert less.running == 10  # rows of 300 tokens in a cache of 3,000
+def test_slots_are_what_vllm_is_set_to_and_what_its_cache_holds() -> None:
+    def slots(cache: int, *overrides: str) -> int:
+        settings = config(*overrides)
+        work = speed.load(settings, prompt_tokens=100, response_tokens=200, spread=0.0)
+        return speed.slots(settings, work, cache)
+
+    assert slots(10**9) == 256  # 32 groups of 8
+    assert slots(10**9, "rollout.groups_per_batch=64") == 512
+    assert slots(10**9, "rollout.vllm.max_num_seqs=300") == 300
+    # Rows of 100 and, half done, 100 tokens.
+    assert slots(3000) == 15
 
 
-def test_roles_overlap_where_samples_may_be_stale() -> None:
-    found = {
-        staleness: pace.pace(settings, SMALL, PLAIN, pace.load(settings), 10**9)
-        for staleness in (0, 1)
-        for settings in [config(f"replay.max_staleness={staleness}")]
-    }
-    assert found[1].step == max(found[1].seconds.values())
-    assert found[0].step == sum(found[0].seconds.values())
-    shared = config("launch.share_gpu=true")
-    together = pace.pace(shared, SMALL, PLAIN, pace.load(shared), 10**9)
-    assert together.step == together.seconds["rollout"] + together.seconds["learner"]
+def test_what_the_learner_takes_follows_the_tokens_of_its_row() -> None:
+    settings = config()
+    work = speed.load(settings, prompt_tokens=100, response_tokens=900, spread=0.0)
+    found = speed.scenario(settings, SMALL, PLAIN, work, 10**9).learner
+    whole = found.step + found.token * work.samples * 900
+    assert whole == pytest.approx(speed.learner_seconds(settings, SMALL, PLAIN, work))
 
 
 # --- the node ---

@@ -196,6 +196,41 @@ def test_the_plan_tells_memory_and_time(capsys: pytest.CaptureFixture[str]) -> N
     assert "DOES NOT FIT" in tandem(capsys, "plan", EIGHT, "--gpu-memory", "40")[1]
 
 
+def test_splits_are_told_with_memory_time_and_who_waits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("plan", "qwen2.5-math-1.5b-grpo-2gpu", "--gpu", "H100", "--gpus", "4", "--splits")
+    code, out, _ = tandem(capsys, *words)
+    assert code == 0
+    for split in ("1 rank + 3 engines", "2 ranks + 2 engines", "3 ranks + 1 engine"):
+        assert f"\n{split}: fullest GPU " in out
+    for row in ("staleness ", "step, s ", "learner waits ", "engines wait "):
+        lines = [line.split()[-9:] for line in out.splitlines() if line.strip().startswith(row)]
+        assert [len(cells) for cells in lines] == [9, 9, 9]
+        if row == "staleness ":
+            assert lines[0] == list("012345678")
+    assert "fastest: learner.ranks=" in out
+    told = json.loads(tandem(capsys, *words, "--json")[1])
+    assert len(told) == 3 * 9
+    assert {one["ranks"] + one["workers"] for one in told} == {4}
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("miniature",), "runs on CPUs"),
+        (("qwen2.5-0.5b-grpo-1gpu",), "shares them"),
+        (("qwen2.5-math-1.5b-grpo-2gpu", "model.path=someone/some-model"), "needs the sizes of"),
+    ],
+)
+def test_splits_of_what_cannot_be_split_are_refused(
+    words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = tandem(capsys, "plan", *words, "--splits", "--gpus", "2")
+    assert code == 2
+    assert why in err
+
+
 def test_the_plan_as_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("plan", "qwen2.5-0.5b-grpo-1gpu", "--gpu", "A10", "--json")
     code, out, _ = tandem(capsys, *words)
@@ -210,8 +245,9 @@ def test_the_plan_as_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["gpus"]["0"]["share"] == both / (24 << 30)
     assert plan["estimate"] is True
     assert plan["model"]["parameters"] == 494_032_768
-    seconds = plan["step"]["seconds_by_role"]
-    assert plan["step"]["seconds"] == seconds["rollout"] + seconds["learner"]
+    found = plan["step"]["simulated"]
+    assert found["trained"] == pytest.approx((1 - found["learner_waits"]) * found["step"])
+    assert plan["pinned_bytes"] == learner["pinned_bytes"] == 2 * 2 * 494_032_768
 
 
 def test_a_node_with_too_few_gpus_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,7 +187,7 @@ def published_gradient(toy: Toy) -> torch.Tensor:
 
 def test_the_preset_clips_and_steps_as_the_published_code(hand: ModuleType) -> None:
     """Its gradient is rows / ranks = 64 times smaller: so are its clip and Adam's epsilon."""
-    found = load("qwen2.5-math-7b-luffy-8gpu").resolve(())
+    found = load("qwen2.5-math-7b-luffy-published").resolve(())
     mini_batch = (
         found.replay.groups_per_step // found.learner.minibatches * found.rollout.group_size
     )

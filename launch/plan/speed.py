@@ -1,0 +1,244 @@
+"""How fast each role is on paper: an engine's iteration, the learner's step, a version on its way.
+
+With N' the parameters that a token is multiplied with, T tokens and s the mean length of a row:
+
+- forward: ``2·N'·T + 2·L·a·d·s·T`` operations (attention is causal, so half of 4·L·a·d·s);
+  training three times that, four with recomputed activations, and one for each further look at
+  the tokens that the objective asks for (Kaplan et al. 2020, arXiv
+  2001.08361; attention and MFU: Chowdhery et al. 2022, arXiv 2204.02311, appendix B;
+  recomputation: Korthikanti et al. 2022, arXiv 2205.05198);
+- decoding is bound by memory: an iteration reads the weights and the cache of all running rows
+  (Pope et al. 2022, arXiv 2211.05102), ``(e·N + tokens·kv) / bandwidth``, or by arithmetic where
+  that is longer, ``2·N'·C / FLOP/s`` for C rows, and some time of the host;
+- new weights pause an engine while it loads them, and while it computes the keys and values of
+  what is under way again (``rollout.recompute_kv``): ``2·N'`` operations a token;
+- the optimizer reads and writes 30 bytes a parameter of its share; gradients are exchanged once a
+  micro-batch with ZeRO-2 and 3, once an update below (ring: twice the bytes, arXiv 1910.02054).
+
+The shares of the data sheet that are really reached are the constants below. Everything here is
+an estimate; tokenising, packing, evaluations and checkpoints are left out. How long a step takes is
+for :mod:`.simulation` to tell.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...common.config.choices import own_rows
+from ...replay.rules import Limits
+from .lengths import Lengths
+from .memory import element, engine_element, has_own_gpus, vllm_setting
+from .node import Node
+from .simulation import EngineSpeed, LearnerSpeed, Scenario
+from .sizes import ModelShape
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+
+TRAIN_SHARE = 0.4
+"""Of the peak FLOP/s while training (MFU, recomputation counted as work)."""
+PREFILL_SHARE = 0.5
+"""Of the peak FLOP/s while an engine reads prompts, or decodes many rows."""
+BANDWIDTH_SHARE = 0.7
+"""Of the memory bandwidth while decoding and in the optimizer."""
+LINK_SHARE = 0.7
+"""Of a link between two GPUs."""
+ITERATION_SECONDS = 0.005
+"""Of the host for one iteration of an engine: scheduling, sampling, detokenising."""
+PINNED_RATE = 20e9
+"""Bytes a second between a GPU and pinned memory of the host (PCIe 4.0 x16; 5.0 has twice that)."""
+MEMORY_RATE = 2e9
+"""Copying, checking and checking again in the host's memory, bytes a second (2 CPU cores)."""
+GLOO_RATE = 0.3e9
+"""Bytes a second through gloo on loopback; 0.13 to 0.56 GB/s were seen."""
+GRADED_A_SECOND = 500.0
+"""Answers a second and grader process; 130 to 1,200 were seen, by how an answer is written."""
+OPTIMIZER_BYTES = 30
+"""Read and written a parameter: gradient 4, master and moments 12 twice, the weight 2."""
+MAX_NUM_SEQS = 256
+"""Fewest rows that an engine runs at a time unless ``rollout.vllm.max_num_seqs`` says otherwise."""
+RESPONSE_SHARE = 1 / 3
+"""Mean response as a share of the limit, where nobody says better."""
+PROMPT_SHARE = 1 / 4
+"""Mean prompt likewise."""
+SPREAD = 0.75
+"""Standard deviation of the logarithm of a response's length, likewise. With the mean at a third of
+the limit, one response in thirty is cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a step consists of."""
+
+    samples: int
+    """Own samples that are generated."""
+    rows: int
+    """Rows that are trained on, expert rows included."""
+    groups: int
+    """Groups of the step."""
+    prompt: float
+    """Mean tokens of a prompt."""
+    lengths: Lengths
+    """Of responses."""
+
+    @property
+    def response(self) -> float:
+        """Mean tokens of a response; expert traces are taken to be as long."""
+        return self.lengths.mean
+
+    @property
+    def trained(self) -> float:
+        """Tokens of one pass of the learner."""
+        return self.rows * (self.prompt + self.response)
+
+
+def load(
+    config: Config,
+    *,
+    prompt_tokens: float | None = None,
+    response_tokens: float | None = None,
+    spread: float | None = None,
+) -> Load:
+    """A step of the config; lengths are shares of their limits unless given."""
+    groups = config.replay.groups_per_step
+    limit = config.rollout.max_new_tokens
+    offline = config.learner.source == "offline"
+    return Load(
+        samples=0 if offline else groups * own_rows(config),
+        rows=groups * (1 if offline else config.rollout.group_size),
+        groups=groups,
+        prompt=prompt_tokens or PROMPT_SHARE * config.data.max_prompt_tokens,
+        lengths=Lengths(
+            mean=min(limit, response_tokens or RESPONSE_SHARE * limit),
+            limit=limit,
+            spread=SPREAD if spread is None else spread,
+        ),
+    )
+
+
+def scenario(
+    config: Config, shape: ModelShape, node: Node, work: Load, cache_tokens: int
+) -> Scenario:
+    """What is simulated for a config on a node with GPUs.
+
+    Args:
+        config: The run's.
+        shape: The model's sizes.
+        node: What it runs on.
+        work: The step.
+        cache_tokens: Tokens that fit into one engine's KV cache.
+    """
+    own = work.samples // work.groups
+    seconds = learner_seconds(config, shape, node, work)
+    token = forward_seconds(config, shape, node, 1, work.prompt + work.response)
+    return Scenario(
+        limits=Limits(
+            groups_per_step=work.groups,
+            max_staleness=config.replay.max_staleness,
+            window=config.replay.window,
+            max_inflight=config.replay.max_inflight,
+        ),
+        workers=config.rollout.workers if own else 0,
+        samples=own,
+        batch=config.rollout.groups_per_batch,
+        ahead=config.rollout.groups_ahead,
+        slots=slots(config, work, cache_tokens),
+        lengths=work.lengths,
+        prompt=work.prompt,
+        engine=engine_speed(config, shape, node),
+        learner=LearnerSpeed(
+            step=seconds - token * work.samples * work.response,
+            token=token,
+            publish=engine_element(config) * shape.parameters / PINNED_RATE,
+            transfer=transfer_seconds(config, shape, node),
+        ),
+        recompute=config.rollout.recompute_kv,
+        every=config.weights.every,
+        graded_a_second=GRADED_A_SECOND * max(1, config.reward.pools * config.reward.graders),
+        shared=config.launch.share_gpu,
+    )
+
+
+def slots(config: Config, work: Load, cache_tokens: int) -> int:
+    """Rows that an engine runs at a time: what it is set to, and what its cache has room for.
+
+    A row that is looked at while it runs is likelier a long one, and is half done on average.
+    """
+    set_to = vllm_setting(config, "max_num_seqs", None) or max(
+        MAX_NUM_SEQS, config.rollout.groups_per_batch * config.rollout.group_size
+    )
+    drawn = work.lengths.draw(256, 16, seed=0)
+    of_a_row = work.prompt + float((drawn**2).sum() / drawn.sum()) / 2
+    return max(1, min(int(set_to), int(cache_tokens / of_a_row)))
+
+
+def engine_speed(config: Config, shape: ModelShape, node: Node) -> EngineSpeed:
+    """Of one engine, on all its GPUs together."""
+    e, across = engine_element(config), config.rollout.gpus_per_worker
+    flops = PREFILL_SHARE * node.flops * across
+    bandwidth = BANDWIDTH_SHARE * node.bandwidth * across
+    return EngineSpeed(
+        host=ITERATION_SECONDS,
+        weights=e * shape.parameters / bandwidth,
+        cached_token=shape.kv_bytes(e) / bandwidth,
+        row=2 * shape.multiplied / flops,
+        prompt_token=2 * shape.multiplied / flops,
+        load=e * shape.parameters / across / PINNED_RATE,
+    )
+
+
+def forward_flops(shape: ModelShape, tokens: float, context: float) -> float:
+    """Operations of one forward pass over causal sequences of so many tokens."""
+    return 2 * shape.multiplied * tokens + 2 * shape.layers * shape.query_width * context * tokens
+
+
+def forward_seconds(
+    config: Config, shape: ModelShape, node: Node, tokens: float, context: float
+) -> float:
+    """Of all ranks together for everything that a step computes of so many tokens."""
+    flops = learner_passes(config) * forward_flops(shape, tokens, context)
+    return flops / (TRAIN_SHARE * node.flops * config.learner.ranks)
+
+
+def learner_passes(config: Config) -> int:
+    """Forward passes that a step's work in the learner is worth: forward and backward, and one
+    without gradient under the step's first weights, the present ones, and the reference for the
+    loss and for the reward, where the objective asks for them."""
+    objective = config.learner.objective
+    columns = objective.columns & {"proximal", "current", "reference"}
+    scoring = len(columns) + (objective.kl_reward_coefficient > 0)
+    return (4 if config.learner.gradient_checkpointing else 3) + scoring
+
+
+def learner_seconds(config: Config, shape: ModelShape, node: Node, work: Load) -> float:
+    """Forward, backward, exchange of gradients and optimizer."""
+    settings, n, e = config.learner, shape.parameters, element(config)
+    compute = forward_seconds(config, shape, node, work.trained, work.prompt + work.response)
+    updates = settings.minibatches
+    share = n / settings.ranks if settings.zero_stage else n
+    optimizer = updates * OPTIMIZER_BYTES * share / (BANDWIDTH_SHARE * node.bandwidth)
+    exchanges = 0.0
+    if settings.ranks > 1:
+        micro = math.ceil(work.trained / settings.ranks / settings.micro_batch_tokens)
+        exchanges = max(updates, micro) if settings.zero_stage >= 2 else updates
+        exchanges *= 2 * 4 * n / (LINK_SHARE * node.link)
+        if settings.zero_stage == 3:
+            # Weights are gathered for the forward and for the backward pass.
+            exchanges += 2 * micro * e * n / (LINK_SHARE * node.link)
+    return compute + optimizer + exchanges
+
+
+def transfer_seconds(config: Config, shape: ModelShape, node: Node) -> float:
+    """From the learner's staged copy in the host's memory to that of the last worker.
+
+    The learner sends a version to one worker after the other, but for workers that map its memory.
+    """
+    size = engine_element(config) * shape.parameters
+    if has_own_gpus(config, "cuda"):
+        # Bucket by bucket up to a GPU, over the link, and down again; the slowest leg counts.
+        return config.rollout.workers * size / min(PINNED_RATE, LINK_SHARE * node.link)
+    if config.weights.transport in ("auto", "shared_memory"):
+        return size / MEMORY_RATE
+    return config.rollout.workers * size / GLOO_RATE

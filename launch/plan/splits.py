@@ -1,0 +1,167 @@
+"""Every way to split a node's GPUs between learner and engines, at every bound on staleness."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...common.errors import ConfigError
+from .node import Node
+from .planning import Plan, for_node, make
+from .simulation import Simulated, simulate
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+
+BOUNDS = range(9)
+"""Bounds on staleness that are tried."""
+FULL = 3
+"""A worker leases so many times the groups whose samples have slots at once: a group keeps its place
+until its longest sample has ended, while the others' slots are free for the next."""
+
+IDLE = 0.005
+"""Share of the time up to which nobody is said to wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """One way to split the node, at one bound on staleness."""
+
+    ranks: int
+    """GPUs of the learner."""
+    workers: int
+    """Engines."""
+    staleness: int
+    """η."""
+    plan: Plan
+    """Of the config with this split."""
+    simulated: Simulated
+    """What a step of it takes."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing on paper keeps it from running."""
+        return not self.plan.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: bytes, seconds and shares as plain numbers."""
+        rollout, found = self.plan.config.rollout, self.simulated
+        return {
+            "ranks": self.ranks,
+            "workers": self.workers,
+            "max_staleness": self.staleness,
+            "groups_per_batch": rollout.groups_per_batch,
+            "groups_ahead": rollout.groups_ahead,
+            "fits": self.fits,
+            "share_of_fullest_gpu": self.plan.fullest(),
+            "host_bytes": self.plan.host(),
+            "pinned_bytes": self.plan.pinned(),
+            "seconds": found.step,
+            "learner_waits": found.learner_waits,
+            "engines_wait": found.engines_wait,
+            "engines_pause": found.engines_pause,
+        }
+
+
+def splits(
+    name: str, config: Config, node: Node, bounds: Sequence[int] = BOUNDS, **lengths: float | None
+) -> list[Split]:
+    """Plans and simulates every split of a node, with leases that keep its engines busy.
+
+    Args:
+        name: Of the preset.
+        config: Resolved; its own split and bound are among those that are tried.
+        node: With its GPUs.
+        bounds: On staleness.
+        **lengths: As :func:`~.planning.make` takes them.
+
+    Raises:
+        ConfigError: the run is on CPUs or offline, its roles share GPUs, or its model isn't known.
+    """
+    if config.launch.gpus == "none" or config.launch.share_gpu:
+        raise ConfigError(
+            "--splits divides GPUs between the learner and the engines, and this preset "
+            f"{'shares them' if config.launch.share_gpu else 'runs on CPUs'}: give one that has both"
+        )
+    if config.learner.source == "offline":
+        raise ConfigError("--splits divides GPUs with engines, and offline nothing is generated")
+    found: list[Split] = []
+    for ranks, workers in shares(node.gpus, config.rollout.gpus_per_worker):
+        bound_by: Simulated | None = None
+        for bound in bounds:
+            plan = _plan(name, with_split(config, ranks, workers, bound), node, lengths)
+            assert plan.scenario is not None
+            simulated = bound_by or simulate(plan.scenario)
+            found.append(
+                Split(ranks=ranks, workers=workers, staleness=bound, plan=plan, simulated=simulated)
+            )
+            if is_bound(simulated, plan.scenario.slots):
+                bound_by = simulated
+    return found
+
+
+def _plan(name: str, config: Config, node: Node, lengths: Mapping[str, float | None]) -> Plan:
+    """The plan of a split, with leases that keep its engines busy."""
+    placement = for_node(config, node)
+    plan = make(name, config, node, placement, **lengths)
+    if plan.scenario is None:
+        raise ConfigError(
+            f"--splits needs the sizes of {config.model.path}, which are neither on this machine nor "
+            f"in the table of well-known models: fetch the model first"
+        )
+    batch, ahead = leases(config, plan.scenario.slots)
+    config = _with(config, "rollout", groups_per_batch=batch, groups_ahead=ahead)
+    return make(name, config, node, placement, **lengths)
+
+
+def is_bound(simulated: Simulated, slots: int) -> bool:
+    """Whether a greater bound on staleness can't make a step shorter: the learner, or each slot of the
+    engines, is busy all the time."""
+    full = simulated.engines_wait < IDLE and simulated.running > (1 - 4 * IDLE) * slots
+    return simulated.learner_waits < IDLE or full
+
+
+def shares(gpus: int, each: int) -> Iterable[tuple[int, int]]:
+    """Ranks and engines, of ``each`` GPUs, that take all GPUs together.
+
+    >>> list(shares(4, each=1)), list(shares(5, each=2))
+    ([(1, 3), (2, 2), (3, 1)], [(1, 2), (3, 1)])
+    """
+    for ranks in range(1, gpus):
+        if (gpus - ranks) % each == 0:
+            yield ranks, (gpus - ranks) // each
+
+
+def leases(config: Config, slots: int) -> tuple[int, int]:
+    """``groups_per_batch`` and ``groups_ahead`` with which no engine waits for a lease.
+
+    A worker's share of the groups that may be under way, but no more than keep its slots full. It asks
+    for more as soon as an eighth of them has ended.
+
+    Args:
+        config: With its split and bound on staleness.
+        slots: Samples that an engine runs at a time.
+    """
+    from ...common.config.choices import own_rows
+
+    live = config.replay.groups_per_step * max(1, config.replay.max_staleness)
+    held = min(math.ceil(live / config.rollout.workers), math.ceil(FULL * slots / own_rows(config)))
+    batch = max(1, held // 8)
+    return batch, held - batch
+
+
+def with_split(config: Config, ranks: int, workers: int, staleness: int) -> Config:
+    """A config with another split of the node and another bound on staleness."""
+    replay, weights = config.replay, config.weights
+    config = _with(config, "learner", ranks=ranks)
+    config = _with(config, "rollout", workers=workers)
+    window, every = min(replay.window, staleness + 1), min(weights.every, staleness + 1)
+    config = _with(config, "replay", max_staleness=staleness, window=window)
+    return _with(config, "weights", every=every)
+
+
+def _with(config: Config, section: str, **values: Any) -> Config:
+    changed = getattr(config, section).model_copy(update=values)
+    return config.model_copy(update={section: changed})
