@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from .assembly import assemble
 from .facts import FactsWatch
 from .progress import Progress
-from .snapshot import Known, Snapshot, assemble
+from .snapshot import Known, Snapshot
 from .tail import MetricsTail
 
 if TYPE_CHECKING:

@@ -14,10 +14,11 @@ from ...common.run_folder import RunFolder, read_join, wall_seconds
 from ...replay.connection import connect
 from ..host.folder_lock import supervisor_of
 from ..wording import shown
+from .assembly import assemble
 from .facts import Facts, ask
 from .history import History, read
 from .on_disk import read_restarts
-from .snapshot import Known, Snapshot, assemble
+from .snapshot import Known, Snapshot
 
 ANSWER_SECONDS = 8.0
 """For Redis to answer a person who asks how the run stands."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
-from rich.color import ColorSystem
+from rich.console import Console
 
-from ...common.printable import raw
+from ...common.printable import printable, raw
 from ..wording import human
 from .inspection import Inspection
-from .painter import Painter, plain
 from .snapshot import Snapshot
 from .tty import has_blocks, has_colour, wants_live
 from .view import ASCII, UNICODE, draw
@@ -26,12 +25,12 @@ def show(snapshot: Snapshot, stream: TextIO, inspection: Inspection | None = Non
     """Prints it; in colour on a terminal that has any."""
     live = wants_live(stream)
     columns = os.get_terminal_size(stream.fileno()).columns if live else COLUMNS
-    glyphs = UNICODE if has_blocks(stream) else ASCII
-    painter = Painter(ColorSystem.STANDARD if live and has_colour() else None)
-    lines = draw(snapshot, columns - 1, glyphs=glyphs)
-    raw(stream).write(painter.paint(lines, [], columns).replace("\r\n", "\n"))
+    colours: Literal["standard"] | None = "standard" if live and has_colour() else None
+    console = Console(file=raw(stream), force_terminal=live, color_system=colours)
+    for text in draw(snapshot, columns - 1, glyphs=UNICODE if has_blocks(stream) else ASCII):
+        console.print(text, soft_wrap=True)
     for line in more(snapshot, inspection or Inspection()):
-        stream.write(plain(line) + "\n")
+        stream.write(printable(line) + "\n")
 
 
 def more(snapshot: Snapshot, inspection: Inspection) -> list[str]:

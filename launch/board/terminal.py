@@ -9,16 +9,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, cast
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
 
 from ...common.disk import try_append
 from ...common.printable import printable
-from .painter import KEPT, Painter, plain
+from . import view
 from .tty import Tty, has_blocks, has_colour, silence, wants_live
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from .snapshot import Snapshot
 
 TICK_SECONDS = 0.25
@@ -26,7 +29,11 @@ TICK_SECONDS = 0.25
 FRAME_SECONDS = 0.5
 """Least time between two frames."""
 BYTES_PER_SECOND = 1000
-"""Most that frames take on average: a line of 9,600 baud carries it."""
+"""Most that is drawn on average: a line of 9,600 baud carries it."""
+AHEAD_SECONDS = 4.0
+"""A message is shown at once where what was drawn lately is no more than so long ahead of that rate."""
+KEPT = 200
+"""Messages that are kept for a window that is drawn anew."""
 PAUSED_SECONDS = 3.0
 """A pause that is so much too long was Ctrl-Z: others have written to the window."""
 LAST_SECONDS = 2.0
@@ -125,28 +132,42 @@ class _Warnings(logging.Handler):
 
 
 class Screen:
-    """The thread that draws. Nothing that it meets can hold up or end the run."""
+    """The thread that draws. Nothing that it meets can hold up or end the run.
+
+    The frame stands below the messages, which scroll away above it as ordinary output does. Nothing
+    of the terminal is changed that somebody would have to put back: no alternate screen, no hidden
+    cursor, no raw mode. So whatever ends the process, SIGKILL included, leaves a terminal that
+    works, with the cursor below the last frame.
+    """
 
     def __init__(
         self, look: Callable[[], Snapshot], said: Sequence[str], lost: Callable[[], None]
     ) -> None:
+        self.over = False
+        """Nothing is drawn any more."""
         self._look = look
         self._lost = lost
+        self._said = deque((printable(line) for line in said), maxlen=KEPT)
         self._messages: deque[str] = deque()
         self._lock = threading.Lock()
         self._end = threading.Event()
-        self.over = False
-        """Nothing is drawn any more."""
-        self._forced = False
-        from rich.color import ColorSystem
-
-        from . import view
-
         self._glyphs = view.UNICODE if has_blocks(sys.stdout) else view.ASCII
-        self._painter = Painter(ColorSystem.STANDARD if has_colour() else None)
-        self._painter.remember(said)
         self._tty = Tty(sys.stdout.fileno())
         self._size = self._tty.size()
+        self._frame: list[Text] = []
+        self._console = _Console(
+            file=cast("IO[str]", self._tty),
+            force_terminal=True,
+            force_interactive=True,
+            color_system="standard" if has_colour() else None,
+        )
+        self._live = Live(
+            self,
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         self._thread = threading.Thread(target=self._run, name="view", daemon=True)
         self._thread.start()
 
@@ -168,12 +189,13 @@ class Screen:
     def _rest(self) -> list[str]:
         with self._lock:
             self.over = True
-        return self._new_messages()
+            return list(self._messages)
 
     def _new_messages(self) -> list[str]:
         with self._lock:
-            new = list(self._messages)
+            new = [printable(line) for line in self._messages]
             self._messages.clear()
+        self._said.extend(new)
         return new
 
     def _run(self) -> None:
@@ -184,62 +206,82 @@ class Screen:
             self._lost()
         except Exception as error:  # noqa: BLE001 - whatever breaks the view must not break the run
             rest = self._rest()
-            told = f"the live view has ended ({type(error).__name__}: {error}); lines from here on"
+            ended = f"the live view has ended ({type(error).__name__}: {error}); lines from here on"
             try:
-                print("\n".join([*rest, told]), flush=True)
+                print("\n".join([*rest, ended]), flush=True)
             except OSError:
                 self._lost()
         finally:
             self._tty.close()
 
     def _draw_until_end(self) -> None:
+        self._live.start()
+        anew = False
         due = ticked = time.monotonic()
         while not self._end.wait(TICK_SECONDS):
             now = time.monotonic()
-            if now - ticked > PAUSED_SECONDS:
-                self._forced = True
+            before, self._size = self._size, self._tty.size()
+            resized = self._size != before
+            # Something else has written to the window, or the terminal has wrapped it in its own
+            # way: Ctrl-Z was pressed, or Enter, which has moved the cursor.
+            anew |= now - ticked > PAUSED_SECONDS or self._tty.typed() or resized
             ticked = now
             if not self._tty.foreground():
-                self._forced = True
-                self._tty.send("".join(f"{plain(line)}\r\n" for line in self._new_messages()))
-                continue
-            if not self._tty.flush():
-                continue
-            if self._tty.typed():
-                # Enter has moved the cursor, and what was typed stands in the view.
-                self._forced = True
-            settled = self._settled()
-            if settled and (now >= due or self._messages):
-                before = self._tty.written
-                self._draw()
-                spent = self._tty.written - before
-                due = now + max(FRAME_SECONDS, spent / BYTES_PER_SECOND)
+                anew = True
+                self._tty.write("".join(f"{line}\n" for line in self._new_messages()))
+                self._tty.flush()
+            elif self._tty.flush() and not resized:  # Else somebody is dragging the window's edge.
+                ahead = AHEAD_SECONDS if self._messages else 0.0
+                if now >= due - ahead:
+                    written = self._tty.written
+                    self._draw(anew)
+                    anew = False
+                    spent = (self._tty.written - written) / BYTES_PER_SECOND
+                    due = max(due, now) + max(FRAME_SECONDS, spent)
         if self._tty.foreground() and self._tty.flush(LAST_SECONDS):
-            self._size = self._tty.size()
-            self._draw()
+            self._draw(anew)
+            self._live.stop()
             self._tty.flush(LAST_SECONDS)
 
-    def _settled(self) -> bool:
-        """False while somebody is dragging the window's edge."""
-        size = self._tty.size()
-        if size != self._size:
-            self._size, self._forced = size, True
-            return False
-        return True
-
-    def _draw(self) -> None:
+    def _draw(self, anew: bool) -> None:
+        """Writes what is new; or the whole window, with the latest messages that find room."""
         columns, rows = self._size
-        lines = self._lines(columns, rows)
-        messages = self._new_messages()
-        if self._forced:
-            self._forced = False
-            self._painter.remember(messages)
-            self._tty.send(self._painter.anew(lines, columns, rows))
-        else:
-            self._tty.send(self._painter.paint(lines, messages, columns))
-
-    def _lines(self, columns: int, rows: int) -> list[Text]:
-        from .view import draw
-
+        self._console.size = ConsoleDimensions(columns, rows)
         # The last column stays free (terminals differ in when they wrap), and a row for the cursor.
-        return draw(self._look(), max(1, columns - 1), max(1, rows - 2), self._glyphs)
+        frame = view.draw(self._look(), max(1, columns - 1), max(1, rows - 2), self._glyphs)
+        messages = self._new_messages()
+        if not anew and not messages and frame == self._frame:
+            return
+        self._frame = frame
+        if anew:
+            self._console.clear()
+            messages = self._latest(rows - len(frame) - 1)
+        if messages:
+            self._console.print(Text("\n".join(messages)), soft_wrap=True)
+        else:
+            self._live.refresh()
+
+    def _latest(self, room: int) -> list[str]:
+        """The latest messages that so many rows have room for."""
+        kept: list[str] = []
+        for message in reversed(self._said):
+            for line in message.split("\n"):
+                room -= max(1, -(-cell_len(line) // self._size[0]))
+            if room < 0:
+                break
+            kept.insert(0, message)
+        return kept
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The frame, and while others will follow an empty line, on which the cursor stands."""
+        yield from self._frame
+        if not self._end.is_set():
+            yield Text()
+
+
+class _Console(Console):
+    """A console that never hides the cursor, which a process that is killed couldn't show again."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Changes nothing."""
+        return False

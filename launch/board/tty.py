@@ -46,7 +46,10 @@ def _large_enough(fd: int) -> bool:
 
 
 class Tty:
-    """The terminal behind a descriptor. Raises ``OSError`` where it has gone away."""
+    """The terminal behind a descriptor, as a file to write to.
+
+    What the terminal doesn't take yet is kept. Raises ``OSError`` where it has gone away.
+    """
 
     def __init__(self, fd: int = 1) -> None:
         self._given = fd
@@ -61,7 +64,7 @@ class Tty:
         self._pending = b""
         self._input = 0
         self.written = 0
-        """Bytes so far."""
+        """Bytes taken so far."""
 
     def size(self) -> tuple[int, int]:
         """Columns and rows."""
@@ -84,13 +87,14 @@ class Tty:
         before, self._input = self._input, int.from_bytes(answer, sys.byteorder)
         return self._input > before
 
-    def send(self, text: str) -> None:
-        """Hands over text; what the terminal doesn't take yet is kept."""
-        self._pending += text.encode("utf-8", "replace")
-        self.flush()
+    def write(self, text: str) -> None:
+        """Takes text to be written; :meth:`flush` writes it."""
+        data = text.encode("utf-8", "replace")
+        self._pending += data
+        self.written += len(data)
 
     def flush(self, patience: float = 0.0) -> bool:
-        """Writes what is kept, waiting so many seconds at most; False where some is left."""
+        """Writes what was taken, waiting so many seconds at most; False where some is left."""
         end = time.monotonic() + patience
         while self._pending:
             try:
@@ -101,7 +105,6 @@ class Tty:
                     return False
                 time.sleep(0.02)
                 continue
-            self.written += count
             self._pending = self._pending[count:]
         return True
 

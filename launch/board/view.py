@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from ...common.printable import printable
 from ..wording import duration
 from .snapshot import Grading, MemberStanding, RoleStanding, Snapshot
 
@@ -63,12 +64,17 @@ def draw(
     lines = pen.lines(snapshot)
     while height is not None and len(lines) > max(1, height):
         lines.remove(max(lines, key=lambda line: line.weight))
-    texts = [line.text for line in lines]
+    texts = [_seen(line.text) for line in lines]
     for text in texts:
         text.no_wrap = True
         text.rstrip()
         text.truncate(width)
     return texts
+
+
+def _seen(text: Text) -> Text:
+    """A text without control characters, which could move the cursor; it loses its colours with them."""
+    return text if text.plain.isprintable() else Text(printable(text.plain).replace("\n", " "))
 
 
 class _Pen:
@@ -105,7 +111,7 @@ class _Pen:
     # One line each.
 
     def _title(self, s: Snapshot) -> Text:
-        text = Text(end="").append(f"{self._glyphs.rule} ", "dim")
+        text = Text().append(f"{self._glyphs.rule} ", "dim")
         text.append(s.preset or "run", "bold cyan")
         for fact in (s.run, s.state):
             if fact:
@@ -275,7 +281,7 @@ class _Pen:
     # Pieces.
 
     def _labelled(self, name: str) -> Text:
-        return Text(end="").append(f" {name:<{LABEL - 1}}", "dim")
+        return Text().append(f" {name:<{LABEL - 1}}", "dim")
 
     def _facts(self, text: Text, facts: Sequence[tuple[str, str]]) -> Text:
         for number, (name, value) in enumerate(facts):

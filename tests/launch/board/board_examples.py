@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tandem.launch.board.assembly import assemble
 from tandem.launch.board.facts import Facts
 from tandem.launch.board.history import History
-from tandem.launch.board.snapshot import Known, Snapshot, assemble
+from tandem.launch.board.snapshot import Known, Snapshot
 from tandem.replay.members import Member
 from tandem.replay.store import EvaluationResult
 

@@ -12,12 +12,13 @@ from board_examples import KNOWN, NOW, REPORTS, facts, history, member, record, 
 
 from tandem.common.errors import StoreError
 from tandem.common.run_folder import RunFolder
+from tandem.launch.board.assembly import assemble
 from tandem.launch.board.facts import Activity, ask
 from tandem.launch.board.history import History
 from tandem.launch.board.inspection import Inspection
 from tandem.launch.board.look import look
 from tandem.launch.board.page import more
-from tandem.launch.board.snapshot import Known, Queues, assemble
+from tandem.launch.board.snapshot import Known, Queues
 from tandem.launch.host.folder_lock import FolderLock
 from tandem.replay.connection import Store, connect
 from tandem.replay.ledger import Ledger, LedgerSettings

@@ -7,11 +7,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from pty_screen import OnPty
+
+from tandem.launch.board.terminal import BYTES_PER_SECOND, FRAME_SECONDS
 
 DRAWN = Path(__file__).parent / "drawn.py"
 Start = Callable[..., OnPty]
@@ -156,11 +159,39 @@ def test_a_terminal_that_takes_nothing_holds_nobody_up(start: Start, script: Pat
     assert shows("message 499", "said after")(view.text())
 
 
-def test_bytes_stay_few_while_every_figure_changes(start: Start, script: Path) -> None:
-    view = start(120, 40)
+@pytest.mark.parametrize("columns", [80, 120])
+def test_at_most_1000_bytes_a_second_are_drawn(start: Start, script: Path, columns: int) -> None:
+    view = start(columns, 40)
     view.await_text(shows(" 1/250 ", "restarts"))
-    first = len(view.raw)
-    for step in range(2, 6):
+    frame, began = len(view.raw), time.monotonic()
+    for step in range(2, 100):
         tell(script, step)
-        view.await_text(shows(f" {step}/250 "))
-    assert (len(view.raw) - first) / 4 < first / 4
+        time.sleep(0.05)
+    allowed = BYTES_PER_SECOND * (time.monotonic() - began) + frame
+    assert frame < len(view.raw) <= frame + allowed
+
+
+def test_nothing_is_written_where_nothing_has_changed(start: Start, script: Path) -> None:
+    view = start()
+    view.await_text(shows(" 1/250 ", "restarts"))
+    tell(script, 2)
+    view.await_text(shows(" 2/250 ", "restarts"))
+    written = len(view.raw)
+    time.sleep(4 * FRAME_SECONDS)
+    assert len(view.raw) == written
+
+
+def test_messages_scroll_away_above_the_frame(start: Start, script: Path) -> None:
+    view = start()
+    view.await_text(shows(" 1/250 "))
+    tell(script, 2, *(f"message {number}" for number in range(60)))
+    text = view.await_text(shows("message 59\n─ miniature", " 2/250 ", "restarts"))
+    assert text.splitlines()[0].startswith("message ")
+    assert text.count("─ miniature") == 1
+
+
+def test_a_message_cannot_move_the_cursor(start: Start, script: Path) -> None:
+    view = start()
+    view.await_text(shows(" 1/250 "))
+    tell(script, 1, "evil\x1b[2J\x07 text")
+    view.await_text(shows("said before\nevil\\u001b[2J\\u0007 text\n─ miniature"))

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from board_examples import ALARM, KNOWN, NOW, REPORTS, alarmed, facts, history, member, snapshot
 
+from tandem.launch.board.assembly import assemble
 from tandem.launch.board.history import History
 from tandem.launch.board.page import show
-from tandem.launch.board.snapshot import assemble
 from tandem.launch.board.view import ASCII, draw
 
 
@@ -64,6 +64,12 @@ def test_a_silent_process_is_pointed_out() -> None:
     assert "rollout-0 v1.99 silent for 31 s" in "\n".join(
         text(80, members=(member("rollout-0", age=31),))
     )
+
+
+def test_what_another_host_says_cannot_move_the_cursor() -> None:
+    told = [line.plain for line in draw(replace(snapshot(), alarms=("evil\x1b[2J\n",)), 80)]
+    assert all(line.isprintable() for line in told)
+    assert any("evil\\u001b[2J" in line for line in told)
 
 
 def test_a_run_that_has_only_begun_can_be_drawn() -> None:

@@ -1,0 +1,313 @@
+"""Puts a snapshot together: a pure function of what was read elsewhere, and of the clock.
+
+What was read: the history of ``metrics.jsonl``, a look into Redis, the restarts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ...common.records import Verdict
+from .facts import Activity, Facts
+from .history import Evaluated, History, first_number
+from .snapshot import Grading, Known, MemberStanding, Queues, RoleStanding, Snapshot, Staleness
+
+FRESH_SECONDS = 15.0
+"""A report that is older tells of a process that is gone."""
+LONGEST_WAIT = 10.0
+"""A wait under way counts at most so many seconds: as long as idle shares look back."""
+BUSY = 0.05
+"""A role that waits for less than this share of its time waits for nobody worth naming."""
+
+WAITS: Mapping[str, tuple[str, str]] = {
+    "batch": ("rollout", "the next batch"),
+    "evaluation": ("rollout", "an evaluation"),
+    "version": ("learner", "the first weights"),
+    "pool": ("reward", "receipts"),
+    "redis": ("redis", "an answer"),
+    "groups": ("rollout", "groups to grade"),
+    "graders": ("graders", "verdicts"),
+    "admission": ("learner", "the next step"),
+}
+"""What a process that is in the activity ``wait/<name>`` waits for: who, and what of them."""
+
+
+def assemble(
+    known: Known,
+    history: History,
+    facts: Facts | None = None,
+    activity: Activity | None = None,
+    *,
+    restarts: Sequence[Mapping[str, Any]] = (),
+    problem: str = "",
+    now: float,
+) -> Snapshot:
+    """Puts together what was read.
+
+    Args:
+        known: What the folder says.
+        history: Of ``metrics.jsonl``; empty where the folder is on another host.
+        facts: A look into Redis; None where there is none.
+        activity: Of the reports in the latest looks; None = of ``facts`` alone.
+        restarts: That the supervisor noted.
+        problem: Why ``facts`` is old or missing.
+        now: Seconds since the epoch.
+    """
+    if activity is None:
+        activity = Activity()
+        activity.add(facts.reports if facts else {})
+    fresh = _fresh(facts, now)
+    members = _members(facts, fresh, activity, history, now)
+    learner: Mapping[str, Any] = next((r for r in fresh.values() if r.get("role") == "learner"), {})
+    step = max(history.step, int((learner.get("version") or (0, 0))[1]))
+    total = learner.get("total_steps") or (facts.steps if facts else None) or known.total_steps
+    pace = history.seconds_per_step()
+    state = _state(known, facts)
+    left = pace * max(0, total - step) if pace and total and state == "running" else None
+    return Snapshot(
+        time=now,
+        run=known.run,
+        preset=known.preset,
+        state=state,
+        supervisor=known.supervisor,
+        elapsed_seconds=known.elapsed_seconds,
+        step=step,
+        total_steps=total,
+        seconds_per_step=pace,
+        seconds_left=left,
+        reward=_or(history.last("reward/mean"), learner.get("reward")),
+        rewards=history.values("reward/mean"),
+        loss=_or(history.last("train/loss"), learner.get("loss")),
+        zero_variance=history.mean("reward/zero_variance"),
+        response_length=history.mean("rollout/length_mean"),
+        entropy=history.mean("train/entropy"),
+        evaluations=_evaluations(facts, history),
+        tokens_sampled_per_second=_sum(m.tokens_per_second for m in members),
+        tokens_trained_per_second=history.per_second("train/tokens_own", "train/tokens_expert"),
+        samples_trained_per_second=history.per_second("train/rows"),
+        ledger=dict(facts.counts) if facts else dict(known.ledger),
+        queues=_queues(facts, fresh),
+        staleness=Staleness(
+            mean=history.mean("replay/staleness_mean"),
+            max=max(history.values("replay/staleness_max"), default=None),
+            limit=facts.limit if facts else known.limit,
+            shares=history.staleness(),
+        ),
+        roles=_roles(members, fresh, activity, history, facts, now) or _summed(known.idle),
+        members=members,
+        restarts=tuple(restarts),
+        grader_restarts=facts.grader_restarts if facts else 0,
+        grading=_grading(fresh),
+        alarms=_alarms(fresh, history),
+        dead_letters=facts.dead_letters if facts else known.dead_letters,
+        journalled=facts.journalled if facts else None,
+        term=facts.term if facts else None,
+        waiting_for=facts.waiting_for if facts else "",
+        problem=problem,
+    )
+
+
+def _state(known: Known, facts: Facts | None) -> str | None:
+    if facts is None or known.state == "draining":
+        return known.state
+    # An external Redis outlives the run's processes and still says "running".
+    left = known.state == "stopped" and not facts.members
+    return known.state if left else facts.state
+
+
+def _fresh(facts: Facts | None, now: float) -> dict[str, Mapping[str, Any]]:
+    """Reports of processes that are there."""
+    if facts is None:
+        return {}
+    heard = {member.member for member in facts.members if member.age < FRESH_SECONDS}
+    return {
+        member: report
+        for member, report in facts.reports.items()
+        if member in heard or now - float(report.get("time") or 0.0) < FRESH_SECONDS
+    }
+
+
+def _alarms(fresh: Mapping[str, Mapping[str, Any]], history: History) -> tuple[str, ...]:
+    """The learner's is in the run's metrics, where the folder is at hand, of all its lives."""
+    reports = {m: r for m, r in sorted(fresh.items()) if r.get("alarm")}
+    if history.alarm:
+        reports = {m: r for m, r in reports.items() if r.get("role") != "learner"}
+    own = (f"learner: {history.alarm}",) if history.alarm else ()
+    return own + tuple(f"{member}: {report['alarm']}" for member, report in reports.items())
+
+
+def _evaluations(facts: Facts | None, history: History) -> tuple[Evaluated, ...]:
+    found = {(one.step, one.set): one for one in history.evaluations}
+    for result in facts.evaluations if facts else ():
+        # The learner writes a result into the metrics only when it next looks.
+        found[(result.step, result.set_name)] = Evaluated(
+            set=result.set_name,
+            step=result.step,
+            accuracy=result.accuracy,
+            problems=result.problems,
+        )
+    return tuple(found[key] for key in sorted(found))
+
+
+def _grading(fresh: Mapping[str, Mapping[str, Any]]) -> Grading | None:
+    pools = [r for r in fresh.values() if r.get("role") == "reward" and "grader/recent" in r]
+    if not pools:
+        return None
+
+    def total(name: str) -> float:
+        return sum(float(r.get(f"grader/{name}") or 0) for r in pools)
+
+    verdicts = {v.value: int(total(v.value)) for v in Verdict if total(v.value)}
+    requests = max(1.0, total("requests"))
+    return Grading(
+        samples=sum(verdicts.values()),
+        verdicts=verdicts,
+        to_process=int(total("to_process")),
+        cached=int(total("cache_hits") + total("coalesced")),
+        queued=int(total("queued")),
+        queue_wait=total("queue_wait_seconds") / requests,
+        seconds=total("grade_seconds") / requests,
+        hang_share=max(float(r.get("grader/hang_share") or 0) for r in pools),
+        crash_share=max(float(r.get("grader/crash_share") or 0) for r in pools),
+    )
+
+
+def _queues(facts: Facts | None, fresh: Mapping[str, Mapping[str, Any]]) -> Queues:
+    if facts is None:
+        return Queues()
+    counts = facts.counts
+    return Queues(
+        returned=counts.get("admitted", 0),
+        leased=counts.get("leased", 0),
+        submitted=sum(int(_inside(r, "submission", "outstanding")) for r in fresh.values()),
+        grading=sum(int(r.get("pool/in_hand") or 0) for r in fresh.values()),
+        graded=counts.get("graded", 0),
+        taken=counts.get("taken", 0),
+        evaluations=facts.evaluations_open,
+    )
+
+
+def _members(
+    facts: Facts | None,
+    fresh: Mapping[str, Mapping[str, Any]],
+    activity: Activity,
+    history: History,
+    now: float,
+) -> tuple[MemberStanding, ...]:
+    if facts is None:
+        return ()
+    found = []
+    for member in facts.members:
+        report = fresh.get(member.member, {})
+        version = member.info.get("version") or report.get("version")
+        seconds = _seconds(member.member, member.role, report, activity, history, now)
+        found.append(
+            MemberStanding(
+                member=member.member,
+                role=member.role,
+                # Heartbeats go on growing old while Redis can't be asked.
+                age=round(member.age + max(0.0, now - facts.time), 1),
+                pid=member.info.get("pid") or report.get("pid"),
+                host=member.info.get("host") or report.get("host"),
+                version=(int(version[0]), int(version[1])) if version else None,
+                idle=_share(seconds),
+                waiting_for=str(report.get("waiting_for") or report.get("waiting") or ""),
+                tokens_per_second=first_number(report, "tokens_per_second"),
+            )
+        )
+    return tuple(found)
+
+
+def _seconds(
+    member: str,
+    role: str,
+    report: Mapping[str, Any],
+    activity: Activity,
+    history: History,
+    now: float,
+) -> dict[str, float]:
+    """A member's recent seconds by activity, with ``total``."""
+    if role != "learner":
+        return activity.seconds(member)
+    # The learner's reports tell of its last step alone; the metrics have them all.
+    seconds = history.learner_seconds() or activity.seconds(member)
+    moment = history.last("time")
+    since = min(now - moment, LONGEST_WAIT) if moment is not None else 0.0
+    if report.get("waiting") and since > 2.0:
+        for name in ("wait/batch", "total"):
+            seconds[name] = seconds.get(name, 0.0) + since
+    return seconds
+
+
+def _roles(
+    members: Sequence[MemberStanding],
+    fresh: Mapping[str, Mapping[str, Any]],
+    activity: Activity,
+    history: History,
+    facts: Facts | None,
+    now: float,
+) -> tuple[RoleStanding, ...]:
+    found = []
+    for role in ("learner", "rollout", "reward"):
+        of_role = [m for m in members if m.role == role]
+        if not of_role:
+            continue
+        total: dict[str, float] = {}
+        for one in of_role:
+            report = fresh.get(one.member, {})
+            told = _seconds(one.member, role, report, activity, history, now)
+            for name, spent in told.items():
+                total[name] = total.get(name, 0.0) + spent
+        idle = _share(total)
+        whom, what = "", ""
+        if idle is not None and idle >= BUSY:
+            waits = {n: s for n, s in total.items() if n.startswith("wait/")}
+            longest = max(waits, key=lambda name: waits[name]).removeprefix("wait/")
+            whom, what = WAITS.get(longest, ("", longest.replace("_", " ")))
+            own = [m.waiting_for for m in of_role if m.waiting_for]
+            if longest == "admission" and own:
+                what = own[0].removeprefix("admission: ")
+            if longest == "batch" and facts and not facts.waiting_for:
+                whom, what = "", "its source"
+        found.append(
+            RoleStanding(
+                role=role, members=len(of_role), idle=idle, waits_for=whom, waits_what=what
+            )
+        )
+    return tuple(found)
+
+
+def _summed(idle: Mapping[str, float]) -> tuple[RoleStanding, ...]:
+    """Of a finished run."""
+    return tuple(
+        RoleStanding(role=role, members=0, idle=share, waits_for="", waits_what="")
+        for role, share in idle.items()
+    )
+
+
+def _share(seconds: Mapping[str, float]) -> float | None:
+    """Share of the time in activities named ``wait/…``."""
+    total = seconds.get("total")
+    if not total:
+        return None
+    waited = sum(spent for name, spent in seconds.items() if name.startswith("wait/"))
+    return min(1.0, waited / total)
+
+
+def _inside(report: Mapping[str, Any], *names: str) -> float:
+    value: Any = report
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return float(value or 0.0)
+
+
+def _or(value: float | None, other: Any) -> float | None:
+    if value is not None:
+        return value
+    return float(other) if isinstance(other, int | float) else None
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    told = [value for value in values if value is not None]
+    return sum(told) if told else None
