@@ -11,7 +11,7 @@ class LaunchConfig(Section):
     """Supervision."""
 
     max_failures: Positive = 5
-    """Deaths of one process without progress in between that end the run; four SIGKILLs are one."""
+    """Deaths of one process without progress in between that end the run."""
     backoff_seconds: Seconds = 0.5
     """First pause before a restart; doubles up to 30 s."""
     drain_seconds: Seconds = 60.0

@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ..plan.placement import gpus_needed
     from ..plan.splits import splits
     from ..run import dry_run
+    from ..run.parts import command_of, environment_of
     from ..run.presets import load, split
-    from ..run.processes import command_of, environment_of
 
     name, overrides = split(arguments.words, "miniature")
     preset = load(name)

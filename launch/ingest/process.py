@@ -170,7 +170,8 @@ def main(questions: IO[str], answers: IO[str]) -> int:
     from ...replay.connection import connect
     from ...replay.ledger import Ledger
     from ...replay.store import RunStore
-    from . import prepare as ingest
+    from .load import load
+    from .prepare import prepare
 
     def say(answer: dict[str, Any]) -> None:
         answers.write(json.dumps(answer) + "\n")
@@ -180,7 +181,7 @@ def main(questions: IO[str], answers: IO[str]) -> int:
     doing = _Doing(say, float(first["tell_seconds"]))
     try:
         config = Config.model_validate(first["config"])
-        prepared = ingest.prepare(config, RunFolder(first["folder"]), doing.now)
+        prepared = prepare(config, RunFolder(first["folder"]), doing.now)
         doing.end()
         say(
             {
@@ -195,7 +196,7 @@ def main(questions: IO[str], answers: IO[str]) -> int:
         line = questions.readline()
         if line:
             store = connect(read_join(Path(json.loads(line)["join"])), name="ingest")
-            ingest.load(Ledger(store, "ingest"), RunStore(store), config, prepared)
+            load(Ledger(store, "ingest"), RunStore(store), config, prepared)
             store.close()
             say({"loaded": True})
             questions.readline()

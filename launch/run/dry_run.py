@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ...common.errors import ConfigError, TandemError
+from ...common.errors import TandemError
 from ...common.run_folder import RunFolder
 from ..host import redis_server
 from ..host.requirements import disk_wanted, examine, missing
@@ -17,9 +17,8 @@ from ..plan.placement import Placement, gpus_needed
 from ..plan.planning import Plan, Planned
 from ..wording import human, shown
 from . import processes as started
-from .opening import Opening, open_folder
-from .presets import load, split
-from .processes import ProcessSpec, command_of
+from .opening import Opening, open_words
+from .parts import ProcessSpec, command_of
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -39,15 +38,8 @@ def dry_run(words: Sequence[str], *, fresh: bool, offline: bool) -> int:
         ConfigError: the settings can't be run on any machine.
         DataError: the run's folder is of another run or damaged.
     """
-    name, overrides = split(words, "miniature-sft" if offline else "miniature")
-    preset = load(name)
-    opening = open_folder(preset, overrides, fresh=fresh)
+    preset, opening = open_words(words, fresh=fresh, offline=offline)
     config = opening.config
-    if offline and config.learner.source != "offline":
-        raise ConfigError(
-            f"preset {preset.name} trains on rollouts (learner.source=ledger): "
-            f"`tandem start {name}` runs it, or set learner.source=offline"
-        )
     here = machine()
     lacking = missing(examine(config, here, opening.folder.path))
     paper = node(here, needed=gpus_needed(config))

@@ -32,14 +32,13 @@ class IdleShares:
             if since is not None and moment <= since:
                 continue
             self._seen[member] = moment
-            share = waiting_share(report)
-            if share is None:
+            clock = report.get("clock")
+            if not isinstance(clock, Mapping) or not clock.get("total"):
                 continue
             role = str(report.get("role") or member.partition("-")[0])
-            clock = report.get("clock")
-            covered = float(clock["total"]) if isinstance(clock, Mapping) else EVERY_SECONDS
-            self._waited[role] = self._waited.get(role, 0.0) + share * covered
-            self._total[role] = self._total.get(role, 0.0) + covered
+            waited = sum(v for name, v in clock.items() if name.startswith("wait/"))
+            self._waited[role] = self._waited.get(role, 0.0) + float(waited)
+            self._total[role] = self._total.get(role, 0.0) + float(clock["total"])
 
     def shares(self) -> dict[str, float]:
         """Share of its time that each role waited."""
@@ -48,17 +47,6 @@ class IdleShares:
             for role, total in sorted(self._total.items())
             if total > 0
         }
-
-
-def waiting_share(report: Mapping[str, Any]) -> float | None:
-    """Share of a report's time spent in activities named ``wait/…``; None if it says nothing."""
-    shares, clock = report.get("shares"), report.get("clock")
-    if isinstance(shares, Mapping):
-        return float(sum(v for k, v in shares.items() if k.startswith("wait/")))
-    if isinstance(clock, Mapping) and clock.get("total"):
-        waits = sum(v for k, v in clock.items() if k.startswith("wait/"))
-        return float(waits / clock["total"])
-    return None
 
 
 class ReportWatch:

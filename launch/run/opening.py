@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...common.errors import ConfigError, DataError
+from ...common.errors import ConfigError, DataError, TandemError
 from ...common.parts import is_part, parts
 from ...common.run_folder import RunFolder
+from ..host.folder_lock import FolderLock
 from ..host.redis_server import without_password
 from ..wording import shown
-from .presets import Preset
+from .presets import Preset, load, split
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -76,6 +77,29 @@ class Opening:
     def run_id(self) -> str:
         """The run's id, a new one for a new run."""
         return str(self.run["run_id"])
+
+
+def open_words(words: Sequence[str], *, fresh: bool, offline: bool) -> tuple[Preset, Opening]:
+    """The preset that words of a command line name, and its folder; writes nothing.
+
+    Args:
+        words: A preset (by default the miniature's) and settings.
+        fresh: An old folder is to be moved aside.
+        offline: The preset must train on stored traces.
+
+    Raises:
+        ConfigError: as :func:`open_folder`; or the preset trains on rollouts.
+        DataError: as :func:`open_folder`.
+    """
+    name, overrides = split(words, "miniature-sft" if offline else "miniature")
+    preset = load(name)
+    opening = open_folder(preset, overrides, fresh=fresh)
+    if offline and opening.config.learner.source != "offline":
+        raise ConfigError(
+            f"preset {preset.name} trains on rollouts (learner.source=ledger): "
+            f"`tandem start {name}` runs it, or set learner.source=offline"
+        )
+    return preset, opening
 
 
 def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Opening:
@@ -265,6 +289,36 @@ def _refuse_foreign(folder: RunFolder) -> None:
             f"{shown(folder.path)} holds a run whose run.json is missing: restore it, or name "
             f"another folder with run.dir=…"
         )
+
+
+def make_folder(opening: Opening, lock: FolderLock, say: Callable[[str], None]) -> None:
+    """Makes a new run's folder and takes its lock; what lies there is moved aside first.
+
+    Args:
+        opening: Of a folder that is new, or whose run is started over.
+        lock: Of the folder; held where the old folder is to be moved.
+        say: Told where the old folder is now.
+
+    Raises:
+        TandemError: another process has begun a run there meanwhile.
+    """
+    folder = opening.folder
+    begun_elsewhere = TandemError(
+        f"{shown(folder.path)} was started by another process just now: look there with "
+        f"`tandem status {shown(folder.path)}`"
+    )
+    if opening.set_aside is not None:
+        if not folder.read_run():
+            raise begun_elsewhere
+        # Its lock is held: no run goes on in it, and nobody else moves it.
+        aside = free_name(folder.path)
+        os.rename(folder.path, aside)
+        lock.release()
+        say(f"{shown(folder.path)} is now {shown(aside)}")
+    folder.make()
+    lock.take()
+    if folder.read_run():
+        raise begun_elsewhere
 
 
 def free_name(path: Path) -> Path:

@@ -1,56 +1,46 @@
-"""The processes of a run: name, command and GPUs of each. The job starts them, a dry run prints them."""
+"""The processes of a run: name, command and GPUs of each, and the parts that they are supervised as."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ...common.run_folder import RunFolder
+from ..host.redis_server import choose_port
 from ..plan.placement import Placement, trackers_of, workers_of
+from .parts import Part, ProcessSpec, Stage
 
 if TYPE_CHECKING:
     from ...common.config import Config
 
-THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSpec:
-    """How to start one process."""
-
-    name: str
-    """Names its log, and the member in the registry."""
-    arguments: tuple[str, ...]
-    """For :mod:`tandem.launch.lifeline`: a tandem sub-command, or ``exec`` and a program."""
-    log: Path
-    """Its output is appended here."""
-    threads: int = 1
-    """CPU threads of numerical libraries."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to the supervisor's own."""
-    pass_fds: tuple[int, ...] = ()
-    """Descriptors that it inherits."""
-
-
-def command_of(spec: ProcessSpec, parent: str) -> list[str]:
-    """The command line of a process; ``parent`` is the pid that it lives and dies with."""
-    # -P: a file of the user's working directory must not shadow a library's module.
-    return [sys.executable, "-P", "-m", "tandem.launch.lifeline", parent, *spec.arguments]
-
-
-def environment_of(spec: ProcessSpec) -> dict[str, str]:
-    """What is added to the environment of a process."""
-    threads = dict.fromkeys(THREAD_VARIABLES, str(spec.threads))
-    more = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    return {**threads, **more, **spec.environment}
+def parts(config: Config, folder: RunFolder, placement: Placement) -> list[Part]:
+    """All parts of a run but its redis-server."""
+    made = [
+        Part(
+            name="learner",
+            stage=Stage.LEARNER,
+            # A new port for every life: the old one may linger in a half-closed rendezvous.
+            specs=lambda: learner(config, folder, placement, str(choose_port("127.0.0.1", None))),
+            may_finish=True,
+        )
+    ]
+    for stage, specs in (
+        (Stage.ROLLOUT, rollout(config, folder, placement)),
+        (Stage.REWARD, reward(config, folder)),
+        (Stage.TRACKERS, trackers(config, folder)),
+    ):
+        made += [
+            Part(
+                name=spec.name,
+                stage=stage,
+                specs=partial(list, [spec]),
+                dispensable=stage is Stage.TRACKERS,
+            )
+            for spec in specs
+        ]
+    return made
 
 
 def learner(

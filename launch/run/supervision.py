@@ -1,14 +1,8 @@
-"""Keeps a run's processes alive: starts, watches, restarts with back-off, drains and ends them.
-
-A *part* is what lives and dies as one: redis-server, a reward pool, a rollout worker, or all
-ranks of the learner. Each process has its own session, so that a Ctrl-C in the terminal reaches
-the supervisor alone, and its output is appended to ``logs/<name>.log``.
+"""Keeps the parts of a run alive: watches them, starts them again after a pause, drains and ends them.
 
 A part that dies is started again after a pause that doubles from ``launch.backoff_seconds`` to
-30 s. Only deaths without progress in between count towards ``launch.max_failures``; progress
-means that more steps are journalled than at the part's last death. A SIGKILL counts a quarter of
-a death: it is somebody else's doing, a person's, a scheduler's or the kernel's, and tells little of
-the part. A part that can't be kept alive ends the run.
+30 s. A part that dies ``launch.max_failures`` times without progress in between ends the run;
+progress means that more steps are journalled than at the part's last death.
 
 The first SIGINT, SIGTERM or SIGHUP (or a terminal that has gone away) drains: the parts get
 SIGTERM stage by stage, the learner first, so that it checkpoints while Redis still answers. The
@@ -18,16 +12,14 @@ second kills at once. A SIGHUP that is ignored, as under nohup, stays so.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import select
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import FrameType
@@ -36,14 +28,12 @@ from ...common.disk import DiskFull, is_full, try_append
 from ...common.errors import ConfigError, RunFailedError, TandemError
 from ..wording import shown
 from .disk_watch import DiskWatch
-from .processes import ProcessSpec, command_of, environment_of
+from .parts import Part, ProcessSpec, described, exit_of, last_lines, now, signal_name
 
 LONGEST_PAUSE = 30.0
 """Seconds between two attempts at most."""
-REAP_SECONDS = 10.0
-"""A killed process that is still there after so long is left behind, with a word about it."""
-KILLED_COUNTS = 0.25
-"""What a SIGKILL counts towards ``launch.max_failures``, where any other death counts 1."""
+STAGE_SECONDS = 2.0
+"""What each stage of a drain has at least, Redis above all, whatever the earlier stages took."""
 HOPELESS: Mapping[int, str] = {
     ConfigError.exit_code: "ended with a configuration or data error",
     RunFailedError.exit_code: "ended the run",
@@ -53,41 +43,6 @@ HOPELESS: Mapping[int, str] = {
 
 class PartFailed(TandemError):
     """A part of the run could not be kept alive."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Part:
-    """What lives and dies as one."""
-
-    name: str
-    """``learner``, ``rollout-0``, ``reward-0`` or ``redis``."""
-    stage: int
-    """Parts are drained in the order of their stages."""
-    specs: Callable[[], Sequence[ProcessSpec]]
-    """Called at every start: a learner takes a fresh port each time."""
-    on_start: Callable[[list[int]], None] | None = None
-    """Told the pids after every start."""
-    before_end: Callable[[], None] | None = None
-    """Called once before it is told to end: last words with it. If it is dead just then, it is
-    started once more for them, unless it can't be kept alive."""
-    may_finish: bool = False
-    """Its exit with code 0 can mean that the run has finished."""
-    dispensable: bool = False
-    """The run goes on without it when it dies: it is told once and not started again."""
-    processes: list[tuple[ProcessSpec, subprocess.Popen[bytes]]] = field(default_factory=list)
-    """Running, or not yet reaped."""
-    failures: float = 0.0
-    """Deaths since progress was last seen, those by SIGKILL at a quarter."""
-    deaths: int = 0
-    """All deaths since progress was last seen."""
-    progress_at_death: int = -1
-    """Steps journalled when it last died."""
-    due: float | None = None
-    """Monotonic time of its next start; None while it runs."""
-
-    def alive(self) -> bool:
-        """True while any of its processes runs."""
-        return any(exit_of(process) is None for _, process in self.processes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,20 +154,15 @@ class Supervisor:
         """
         if part not in self._parts:
             self._parts.append(part)
-        part.due = None
         try:
-            for spec in part.specs():
-                part.processes.append((spec, _spawn(spec)))
+            part.start()
         except OSError as error:
             if self._disk is None or not is_full(error):
                 raise
-            # Its log can't even be made.
-            self._disk.suspect(spec.log)
-            self._reap(part)
+            # Not even its log can be made.
+            self._disk.suspect(Path(str(error.filename)))
+            part.reap(self._say)
             part.due = time.monotonic() + 1.0
-            return
-        if part.on_start is not None:
-            part.on_start([process.pid for _, process in part.processes])
 
     def run(self) -> Outcome:
         """Watches until the run has finished or is to stop; the parts have ended on return.
@@ -300,7 +250,7 @@ class Supervisor:
                 return False
             if over:
                 # A worker may see the end of the run before the learner has left.
-                self._reap(part)
+                part.reap(self._say)
                 return part.may_finish
         spec, process = next(
             (pair for pair, code in zip(part.processes, exits, strict=True) if code),
@@ -317,33 +267,32 @@ class Supervisor:
             if over:
                 self._say(f"{spec.name} {described(died)} after it had finished the run")
                 return True
-        self._reap(part)
+        part.reap(self._say)
         self._count(part, spec, died)
         return False
 
     def _let_go(self, part: Part, died: int) -> None:
         spec = part.processes[0][0]
-        told = last_lines(spec.log, 1).strip().removeprefix("| ")
-        self._say(f"warning: {spec.name} {described(died)}, the run goes on without it: {told}")
-        self._reap(part)
+        last = last_lines(spec.log, 1).strip().removeprefix("| ")
+        self._say(f"warning: {spec.name} {described(died)}, the run goes on without it: {last}")
+        part.reap(self._say)
 
     def _disk_is_full(self) -> bool:
         return self._disk is not None and self._disk.full()
 
     def _count(self, part: Part, spec: ProcessSpec, died: int) -> None:
         if died not in HOPELESS and self._died_of_a_full_disk(spec, died):
-            # None of its doing. It is started again as soon as there is space.
+            # The disk's doing, not the part's. It is started again as soon as there is space.
             part.due = time.monotonic()
             self._note(spec, died)
             self._say(f"{spec.name} {described(died)}; it is started again once there is space")
             return
         progress = self._progress()
         if progress > part.progress_at_death:
-            part.failures, part.deaths = 0.0, 0
-        part.failures += KILLED_COUNTS if died == -signal.SIGKILL else 1.0
+            part.deaths = 0
         part.deaths += 1
         part.progress_at_death = max(progress, part.progress_at_death)
-        if died in HOPELESS or part.failures >= self._max_failures:
+        if died in HOPELESS or part.deaths >= self._max_failures:
             why = HOPELESS.get(
                 died,
                 f"died {part.deaths} times without a step in between; at last it {described(died)}",
@@ -351,7 +300,7 @@ class Supervisor:
             raise PartFailed(
                 f"{spec.name} {why}; the last lines of {shown(spec.log)}:\n{last_lines(spec.log)}"
             )
-        pause = min(LONGEST_PAUSE, self._backoff * 2 ** max(0.0, part.failures - 1))
+        pause = min(LONGEST_PAUSE, self._backoff * 2 ** (part.deaths - 1))
         part.due = time.monotonic() + pause
         self._note(spec, died)
         self._say(f"{spec.name} {described(died)}; starting it again in {pause:.1f} s")
@@ -403,43 +352,43 @@ class Supervisor:
             # Others write to it while they drain.
             self._revive(part)
         stages = sorted({part.stage for part in self._parts})
-        for index, stage in enumerate(stages):
+        for later, stage in zip(reversed(range(len(stages))), stages, strict=True):
+            seconds = max(end - STAGE_SECONDS * later - time.monotonic(), STAGE_SECONDS)
             parts = [part for part in self._parts if part.stage == stage]
-            # What comes later may need up to 2 s each, Redis above all.
-            stage_end = max(end - 2.0 * (len(stages) - 1 - index), time.monotonic() + 2.0)
-            told_half = (stage_end + time.monotonic()) / 2
-            for part in parts:
-                if part.before_end is not None and self._revive(part):
-                    part.before_end()
-                for _, process in part.processes:
-                    _signal(process, signal.SIGTERM)
-            while any(part.alive() for part in parts):
-                now_ = time.monotonic()
-                if now_ > told_half:
-                    told_half = float("inf")
-                    names = ", ".join(part.name for part in parts if part.alive())
-                    self._say(f"waiting for {names} to end, {stage_end - now_:.0f} s more")
-                if len(self._stops) > 1:
-                    self.kill()
-                    return False
-                if now_ > stage_end:
-                    clean = False
-                    for part in parts:
-                        for spec, process in part.processes:
-                            if exit_of(process) is None:
-                                self._say(f"{spec.name} didn't end in time and is killed")
-                    break
-                self._wait(0.1)
-            for part in parts:
-                self._reap(part)
+            clean &= self._drain_stage(parts, seconds)
+            if len(self._stops) > 1:
+                self.kill()
+                return False
         self._write_restarts()
         return clean
 
+    def _drain_stage(self, parts: Sequence[Part], seconds: float) -> bool:
+        """SIGTERM to these parts, then SIGKILL; False where one had to be killed."""
+        for part in parts:
+            if part.before_end is not None and self._revive(part):
+                part.before_end()
+            part.terminate()
+        now_ = time.monotonic()
+        end, half = now_ + seconds, now_ + seconds / 2
+        while any(part.alive() for part in parts) and now_ < end and len(self._stops) <= 1:
+            self._wait(0.1)
+            before, now_ = now_, time.monotonic()
+            if before < half <= now_ and any(part.alive() for part in parts):
+                names = ", ".join(part.name for part in parts if part.alive())
+                self._say(f"waiting for {names} to end, {end - now_:.0f} s more")
+        late = [spec.name for part in parts for spec in part.running()]
+        if len(self._stops) <= 1:
+            for name in late:
+                self._say(f"{name} didn't end in time and is killed")
+        for part in parts:
+            part.reap(self._say)
+        return not late
+
     def _revive(self, part: Part) -> bool:
         """Starts a part with last words again if it is dead; whether it is alive now."""
-        hopeless = part.failures >= self._max_failures
+        hopeless = part.deaths >= self._max_failures
         if part.before_end is not None and not part.alive() and not hopeless:
-            self._reap(part)
+            part.reap(self._say)
             self.start(part)
         part.due = None
         return part.alive()
@@ -448,93 +397,4 @@ class Supervisor:
         """Kills everything at once."""
         for part in sorted(self._parts, key=lambda part: part.stage):
             part.due = None
-            self._reap(part)
-
-    def _reap(self, part: Part) -> None:
-        """Kills what is left of a part's process groups, and waits for its processes."""
-        for _, process in part.processes:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        for spec, process in part.processes:
-            try:
-                process.wait(REAP_SECONDS)
-            except subprocess.TimeoutExpired:
-                # Inside a call of the kernel that doesn't end: a dead disk, a wedged GPU.
-                self._say(
-                    f"{spec.name} (pid {process.pid}) was killed and has not gone in "
-                    f"{REAP_SECONDS:.0f} s: look at its disk and its GPU (dmesg)"
-                )
-        part.processes = []
-
-
-def _spawn(spec: ProcessSpec) -> subprocess.Popen[bytes]:
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        # Roles read the password from the join file; they need not inherit it.
-        if key != "TANDEM_REDIS_PASSWORD"
-    }
-    environment.update(environment_of(spec))
-    with open(spec.log, "ab", buffering=0) as log:
-        with contextlib.suppress(OSError):  # On a full disk it does without.
-            log.write(f"=== {now()} {spec.name}\n".encode())
-        return subprocess.Popen(
-            command_of(spec, str(os.getpid())),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment,
-            pass_fds=spec.pass_fds,
-        )
-
-
-def exit_of(process: subprocess.Popen[bytes]) -> int | None:
-    """Exit code (negative: signal) of a process that has ended, without reaping it.
-
-    While it is a zombie its process group's id can't be used again, so that :meth:`Supervisor.kill`
-    can end what it left behind.
-    """
-    if process.returncode is not None:
-        return process.returncode
-    try:
-        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return process.poll()
-    if found is None:
-        return None
-    killed = found.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-    return -found.si_status if killed else found.si_status
-
-
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """To the process alone: it knows best how to tell its own children."""
-    if exit_of(process) is None:
-        process.send_signal(number)
-
-
-def signal_name(code: int) -> int | str:
-    """An exit code as it is recorded: signals by their name."""
-    return signal.Signals(-code).name if code < 0 else code
-
-
-def described(code: int) -> str:
-    """How a process ended, as the rest of a sentence."""
-    return f"was killed by {signal_name(code)}" if code < 0 else f"ended with exit code {code}"
-
-
-def last_lines(path: Path, count: int = 12) -> str:
-    """The end of a log, indented."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.path.getsize(path) - 16384))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError as error:
-        return f"  ({error.strerror})"
-    return "\n".join(f"  | {line}" for line in lines[-count:])
-
-
-def now() -> str:
-    """Local time with its offset, to the second."""
-    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+            part.reap(self._say)

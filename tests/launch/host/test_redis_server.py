@@ -17,7 +17,7 @@ from tandem.common.config import ReplayConfig
 from tandem.common.errors import ConfigError, StoreError, TandemError
 from tandem.common.run_folder import JoinInfo, RunFolder
 from tandem.launch.host import redis_server
-from tandem.launch.run.job import has_finished
+from tandem.launch.run.running import has_finished
 from tandem.replay.connection import connect
 from tandem.replay.store import RunStore
 

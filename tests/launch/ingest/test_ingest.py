@@ -23,7 +23,10 @@ from tandem.launch.cli import main
 from tandem.launch.host import redis_server
 from tandem.launch.ingest import prepare as ingest
 from tandem.launch.ingest import process as ingest_process
+from tandem.launch.ingest.load import load as load_data
+from tandem.launch.ingest.load import reload
 from tandem.launch.ingest.process import IngestProcess
+from tandem.launch.ingest.rows import broken
 from tandem.launch.miniature.parquet import SCHEMA, write
 from tandem.launch.run.presets import load
 from tandem.replay.connection import connect
@@ -276,14 +279,14 @@ def test_bad_golds_can_be_dropped(made: Path) -> None:
 
 @pytest.mark.parametrize("gold", ["\\frac{1}{", "}{", "???", "$$"])
 def test_golds_that_nothing_can_equal_are_broken(gold: str) -> None:
-    assert ingest.broken(gold)
+    assert broken(gold)
 
 
 @pytest.mark.parametrize(
     "gold", ["42", "[0, 1)", "\\{1, 2\\}", "∅", "x^{2}", "C", "Monday", "\\frac{1}{2}", "-∞"]
 )
 def test_golds_of_every_usual_kind_are_not(gold: str) -> None:
-    assert not ingest.broken(gold)
+    assert not broken(gold)
 
 
 # --- into Redis ---
@@ -314,11 +317,11 @@ def test_loading_may_be_repeated(made: Path, join: JoinInfo) -> None:
     store = connect(join)
     runs, ledger = RunStore(store), Ledger(store, "test")
     for _ in range(2):
-        ingest.load(ledger, runs, config, found)
+        load_data(ledger, runs, config, found)
     assert len(runs.all_trace_ids()) == 3
     assert len(runs.problem_ids("fresh")) == 6
     assert len(runs.eval_set("heldout")) == 5
-    ingest.reload(ledger, runs, config, found.sources, found.data_digest)
+    reload(ledger, runs, config, found.sources, found.data_digest)
     store.close()
 
 
@@ -334,10 +337,10 @@ def test_a_ledger_that_rejects_groups_of_one_sample_is_not_gone_on_with(
     runs, ledger = RunStore(store), Ledger(store, "test")
     sources = (("a", 6, 1),)
     ledger.create(LedgerSettings.of(config, sources, "digest"))
-    ingest.reload(ledger, runs, config, sources, "digest")
+    reload(ledger, runs, config, sources, "digest")
     store.redis.hdel(store.key("meta"), "least_verdicts")
     with pytest.raises(StoreError, match="fewer than 2 own samples, and it asks for 1"):
-        ingest.reload(ledger, runs, config, sources, "digest")
+        reload(ledger, runs, config, sources, "digest")
     store.close()
 
 
@@ -348,7 +351,7 @@ def test_an_empty_redis_is_never_taken_for_the_runs_ledger(
 
     store = connect(join)
     with pytest.raises(StoreError, match="holds no ledger of run r"):
-        ingest.reload(
+        reload(
             Ledger(store, "test"), RunStore(store), load("miniature").resolve(PLAIN), [], "digest"
         )
     store.close()

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tandem.launch.board.terminal import Terminal
 from tandem.launch.cli import main
 from tandem.launch.plan import memory
+from tandem.launch.plan.hardware import machine
 from tandem.launch.plan.placement import place
 from tandem.launch.plan.sizes import TABLE
-from tandem.launch.run.job import Job
+from tandem.launch.run import processes
 from tandem.launch.run.opening import open_folder
 from tandem.launch.run.presets import load
 from tandem.launch.wording import human
@@ -84,8 +84,7 @@ def test_the_commands_are_those_that_the_job_would_start(
     code, out, _ = tandem(capsys, "start", "miniature", "--dry-run", *words)
     assert code == 0
     opening = open_folder(load("miniature"), words, fresh=False)
-    job = Job(load("miniature"), opening, Terminal(), began=0.0)
-    parts = job._parts(place(opening.config, job._machine))
+    parts = processes.parts(opening.config, opening.folder, place(opening.config, machine()))
     specs = [spec for part in parts for spec in part.specs()]
     assert [spec.name for spec in specs] == [
         *("learner-0", "rollout-0", "rollout-1", "reward-0", "tensorboard")

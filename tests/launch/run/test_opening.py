@@ -10,10 +10,10 @@ import yaml
 from tandem.common.config import parse_override, to_yaml
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.run_folder import RunFolder
-from tandem.launch.board.terminal import Terminal
-from tandem.launch.run.job import Job, _without_password
-from tandem.launch.run.opening import Kind, Opening, open_folder
+from tandem.launch.host.folder_lock import FolderLock
+from tandem.launch.run.opening import Kind, Opening, make_folder, open_folder
 from tandem.launch.run.presets import load
+from tandem.launch.run.record import _without_password
 
 
 @pytest.fixture(autouse=True)
@@ -198,42 +198,42 @@ def test_a_password_in_the_url_is_no_change_and_is_not_shown() -> None:
 
 
 @pytest.fixture
-def jobs():
-    """Makes jobs that start over; their locks are let go at the end."""
-    made: list[Job] = []
+def starts_over():
+    """Opens the folder to start over in it; its locks are let go at the end."""
+    made: list[FolderLock] = []
 
-    def make() -> Job:
+    def make() -> tuple[Opening, FolderLock]:
         opening = again(fresh=True)
-        made.append(Job(load("miniature"), opening, Terminal(plain=True), began=0.0))
-        return made[-1]
+        made.append(FolderLock(opening.folder))
+        return opening, made[-1]
 
     yield make
-    for job in made:
-        job._lock.release()
+    for lock in made:
+        lock.release()
 
 
-def test_of_two_that_start_over_at_once_one_is_refused(jobs) -> None:
+def test_of_two_that_start_over_at_once_one_is_refused(starts_over) -> None:
     old = start()
     (old.path / "mark").touch()
-    first, second = jobs(), jobs()
-    first._lock.take()
+    (opening, first), (late, second) = starts_over(), starts_over()
+    first.take()
     with pytest.raises(TandemError, match="in use by process"):
-        second._lock.take()
-    first._make_folder()
+        second.take()
+    make_folder(opening, first, print)
     assert (old.path.with_name("miniature.1") / "mark").exists()
     # Begun by now: the folder isn't the one that the second wanted to move.
-    first._lock.release()
-    second._lock.take()
+    first.release()
+    second.take()
     with pytest.raises(TandemError, match="started by another process just now"):
-        second._make_folder()
+        make_folder(late, second, print)
     assert not old.path.with_name("miniature.2").exists()
 
 
-def test_a_folder_that_another_process_has_moved_is_told(jobs) -> None:
-    old, job = start(), jobs()
+def test_a_folder_that_another_process_has_moved_is_told(starts_over) -> None:
+    old, (_, lock) = start(), starts_over()
     old.path.rename(old.path.with_name("elsewhere"))
     with pytest.raises(TandemError, match="was moved by another process just now: start again"):
-        job._lock.take()
+        lock.take()
 
 
 @pytest.mark.parametrize(

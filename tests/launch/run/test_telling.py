@@ -13,7 +13,7 @@ from tandem.launch.board.progress import Progress
 from tandem.launch.board.tail import MetricsTail
 from tandem.launch.plan.hardware import Gpu, Machine
 from tandem.launch.run import summary
-from tandem.launch.run.idle import IdleShares, waiting_share
+from tandem.launch.run.idle import IdleShares
 from tandem.launch.run.presets import load
 from tandem.launch.run.summary import Findings, Told
 from tandem.learner.resume.journal import Journal
@@ -167,9 +167,10 @@ def test_idle_shares_are_weighted_by_the_time_that_reports_cover() -> None:
     assert idle.shares() == {"reward": 0.375}
 
 
-def test_a_report_may_tell_shares_or_nothing() -> None:
-    assert waiting_share({"shares": {"wait/version": 0.25, "generate": 0.5}}) == 0.25
-    assert waiting_share({"pid": 1}) is None
+def test_a_report_without_a_clock_counts_nothing() -> None:
+    idle = IdleShares()
+    idle.add({"learner-0": {"role": "learner", "time": 1.0, "seconds": {"total": 4.0}}})
+    assert idle.shares() == {}
 
 
 # --- the summary ---

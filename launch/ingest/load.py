@@ -1,0 +1,76 @@
+"""Puts what was read into Redis and creates the ledger, or joins the ledger of a resumed run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...common import models
+from ...common.config import Config, to_yaml
+from ...common.config.choices import own_rows
+from ...common.errors import StoreError
+from ...replay.ledger import Ledger, LedgerSettings
+from ...replay.store import RunStore
+from ..plan.placement import workers_of
+from .prepare import Prepared
+
+
+def role_config(config: Config) -> Config:
+    """The config as roles read it.
+
+    A model's folder is an absolute path; and where there is no worker to evaluate (offline), the
+    learner must not wait for one: the job evaluates by itself.
+    """
+    if not workers_of(config):
+        evaluate = config.evaluate.model_copy(update={"at_start": False, "at_end": False})
+        if config.learner.source == "offline":
+            config = config.model_copy(update={"evaluate": evaluate})
+    folder = Path(config.model.path).expanduser()
+    if config.model.path == models.MINIATURE or not folder.is_dir():
+        return config
+    model = config.model.model_copy(update={"path": str(folder.absolute())})
+    return config.model_copy(update={"model": model})
+
+
+def load(ledger: Ledger, runs: RunStore, config: Config, prepared: Prepared) -> None:
+    """Puts everything into Redis and creates the ledger, whose existence says that all is there.
+
+    Raises:
+        StoreError: Redis holds a ledger of this run with other frozen settings.
+    """
+    runs.put_problems(prepared.problems)
+    runs.put_traces(prepared.traces)
+    for name, problems in prepared.evaluate.items():
+        runs.put_eval_set(name, problems)
+    runs.curve_client()
+    runs.put_config(to_yaml(role_config(config)))
+    ledger.create(LedgerSettings.of(config, prepared.sources, prepared.data_digest))
+
+
+def reload(
+    ledger: Ledger,
+    runs: RunStore,
+    config: Config,
+    sources: Sequence[tuple[str, int, int]],
+    data_digest: str,
+) -> None:
+    """Joins the ledger of a resumed run, whose data Redis holds; what may change is updated.
+
+    Raises:
+        StoreError: Redis holds no ledger of this run, or one with other frozen settings.
+    """
+    if not ledger.store.holds_run():
+        raise StoreError(
+            f"Redis at {ledger.store.address} holds no ledger of run {ledger.store.run_id}: its "
+            f"append-only file is gone. Restore the run's redis/ folder, or start over with "
+            f"--fresh (the old folder is moved aside)"
+        )
+    runs.put_config(to_yaml(role_config(config)))
+    ledger.create(LedgerSettings.of(config, sources, data_digest))
+    least = ledger.settings.least_verdicts
+    if own_rows(config) < least and config.learner.source == "ledger":
+        raise StoreError(
+            f"run {ledger.store.run_id} was begun by an older version, whose ledger rejects every "
+            f"group of fewer than {least} own samples, and it asks for {own_rows(config)}: start "
+            f"over with --fresh (the old folder is moved aside)"
+        )

@@ -1,0 +1,203 @@
+"""A part of a run: the processes that live and die as one, how they are started, and how they end.
+
+A part is redis-server, a reward pool, a rollout worker, or all ranks of the learner. Each process has
+a session of its own, so that a Ctrl-C in the terminal reaches the supervisor alone, and its output is
+appended to ``logs/<name>.log``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+
+REAP_SECONDS = 10.0
+"""A killed process that is still there after so long is left behind, and the user is told of it."""
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+
+
+class Stage(IntEnum):
+    """Parts are drained in this order: the learner checkpoints while Redis still answers."""
+
+    LEARNER = 0
+    ROLLOUT = 1
+    REWARD = 2
+    TRACKERS = 3
+    REDIS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """How to start one process."""
+
+    name: str
+    """Names its log, and the member in the registry."""
+    arguments: tuple[str, ...]
+    """For :mod:`tandem.launch.lifeline`: a tandem sub-command, or ``exec`` and a program."""
+    log: Path
+    """The file to which its output is appended."""
+    threads: int = 1
+    """CPU threads of numerical libraries."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the supervisor's own environment."""
+    pass_fds: tuple[int, ...] = ()
+    """Descriptors that it inherits."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """What lives and dies as one."""
+
+    name: str
+    """``learner``, ``rollout-0``, ``reward-0`` or ``redis``."""
+    stage: int
+    """Parts are drained in the order of their stages."""
+    specs: Callable[[], Sequence[ProcessSpec]]
+    """Called at every start: a learner takes a fresh port each time."""
+    on_start: Callable[[list[int]], None] | None = None
+    """Called with the process ids after every start."""
+    before_end: Callable[[], None] | None = None
+    """Called once before the part is told to end, for last words with it. If the part is dead just
+    then, it is started once more for them, unless it can't be kept alive."""
+    may_finish: bool = False
+    """Its exit with code 0 can mean that the run has finished."""
+    dispensable: bool = False
+    """The run goes on without it when it dies: the user is told once, and it isn't started again."""
+    processes: list[tuple[ProcessSpec, subprocess.Popen[bytes]]] = field(default_factory=list)
+    """Running, or not yet reaped."""
+    deaths: int = 0
+    """Deaths since progress was last seen."""
+    progress_at_death: int = -1
+    """Steps journalled when it last died."""
+    due: float | None = None
+    """Monotonic time of its next start; None while it runs."""
+
+    def start(self) -> None:
+        """Starts its processes; raises ``OSError`` where one can't be started."""
+        self.due = None
+        for spec in self.specs():
+            self.processes.append((spec, _spawn(spec)))
+        if self.on_start is not None:
+            self.on_start([process.pid for _, process in self.processes])
+
+    def alive(self) -> bool:
+        """True while any of its processes runs."""
+        return any(exit_of(process) is None for _, process in self.processes)
+
+    def running(self) -> list[ProcessSpec]:
+        """Those of its processes that run."""
+        return [spec for spec, process in self.processes if exit_of(process) is None]
+
+    def terminate(self) -> None:
+        """Sends SIGTERM to its processes alone: each knows best how to tell its own children."""
+        for _, process in self.processes:
+            if exit_of(process) is None:
+                process.send_signal(signal.SIGTERM)
+
+    def reap(self, say: Callable[[str], None]) -> None:
+        """Kills what is left of its process groups, and waits for its processes."""
+        for _, process in self.processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        for spec, process in self.processes:
+            try:
+                process.wait(REAP_SECONDS)
+            except subprocess.TimeoutExpired:
+                # Inside a call of the kernel that doesn't end: a dead disk, a wedged GPU.
+                say(
+                    f"{spec.name} (pid {process.pid}) was killed and has not gone in "
+                    f"{REAP_SECONDS:.0f} s: look at its disk and its GPU (dmesg)"
+                )
+        self.processes = []
+
+
+def command_of(spec: ProcessSpec, parent: str) -> list[str]:
+    """The command line of a process; ``parent`` is the pid that it lives and dies with."""
+    # -P: a file of the user's working directory must not shadow a library's module.
+    return [sys.executable, "-P", "-m", "tandem.launch.lifeline", parent, *spec.arguments]
+
+
+def environment_of(spec: ProcessSpec) -> dict[str, str]:
+    """What is added to the environment of a process."""
+    threads = dict.fromkeys(THREAD_VARIABLES, str(spec.threads))
+    more = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    return {**threads, **more, **spec.environment}
+
+
+def _spawn(spec: ProcessSpec) -> subprocess.Popen[bytes]:
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        # Roles read the password from the join file; they need not inherit it.
+        if key != "TANDEM_REDIS_PASSWORD"
+    }
+    environment.update(environment_of(spec))
+    with open(spec.log, "ab", buffering=0) as log:
+        with contextlib.suppress(OSError):  # On a full disk the log does without.
+            log.write(f"=== {now()} {spec.name}\n".encode())
+        return subprocess.Popen(
+            command_of(spec, str(os.getpid())),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+            pass_fds=spec.pass_fds,
+        )
+
+
+def exit_of(process: subprocess.Popen[bytes]) -> int | None:
+    """Exit code (negative: signal) of a process that has ended, without reaping it.
+
+    While it is a zombie its process group's id can't be used again, so that :meth:`Part.reap` can
+    end what it left behind.
+    """
+    if process.returncode is not None:
+        return process.returncode
+    try:
+        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return process.poll()
+    if found is None:
+        return None
+    killed = found.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+    return -found.si_status if killed else found.si_status
+
+
+def signal_name(code: int) -> int | str:
+    """An exit code as it is recorded: signals by their name."""
+    return signal.Signals(-code).name if code < 0 else code
+
+
+def described(code: int) -> str:
+    """How a process ended, as the rest of a sentence."""
+    return f"was killed by {signal_name(code)}" if code < 0 else f"ended with exit code {code}"
+
+
+def last_lines(path: Path, count: int = 12) -> str:
+    """The end of a log, indented."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - 16384))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"  ({error.strerror})"
+    return "\n".join(f"  | {line}" for line in lines[-count:])
+
+
+def now() -> str:
+    """Local time with its offset, to the second."""
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")

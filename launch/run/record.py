@@ -1,0 +1,108 @@
+"""``run.json`` while a supervisor has the run: its state, its time, and what was found out once."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...common import disk
+from ...common.run_folder import wall_seconds
+from ..host.redis_server import without_password
+from ..trackers.wandb_run import place_of, wandb_id_of
+
+if TYPE_CHECKING:
+    from .opening import Opening
+    from .presets import Preset
+
+ALIVE_SECONDS = 10.0
+"""Between two signs of life of the supervisor."""
+
+
+class RunRecord:
+    """The content of ``run.json`` and the clock of this life of the run.
+
+    Args:
+        opening: The folder as it was opened.
+        began: When this life began, seconds since the epoch.
+    """
+
+    def __init__(self, opening: Opening, began: float) -> None:
+        self.began = began
+        self._folder = opening.folder
+        self._content: dict[str, Any] = dict(opening.run)
+
+    def get(self, key: str) -> Any:
+        """A value; None where there is none yet."""
+        return self._content.get(key)
+
+    def content(self) -> Mapping[str, Any]:
+        """All of it."""
+        return self._content
+
+    def begin(self, preset: Preset, opening: Opening, port: int) -> None:
+        """Writes that this life begins."""
+        known = self._content if self._content.get("run_id") == opening.run_id else {}
+        self._content.setdefault("created", time.time())
+        self.write(
+            run_id=opening.run_id,
+            # Found before the record says that the run lies here.
+            wandb_id=wandb_id_of({"run_id": opening.run_id, **known}, self._folder.path),
+            preset=preset.name,
+            preset_path=str(preset.path),
+            overrides=[_without_password(word) for word in opening.overrides],
+            port=port,
+            state="starting",
+            wall_seconds=wall_seconds(self._content),
+            began=self.began,
+            **place_of(self._folder.path),
+        )
+
+    def note(self, **changes: Any) -> None:
+        """Takes changes in, which are written with the next ones."""
+        self._content |= changes
+
+    def write(self, **changes: Any) -> None:
+        """Takes changes in and replaces the file; raises ``OSError`` where the disk is full."""
+        self._content |= changes
+        # Were the supervisor killed, its time up to here would count.
+        self._content["alive"] = time.time()
+        self._folder.write_run(self._content)
+
+    def try_write(self, **changes: Any) -> bool:
+        """The same; False where the disk is full, and the file stays as it was."""
+        try:
+            self.write(**changes)
+        except OSError as error:
+            if not disk.is_full(error):
+                raise
+            return False
+        return True
+
+    def note_alive(self) -> None:
+        """Writes a sign of life every :data:`ALIVE_SECONDS`."""
+        if time.time() - self._content["alive"] >= ALIVE_SECONDS:
+            self.try_write()
+
+    @property
+    def earlier_seconds(self) -> float:
+        """Seconds of the run's earlier lives."""
+        return float(self._content.get("wall_seconds") or 0.0)
+
+    def all_seconds(self) -> float:
+        """Seconds of this life up to now and of the earlier ones."""
+        return self.earlier_seconds + time.time() - self.began
+
+
+def _without_password(word: str) -> str:
+    """An override as it may be kept, however it names ``replay.redis_url``."""
+    from ...common.config import parse_override
+
+    key, value = parse_override(word)
+    if key == "replay.redis_url" and isinstance(value, str):
+        return f"{key}={without_password(value)}"
+    if key == "replay" and isinstance(value, dict) and isinstance(value.get("redis_url"), str):
+        kept = value | {"redis_url": without_password(value["redis_url"])}
+        return f"{key}={json.dumps(kept)}"
+    return word

@@ -1,0 +1,161 @@
+"""The Redis of a run: one that the run starts in its own folder, or one that ``replay.redis_url`` names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from ...common.errors import DamagedError, StoreError
+from ...common.run_folder import JoinInfo, RunFolder, read_join
+from ..host import redis_server
+from ..wording import shown
+from . import processes
+from .parts import Part, ProcessSpec, Stage, last_lines
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+    from ..host.folder_lock import FolderLock
+    from .opening import Opening
+    from .record import RunRecord
+    from .supervision import Supervisor
+
+REDIS_SECONDS = 120.0
+"""For redis-server to load its append-only file and answer."""
+
+
+def where(
+    opening: Opening, record: RunRecord, say: Callable[[str], None]
+) -> tuple[JoinInfo, Config]:
+    """How the run's Redis will be joined, and the config without a password.
+
+    An external Redis is asked here already; nothing is written or started.
+
+    Raises:
+        StoreError: the external Redis can't be used.
+        TandemError: there is no redis-server on this host.
+    """
+    config, folder = opening.config, opening.folder
+    kept = read_join(folder.join) if folder.join.exists() else None
+    if opening.set_aside is not None:
+        kept = None
+    before = record.get("folder")
+    moved = before not in (None, os.path.realpath(folder.path))
+    if config.replay.redis_url is not None:
+        if moved:
+            say(
+                f"note: this folder was {before}, and its ledger is in the Redis of "
+                f"replay.redis_url: if it is a copy, let only one of them go on"
+            )
+        join, url = redis_server.parse_url(config.replay.redis_url, opening.run_id, kept)
+        record.note(redis_version=redis_server.check_external(join))
+        replay = config.replay.model_copy(update={"redis_url": url})
+        return join, config.model_copy(update={"replay": replay})
+    redis_server.find()
+    bind = config.launch.bind
+    # Where every address is bound, this host's own processes use loopback.
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind)
+    if moved and kept is not None:
+        # A copy and its original must not be taken for one another, whoever comes up first.
+        say(
+            f"note: this folder was {before}: Redis gets another password and port here, and "
+            f"members on other hosts need a new file from `tandem join-file`"
+        )
+        kept = None
+    port = redis_server.choose_port(bind, kept.port if kept else None)
+    if kept is not None and kept.run_id == opening.run_id:
+        if port != kept.port:
+            say(
+                f"note: port {kept.port} is taken, Redis listens on {port}: members on other "
+                f"hosts need a new file from `tandem join-file`"
+            )
+        return structs.replace(kept, host=host, port=port), config
+    password = redis_server.new_password()
+    return JoinInfo(run_id=opening.run_id, host=host, port=port, password=password), config
+
+
+def part(
+    config: Config,
+    folder: RunFolder,
+    join: JoinInfo,
+    lock: FolderLock,
+    *,
+    before_end: Callable[[], None],
+    say: Callable[[str], None],
+) -> Part | None:
+    """The run's own redis-server; None where the run uses an external one.
+
+    Args:
+        config: Of the run.
+        folder: Its folder, where the server keeps its file.
+        join: Port and password.
+        lock: The folder's lock, which the server inherits.
+        before_end: Called while the server can be asked for the last time.
+        say: Told what had to be mended.
+    """
+    if config.replay.redis_url is not None:
+        return None
+    program = redis_server.find()
+    conf = redis_server.write_conf(folder, join, config.replay, config.launch.bind)
+
+    def specs() -> list[ProcessSpec]:
+        if mended := redis_server.mend(folder):
+            say(f"warning: {mended}; what the ledger lacks is repaired from the journal")
+        spec = processes.redis(folder, str(program.path), str(conf))
+        return [replace(spec, pass_fds=(lock.fileno(),))]
+
+    return Part(
+        name="redis",
+        stage=Stage.REDIS,
+        specs=specs,
+        on_start=lambda pids: lock.name_redis(pids[0]),
+        before_end=before_end,
+    )
+
+
+def await_ready(
+    server: Part | None, supervisor: Supervisor, folder: RunFolder, join: JoinInfo
+) -> str | None:
+    """Starts the server where there is one, and waits until Redis answers.
+
+    Returns:
+        The version of Redis; None where somebody wants the run to stop meanwhile.
+
+    Raises:
+        DamagedError: the server can't read its file.
+        StoreError: Redis doesn't answer.
+    """
+    if server is None:
+        return str(redis_server.wait_ready(join, deadline=REDIS_SECONDS)["redis_version"])
+    supervisor.start(server)
+    log = folder.logs / "redis.log"
+    try:
+        info = redis_server.wait_ready(
+            join,
+            deadline=REDIS_SECONDS,
+            alive=lambda: server.alive() and not supervisor.stop_requested,
+        )
+    except StoreError as error:
+        if supervisor.stop_requested:
+            return None
+        if redis_server.says_damaged(last_lines(log)):
+            # DeepSpeed isn't loaded in every supervisor.
+            from ...learner.resume.checkpoints import what_is_left
+
+            raise DamagedError(
+                f"redis-server can't read the ledger in {shown(folder.redis)}, it is damaged: "
+                f"restore it from a copy of the run's folder. {what_is_left(folder)}. Its log is "
+                f"{shown(log)}"
+            ) from None
+        raise StoreError(f"{error}; the last lines of {shown(log)}:\n{last_lines(log)}") from None
+    conf = folder.redis / "redis.conf"
+    if Path(info.get("config_file") or conf) != conf:
+        raise StoreError(
+            f"port {join.port} was taken by another redis-server ({info['config_file']}) just "
+            f"now: start again"
+        )
+    return str(info["redis_version"])

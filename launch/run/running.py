@@ -1,0 +1,253 @@
+"""A run while its processes run: supervises them, says how it gets on, and asks Redis before the end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from ...common import disk
+from ...common.disk import DiskFull
+from ...common.errors import StoreError, TandemError
+from ...common.run_folder import JoinInfo, RunFolder
+from ..board.live import LiveLook
+from ..board.progress import Progress
+from ..board.snapshot import Known
+from ..board.terminal import Terminal
+from ..wording import duration, shown
+from . import redis_part
+from .disk_watch import DiskWatch
+from .idle import ReportWatch
+from .parts import Part
+from .summary import Findings
+from .supervision import Outcome, Supervisor
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+    from ...replay.connection import Store
+    from ..host.folder_lock import FolderLock
+    from .record import RunRecord
+
+ASK_SECONDS = 0.5
+"""For Redis to answer the supervisor while the run goes on: it is the supervisor who brings a dead
+Redis back, so it must not wait for one."""
+
+
+class Running:
+    """The processes of one run, from redis-server's start to the last one's end.
+
+    Args:
+        config: Of the run.
+        folder: Its folder, which is made.
+        preset: Name of the preset, to be shown.
+        record: ``run.json``.
+        terminal: Where it says what happens.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        preset: str,
+        record: RunRecord,
+        terminal: Terminal,
+    ) -> None:
+        self.findings = Findings()
+        """What Redis has told for the summary."""
+        self._config = config
+        self._folder = folder
+        self._record = record
+        self._terminal = terminal
+        self._say = terminal.say
+        self._store: Store | None = None
+        self._reports: ReportWatch | None = None
+        launch = config.launch
+        disk.set_patience(launch.full_disk_seconds)
+        self._disk = DiskWatch(folder.path, launch.full_disk_seconds, self._say, shown(folder.path))
+        restarts = folder.logs / "restarts.jsonl"
+        self._supervisor = Supervisor(
+            max_failures=launch.max_failures,
+            backoff_seconds=launch.backoff_seconds,
+            drain_seconds=launch.drain_seconds,
+            say=self._say,
+            progress=self.step,
+            finished=self._has_finished,
+            tick=self._tick,
+            restarts_file=restarts,
+            disk_watch=self._disk,
+        )
+        self._progress = Progress(
+            folder.metrics,
+            total=config.run.steps,
+            every=config.log.every,
+            # The view shows the same figures, and better.
+            say=lambda line: None if terminal.drawing else self._say(line),
+            restarts=lambda: len(self._supervisor.restarts),
+        )
+        self._look = LiveLook(
+            Known(
+                run=shown(folder.path),
+                preset=preset,
+                supervisor=os.getpid(),
+                elapsed_seconds=record.earlier_seconds,
+                total_steps=config.run.steps,
+                limit=config.replay.max_staleness,
+            ),
+            began=record.began,
+            progress=self._progress,
+            restarts=restarts,
+            state=lambda: (
+                "draining" if self._supervisor.stop_requested else str(record.get("state"))
+            ),
+        )
+
+    @property
+    def signal_seen(self) -> int | None:
+        """The first signal that asked the run to stop."""
+        return self._supervisor.signal_seen
+
+    def step(self) -> int:
+        """The latest step in the metrics."""
+        self._progress.update()
+        return self._progress.step
+
+    def run(
+        self,
+        join: JoinInfo,
+        lock: FolderLock,
+        fill: Callable[[Store], None],
+        parts: Sequence[Part],
+    ) -> Outcome:
+        """Starts Redis, fills it, starts the parts and supervises them to their end.
+
+        Args:
+            join: How Redis is joined.
+            lock: The folder's, which redis-server inherits.
+            fill: Puts problems and traces into Redis.
+            parts: All but Redis.
+
+        Raises:
+            TandemError: the run can't go on; it can be resumed.
+        """
+        with self._supervisor as supervisor:
+            self._terminal.go_live(self._look)
+            server = redis_part.part(
+                self._config, self._folder, join, lock, before_end=self._ask_last, say=self._say
+            )
+            version = redis_part.await_ready(server, supervisor, self._folder, join)
+            if version is None or supervisor.stop_requested:
+                supervisor.drain()
+                return Outcome.STOPPED
+            self._record.note(redis_version=version)
+            # Redis may die while problems are put into it, too.
+            supervisor.watch_during(lambda: self._fill(join, fill))
+            if self._terminal.live and self._store is not None:
+                self._look.ask(self._store)
+            for part in parts:
+                supervisor.start(part)
+            self._write_state("running")
+            try:
+                outcome = supervisor.run()
+            except DiskFull:
+                self._write_state("stopped")
+                raise
+            except TandemError:
+                self._write_state("failed")
+                raise
+            if outcome is Outcome.FINISHED and server is None:
+                self._ask_last()
+            return outcome
+
+    def end(self) -> None:
+        """Ends the view and whatever still asks Redis; does nothing the second time."""
+        self._terminal.end_live()
+        self._look.stop()
+        if self._reports is not None:
+            self._reports.stop()
+        if self._store is not None:
+            self._store.close()
+
+    def write_stopped(self) -> None:
+        """Writes that the run is stopped, and for how long it was up."""
+        self._write_state("stopped")
+
+    def _fill(self, join: JoinInfo, fill: Callable[[Store], None]) -> None:
+        from ...replay.connection import connect
+        from ...replay.store import RunStore
+
+        self._store = connect(join, name="supervisor")
+        fill(self._store)
+        runs = RunStore(self._store)
+        if runs.state() != "running":
+            runs.set_state("running")
+        self._reports = ReportWatch(runs)
+
+    def _has_finished(self) -> bool | None:
+        return has_finished(self._store) if self._store is not None else False
+
+    def _tick(self) -> None:
+        self._progress.update()
+        self._record.note_alive()
+        if self._terminal.gone:
+            self._supervisor.request_stop("the terminal has gone away")
+        stalled = time.monotonic() - self._progress.moved
+        if stalled > self._config.launch.stall_seconds and not self._disk.full():
+            self._progress.moved = time.monotonic()
+            self._say(f"no step for {duration(stalled)}: {self._who_waits()}")
+
+    def _who_waits(self) -> str:
+        from ...replay.ledger import Ledger
+
+        assert self._store is not None
+        if self._config.learner.source == "offline":
+            return f"look into {shown(self._folder.logs / 'learner-0.log')}"
+        try:
+            return Ledger(self._store, "supervisor").waiting_for(ASK_SECONDS)
+        except TandemError as error:
+            return str(error)
+
+    def _ask_last(self) -> None:
+        """Reads from Redis what the summary tells, while it is still there."""
+        from ...replay.ledger import Ledger
+        from ...replay.store import RunStore
+
+        self._look.stop()
+        if self._store is None or self.findings.complete:
+            return
+        runs, ledger = RunStore(self._store), Ledger(self._store, "supervisor")
+        found = self.findings
+        if self._reports is not None:
+            found.idle = self._reports.stop()
+        try:
+            found.counts = ledger.counts()
+            found.evaluations = [structs.asdict(result) for result in runs.evaluations()]
+            found.grader_restarts = runs.restarts()
+            found.dead_letters = ledger.dead_letters()
+            found.complete = True
+        except TandemError as error:
+            self._say(f"the ledger's figures couldn't be read at the end: {error}")
+
+    def _write_state(self, state: str) -> None:
+        """Writes ``run.json``; on a full disk it stays as it is, and the user is told."""
+        changes: dict[str, object] = {"state": state}
+        if state == "stopped":
+            changes["wall_seconds"] = self._record.all_seconds()
+        if not self._record.try_write(**changes):
+            self._disk.suspect(self._folder.run_json)
+            self._say(
+                f"{shown(self._folder.run_json)} can't be written, the disk is full: it doesn't "
+                f"say that the run is {state}"
+            )
+
+
+def has_finished(store: Store) -> bool | None:
+    """Whether the learner has ended the run; None while Redis is away."""
+    from ...replay.store import RunStore
+
+    try:
+        return RunStore(store).state(ASK_SECONDS) == "finished"
+    except StoreError:
+        return None
