@@ -19,18 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .engine import DeepSpeedEngine
-from .orders import (
-    Export,
-    Idle,
-    Load,
-    Order,
-    Parameters,
-    Save,
-    Score,
-    Stop,
-    Train,
-    read_order,
-)
+from .orders import pack_order, read_order
 from .rendezvous import broadcast_bytes
 from .rows.groups import MixedGroup
 from .scored import score
@@ -58,42 +47,41 @@ class Leader:
         settled: bool = False,
     ) -> StepOutcome:
         """See :meth:`Updates.train`."""
-        self._tell(Train(step=step, lr=lr, settled=settled))
+        self._tell("train", step=step, lr=lr, settled=settled)
         return self._updates.train(step, groups, lr=lr, before_step=before_step, settled=settled)
 
     def save(self, folder: Path) -> None:
         """Writes the engine's part of a checkpoint."""
-        self._tell(Save(folder=str(folder)))
+        self._tell("save", folder=str(folder))
         self.engine.save(folder, self._updates.state())
         # All ranks' files are there once all have answered.
         self.engine.barrier()
 
     def load(self, folder: Path) -> None:
         """Reads it again."""
-        self._tell(Load(folder=str(folder)))
+        self._tell("load", folder=str(folder))
         self._updates.restore(self.engine.load(folder))
 
     def export(self, folder: Path, base: Path | None) -> None:
         """Writes the Hugging Face folder."""
-        self._tell(Export(folder=str(folder)))
+        self._tell("export", folder=str(folder))
         self.engine.export(folder, base)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor of every parameter; must be walked through to its end."""
         if self.engine.stage == 3:
-            self._tell(Parameters())
+            self._tell("parameters")
         return self.engine.parameters()
 
     def score(self, rows: NDArray[np.int64], dtype: torch.dtype) -> Tensor:
         """``[R, S - 1]`` Log-probs of some rows in a dtype; see :func:`~.scored.score`."""
         if self.engine.stage == 3:
-            name: Any = str(dtype).removeprefix("torch.")
-            self._tell(Score(rows=rows.tolist(), dtype=name))
+            self._tell("score", rows=rows.tolist(), dtype=str(dtype).removeprefix("torch."))
         return score(self.engine, rows, dtype)
 
     def stop(self) -> None:
         """Lets the followers go."""
-        self._tell(Stop())
+        self._tell("stop")
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -105,7 +93,7 @@ class Leader:
 
         def reassure() -> None:
             while not done.wait(IDLE_SECONDS):
-                self._tell(Idle())
+                self._tell("idle")
 
         thread = threading.Thread(target=reassure, name="ranks-idle", daemon=True)
         thread.start()
@@ -115,28 +103,29 @@ class Leader:
             done.set()
             thread.join()
 
-    def _tell(self, order: Order) -> None:
+    def _tell(self, what: str, **details: Any) -> None:
         if not self._alone:
-            broadcast_bytes(order.pack())
+            broadcast_bytes(pack_order(what, **details))
 
 
 def follow(engine: DeepSpeedEngine, updates: Updates) -> None:
     """Does what rank 0 says until it says stop."""
     while True:
-        match read_order(broadcast_bytes(None)):
-            case Train() as order:
-                updates.train(order.step, None, lr=order.lr, settled=order.settled)
-            case Save() as order:
-                engine.save(Path(order.folder), updates.state())
+        said = read_order(broadcast_bytes(None))
+        match said["do"]:
+            case "train":
+                updates.train(said["step"], None, lr=said["lr"], settled=said["settled"])
+            case "save":
+                engine.save(Path(said["folder"]), updates.state())
                 engine.barrier()
-            case Load() as order:
-                updates.restore(engine.load(Path(order.folder)))
-            case Export() as order:
-                engine.export(Path(order.folder), None)
-            case Parameters():
+            case "load":
+                updates.restore(engine.load(Path(said["folder"])))
+            case "export":
+                engine.export(Path(said["folder"]), None)
+            case "parameters":
                 for _ in engine.parameters():
                     pass
-            case Score() as order:
-                score(engine, np.array(order.rows, np.int64), getattr(torch, order.dtype))
-            case Stop():
+            case "score":
+                score(engine, np.array(said["rows"], np.int64), getattr(torch, said["dtype"]))
+            case "stop":
                 return

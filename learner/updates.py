@@ -61,7 +61,7 @@ class _Update:
     active: int
     """Rows that can move the gradient, over all ranks."""
     forward_tokens: int
-    """Of this rank's forward passes."""
+    """Tokens of this rank's forward passes."""
     measured: Mapping[str, float]
     """Metrics that came of preparing it."""
 
@@ -144,9 +144,9 @@ class Updates:
         self.config = config
         self.objective = objective if objective is not None else objective_of(config)
         self.coefficients = Coefficients.of(self.objective.settings)
-        """Of the next update; a checkpoint keeps them."""
+        """The coefficients of the next update; a checkpoint keeps them."""
         self.ratio_check = RatioCheck(config, self.objective)
-        """Its history is kept likewise."""
+        """The check of what was sampled; a checkpoint keeps its history."""
         self._reference: Policy | None = None
         if "reference" in self.objective.columns or self.coefficients.kl_reward:
             self._reference = frozen_policy(config, engine.device)

@@ -73,18 +73,13 @@ class HeldGroup:
 
     def group(self, worker: str, samples: tuple[Sample, ...]) -> Group:
         """The finished group, as it is submitted."""
-        return Group(
+        return Group.of(
+            self.problem,
+            samples,
             group_id=self.lease.group_id,
             attempt=self.lease.attempt,
             worker=worker,
-            problem_id=self.problem.problem_id,
-            prompt_tokens=self.problem.prompt_tokens,
-            prompt_text=self.problem.prompt_text,
-            gold=self.problem.gold,
-            data_source=self.problem.data_source,
-            samples=samples,
             trace_ids=self.traces,
-            extra=self.problem.extra,
         )
 
 

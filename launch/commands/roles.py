@@ -16,7 +16,7 @@ from .options import add_run, joined, locate
 ENTRY = {
     "rollout": "tandem.rollout.worker",
     "reward": "tandem.reward.pool",
-    "learner": "tandem.learner.trainer",
+    "learner": "tandem.learner.main",
 }
 
 

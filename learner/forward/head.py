@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _CLOSE = 1e-3
 """Greatest relative difference between what a model does to its logits and what is taken for it."""
 _LARGEST = 64.0
-"""Of the numbers that are tried, in size: caps lie below."""
+"""The size of the numbers that are tried: caps lie below."""
 
 _TRIED = 2048
 """Least number of logits that are looked at, where there are as many."""

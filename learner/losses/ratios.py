@@ -19,7 +19,7 @@ MAX_LOG_RATIO = 20.0
 Correction = Literal["none", "truncate", "mask"]
 """What is done with a weight that is out of bounds."""
 CorrectionLevel = Literal["token", "sequence", "geometric"]
-"""Of what the weight is: a token, the product over a row, or the row's geometric mean."""
+"""What the weight belongs to: a token, the product over a row, or the row's geometric mean."""
 
 
 def clamped(log_ratios: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from .finite import finite, widened
 from .ratios import clamped, log_ratio
 
 Shaping = Literal["none", "ratio", "log", "power", "square_root", "plus_log"]
-"""Of a weight w; see :func:`shape`."""
+"""How a weight w is shaped; see :func:`shape`."""
 ExpertBehaviour = Literal["recorded", "one", "published"]
 """The denominator π_φ of an expert token's weight; see :func:`expert_weights`."""
 PUBLISHED_EPSILON = 1e-6

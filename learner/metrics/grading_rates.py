@@ -12,7 +12,7 @@ COUNTERS = (
     *("cache_hits", "coalesced", "to_process", "requests", "restarts"),
     *("grade_seconds", "queue_wait_seconds"),
 )
-"""Of a pool's report, counted since its start."""
+"""Counters of a pool's report, which begin with the pool."""
 
 
 class GradingRates:

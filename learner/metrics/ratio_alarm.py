@@ -15,7 +15,7 @@ AGAIN_SECONDS = 60.0
 
 
 class RatioAlarm:
-    """Of one life of the learner."""
+    """Keeps the alarm of the ratio check while one learner lives."""
 
     def __init__(self) -> None:
         self.text = ""

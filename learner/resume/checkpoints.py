@@ -37,7 +37,7 @@ WAY_OUT = "remove this checkpoint, and an older one is resumed from"
 DIGEST_THREADS = 8
 """Files that are read at a time; xxhash lets other threads run meanwhile."""
 TOLD_BYTES = 100 << 20
-"""Of a checkpoint whose digests are told with their pace."""
+"""The size of a checkpoint from which on the pace of its digests is logged."""
 DIGEST_BLOCK = 4 << 20
 """Bytes that are read at a time."""
 
@@ -49,7 +49,7 @@ class Checkpoint:
     folder: Path
     """Where it lies."""
     version: Version
-    """Of its weights; its step is the position in the journal."""
+    """The version of its weights; the step is the position in the journal."""
     ranks: int
     """Ranks that wrote it."""
     state: dict[str, Any]

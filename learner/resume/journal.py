@@ -97,7 +97,7 @@ class History:
         self.path = path
         self.chain: Chain = chain_of(path)
         self.newest_term = 0
-        """Of the records that count."""
+        """The newest term among the records that count."""
         self.last_term = self.chain.last_term
         """The greatest term that has written here."""
         self.applied_step = 0
@@ -133,7 +133,7 @@ class History:
         return row_at(self.chain, self._files[step - 1], self._starts[step - 1])
 
     def digest(self, step: int) -> str:
-        """Of a step's row, hexadecimal."""
+        """The digest of a step's row, hexadecimal."""
         return f"{self._digests[step - 1]:016x}"
 
     def outcome(self, step: int) -> str:
@@ -141,7 +141,7 @@ class History:
         return _OUTCOMES[self._outcomes[step - 1]] if 0 < step <= self.last_step else ""
 
     def outcomes(self) -> dict[int, str]:
-        """Of all steps that have one."""
+        """The outcome of every step that has one."""
         return {step: _OUTCOMES[one] for step, one in enumerate(self._outcomes, 1) if one}
 
     def check(self, step: int, row: Mapping[str, Any]) -> None:

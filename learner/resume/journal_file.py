@@ -60,17 +60,17 @@ class Line(NamedTuple):
     file: int
     """Index of its segment in :attr:`Chain.segments`."""
     start: int
-    """Its place there, in bytes."""
+    """Where the line begins in that file, in bytes."""
     end: int
     """The place behind its end."""
     kind: str
     """One of :data:`KINDS`."""
     term: int
-    """Of the learner that wrote it."""
+    """The term of the learner that wrote it."""
     step: int
     """n."""
     digest: str
-    """Of the step's row; empty where ``kind`` is ``resumed``."""
+    """The digest of the step's row; empty where ``kind`` is ``resumed``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class Segment:
     end: int | None
     """Bytes of it that count; None for all whole lines, in the newest one."""
     digest: str = ""
-    """Of the last record that counts; empty where nothing was said about it."""
+    """The digest of the last record that counts; empty where nothing was said about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ def encoded(record: Mapping[str, Any]) -> bytes:
 
 
 def digest_at(path: Path, start: int, end: int) -> str:
-    """Of the line between two places, as ``after`` names it."""
+    """The digest of the line between two places, as ``after`` names it."""
     with open(path, "rb") as file:
         file.seek(start)
         return xxhash.xxh3_64_hexdigest(file.read(end - start - 1))

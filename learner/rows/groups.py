@@ -41,9 +41,9 @@ class MixedGroup:
     """A group of a step with the expert traces that are rows beside its own samples."""
 
     group: Group
-    """Its samples are the own rows."""
+    """The group as the ledger has it; its samples are the own rows."""
     traces: tuple[ExpertTrace, ...] = ()
-    """Its expert rows."""
+    """The traces that are its expert rows."""
     replaced: tuple[Sample, ...] = ()
     """Own samples that gave way to the traces; they are reported and not trained on."""
 

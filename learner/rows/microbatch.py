@@ -57,7 +57,7 @@ class MicroBatch:
     rows: Rows
     """The rows, with the same N tokens, for the objective."""
     layout: Layout | None = None
-    """Of rows that share their prompts; None for padded ones."""
+    """Where tokens stand when rows share their prompts; None for padded rows."""
 
     @property
     def dummy(self) -> bool:

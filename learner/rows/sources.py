@@ -289,3 +289,10 @@ class OfflineSource(BatchSource):
 
     def waiting_for(self) -> str:
         raise StoreError("an offline step waits for nobody")
+
+
+def source_of(config: Config, ledger: Ledger, runs: RunStore) -> BatchSource:
+    """Where the run's config says that batches come from."""
+    if config.learner.source == "offline":
+        return OfflineSource(config, runs)
+    return LedgerSource(ledger, runs)

@@ -15,6 +15,7 @@ from decoder import Decoder, packed, same, text
 from examples import (
     MESSAGES,
     RECORDS,
+    a_group,
     a_manifest,
 )
 from frames import (
@@ -222,8 +223,16 @@ def from_sockets() -> Iterable[Decoder]:
             check=check_manifest,
         )
     )
-    train = {"do": "train", "step": 3, "lr": 1e-6, "settled": True}
-    score = {"do": "score", "rows": [[1, 2], [3]], "dtype": "bfloat16"}
+    traces = [wire.encode(RECORDS[5])]
+    group = [wire.encode(a_group()), ["a/1#0"]]
+    order = {
+        "do": "train",
+        "step": 3,
+        "groups": [group],
+        "traces": traces,
+        "lr": 1e-6,
+        "settled": True,
+    }
     for name, corpus, decode in (
         (
             "graders.request",
@@ -249,7 +258,7 @@ def from_sockets() -> Iterable[Decoder]:
         ),
         (
             "ranks.order",
-            packed(train, score, {"do": "stop"}, {"do": "save", "folder": "x"}),
+            packed(order, {"do": "stop"}, {"do": "save", "folder": "x"}),
             orders.read_order,
         ),
     ):

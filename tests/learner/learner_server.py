@@ -22,7 +22,7 @@ from tandem.common.config import Config
 from tandem.common.errors import TandemError
 from tandem.common.run_folder import RunFolder, read_join
 from tandem.common.telemetry import start_log
-from tandem.learner.trainer import main
+from tandem.learner.main import main
 from tandem.replay.connection import connect
 from tandem.replay.store import RunStore
 

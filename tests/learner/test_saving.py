@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tandem.common import disk
-from tandem.learner.room import size_of, write_with_room
+from tandem.learner.saving import size_of, write_with_room
 
 
 class Ranks:

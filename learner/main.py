@@ -1,0 +1,85 @@
+"""One rank of the learner: it makes the engine, and then leads the others or follows."""
+
+from __future__ import annotations
+
+import torch
+
+from ..common.config import Config
+from ..common.config.choices import micro_batch_refusal
+from ..common.errors import ConfigError, DamagedError, DataError, FencedError, RunFailedError
+from ..common.models import load_model
+from ..common.run_folder import JoinInfo, RunFolder
+from ..replay.connection import connect
+from ..replay.store import RunStore
+from .engine import DeepSpeedEngine
+from .forward.policy import device_of
+from .ranks import Leader, follow
+from .rendezvous import process_group
+from .resume.checkpoints import what_is_left
+from .trainer import StopSignal, Trainer
+from .updates import Updates
+
+
+def main(
+    join: JoinInfo,
+    config: Config,
+    *,
+    name: str,
+    folder: RunFolder | None,
+    rank: int = 0,
+    world_size: int = 1,
+    master_port: int | None = None,
+) -> int:
+    """One rank of the learner; returns the exit code.
+
+    Ends with 0 when the run is finished, and after SIGTERM, once the step at hand is done and a
+    checkpoint is written.
+
+    Raises:
+        TandemError: the run can't go on; the message says why.
+    """
+    if folder is None:
+        raise DataError("the learner keeps journal and checkpoints in the run's folder: give it")
+    stop = StopSignal(heed=rank == 0)
+    torch.set_num_threads(config.learner.threads)
+    torch.manual_seed(config.run.seed)
+    device = device_of(rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with process_group(rank, world_size, master_port):
+        model = load_model(
+            config.model.path,
+            dtype=config.model.dtype,
+            attention=config.model.attention,
+            device=device,
+        )
+        engine = DeepSpeedEngine(model, config, device)
+        updates = Updates(engine, config)
+        _check_unit(updates, config)
+        if rank != 0:
+            follow(engine, updates)
+            return 0
+        leader = Leader(engine, updates)
+        store = connect(join, name=name)
+        try:
+            Trainer(store, join, config, name, folder, leader, stop).run()
+        except FencedError:
+            # A newer learner owns the run's state; leave without touching it.
+            raise
+        except DamagedError as error:
+            raise DamagedError(f"{error}. {what_is_left(folder)}") from None
+        except RunFailedError:
+            RunStore(store).set_state("failed")
+            raise
+        finally:
+            store.close()
+        leader.stop()
+    return 0
+
+
+def _check_unit(updates: Updates, config: Config) -> None:
+    """Refuses a micro-batch that is too small for the unit of a user's own objective, which only the
+    objective itself can tell."""
+    unit, name = updates.objective.unit, config.learner.objective.name
+    if unit != "row" and (refusal := micro_batch_refusal(config, unit=unit, what=name)):
+        raise ConfigError(refusal)

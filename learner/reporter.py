@@ -1,0 +1,191 @@
+"""What the learner tells: metrics.jsonl, samples.jsonl, its report in Redis and its log."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..common.config import Config
+from ..common.parts import PartedLines
+from ..common.records import Version
+from ..common.run_folder import RunFolder
+from ..common.telemetry import Clock
+from ..replay.store import EvaluationResult, RunStore
+from .evaluations import record_of
+from .metrics.grading_rates import GradingRates
+from .metrics.reports import text_of
+from .resume.cut_back import cut_back
+from .rows.groups import MixedGroup
+from .transfer_rates import TransferRates
+
+log = logging.getLogger("tandem.learner")
+
+REPORT_SECONDS = 1.0
+"""Between two reports to Redis, and between two looks at those of pools and workers."""
+PROGRESS = {
+    "train/loss": "loss",
+    "reward/mean": "reward",
+    "reward/accuracy": "accuracy",
+    "rollout/length_mean": "length",
+    "replay/staleness_mean": "staleness",
+    "train/grad_norm": "gradient",
+}
+"""Metrics of the log's lines, and their names there."""
+
+
+class Reporter:
+    """Tells what the learner does; :meth:`cut_back` comes before the first record.
+
+    Args:
+        runs: Where reports are.
+        config: The run's.
+        folder: The run's.
+        name: The learner's.
+        clock: Of the learner's loop.
+        total_steps: Of the run.
+    """
+
+    def __init__(
+        self,
+        runs: RunStore,
+        config: Config,
+        folder: RunFolder,
+        name: str,
+        clock: Clock,
+        total_steps: int,
+    ) -> None:
+        self._runs = runs
+        self._config = config
+        self._folder = folder
+        self._name = name
+        self._clock = clock
+        self._total = total_steps
+        self._metrics: PartedLines | None = None
+        self._samples: PartedLines | None = None
+        self._rates = GradingRates()
+        self._transfers = TransferRates()
+        self._asked = 0.0
+        self._reported = 0.0
+        self._seconds: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        self._progress = (time.monotonic(), 0)
+
+    def cut_back(self, step: int) -> None:
+        """Puts aside what was told of later steps, which will be trained again."""
+        for file in (self._metrics, self._samples):
+            if file is not None:
+                file.close()
+        for path in (self._folder.metrics, self._folder.samples):
+            cut_back(path, step, self._folder.cut)
+        self._metrics = PartedLines(self._folder.metrics)
+        self._samples = PartedLines(self._folder.samples)
+
+    def begin(self, step: int) -> None:
+        """The pace of the log's lines is reckoned from this step on."""
+        self._progress = (time.monotonic(), step)
+
+    def record(self, version: Version, metrics: Mapping[str, Any]) -> None:
+        """Writes a record of metrics.jsonl."""
+        assert self._metrics is not None, "cut_back opens the files"
+        stamp = {"step": version.step, "term": version.term, "time": time.time()}
+        self._metrics.write({**stamp, **metrics})
+
+    def samples(self, step: int, groups: Sequence[MixedGroup]) -> None:
+        """Writes the step's first groups into samples.jsonl."""
+        assert self._samples is not None, "cut_back opens the files"
+        for mixed in groups[: self._config.log.samples_per_step]:
+            self._samples.write(text_of(step, mixed))
+
+    def step(self, version: Version, metrics: dict[str, float], weights: Mapping[str, Any]) -> None:
+        """Records a step that was trained, with what pools and workers told meanwhile.
+
+        Args:
+            version: That it made.
+            metrics: Its figures.
+            weights: What the sender of weights counts.
+        """
+        self._last = {**metrics, **self._told(weights)}
+        self._seconds = self._clock.take()
+        times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        self.record(version, {**self._last, **times})
+
+    def evaluation(self, result: EvaluationResult, term: int) -> None:
+        """Records what an evaluation found."""
+        record = record_of(result)
+        assert self._metrics is not None, "cut_back opens the files"
+        self._metrics.write({**record, "term": term, "time": time.time()})
+        log.info(
+            f"evaluation {result.id}: accuracy {result.accuracy:.1%} on {result.problems} "
+            f"problems (weights of step {result.step}, {result.seconds:.1f} s)"
+        )
+
+    def report(
+        self,
+        version: Version,
+        *,
+        weights: Mapping[str, Any],
+        alarm: str,
+        waiting: str = "",
+        force: bool = False,
+    ) -> None:
+        """Tells Redis how the learner gets on, at most once a second unless forced."""
+        now = time.monotonic()
+        if not force and now - self._reported < REPORT_SECONDS:
+            return
+        self._reported = now
+        self._runs.report(
+            self._name,
+            {
+                "role": "learner",
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "time": time.time(),
+                "version": [version.term, version.step],
+                "total_steps": self._total,
+                "waiting": waiting,
+                "alarm": alarm,
+                "seconds": self._seconds,
+                "weights": dict(weights),
+                "loss": _finite(self._last.get("train/loss")),
+                "reward": _finite(self._last.get("reward/mean")),
+            },
+        )
+
+    def progress(self, step: int) -> None:
+        """Logs a line every ``log.every`` steps, and at the last one."""
+        if step % self._config.log.every and step != self._total:
+            return
+        since, before = self._progress
+        now = time.monotonic()
+        pace = (now - since) / max(1, step - before)
+        self._progress = (now, step)
+        parts = [f"step {step}/{self._total}", f"{pace:.3f} s a step"]
+        for name, label in PROGRESS.items():
+            if name in self._last:
+                parts.append(f"{label} {self._last[name]:.4g}")
+        waited = sum(s for name, s in self._seconds.items() if name.startswith("wait/"))
+        parts.append(f"waited {waited / max(self._seconds.get('total', 0.0), 1e-9):.0%}")
+        log.info(", ".join(parts))
+
+    def _told(self, weights: Mapping[str, Any]) -> dict[str, float]:
+        """What pools and workers have told since it was last asked, at most once a second."""
+        now = time.monotonic()
+        if now - self._asked < REPORT_SECONDS:
+            return {}
+        self._asked = now
+        reports = self._runs.reports()
+        return {
+            **self._rates.take(reports),
+            **self._transfers.lost(reports),
+            **self._transfers.checked(reports),
+            **(self._transfers.sent(weights) if weights else {}),
+        }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,197 @@
+"""Checkpoints and the exported model, written once the disk has room for them.
+
+A checkpoint also lets go of samples: Redis keeps those of the steps since the oldest checkpoint kept,
+from which a resumed learner trains again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from ..common import disk
+from ..common.errors import DataError, FencedError
+from ..common.records import Version
+from ..common.run_folder import RunFolder
+from ..common.telemetry import Clock
+from ..replay.ledger import Ledger
+from .ranks import Leader
+from .resume.checkpoints import Checkpoint, Checkpoints
+from .rows.sources import BatchSource
+
+log = logging.getLogger("tandem.learner")
+
+FAILURES = (OSError, RuntimeError, SafetensorError)
+"""What torch, DeepSpeed and safetensors raise where a write fails."""
+
+
+def write_with_room(
+    folder: Path, nbytes: int, leader: Leader, write: Callable[[], object], undo: Callable[[], None]
+) -> None:
+    """Waits for room, then writes; where it failed for want of room all the same, once more.
+
+    Args:
+        folder: where it is written.
+        nbytes: that it takes at least.
+        leader: of the ranks that write; several can't repeat a write that one of them failed in.
+        write: writes.
+        undo: removes what a failed write has left.
+
+    Raises:
+        DiskFull: there was no room for too long.
+    """
+    wait = disk.Wait(folder, nbytes)
+    while True:
+        with leader.waiting():
+            disk.await_room(folder, nbytes)
+        try:
+            write()
+            return
+        except FAILURES as error:
+            full = disk.is_full(error) or not disk.has_room(folder)
+            undo()
+            if not full or leader.engine.world_size > 1:
+                raise
+            log.warning(f"{folder}: the disk was full in the middle of a write: {error}")
+        with leader.waiting():
+            wait.go_on()
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+class Saver:
+    """The checkpoints of one term.
+
+    Args:
+        folder: The run's.
+        kept: Checkpoints that are kept (``learner.checkpoints_kept``).
+        leader: Of the ranks, which all write their part.
+        ledger: Says whether another learner has taken over.
+        source: Has the samples that a checkpoint lets go of.
+        clock: Of the learner's loop.
+        term: The learner's.
+        state: What a checkpoint says of its run.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        kept: int,
+        leader: Leader,
+        ledger: Ledger,
+        source: BatchSource,
+        clock: Clock,
+        term: int,
+        state: Mapping[str, Any],
+    ) -> None:
+        self._folder = folder.checkpoints
+        self._checkpoints = Checkpoints(folder.checkpoints, kept)
+        self._leader = leader
+        self._ledger = ledger
+        self._source = source
+        self._clock = clock
+        self._term = term
+        self._state = dict(state)
+        self._released = 0
+        self.saved = -1
+        """Step of the newest checkpoint; −1 where there is none."""
+
+    def load_newest(self, last_step: int) -> int | None:
+        """Goes back to the newest whole checkpoint; its step, or None where there is none.
+
+        Args:
+            last_step: No later one is taken: the newest step of the journal.
+
+        Raises:
+            DataError: it was written by another number of ranks.
+        """
+        self._checkpoints.clean()
+        newest = self._checkpoints.newest(last_step)
+        if newest is None:
+            return None
+        self._check_ranks(newest)
+        self._leader.load(newest.folder)
+        self.saved = newest.version.step
+        return self.saved
+
+    def oldest(self) -> int:
+        """Step of the oldest checkpoint; 0 where there is none."""
+        return min((kept.version.step for kept in self._checkpoints.all()), default=0)
+
+    def save(self, step: int) -> None:
+        """Writes the checkpoint of this step, if there is none yet."""
+        if self.saved == step:
+            return
+        with self._clock.doing("checkpoint"):
+            before = self._checkpoints.all()[-1:]
+            # Weights and both moments, of four bytes each.
+            sizes = [size_of(checkpoint.folder) for checkpoint in before]
+            least = max([12 * self._leader.engine.parameter_count(), *sizes])
+            write_with_room(
+                self._folder,
+                least,
+                self._leader,
+                lambda: self._save(step),
+                undo=self._checkpoints.clean,
+            )
+            self.saved = step
+            # One alone might be damaged, and then the samples since the start are needed.
+            kept = self._checkpoints.all()
+            if len(kept) >= 2:
+                self._let_go(kept[0].version.step)
+        log.info(f"checkpoint of step {step}")
+
+    def can_make_room(self, step: int) -> bool:
+        """Whether Redis keeps samples of steps up to this one that :meth:`make_room` lets go of."""
+        return self._released < step
+
+    def make_room(self, step: int) -> None:
+        """Lets go of samples that are kept for a resume, where Redis is too full for another lease."""
+        if self.saved < step:
+            log.warning(
+                f"Redis is too full for another lease: a checkpoint is written at step {step}, so "
+                f"that samples can be let go. Raise replay.maxmemory_mb, or lower "
+                f"learner.checkpoint_every"
+            )
+            self.save(step)
+            return
+        log.warning(
+            f"Redis is too full for another lease: the samples up to the newest checkpoint, of "
+            f"step {self.saved}, are let go, so that no earlier one can be gone back to. Raise "
+            f"replay.maxmemory_mb, or lower learner.checkpoint_every"
+        )
+        self._let_go(self.saved)
+
+    def _let_go(self, step: int) -> None:
+        self._source.durable(step, self._term)
+        self._released = step
+
+    def _save(self, step: int) -> None:
+        self._checkpoints.save(
+            Version(term=self._term, step=step),
+            self._leader.save,
+            ranks=self._leader.engine.world_size,
+            state=self._state,
+            may_finish=self._still_newest,
+        )
+
+    def _still_newest(self) -> None:
+        newest = self._ledger.term()
+        if newest != self._term:
+            raise FencedError(f"term {self._term} is over: a learner of term {newest} has started")
+
+    def _check_ranks(self, checkpoint: Checkpoint) -> None:
+        ranks = self._leader.engine.world_size
+        if checkpoint.ranks != ranks:
+            raise DataError(
+                f"{checkpoint.folder} was written by {checkpoint.ranks} rank(s), and there are "
+                f"{ranks}: resume with learner.ranks={checkpoint.ranks}"
+            )
