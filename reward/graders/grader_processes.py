@@ -23,24 +23,11 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from ...common.errors import TandemError, WireError
 from ...common.records import Verdict
-from .deadlines import (
-    HURRIED,
-    LOOK_AGAIN,
-    SHARE,
-    SLOW,
-    Busy,
-    InLine,
-    Patience,
-    fair_share,
-    kills,
-    relief,
-    usable_cores,
-)
+from .deadlines import LOOK_AGAIN, SLOW, InLine, fair_share, is_over, relief, usable_cores
 from .pipes import (
     Crash,
     Done,
@@ -119,9 +106,7 @@ class GraderProcesses:
         # Every sandbox may use up its own memory, so there are never more of them than asked for.
         self._relief = relief(count) if sandbox is None else 0
         self._cores = usable_cores()
-        self._busy = Busy()
-        self._patience = Patience(count, time.monotonic())
-        self._told_starved = -math.inf
+        self._warned_starved = -math.inf
 
     # --- what the owner calls ----------------------------------------------------------------
 
@@ -215,7 +200,6 @@ class GraderProcesses:
         self._dispatch()
         self._fill()
         self._thin()
-        self._note_busy(time.monotonic())
 
     def close(self) -> None:
         """Ends graders and zygote, and reaps the zygote."""
@@ -335,19 +319,12 @@ class GraderProcesses:
             request.dispatched = time.monotonic()
             request.due = request.dispatched + request.deadline
             slot.state, slot.request = "busy", request
-            self._note_busy(request.dispatched)
-            slot.area = self._busy.area(request.dispatched)
             slot.stood = slot.in_line.seconds() if slot.in_line is not None else 0.0
             try:
                 request.send(slot.channel)
             except (BrokenPipeError, ConnectionResetError, BlockingIOError):
                 # It died since we last looked; its closed socket tells, and the request is kept.
                 logger.debug("grader %d was gone at dispatch", slot.pid)
-
-    def _note_busy(self, now: float) -> None:
-        # What stands in for a slow one isn't charged to it.
-        busy = sum(slot.state == "busy" for slot in self._slots.values())
-        self._busy.note(now, min(busy, self.count))
 
     def _hear_grader(self, slot: Slot) -> None:
         if self._slots.get(slot.number) is not slot:
@@ -391,8 +368,6 @@ class GraderProcesses:
             self._replace(slot, "recycled")
         if request is None:
             return
-        if request.put_off:
-            self._patience.earn()
         if isinstance(reply, Raised):
             request.told = _last_line(reply.traceback)
             logger.warning("%s %d: a request raised:\n%s", self._role, slot.pid, reply.traceback)
@@ -454,11 +429,9 @@ class GraderProcesses:
             return
         elapsed, deadline = now - request.dispatched, request.deadline
         waited = slot.in_line.seconds() - slot.stood if slot.in_line is not None else 0.0
-        fair = fair_share((self._busy.area(now) - slot.area) / elapsed, self._cores)
-        over = partial(kills, elapsed=elapsed, waited=waited, deadline=deadline, fair=fair)
-        if not over(share=SHARE) and not request.put_off and over(share=HURRIED):
-            request.put_off = self._patience.take(now)
-        if over(share=SHARE if request.put_off else HURRIED):
+        busy = sum(other.state == "busy" for other in self._slots.values())
+        fair = fair_share(busy, self._cores)
+        if is_over(elapsed=elapsed, waited=waited, deadline=deadline, fair=fair):
             self._replace(slot, "deadline")
             request.finish(Verdict.TIMEOUT)
             return
@@ -468,9 +441,9 @@ class GraderProcesses:
     def _starved(self, slot: Slot, elapsed: float, waited: float) -> None:
         """Tells of it, once a minute."""
         now = time.monotonic()
-        if now - self._told_starved < TELL_SECONDS:
+        if now - self._warned_starved < TELL_SECONDS:
             return
-        self._told_starved = now
+        self._warned_starved = now
         logger.warning(
             f"{self._role} {slot.pid} had {1 - waited / elapsed:.0%} of a core in the "
             f"{elapsed:.1f} s of its deadline, which is put off: other processes have the machine; "

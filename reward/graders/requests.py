@@ -69,8 +69,6 @@ class Request:
     dispatched: float = 0.0
     due: float = 0.0
     """``time.monotonic`` at which it is to be ended, or looked at again."""
-    put_off: bool = False
-    """Past its deadline it goes on to the whole of its share."""
     told: str = ""
 
     def finish(self, failure: Verdict | None, result: Any = None) -> None:
@@ -143,8 +141,6 @@ class Slot:
     """What tells how long it has stood in line for a core; None until its pid is known."""
     stood: float = 0.0
     """Seconds in line before its request."""
-    area: float = 0.0
-    """Grader-seconds before its request."""
 
     def is_slow(self, now: float) -> bool:
         """Whether a slow request holds it."""

@@ -15,12 +15,9 @@ import pytest
 from tandem.common.config import ComponentConfig, RewardConfig
 from tandem.common.records import Verdict
 from tandem.reward.graders.deadlines import (
-    HURRIED,
-    Busy,
     InLine,
-    Patience,
     fair_share,
-    kills,
+    is_over,
     relief,
     usable_cores,
 )
@@ -53,53 +50,30 @@ NEIGHBOURS = 6
 
 
 def test_a_request_that_had_its_core_ends_at_the_deadline() -> None:
-    assert not kills(elapsed=2.99, waited=0.0, deadline=3.0, fair=1.0)
-    assert kills(elapsed=3.0, waited=0.0, deadline=3.0, fair=1.0)
+    assert not is_over(elapsed=2.99, waited=0.0, deadline=3.0, fair=1.0)
+    assert is_over(elapsed=3.0, waited=0.0, deadline=3.0, fair=1.0)
     # Half a core is enough.
-    assert kills(elapsed=3.0, waited=1.5, deadline=3.0, fair=1.0)
+    assert is_over(elapsed=3.0, waited=1.5, deadline=3.0, fair=1.0)
 
 
 def test_a_request_that_stood_in_line_is_put_off_until_it_has_had_a_quarter() -> None:
-    assert not kills(elapsed=3.0, waited=2.7, deadline=3.0, fair=1.0)
-    assert not kills(elapsed=7.0, waited=6.3, deadline=3.0, fair=1.0)
-    assert kills(elapsed=7.5, waited=6.75, deadline=3.0, fair=1.0)
-
-
-def test_without_patience_a_sixteenth_must_do() -> None:
-    assert not kills(elapsed=3.0, waited=2.9, deadline=3.0, fair=1.0, share=HURRIED)
-    assert kills(elapsed=3.0, waited=2.8, deadline=3.0, fair=1.0, share=HURRIED)
+    assert not is_over(elapsed=3.0, waited=2.7, deadline=3.0, fair=1.0)
+    assert not is_over(elapsed=7.0, waited=6.3, deadline=3.0, fair=1.0)
+    assert is_over(elapsed=7.5, waited=6.75, deadline=3.0, fair=1.0)
 
 
 def test_nothing_runs_for_longer_than_three_deadlines() -> None:
-    assert not kills(elapsed=8.9, waited=8.9, deadline=3.0, fair=1.0)
-    assert kills(elapsed=9.0, waited=9.0, deadline=3.0, fair=1.0)
+    assert not is_over(elapsed=8.9, waited=8.9, deadline=3.0, fair=1.0)
+    assert is_over(elapsed=9.0, waited=9.0, deadline=3.0, fair=1.0)
 
 
 def test_what_graders_take_from_each_other_puts_nothing_off() -> None:
     """Eight loops on two cores have a quarter of a core each, and end at their deadline."""
     fair = fair_share(8, 2)
     assert fair == 0.25
-    assert kills(elapsed=3.0, waited=2.25, deadline=3.0, fair=fair)
-    assert kills(elapsed=3.0, waited=2.8, deadline=3.0, fair=fair)
+    assert is_over(elapsed=3.0, waited=2.25, deadline=3.0, fair=fair)
+    assert is_over(elapsed=3.0, waited=2.8, deadline=3.0, fair=fair)
     assert fair_share(1, 2) == fair_share(0, 2) == 1.0
-
-
-def test_the_number_of_busy_graders_is_an_average_over_the_request() -> None:
-    busy = Busy()
-    busy.note(100.0, 1)
-    before = busy.area(100.0)
-    busy.note(101.0, 4)
-    busy.note(102.0, 2)
-    assert (busy.area(104.0) - before) / 4.0 == (1 + 4 + 2 + 2) / 4
-
-
-def test_hangs_use_the_patience_up_and_late_answers_earn_it_back() -> None:
-    patience = Patience(2, 100.0)
-    assert [patience.take(100.0) for _ in range(3)] == [True, True, False]
-    patience.earn()
-    assert [patience.take(100.0) for _ in range(3)] == [True, True, False]
-    # And some comes back with time.
-    assert [patience.take(131.0) for _ in range(2)] == [True, False]
 
 
 def test_half_as_many_graders_stand_in() -> None:
