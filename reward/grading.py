@@ -26,7 +26,8 @@ from msgspec.structs import replace
 from ..common.config import RewardConfig
 from ..common.errors import DeadlineError
 from ..common.records import FinishReason, Group, Verdict
-from .answers import comparison, values
+from .answers.comparison import decide
+from .answers.texts import read_gold
 from .components.registry import Graded
 from .components.scoring import OWN_FAILURES, Scorer
 from .graders import canary
@@ -243,11 +244,11 @@ class Grader:
 
             for gold in golds:
                 # Without an answer it is only asked whether the gold answer can be read.
-                decided = comparison.decide(None, gold, self.mode)
+                decided = decide(None, gold, self.mode)
                 if decided is not None:
                     verdicts[gold] = decided.verdict
                 else:
-                    self._verdicts.ask("", comparison.read_gold(gold).text, into(gold))
+                    self._verdicts.ask("", read_gold(gold).text, into(gold))
             self._wait(lambda: len(verdicts) == len(set(golds)), f"{len(golds)} gold answers")
             return {gold for gold, verdict in verdicts.items() if verdict in bad}
 
@@ -351,19 +352,12 @@ class Grader:
         truncated = item.finish_reason is not FinishReason.STOP
         answer = self.mode.read(item.text, item.prompt_text, truncated).answer
         batch.read[index] = answer
-        decided = comparison.decide(answer, item.gold, self.mode)
+        decided = decide(answer, item.gold, self.mode)
         if decided is not None:
             self._counts[f"by_{decided.how}"] += 1
             found(decided.verdict, 0.0, False)
             return
-        gold = comparison.read_gold(item.gold)
-        by_value = self.mode.compare == "math" and answer
-        equal = values.same(by_value, gold.text) if by_value else None
-        if equal is not None:
-            self._counts["by_value"] += 1
-            found(Verdict.CORRECT if equal else Verdict.WRONG, 0.0, False)
-            return
-        self._verdicts.ask(answer or "", gold.text, found)
+        self._verdicts.ask(answer or "", read_gold(item.gold).text, found)
 
     def _value(self, batch: _Batch) -> None:
         """All verdicts are there: functions, code and components, then the rewards."""

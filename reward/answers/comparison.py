@@ -1,145 +1,32 @@
-"""When an answer is right: the fast path, and what it leaves to a grader process.
+"""When an answer is right: one comparison, by engines that are asked in order.
 
-``decide`` settles what can be settled without sympy, in microseconds and in any process: equal
-text, plain numbers, lists of them, words, option letters, and inputs that are known to hang a
-grader. Where it returns None, a grader process compares the two with math-verify
-(:mod:`tandem.reward.answers.symbolic`). No text of a model is ever evaluated as code.
+An engine says True (right), False (wrong), or None: not its to tell. What no engine of this file
+can tell goes to a grader process, which compares with math-verify
+(:mod:`tandem.reward.answers.symbolic`). All of them hold to one table of tolerances
+(:mod:`tandem.reward.answers.tolerances`) and one of units (:mod:`tandem.reward.answers.units`).
+``tests/benchmarks/grading.py --engines`` shows what each of them is there for: the verdicts and the
+time that change without it. No text of a model is ever evaluated as code.
 """
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from ...common.records import Verdict
-from ..reading import extraction
-from ..reading.extraction import MAX_ANSWER, last_box
+from ..reading.extraction import MAX_ANSWER
 from ..reading.modes import Mode
 from ..reading.options import compare_options, option_letter
-from . import structure
+from . import structure, values
 from .guard import dangerous, unevaluated
-from .numbers import PlainNumber, read_number, same_number, with_letter_unit
+from .numbers import NUMBER_WORDS, read_number, same_number
 from .quantities import same_quantity
 from .spelling import WRAPPER, canonical, normalise
+from .texts import MAX_GOLD, WORDS, Answer, Gold, read_answer, read_gold
 
-MAX_GOLD = 4_000
-"""Longest gold answer that is compared."""
-
-# --- golds -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gold:
-    """A gold answer read once; a group grades all its samples against one."""
-
-    text: str
-    """What is compared: the data set's text, its box or its formula."""
-    normalised: str
-    """See :func:`normalise`."""
-    canonical: str
-    """See :func:`canonical`."""
-    number: PlainNumber | None
-    """Where it is a plain number."""
-    integer: int | None
-    """Where it is digits and nothing else: what most answers are."""
-    letter: str | None
-    """Where it is one option letter."""
-    words: str | None
-    """Where it is plain words, lower-case."""
-    collection: structure.Collection | None
-    """Where it lists two parts or more."""
-    dangerous: bool
-    """It would trip the guard itself, so the guard doesn't judge its answers."""
-    any_of: tuple[str, ...]
-    """Where it is a JSON list of texts (``["1/2", "0.5"]``): each of them is right."""
-
-
-@lru_cache(maxsize=4096)
-def read_gold(gold: str) -> Gold:
-    """Reads a gold answer as a data set states it: bare, boxed, in dollars, after ``####``, or a
-    JSON list of texts of which any is right."""
-    text = gold.strip()
-    any_of = _alternatives(text)
-    if len(text) > MAX_GOLD and "box" not in text:
-        text = ""
-    box = last_box(text) if "box" in text and not any_of else None
-    if box is not None:
-        text = box
-    elif "\n####" in text or text.startswith("####"):
-        text = extraction.hashes(text) or text
-    elif len(text) > 60 and extraction.anchored(text) and " " in text and "$" in text:
-        text = extraction.anchored(text) or text
-    normalised = normalise(text)
-    number = read_number(_value_of(normalised) or normalised)
-    return Gold(
-        text=text,
-        normalised=normalised,
-        canonical=canonical(normalised),
-        number=number,
-        integer=number.value.numerator if number is not None and normalised.isdigit() else None,
-        letter=option_letter(text),
-        words=_words(text, normalised),
-        collection=structure.collection(normalised),
-        dangerous=dangerous(text),
-        any_of=any_of,
-    )
-
-
-def _alternatives(text: str) -> tuple[str, ...]:
-    if not (text.startswith('["') and text.endswith('"]')) or len(text) > MAX_GOLD:
-        return ()
-    try:
-        texts = json.loads(text)
-    except (ValueError, RecursionError):
-        return ()
-    return tuple(texts) if all(isinstance(t, str) for t in texts) else ()
-
-
-_ASSIGNED = re.compile(
-    r"(?P<name>[A-Za-z](?:_\{?\w{1,3}\}?)?)\s*(?:=|\\approx)\s*(?P<value>[^=<>]+)"
-)
-
-
-def _value_of(normalised: str) -> str | None:
-    """``11`` of ``x = 11``."""
-    match = _ASSIGNED.fullmatch(normalised)
-    return match.group("value").strip() if match else None
-
-
-def _name_of(normalised: str) -> str | None:
-    match = _ASSIGNED.fullmatch(normalised)
-    return match.group("name") if match else None
-
-
-_DIGITS = re.compile(r"-?\d+(?:\.\d+)?")
-_WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
-_LIST = re.compile(r"[,;]|\b(?:and|or)\b|\\text|\\ne|!=|<|>|\\(?:le|ge|lt|gt)")
-# fmt: off
-_MATH_WORDS = frozenset((
-    "pi", "infinity", "inf", "infty", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "and", "or",
-    "percent", "percentage", "pct", "phi", "theta", "alpha", "beta", "gamma", "delta",
-))
-# fmt: on
-
-
-def _words(text: str, normalised: str) -> str | None:
-    """Plain words, lower-case: only where they can't be a product of variables."""
-    if not _WORDS.fullmatch(normalised):
-        return None
-    words = normalised.lower().split()
-    if any(word in _MATH_WORDS for word in words):
-        return None
-    wrapped = WRAPPER.search(text) is not None
-    letters = len(normalised) >= 4 and normalised.isupper()
-    if not wrapped and not letters and not any(len(word) >= 5 for word in words):
-        # "HTTH" is a row of letters; "ab" may be a product.
-        return None
-    return " ".join(words)
-
-
-# --- deciding --------------------------------------------------------------------------------
+Engine = Callable[[Answer, Gold], bool | None]
+"""Whether an answer is right; None where that isn't the engine's to tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +36,11 @@ class Decision:
     verdict: Verdict
     """The verdict."""
     how: str
-    """Which rule: text, number, quantity, parts, words, letter, base, time, ratio, hedge, guard, none, …"""
+    """The engine that told it, or ``gold``, ``none``, ``tag`` where there was nothing to compare."""
 
 
-_CORRECT_TEXT = Decision(Verdict.CORRECT, "text")
-_NUMBERS = {
-    True: Decision(Verdict.CORRECT, "number"),
-    False: Decision(Verdict.WRONG, "number"),
-}
 _GOLD_EMPTY = Decision(Verdict.GOLD_UNPARSABLE, "gold")
 _UNPARSABLE = Decision(Verdict.UNPARSABLE, "none")
-_GUARDED = Decision(Verdict.WRONG, "guard")
 
 
 def _decision(same: bool, how: str) -> Decision:
@@ -183,45 +64,22 @@ def decide(answer: str | None, gold_text: str, by: Mode) -> Decision | None:
         readable = gold.number or gold.letter or gold.words or by.compare == "exact"
         return _UNPARSABLE if readable else None
     if len(answer) > MAX_ANSWER:
-        return _GUARDED
+        return _decision(False, "guard")
     normalised = normalise(answer)
     if not normalised:
         return _UNPARSABLE
     if "</answer>" in answer:
-        return Decision(Verdict.WRONG, "tag")
+        return _decision(False, "tag")
     if by.compare == "exact":
         same = canonical(normalised).casefold() == gold.canonical.casefold()
         return _decision(same, "text")
     if canonical(normalised) == gold.canonical:
-        return _CORRECT_TEXT
-    if gold.integer is not None and normalised.isascii() and normalised.isdigit():
-        return _NUMBERS[int(normalised) == gold.integer]
-    measured = same_quantity(normalised, gold.normalised)
-    if measured is not None:
-        return _decision(measured, "quantity")
-    number, decided = _decide_number(normalised, gold)
-    if decided is not None:
-        return decided
-    if by.simplified and unevaluated(normalised) and not unevaluated(gold.text):
-        return Decision(Verdict.WRONG, "unevaluated")
-    if not by.tuple_for_set and _is_tuple_for_set(normalised, gold):
-        return Decision(Verdict.WRONG, "parts")
-    decided = _decide_shape(normalised, number, gold) or _decide_text(answer, normalised, gold)
-    if decided is not None:
-        return decided
-    if gold.letter is not None:
-        letter = option_letter(answer)
-        if letter is not None:
-            return _decision(letter == gold.letter, "letter")
-        if number is not None and not normalised[-1:].isalpha():
-            return Decision(Verdict.WRONG, "letter")
-    if gold.words is not None:
-        if " ".join(normalised.lower().split()) == gold.words:
-            return Decision(Verdict.CORRECT, "words")
-        if number is not None or _WORDS.fullmatch(normalised):
-            return Decision(Verdict.WRONG, "words")
-    if not gold.dangerous and dangerous(answer):
-        return _GUARDED
+        return _decision(True, "text")
+    ours = read_answer(answer, normalised, gold, by)
+    for how, engine in ENGINES:
+        right = engine(ours, gold)
+        if right is not None:
+            return _decision(right, how)
     return None
 
 
@@ -234,98 +92,51 @@ def _decide_any(answer: str | None, golds: tuple[str, ...], by: Mode) -> Decisio
     return next((d for d in found if d is not None and d.verdict is Verdict.WRONG), found[0])
 
 
-def _decide_number(normalised: str, gold: Gold) -> tuple[PlainNumber | None, Decision | None]:
-    """The plain number that an answer is or ends in, and the verdict where that settles it."""
-    number = read_number(normalised)
-    if number is None and gold.number is not None and "=" in normalised:
-        last = normalised.rpartition("=")[2].strip()
-        # A chain that ends in the right number; "x = 3, y = 4" is two answers, not one.
-        if not _LIST.search(normalised) and "=" not in gold.normalised:
-            value_at_end = read_number(last)
-            if value_at_end is not None and same_number(value_at_end, gold.number):
-                # "4 = 5" is no way to say 5.
-                first = normalised.partition("=")[0].strip()
-                other = read_number(first) if _DIGITS.fullmatch(first) else None
-                right = other is None or bool(same_number(other, gold.number))
-                return value_at_end, _NUMBERS[right]
-    if number is None:
-        value = _value_of(normalised)
-        if value is not None:
-            name, gold_name = _name_of(normalised), _name_of(gold.normalised)
-            if gold_name is None or gold_name == name:
-                number = read_number(value)
-    if number is None and gold.number is not None:
-        number = with_letter_unit(normalised)
-    if number is not None and gold.number is not None:
-        same_value = same_number(number, gold.number)
-        if same_value is not None:
-            return number, _NUMBERS[same_value]
-    return number, None
+def _decide_choice(answer: str | None, gold: Gold) -> Decision:
+    try:
+        same = compare_options(answer, gold.text)
+    except ValueError:
+        return _GOLD_EMPTY
+    return _UNPARSABLE if same is None else _decision(same, "letter")
 
 
-def _decide_shape(normalised: str, number: PlainNumber | None, gold: Gold) -> Decision | None:
-    """Times of day, ratios, numbers with a base, and lists of any kind."""
-    for meaning in (_NOTHING, _EVERYTHING):
-        if meaning.fullmatch(normalised) and meaning.fullmatch(gold.normalised):
-            return _decision(True, "words")
-    same = structure.same_date(normalised, gold.normalised)
-    if same is not None:
-        return _decision(same, "time")
-    same = structure.same_clock(normalised, gold.normalised)
-    if same is not None:
-        return _decision(same, "time")
-    if ":" in gold.normalised:
-        same = structure.same_ratio(normalised, gold.normalised, number)
-        if same is not None:
-            return _decision(same, "ratio")
-    based = _decide_base(normalised, gold)
-    if based is not None:
-        return based
-    if structure.has_dots(normalised) != structure.has_dots(gold.normalised):
-        # A list that goes on isn't the list of what it names.
-        return Decision(Verdict.WRONG, "parts")
-    ours = structure.collection(normalised)
-    if ours is None:
+# --- numbers ---------------------------------------------------------------------------------
+
+
+def _quantity(answer: Answer, gold: Gold) -> bool | None:
+    return same_quantity(answer.normalised, gold.normalised)
+
+
+_DIGITS = re.compile(r"-?\d+(?:\.\d+)?")
+_LIST = re.compile(r"[,;]|\b(?:and|or)\b|\\text|\\ne|!=|<|>|\\(?:le|ge|lt|gt)")
+
+
+def _chain(answer: Answer, gold: Gold) -> bool | None:
+    """A chain of equations that ends in the right number; "x = 3, y = 4" is two answers, not one."""
+    if gold.number is None or "=" not in answer.normalised or "=" in gold.normalised:
         return None
-    if gold.collection is not None:
-        same = structure.compare_collections(ours, gold.collection)
-        return None if same is None else _decision(same, "parts")
-    if gold.number is not None and number is None and structure.is_plain_list(ours):
-        return Decision(Verdict.WRONG, "parts")
-    return None
+    if _LIST.search(answer.normalised):
+        return None
+    first, *_, last = answer.normalised.split("=")
+    end = read_number(last.strip())
+    if end is None or not same_number(end, gold.number):
+        return None
+    # "4 = 5" is no way to say 5.
+    begin = read_number(first.strip()) if _DIGITS.fullmatch(first.strip()) else None
+    return begin is None or bool(same_number(begin, gold.number))
 
 
-def _is_tuple_for_set(normalised: str, gold: Gold) -> bool:
-    """Whether the answer is in order, in round brackets, where the gold answer is a set in braces."""
-    ours = structure.collection(_MEMBER.sub("", normalised))
-    theirs = gold.collection or structure.collection(_MEMBER.sub("", gold.normalised))
-    return ours is not None and theirs is not None and (ours.kind, theirs.kind) == ("()", "{")
+def _number(answer: Answer, gold: Gold) -> bool | None:
+    if answer.number is None or gold.number is None:
+        return None
+    return same_number(answer.number, gold.number)
 
 
-_MEMBER = re.compile(r"^[A-Za-z] ?\\in(?![A-Za-z]) ?|^[A-Za-z] ?= ?(?=\\\{|\()")
-"""``x \\in`` or ``S =`` in front of a set."""
-_NOTHING = re.compile(
-    r"\\emptyset ?|\\\{ ?\\\}|(?:the )?empty set|none|(?:there (?:is|are) )?no (?:real |such )?"
-    r"(?:solutions?|roots?|values?)(?: exists?)?",
-    re.IGNORECASE,
-)
-"""That nothing is an answer, in symbols and in words."""
-_EVERYTHING = re.compile(
-    r"(?:[a-z] ?\\in ?)?(?:\\mathbb ?(?:\{ ?R ?\}|R)|\( ?- ?\\infty ?, ?\+?\\infty ?\))"
-    r"|(?:all|any|every) reals?(?: numbers?)?",
-    re.IGNORECASE,
-)
-"""That every real number is one."""
 _BASED = re.compile(
     r"[({]?(?P<digits>[0-9A-Fa-f]+)[)}]?_(?:\{\s*(?P<base>\d{1,2})\s*\}|(?P<digit>\d)"
     r"|\{?\s*\\(?:text|mathrm)\s*\{\s*(?P<word>[a-z]+)\s*\}\s*\}?)"
 )
-# fmt: off
-_BASES = dict(zip((
-    "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-    "thirteen", "fourteen", "fifteen", "sixteen",
-), range(2, 17), strict=True))
-# fmt: on
+_BASES = {word: value for word, value in NUMBER_WORDS.items() if 2 <= value <= 16}
 
 
 def _based(text: str) -> tuple[str, int | None] | None:
@@ -340,23 +151,95 @@ def _based(text: str) -> tuple[str, int | None] | None:
     return match["digits"].lower().lstrip("0") or "0", base
 
 
-def _decide_base(normalised: str, gold: Gold) -> Decision | None:
+def _base(answer: Answer, gold: Gold) -> bool | None:
     """Numbers that carry their base: the same digits in the same base, nothing else.
 
     The value alone doesn't count: "write 5 in base two" isn't answered by 5. Base ten may be left
     out.
     """
-    ours, theirs = _based(normalised), _based(gold.normalised)
+    ours, theirs = _based(answer.normalised), _based(gold.normalised)
     if ours is None and theirs is None:
         return None
     if ours is not None and theirs is not None:
-        return _decision(ours == theirs, "base")
-    based, plain = (ours, gold.normalised) if ours is not None else (theirs, normalised)
+        return ours == theirs
+    based, plain = (ours, gold.normalised) if ours is not None else (theirs, answer.normalised)
     # x_1 or a_3 aside (they hold letters only), a bare number beside a based one is base ten.
     if based is not None and based[0].isdigit() and read_number(plain) is not None:
-        return _decision(based[1] == 10 and based[0] == plain.strip().lstrip("0"), "base")
+        return based[1] == 10 and based[0] == plain.strip().lstrip("0")
     return None
 
+
+# --- forms that a mode refuses ---------------------------------------------------------------
+
+
+def _unevaluated(answer: Answer, gold: Gold) -> bool | None:
+    if not answer.mode.simplified or unevaluated(gold.text):
+        return None
+    return False if unevaluated(answer.normalised) else None
+
+
+_MEMBER = re.compile(r"^[A-Za-z] ?\\in(?![A-Za-z]) ?|^[A-Za-z] ?= ?(?=\\\{|\()")
+"""``x \\in`` or ``S =`` in front of a set."""
+
+
+def _tuple_for_set(answer: Answer, gold: Gold) -> bool | None:
+    """In order, in round brackets, where the gold answer is a set in braces."""
+    if answer.mode.tuple_for_set:
+        return None
+    ours = structure.collection(_MEMBER.sub("", answer.normalised))
+    theirs = gold.collection or structure.collection(_MEMBER.sub("", gold.normalised))
+    refused = ours is not None and theirs is not None and (ours.kind, theirs.kind) == ("()", "{")
+    return False if refused else None
+
+
+# --- times of day, ratios, lists of any kind --------------------------------------------------
+
+_NOTHING = re.compile(
+    r"\\emptyset ?|\\\{ ?\\\}|(?:the )?empty set|none|(?:there (?:is|are) )?no (?:real |such )?"
+    r"(?:solutions?|roots?|values?)(?: exists?)?",
+    re.IGNORECASE,
+)
+"""That nothing is an answer, in symbols and in words."""
+_EVERYTHING = re.compile(
+    r"(?:[a-z] ?\\in ?)?(?:\\mathbb ?(?:\{ ?R ?\}|R)|\( ?- ?\\infty ?, ?\+?\\infty ?\))"
+    r"|(?:all|any|every) reals?(?: numbers?)?",
+    re.IGNORECASE,
+)
+"""That every real number is one."""
+
+
+def _meaning(answer: Answer, gold: Gold) -> bool | None:
+    for meaning in (_NOTHING, _EVERYTHING):
+        if meaning.fullmatch(answer.normalised) and meaning.fullmatch(gold.normalised):
+            return True
+    return None
+
+
+def _time(answer: Answer, gold: Gold) -> bool | None:
+    same = structure.same_date(answer.normalised, gold.normalised)
+    return structure.same_clock(answer.normalised, gold.normalised) if same is None else same
+
+
+def _ratio(answer: Answer, gold: Gold) -> bool | None:
+    if ":" not in gold.normalised:
+        return None
+    return structure.same_ratio(answer.normalised, gold.normalised, answer.number)
+
+
+def _parts(answer: Answer, gold: Gold) -> bool | None:
+    if structure.has_dots(answer.normalised) != structure.has_dots(gold.normalised):
+        # A list that goes on isn't the list of what it names.
+        return False
+    ours = structure.collection(answer.normalised)
+    if ours is None:
+        return None
+    if gold.collection is not None:
+        return structure.compare_collections(ours, gold.collection)
+    one_number = gold.number is not None and answer.number is None
+    return False if one_number and structure.is_plain_list(ours) else None
+
+
+# --- words and letters -----------------------------------------------------------------------
 
 _TEXTS = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mbox|textnormal)\s*\{([^{}]*)\}")
 _JOINERS = re.compile(r"[\s,;]*(?:and|or)?[\s,;]*", re.IGNORECASE)
@@ -367,32 +250,29 @@ _VALUE_IN_WORDS = re.compile(r"(?<![\^A-Za-z{\d])\d")
 _LONE_LETTER = re.compile(r"(?<![A-Za-z\\])([A-J])(?![A-Za-z])")
 
 
-def _decide_text(answer: str, normalised: str, gold: Gold) -> Decision | None:
+def _hedge(answer: Answer, gold: Gold) -> bool | None:
     """Words beside the value: a second value in them, or a compound quantity, isn't its first part.
 
     math-verify drops ``\\text{...}`` with all that it holds, so that "2 \\text{ (or 3)}" would be
     paid as 2, and "2\\text{ hours }30\\text{ minutes}" too.
     """
-    if (
-        gold.letter is not None
-        and len(set(_LONE_LETTER.findall(normalised))) > 1
-        and option_letter(answer) is None
-    ):
-        return Decision(Verdict.WRONG, "hedge")
-    if "\\" not in normalised:
+    letters = set(_LONE_LETTER.findall(answer.normalised)) if gold.letter is not None else ()
+    if len(letters) > 1 and option_letter(answer.text) is None:
+        return False
+    if "\\" not in answer.normalised:
         return None
-    for match in _TEXTS.finditer(normalised):
+    for match in _TEXTS.finditer(answer.normalised):
         words = match.group(1)
         if _JOINERS.fullmatch(words):
-            if not words.strip() and _between_numbers(normalised, match):
-                return Decision(Verdict.WRONG, "hedge")
+            if not words.strip() and _between_numbers(answer.normalised, match):
+                return False
             continue
         if words in gold.normalised:
             continue
         if _VALUE_IN_WORDS.search(words) or _HEDGES.search(words):
-            return Decision(Verdict.WRONG, "hedge")
-        if _between_numbers(normalised, match):
-            return Decision(Verdict.WRONG, "hedge")
+            return False
+        if _between_numbers(answer.normalised, match):
+            return False
     return None
 
 
@@ -401,9 +281,50 @@ def _between_numbers(text: str, match: re.Match[str]) -> bool:
     return before[-1:].isdigit() and after[:1].isdigit()
 
 
-def _decide_choice(answer: str | None, gold: Gold) -> Decision:
-    try:
-        same = compare_options(answer, gold.text)
-    except ValueError:
-        return _GOLD_EMPTY
-    return _UNPARSABLE if same is None else _decision(same, "letter")
+def _letter(answer: Answer, gold: Gold) -> bool | None:
+    if gold.letter is None:
+        return None
+    letter = option_letter(answer.text)
+    if letter is not None:
+        return letter == gold.letter
+    return False if answer.number is not None and not answer.normalised[-1:].isalpha() else None
+
+
+def _words(answer: Answer, gold: Gold) -> bool | None:
+    if gold.words is None:
+        return None
+    if " ".join(answer.normalised.lower().split()) == gold.words:
+        return True
+    return False if answer.number is not None or WORDS.fullmatch(answer.normalised) else None
+
+
+# --- what would be dear, and what is cheaper here ---------------------------------------------
+
+
+def _guard(answer: Answer, gold: Gold) -> bool | None:
+    return False if not gold.dangerous and dangerous(answer.text) else None
+
+
+def _value(answer: Answer, gold: Gold) -> bool | None:
+    return values.same(answer.text, gold.text)
+
+
+ENGINES: tuple[tuple[str, Engine], ...] = (
+    ("quantity", _quantity),
+    ("number", _chain),
+    ("number", _number),
+    ("unevaluated", _unevaluated),
+    ("parts", _tuple_for_set),
+    ("words", _meaning),
+    ("time", _time),
+    ("ratio", _ratio),
+    ("base", _base),
+    ("parts", _parts),
+    ("hedge", _hedge),
+    ("letter", _letter),
+    ("words", _words),
+    ("guard", _guard),
+    ("value", _value),
+)
+"""In the order in which they are asked, after equal text: what settles most comes first, and what
+refuses a text stands before what would read a part of it."""

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from .tolerances import FLOAT_APART, FLOAT_EQUAL, FLOAT_ROUNDED, FLOAT_TINY
+
 Tree = tuple[Any, ...]
 """``("+", left, right)`` and so on; leaves are ``("n", text)``, ``("v", name)``, ``("c", value)``."""
 
@@ -25,10 +27,6 @@ MAX_CHARACTERS = 300
 MAX_DEPTH = 24
 MAX_EXPONENT = 64
 PRIME = (1 << 61) - 1
-EQUAL = 1e-11
-"""Relative difference up to which complex values are equal."""
-APART = 1e-5
-"""Relative difference from which on they are not; between the two nothing is said."""
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d+)?)|(?P<command>\\(?:[A-Za-z]+|[{}]))|(?P<letters>[A-Za-z]+)"
@@ -326,11 +324,11 @@ def same_value(a: Formula, b: Formula) -> bool | None:
                 return None
             most = max(abs(p), abs(q), 1e-300)
             distance = abs(p - q) / most
-            if distance > APART:
+            if distance > FLOAT_APART:
                 # Both tiny, or rounded: math-verify has conventions of its own there.
-                vague = most < 1e-4 or (decimal and distance < 1e-2)
+                vague = most < FLOAT_TINY or (decimal and distance < FLOAT_ROUNDED)
                 return None if vague else False
-            certain = certain and distance <= EQUAL
+            certain = certain and distance <= FLOAT_EQUAL
     except (Unknown, OverflowError, ZeroDivisionError, ValueError):
         return None
     return True if certain else None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from .numbers import FRACTION_UNIT, UNIT_WORDS
 from .spelling import plain
 from .structure import collection, join_thousands, split
+from .units import FRACTION_UNIT, UNIT_WORDS
 
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:\^\s*\{\s*\\circ\s*\}|\^\s*\\circ|\\degree)")

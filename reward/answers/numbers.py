@@ -12,12 +12,11 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from .tolerances import is_rounding
+from .units import FRACTION_UNIT, LETTERS, UNIT_WORDS
+
 MAX_CHARACTERS = 400
 """Longer texts are no plain numbers (reading a number stays under 50 microseconds)."""
-RELATIVE_TOLERANCE = Fraction(1, 10**6)
-"""Of decimals. Relative, because an absolute one makes all tiny numbers equal."""
-ABSOLUTE_TOLERANCE = Fraction(1, 2 * 10**6)
-"""Of decimals: six places after the point, as math-verify has it. Both tolerances must hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,25 +70,13 @@ _TEXT_UNIT = re.compile(
     r"\s*\\(?:text|mathrm|mbox|textbf|textnormal|textit|textrm|operatorname)\s*\{(?P<words>(?:[^{}]|\^\s*\{\s*-?\d\s*\})*)\}"
     r"(?:\s*\^\s*(?:\{\s*\d\s*\}|\d))?$"
 )
-_UPRIGHT = r"\s*\\(?:text|mathrm)\s*\{\s*[A-Za-z]{1,6}\s*\}(?:\s*\^\s*(?:\{\s*\d\s*\}|\d))?\s*"
-FRACTION_UNIT = re.compile(rf"\s*\\frac\s*\{{{_UPRIGHT}\}}\s*\{{{_UPRIGHT}\}}$")
-"""``\\frac{\\text{m}}{\\text{s}^2}`` at the end of a text."""
 _EXPONENT = re.compile(r"\^\s*(?:\{\s*-?\d\s*\}|\d)")
 _MORE_THAN_UNITS = re.compile(
     r"\b[ap]\.?m\b|\b(?:or|and|not|than|maybe|perhaps|possibly|but|if|least|most|otherwise)\b", re.I
 )
 _DEGREES = re.compile(r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?|°)\s*[CF]?$")
-UNIT_WORDS = (
-    r"(?:(?:square|cubic|sq\.?|cu\.?)\s+)?(?:degrees?|units?|dollars?|cents?|euros?|pounds?|yuan"
-    r"|rupees?|meters?|metres?|centimeters?|centimetres?|kilometers?|kilometres?|millimeters?|miles?"
-    r"|inch(?:es)?|feet|foot|ft|yards?|mm|cm|dm|km|kg|mg|ml|grams?|kilograms?|lbs?|ounces?|oz"
-    r"|lit(?:er|re)s?|gallons?|seconds?|sec|minutes?|mins?|hours?|hrs?|days?|weeks?|months?|years?"
-    r"|people|persons?|students?|men|women|children|ways?|times|points?|pieces?|mph|km/h|m/s)"
-    r"(?:\s*\^\s*(?:\{\s*\d\s*\}|\d)|[²³])?\.?$"
-)
-"""Ends a text in a unit of two letters or more, in words or short. One letter may be algebra."""
 _WORD_UNITS = re.compile(rf"\s*{UNIT_WORDS}", re.IGNORECASE)
-_LETTER_UNIT = re.compile(r" ?(?:m|g|s|h)(?: ?\^ ?(?:\{ ?[23] ?\}|[23]))?$")
+_LETTER_UNIT = re.compile(rf" ?[{LETTERS}](?: ?\^ ?(?:\{{ ?[23] ?\}}|[23]))?$")
 _NOUNS = re.compile(r" (?P<words>[A-Za-z]{3,}(?: (?:[a-z]{3,}|of|per|in)){0,3})\.?$")
 _NO_NOUNS = re.compile(
     r"\b(?:or|and|nor|not|than|maybe|perhaps|possibly|but|if|when|where|plus|minus|mod|modulo|squared"
@@ -112,20 +99,21 @@ _SCALE = re.compile(
     re.IGNORECASE,
 )
 # fmt: off
-_WORDS = {word: value for value, word in enumerate((
+NUMBER_WORDS = {word: value for value, word in enumerate((
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
     "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen",
     "nineteen", "twenty",
 ))}
 _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 # fmt: on
-_WORDS |= {tens: 10 * place for place, tens in enumerate(_TENS, 2)}
-_WORDS |= {
-    f"{tens}{mark}{one}": _WORDS[tens] + _WORDS[one]
+NUMBER_WORDS |= {tens: 10 * place for place, tens in enumerate(_TENS, 2)}
+NUMBER_WORDS |= {
+    f"{tens}{mark}{one}": NUMBER_WORDS[tens] + NUMBER_WORDS[one]
     for tens in _TENS
-    for one in list(_WORDS)[1:10]
+    for one in list(NUMBER_WORDS)[1:10]
     for mark in "- "
 }
+"""``zero`` to ``ninety-nine``, with a hyphen or a blank between tens and ones."""
 _CURRENCY = "$€£¥₹"
 _CURRENCY_WORDS = re.compile(
     r"^(?:\\(?:text|mathrm)\s*\{\s*(?:Rs\.?|USD|US\$|EUR|GBP|INR|CNY|\\?\$|[€£¥₹])\s*\}\s*"
@@ -141,7 +129,7 @@ def read_number(text: str) -> PlainNumber | None:
     if bare is not None:
         return bare
     if not any(character.isdigit() for character in text):
-        word = _WORDS.get(text.lower())
+        word = NUMBER_WORDS.get(text.lower())
         return PlainNumber(Fraction(word)) if word is not None else None
     return _dressed(text)
 
@@ -308,45 +296,25 @@ def _dotted(text: str) -> PlainNumber | None:
     return None
 
 
-def close(a: Fraction, b: Fraction) -> bool:
-    """Equal within both tolerances."""
-    difference = abs(a - b)
-    return difference <= ABSOLUTE_TOLERANCE and difference <= RELATIVE_TOLERANCE * max(
-        abs(a), abs(b)
-    )
-
-
-def is_rounding(
-    answer: Fraction, gold: Fraction, *, answer_unit: Fraction, gold_unit: Fraction
-) -> bool:
-    """Whether one of two close values is the other one, rounded as its decimals say.
-
-    An exact gold answer is only met by its correct rounding to the places that the answer is
-    written with: 0.3333333 for 1/3, but neither 0.3333334 for it nor 3.0000004 for 3. A gold answer
-    whose decimals reach down to the tolerance may itself be rounded (0.333333 for 1/3), so that an
-    answer may be half its last place away from it; with fewer (2.5) it is taken for exact, since
-    what is within the tolerance agrees with zeros that it doesn't have.
-    """
-    unit = max(answer_unit, gold_unit if gold_unit <= 2 * ABSOLUTE_TOLERANCE else Fraction(0))
-    return close(answer, gold) and 2 * abs(answer - gold) <= unit
-
-
 def same_number(answer: PlainNumber, gold: PlainNumber) -> bool | None:
     """Whether two plain numbers are the same answer; None where a comma leaves it open.
 
     Numbers are equal exactly, or one is the other's rounding (:func:`is_rounding`). A percentage
     equals the number before its sign and that number's hundredth, as data sets write both.
     """
-    scales = [(Fraction(1), Fraction(1))]
+    pairs = [(answer, gold)]
     if answer.percent != gold.percent:
-        hundredth = Fraction(1, 100)
-        scales.append((hundredth, Fraction(1)) if answer.percent else (Fraction(1), hundredth))
-    for ours, theirs in scales:
-        a, b = answer.value * ours, gold.value * theirs
-        if a == b or is_rounding(
-            a, b, answer_unit=answer.unit * ours, gold_unit=gold.unit * theirs
+        a, b = (_hundredth(n) if n.percent else n for n in (answer, gold))
+        pairs.append((a, b))
+    for a, b in pairs:
+        if a.value == b.value or is_rounding(
+            a.value, b.value, answer_unit=a.unit, gold_unit=b.unit
         ):
             return True
     if answer.doubtful or gold.doubtful:
         return None
     return False
+
+
+def _hundredth(number: PlainNumber) -> PlainNumber:
+    return dataclasses.replace(number, value=number.value / 100, unit=number.unit / 100)

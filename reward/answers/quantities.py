@@ -14,42 +14,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from .numbers import is_rounding, read_number
+from .numbers import read_number
+from .tolerances import is_rounding
+from .units import LETTERS, measure
 
 MAX_CHARACTERS = 120
 """Longer texts are no quantities."""
 
-# fmt: off
-_UNITS: dict[str, tuple[str, Fraction]] = {}
-for _dimension, _table in {
-    "length": {
-        "mm millimeter millimetre": "1/1000", "cm centimeter centimetre": "1/100",
-        "dm decimeter decimetre": "1/10", "m meter metre": "1", "km kilometer kilometre": "1000",
-        "inch inches in": "254/10000", "foot feet ft": "3048/10000", "yard yd": "9144/10000",
-        "mile mi": "1609344/1000",
-    },
-    "time": {
-        "second sec s": "1", "minute min": "60", "hour hr h": "3600", "day": "86400",
-        "week": "604800",
-    },
-    "mass": {
-        "mg milligram": "1/1000", "g gram": "1", "kg kilogram": "1000",
-    },
-    "volume": {"ml mL milliliter millilitre": "1/1000", "l L liter litre": "1"},
-    "money": {"cent": "1/100", "dollar usd": "1"},
-    "angle": {"degree": "1"},
-    "radians": {"radian rad": "1"},
-}.items():
-    for _names, _factor in _table.items():
-        for _name in _names.split():
-            for _spelt in (_name, f"{_name}s" if len(_name) > 2 else _name):
-                _UNITS[_spelt] = (_dimension, Fraction(_factor))
-# fmt: on
 _NUMBER = r"(?P<number>-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)|-?\\frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\})"
 _UNIT = (
     r"\s*(?:\\(?:text|mathrm|mbox|textrm|rm)\s*\{\s*(?:(?P<kind>square|cubic|sq\.?)\s+)?"
     r"(?P<text>[A-Za-z]+)\.?\s*(?:,|and)?\s*\}"
-    r"|(?:(?P<kind2>square|cubic)\s+)?(?P<word>[A-Za-z]{2,}|[mgsh](?![A-Za-z]))\.?"
+    rf"|(?:(?P<kind2>square|cubic)\s+)?(?P<word>[A-Za-z]{{2,}}|[{LETTERS}](?![A-Za-z]))\.?"
     r"|(?P<circle>\^\s*\{?\s*\\circ\s*\}?)|(?P<minutes>'(?!')|\^\s*\{?\s*\\prime\s*\}?))"
     r"(?:\s*\^\s*(?:\{\s*(?P<braced>[23])\s*\}|(?P<power>[23])))?"
 )
@@ -117,8 +93,7 @@ def _read_part(match: re.Match[str]) -> tuple[str, Fraction, Fraction, Fraction]
     if match["circle"] or match["minutes"]:
         unit = ("angle", Fraction(1) if match["circle"] else Fraction(1, 60))
     else:
-        name = match["text"] or match["word"]
-        found = _UNITS.get(name) or _UNITS.get(name.lower())
+        found = measure(match["text"] or match["word"])
         if found is None:
             return None
         unit = found

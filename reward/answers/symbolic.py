@@ -55,6 +55,7 @@ from sympy.logic.boolalg import Boolean
 
 from .latex import prepare
 from .spelling import plain
+from .tolerances import DECIMAL, FLOAT_EQUAL, FLOAT_ROUNDED, PERCENT, close
 
 # It warns that its own timeouts are off and of each formula that it can't read.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -246,16 +247,12 @@ def _apart(a: Any, b: Any) -> bool:
         return False
     if not (getattr(a, "is_number", False) and getattr(b, "is_number", False)):
         return False
-    tolerance = 1e-6 if a.has(Float) or b.has(Float) else 1e-12
+    tolerance = DECIMAL if a.has(Float) or b.has(Float) else FLOAT_EQUAL
     try:
         x, y = a.evalf(40), b.evalf(40)
         if not (x.is_real and y.is_real):
             return False
-        # As both data-set habits are paid, 28 and 28% and 0.28 are one number.
-        return not any(
-            abs(x * s - y) <= tolerance * max(abs(x * s), abs(y))
-            for s in (1, 100, sympy.Rational(1, 100))
-        )
+        return not any(abs(x * s - y) <= tolerance * max(abs(x * s), abs(y)) for s in PERCENT)
     except _MEND_FAILS:
         return False
 
@@ -285,21 +282,14 @@ def _equal_after_all(answer: str, gold: str, golds: list[Any], answers: list[Any
         if _LOGARITHM.search(answer) or _LOGARITHM.search(gold):
             return bool(simplify(expand_log(a - b, force=True)) == 0)
         if a.has(Float) != b.has(Float) and a.is_number and b.is_number:
-            return _close(a, b)
+            x, y = a.evalf(30), b.evalf(30)
+            return bool(x.is_finite and y.is_finite) and close(x, y)
         if ("circ" in plain(answer)) != ("circ" in plain(gold)):
             one, other = _angle(answer, a), _angle(gold, b)
             return bool((simplify(a).has(sympy.pi) or simplify(b).has(sympy.pi)) and one == other)
     except _MEND_FAILS:
         return False
     return False
-
-
-def _close(a: Any, b: Any) -> bool:
-    """Numbers within 1e-6 of each other, absolutely and relatively."""
-    x, y = a.evalf(30), b.evalf(30)
-    if not (x.is_finite and y.is_finite):
-        return False
-    return bool(abs(x - y) <= 1e-6 * min(1, max(abs(x), abs(y))))
 
 
 _DECIMAL = re.compile(r"\d*\.\d+")
@@ -310,7 +300,7 @@ _POINTS = (sympy.Rational(13, 10), sympy.Rational(-29, 10), sympy.Rational(47, 1
 def _wrongly_rounded(answer: str, gold: str, golds: list[Any], answers: list[Any]) -> bool:
     """Whether equality holds roughly alone: a decimal is another value, and no rounding of it.
 
-    The rule of :func:`tandem.reward.answers.numbers.is_rounding`, for decimals anywhere in a formula: half
+    The rule of :func:`tandem.reward.answers.tolerances.is_rounding`, for decimals anywhere in a formula: half
     of a decimal's last place must be able to move its side as far as the other side is away.
     """
     ours, theirs = _expressions(answers), _expressions(golds)
@@ -324,8 +314,6 @@ def _wrongly_rounded(answer: str, gold: str, golds: list[Any], answers: list[Any
         return False
 
 
-_FINE = sympy.Rational(1, 10**6)
-"""A gold answer with fewer places than six is taken for exact."""
 _Decimals = dict[float, tuple[Any, Any]]
 """By their floating-point value: the exact one, and what one in the last place is worth."""
 
@@ -355,7 +343,7 @@ def _numbers_of(a: Any, b: Any) -> list[tuple[Any, Any]]:
                 pairs += _numbers_of(part, nearest)
         return pairs
     if isinstance(a, Eq) and isinstance(b, Eq):
-        return [(a.lhs, b.lhs), (a.rhs, b.rhs)] if _distance(a.lhs, b.lhs) < 1e-3 else []
+        return [(a.lhs, b.lhs), (a.rhs, b.rhs)] if _distance(a.lhs, b.lhs) < FLOAT_ROUNDED else []
     if a.args and not isinstance(a, sympy.Expr) and len(a.args) == len(b.args):
         return [pair for x, y in zip(a.args, b.args, strict=True) for pair in _numbers_of(x, y)]
     return [(a, b)] if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr) else []
@@ -375,20 +363,21 @@ def _is_apart(answer: Any, gold: Any, in_answer: _Decimals, in_gold: _Decimals) 
     """Whether two scalars differ by more than their decimals' rounding can explain."""
     if not (answer.has(Float) or gold.has(Float)):
         return False
-    fine = {value: pair for value, pair in in_gold.items() if pair[1] <= _FINE}
+    fine = {value: pair for value, pair in in_gold.items() if pair[1] <= DECIMAL}
     for point in _POINTS if answer.free_symbols or gold.free_symbols else _POINTS[:1]:
         x, our_reach = _reach(answer, in_answer, in_answer, point)
         y, their_reach = _reach(gold, in_gold, fine, point)
-        # Percentages and what they stand for are one number, as data sets write both.
         if not any(
-            abs(x * s - y) <= (our_reach * s + their_reach) * _SLACK + 1e-25 * abs(y)
-            for s in (1, 100, sympy.Rational(1, 100))
+            abs(x * s - y) <= (our_reach * s + their_reach) * _SLACK + _NOISE * abs(y)
+            for s in PERCENT
         ):
             return True
     return False
 
 
-_SLACK = sympy.Rational(1000001, 1000000)
+_SLACK = 1 + DECIMAL
+_NOISE = 1e-25
+"""Relative error of what is evaluated with 30 digits."""
 
 
 def _reach(expression: Any, decimals: _Decimals, rounded: _Decimals, point: Any) -> tuple[Any, Any]:
@@ -399,7 +388,7 @@ def _reach(expression: Any, decimals: _Decimals, rounded: _Decimals, point: Any)
         if written is None:
             # Worked out by the parser (e^{0.5}), in floating point.
             value = sympy.Rational(str(number))
-            exact[number], last_place[number] = value, abs(value) * _WORKED_OUT
+            exact[number], last_place[number] = value, abs(value) * sympy.Rational(FLOAT_EQUAL)
         else:
             exact[number] = written[0]
             last_place[number] = written[1] if float(number) in rounded else sympy.S.Zero
@@ -410,9 +399,6 @@ def _reach(expression: Any, decimals: _Decimals, rounded: _Decimals, point: Any)
             moved = exact | {number: exact[number] + place / 2}
             reach += abs(_at(expression.xreplace(moved), point).evalf(30) - value)
     return value, reach
-
-
-_WORKED_OUT = sympy.Rational(1, 10**13)
 
 
 def _angle(text: str, value: Any) -> Any:

@@ -12,8 +12,6 @@ import re
 from functools import lru_cache
 
 from .formula import (
-    APART,
-    EQUAL,
     MAX_CHARACTERS,
     Formula,
     Unknown,
@@ -22,6 +20,7 @@ from .formula import (
     same_value,
 )
 from .spelling import normalise
+from .tolerances import FLOAT_APART, FLOAT_EQUAL
 
 _PROSE = re.compile(r"(?:\\text\s?\{)?[A-Za-z][A-Za-z ,.;:'-]*\}?")
 _LONG_WORD = re.compile(r"[A-Za-z]{3,}")
@@ -81,7 +80,7 @@ def _end(text: str) -> float:
     if formula is None or formula.names or formula.decimal or formula.transcendental:
         raise Unknown
     value = floating(formula.tree, 1)
-    if abs(value.imag) > EQUAL * abs(value):
+    if abs(value.imag) > FLOAT_EQUAL * abs(value):
         raise Unknown
     return value.real
 
@@ -120,9 +119,9 @@ def _same_spans(a: tuple[Span, ...], b: tuple[Span, ...]) -> bool | None:
         if one[1] != other[1] or one[3] != other[3]:
             return False
         for x, y in ((one[0], other[0]), (one[2], other[2])):
-            if x != y and abs(x - y) > APART * max(1.0, min(abs(x), abs(y))):
+            if x != y and abs(x - y) > FLOAT_APART * max(1.0, min(abs(x), abs(y))):
                 return False
-            if x != y and not abs(x - y) <= EQUAL * max(abs(x), abs(y)):
+            if x != y and not abs(x - y) <= FLOAT_EQUAL * max(abs(x), abs(y)):
                 return None
     return True
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from ...common.errors import TandemError
 from ...common.records import Verdict
-from ..answers import comparison, values
+from ..answers.comparison import decide
+from ..answers.texts import read_gold
 from ..reading import modes
 from .grader_processes import GraderProcesses
 from .requests import Outcome
@@ -83,16 +84,13 @@ def check(
     for index, item in enumerate(known):
         # As a response would have it: what is tested is the whole way of an answer.
         answer = boxed.read(f"</think> \\boxed{{{item.answer}}}", "", False).answer
-        decided = comparison.decide(answer, item.gold, boxed)
-        if decided is not None:
-            found[index] = decided.verdict
+        settled = decide(answer, item.gold, boxed)
+        by_value = settled is not None and settled.how == "value"
+        if settled is None or (by_value and _is_right(settled.verdict, item)):
+            # A process is asked about what its value settles, too: both ways must be right.
+            asked[index] = [answer or "", read_gold(item.gold).text]
         else:
-            asked[index] = [answer or "", comparison.read_gold(item.gold).text]
-            # Most are settled so; the process is asked all the same, as both ways must be right.
-            by_value = values.same(*asked[index])
-            if by_value is not None and by_value != item.correct:
-                found[index] = Verdict.CORRECT if by_value else Verdict.WRONG
-                del asked[index]
+            found[index] = settled.verdict
     # One always goes to a process, so that these are known to work too.
     asked[-1] = [known[0].answer, known[0].gold]
     for _ in range(TRIES):
@@ -103,7 +101,7 @@ def check(
             processes.submit("compare", asked[index], into(index))
         wait(lambda: len(found) == len(known) + 1 and working())
     for index, item in enumerate(known):
-        if (found[index] is Verdict.CORRECT) != item.correct:
+        if not _is_right(found[index], item):
             should = "score" if item.correct else "not score"
             raise TandemError(
                 f"the grader is broken: the answer {item.answer!r} to gold {item.gold!r} "
@@ -111,3 +109,7 @@ def check(
                 f"Check the installed math-verify (0.9) and reward.memory_mb="
                 f"{processes.memory_mb}, reward.deadline_seconds={processes.deadline}"
             )
+
+
+def _is_right(verdict: Verdict, item: Known) -> bool:
+    return (verdict is Verdict.CORRECT) == item.correct

@@ -17,7 +17,7 @@ from ...common.errors import ConfigError
 from . import extraction, options
 from .extraction import Extraction, find
 
-GRADER_VERSION = 4
+GRADER_VERSION = 5
 """Raised whenever a verdict may change: stored samples can then be graded again. A change of the files
 that decide is noticed by tests/reward/answers/test_version.py, which says what to do."""
 

@@ -2,30 +2,38 @@
 
     .venv/bin/python tests/benchmarks/grading.py
     .venv/bin/python tests/benchmarks/grading.py --hangs 8 --good 200 --graders 4
+    .venv/bin/python tests/benchmarks/grading.py --engines
 
 The texts are those of ``responses.py``. Bare math-verify is ``verify(parse(gold), parse(text))``
 on the whole text, as most trainers call it. Times are CPU seconds of all processes that take part,
 so that other things that the machine does hardly matter; starting them is left out. "Without the cache"
 is every text by itself, "with it" all eight of each group in the order in which they would come.
+``--engines`` leaves out one engine of the comparison after the other, and shows what each is there
+for: facts (``tests/reward/answers/facts``) whose verdict is wrong without it, and texts that a grader
+process must compare instead.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import math
 import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 from responses import GROUP, Response, responses
 
 from tandem.common.config import RewardConfig
 from tandem.common.records import FinishReason, Verdict
+from tandem.reward.answers import comparison
 from tandem.reward.grading import Grade, GradeItem, Grader
 
+FACTS = Path(__file__).parents[1] / "reward" / "answers" / "facts"
 HANG = "(x+y+z+w+v+1)^{97}"
 
 
@@ -116,6 +124,59 @@ def agreement(texts: Sequence[Response], theirs: Sequence[bool], paid: Sequence[
         )
 
 
+def facts() -> list[tuple[GradeItem, bool]]:
+    """The facts of the tests, and whether each is right."""
+    found = []
+    for name in ("upstream", "neighbours", "responses"):
+        for line in (FACTS / f"{name}.jsonl").read_text("utf-8").splitlines():
+            row = json.loads(line)
+            text = row.get("response", f"</think> $\\boxed{{{row.get('answer')}}}$")
+            right = row.get("ours", row.get("upstream", row.get("right")))
+            found.append((GradeItem(text=text, gold=row["gold"]), right))
+    return found
+
+
+def settled(grader: Grader, items: Sequence[GradeItem]) -> list[comparison.Decision | None]:
+    """What the dispatcher settles of each."""
+    found = []
+    for given in items:
+        truncated = given.finish_reason is not FinishReason.STOP
+        answer = grader.mode.read(given.text, given.prompt_text, truncated).answer
+        found.append(comparison.decide(answer, given.gold, grader.mode))
+    return found
+
+
+def engines(problems: int, seed: int) -> None:
+    """Prints what changes where one engine is left out."""
+    logging.disable(logging.WARNING)
+    known = facts()
+    texts = [item(text) for group in responses(problems, seed) for text in group]
+    with Grader(RewardConfig(graders=2, deadline_seconds=30.0)) as grader:
+        grader.canary()
+        every = comparison.ENGINES
+        usual = settled(grader, [given for given, _ in known])
+        usual_left = sum(found is None for found in settled(grader, texts))
+        print(f"{len(known):,} facts; {usual_left} of {len(texts):,} texts go to a grader process")
+        print("\n| without | facts settled otherwise | of them wrong | texts more to a process |")
+        print("|---|---|---|---|")
+        for left_out in every:
+            comparison.ENGINES = tuple(engine for engine in every if engine is not left_out)
+            otherwise = settled(grader, [given for given, _ in known])
+            changed = [
+                known[place] for place in range(len(known)) if usual[place] != otherwise[place]
+            ]
+            grades = grader.grade_texts([given for given, _ in changed])
+            wrong = sum(
+                (grade.verdict is Verdict.CORRECT) is not right
+                for grade, (_, right) in zip(grades, changed, strict=True)
+            )
+            more = sum(found is None for found in settled(grader, texts)) - usual_left
+            name = f"{left_out[0]} ({left_out[1].__name__})"
+            print(f"| {name} | {len(changed)} | {wrong} | {more} |")
+            grader.forget()
+        comparison.ENGINES = every
+
+
 def hangs(count: int, good: int, graders: int, deadline: float) -> None:
     """Prints how long K hangs among M good requests take, and the bound."""
     texts = [f"</think>\\boxed{{{HANG}}}"] * count
@@ -138,7 +199,7 @@ def hangs(count: int, good: int, graders: int, deadline: float) -> None:
 
 
 def main() -> None:
-    """Reads the command line and runs one of the two."""
+    """Reads the command line and runs one of the three."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--problems", type=int, default=250, help="groups of eight (default 250)")
     parser.add_argument("--seed", type=int, default=0)
@@ -146,8 +207,11 @@ def main() -> None:
     parser.add_argument("--good", type=int, default=200)
     parser.add_argument("--graders", type=int, default=4)
     parser.add_argument("--deadline", type=float, default=2.0)
+    parser.add_argument("--engines", action="store_true", help="leave out one engine after another")
     given = parser.parse_args()
-    if given.hangs is not None:
+    if given.engines:
+        engines(given.problems, given.seed)
+    elif given.hangs is not None:
         hangs(given.hangs, given.good, given.graders, given.deadline)
     else:
         throughput(given.problems, given.seed)

@@ -80,6 +80,13 @@ def test_what_is_no_plain_number_is_left_to_others(text: str) -> None:
         ("0.5", "\\frac{1}{2}", "correct"),
         ("0.333333", "1/3", "correct"),
         ("0.3333", "1/3", "wrong"),
+        # Its correct rounding to five places, and closer than one in a million.
+        ("3.14159", "3.1415907", "correct"),
+        ("3.14160", "3.1415907", "wrong"),
+        ("5millimetres", "5", "correct"),
+        ("1.5rad", "1.5", "correct"),
+        # Three inches, or a product: not the dispatcher's to tell.
+        ("3in", "3", None),
         ("32\\,349", "32349", "correct"),
         ("11,\\!111", "11111", "correct"),
         ("28\\%", "28", "correct"),

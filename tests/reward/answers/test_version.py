@@ -1,4 +1,4 @@
-"""A change of what decides over answers raises the graders' version: nobody may forget it.
+"""A verdict that changes raises the graders' version: nobody may forget it.
 
 Samples record the grader's name and version, and a re-grading takes those of older versions anew;
 a verdict that changed under the same version would be taken for the newer one.
@@ -7,24 +7,46 @@ a verdict that changed under the same version would be taken for the newer one.
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
-from tandem import reward
+from tandem.reward.answers import comparison
 from tandem.reward.reading import modes
 
-RECORDED = (4, "1ce583c20f9cdd01")
-"""The version, and the digest of ``reward/reading/`` and ``reward/answers/`` when it was last
-looked at."""
+RECORDED = (5, "9ac03d98865a31e2")
+"""The version, and the digest of what it reads and settles of the facts."""
 
 
-def test_files_that_decide_have_the_version_that_was_recorded_with_them() -> None:
-    room = Path(reward.__file__).parent
-    files = sorted([*room.glob("reading/*.py"), *room.glob("answers/*.py")])
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.stem}\n{file.read_text('utf-8')}".encode())
-    now = (modes.GRADER_VERSION, digest.hexdigest()[:16])
+def _facts() -> list[tuple[str, str]]:
+    rows = []
+    for path in sorted((Path(__file__).parent / "facts").glob("*.jsonl")):
+        for line in path.read_text("utf-8").splitlines():
+            row = json.loads(line)
+            text = row.get("response", f"<think>so</think> It is $\\boxed{{{row.get('answer')}}}$.")
+            rows.append((text, row["gold"]))
+    return rows
+
+
+def _findings() -> Iterator[object]:
+    """What each mode reads of the facts, and the verdicts on each answer beside three gold answers."""
+    facts = _facts()
+    for name, mode in sorted(modes.MODES.items()):
+        for text, _ in facts:
+            yield name, mode.read(text, "", False)
+    boxed = modes.mode("boxed")
+    answers = [boxed.read(text, "", False).answer for text, _ in facts]
+    for place, answer in enumerate(answers):
+        for other in (0, 1, 7):
+            gold = facts[(place + other) % len(facts)][1]
+            found = comparison.decide(answer, gold, boxed)
+            yield found and found.verdict.value
+
+
+def test_verdicts_are_those_that_were_recorded_with_the_version() -> None:
+    digest = hashlib.sha256(repr(list(_findings())).encode()).hexdigest()[:16]
+    now = (modes.GRADER_VERSION, digest)
     assert now == RECORDED, (
-        f"a file that decides over answers has changed. If any verdict may be another one, raise "
-        f"GRADER_VERSION in reward/reading/modes.py; then write RECORDED = {now} here"
+        f"some text is read or graded otherwise than before. If that is meant, raise GRADER_VERSION "
+        f"in reward/reading/modes.py, say in CHANGELOG.md what changed, and write RECORDED = {now} here"
     )

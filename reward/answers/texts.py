@@ -1,0 +1,151 @@
+"""A gold answer and an answer, each read once: what the engines of a comparison look at."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..reading import extraction
+from ..reading.extraction import last_box
+from ..reading.modes import Mode
+from ..reading.options import option_letter
+from . import structure
+from .guard import dangerous
+from .numbers import PlainNumber, read_number, with_letter_unit
+from .spelling import WRAPPER, canonical, normalise
+
+MAX_GOLD = 4_000
+"""Longest gold answer that is compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gold:
+    """A gold answer read once; a group grades all its samples against one."""
+
+    text: str
+    """What is compared: the data set's text, its box or its formula."""
+    normalised: str
+    """See :func:`normalise`."""
+    canonical: str
+    """See :func:`canonical`."""
+    number: PlainNumber | None
+    """Where it is a plain number."""
+    letter: str | None
+    """Where it is one option letter."""
+    words: str | None
+    """Where it is plain words, lower-case."""
+    collection: structure.Collection | None
+    """Where it lists two parts or more."""
+    dangerous: bool
+    """It would trip the guard itself, so the guard doesn't judge its answers."""
+    any_of: tuple[str, ...]
+    """Where it is a JSON list of texts (``["1/2", "0.5"]``): each of them is right."""
+
+
+@lru_cache(maxsize=4096)
+def read_gold(gold: str) -> Gold:
+    """Reads a gold answer as a data set states it: bare, boxed, in dollars, after ``####``, or a
+    JSON list of texts of which any is right."""
+    text = gold.strip()
+    any_of = _alternatives(text)
+    if len(text) > MAX_GOLD and "box" not in text:
+        text = ""
+    box = last_box(text) if "box" in text and not any_of else None
+    if box is not None:
+        text = box
+    elif "\n####" in text or text.startswith("####"):
+        text = extraction.hashes(text) or text
+    elif len(text) > 60 and extraction.anchored(text) and " " in text and "$" in text:
+        text = extraction.anchored(text) or text
+    normalised = normalise(text)
+    number = read_number(_value_of(normalised) or normalised)
+    return Gold(
+        text=text,
+        normalised=normalised,
+        canonical=canonical(normalised),
+        number=number,
+        letter=option_letter(text),
+        words=_words(text, normalised),
+        collection=structure.collection(normalised),
+        dangerous=dangerous(text),
+        any_of=any_of,
+    )
+
+
+def _alternatives(text: str) -> tuple[str, ...]:
+    if not (text.startswith('["') and text.endswith('"]')) or len(text) > MAX_GOLD:
+        return ()
+    try:
+        texts = json.loads(text)
+    except (ValueError, RecursionError):
+        return ()
+    return tuple(texts) if all(isinstance(t, str) for t in texts) else ()
+
+
+_ASSIGNED = re.compile(
+    r"(?P<name>[A-Za-z](?:_\{?\w{1,3}\}?)?)\s*(?:=|\\approx)\s*(?P<value>[^=<>]+)"
+)
+
+
+def _value_of(normalised: str) -> str | None:
+    """``11`` of ``x = 11``."""
+    match = _ASSIGNED.fullmatch(normalised)
+    return match.group("value").strip() if match else None
+
+
+def _name_of(normalised: str) -> str | None:
+    match = _ASSIGNED.fullmatch(normalised)
+    return match.group("name") if match else None
+
+
+WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
+"""Words and nothing else."""
+# fmt: off
+_MATH_WORDS = frozenset((
+    "pi", "infinity", "inf", "infty", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "and", "or",
+    "percent", "percentage", "pct", "phi", "theta", "alpha", "beta", "gamma", "delta",
+))
+# fmt: on
+
+
+def _words(text: str, normalised: str) -> str | None:
+    """Plain words, lower-case: only where they can't be a product of variables."""
+    if not WORDS.fullmatch(normalised):
+        return None
+    words = normalised.lower().split()
+    if any(word in _MATH_WORDS for word in words):
+        return None
+    wrapped = WRAPPER.search(text) is not None
+    letters = len(normalised) >= 4 and normalised.isupper()
+    if not wrapped and not letters and not any(len(word) >= 5 for word in words):
+        # "HTTH" is a row of letters; "ab" may be a product.
+        return None
+    return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer as it stands beside one gold answer."""
+
+    text: str
+    """As it was read out of the response."""
+    normalised: str
+    """See :func:`~tandem.reward.answers.spelling.normalise`."""
+    number: PlainNumber | None
+    """Where it is a plain number, or assigns one to a name that the gold answer doesn't contradict."""
+    mode: Mode
+    """How it was read, and what that mode doesn't pay."""
+
+
+def read_answer(text: str, normalised: str, gold: Gold, mode: Mode) -> Answer:
+    """Reads an answer beside its gold answer."""
+    number = read_number(normalised)
+    if number is None:
+        value = _value_of(normalised)
+        if value is not None and _name_of(gold.normalised) in (None, _name_of(normalised)):
+            number = read_number(value)
+    if number is None and gold.number is not None:
+        number = with_letter_unit(normalised)
+    return Answer(text, normalised, number, mode)

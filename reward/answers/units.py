@@ -1,0 +1,71 @@
+"""The one table of units: what a unit measures, and which words may stand beside a number.
+
+Two quantities are compared by what they measure (:mod:`tandem.reward.answers.quantities`). A unit
+that one side has alone is left out, as data sets do (:mod:`tandem.reward.answers.numbers` in the
+dispatcher, :mod:`tandem.reward.answers.latex` in front of math-verify).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fractions import Fraction
+
+# fmt: off
+_MEASURES = {
+    "length": {
+        "mm millimeter millimetre": "1/1000", "cm centimeter centimetre": "1/100",
+        "dm decimeter decimetre": "1/10", "m meter metre": "1", "km kilometer kilometre": "1000",
+        "inch inches in": "254/10000", "foot feet ft": "3048/10000", "yard yd": "9144/10000",
+        "mile mi": "1609344/1000",
+    },
+    "time": {
+        "second sec s": "1", "minute min": "60", "hour hr hrs h": "3600", "day": "86400",
+        "week": "604800",
+    },
+    "mass": {"mg milligram": "1/1000", "g gram": "1", "kg kilogram": "1000"},
+    "volume": {"ml mL milliliter millilitre": "1/1000", "l L liter litre": "1"},
+    "money": {"cent": "1/100", "dollar usd": "1"},
+    "angle": {"degree": "1"},
+    "radians": {"radian rad": "1"},
+}
+"""By dimension: the spellings of each unit, and what it is worth in the dimension's own."""
+_UNMEASURED = (
+    "unit", "euro", "pound", "yuan", "rupee", "lb", "ounce", "oz", "gallon", "month", "year",
+    "people", "person", "student", "men", "women", "children", "way", "times", "point", "piece",
+    "mph", "km/h", "m/s",
+)
+"""Words that stand beside a number like a unit, and are never converted."""
+_OR_ALGEBRA = frozenset(("in", "mi", "yd"))
+"""Outside ``\\text{}`` as likely a product of two letters: a number keeps them."""
+# fmt: on
+LETTERS = "mgsh"
+"""Units of one letter that may stand outside ``\\text{}``, where the gold answer has a unit too."""
+
+
+def _spellings(names: Iterable[str]) -> list[str]:
+    """Each name and its plural; abbreviations of two letters have none."""
+    return [s for name in names for s in ((name, f"{name}s") if len(name) > 2 else (name,))]
+
+
+_MEASURED = {
+    spelling: (dimension, Fraction(worth))
+    for dimension, units in _MEASURES.items()
+    for names, worth in units.items()
+    for spelling in _spellings(names.split())
+}
+_WORDS = {"lbs", *_MEASURED, *_spellings(_UNMEASURED)} - _OR_ALGEBRA
+
+UNIT_WORDS = (
+    rf"(?:(?:square|cubic|sq\.?|cu\.?)\s+)?(?:{'|'.join(sorted(w for w in _WORDS if len(w) > 1))})"
+    r"(?:\s*\^\s*(?:\{\s*\d\s*\}|\d)|[²³])?\.?$"
+)
+"""Ends a text in a unit of two letters or more, in words or short. One letter may be algebra."""
+_UPRIGHT = r"\s*\\(?:text|mathrm)\s*\{\s*[A-Za-z]{1,6}\s*\}(?:\s*\^\s*(?:\{\s*\d\s*\}|\d))?\s*"
+FRACTION_UNIT = re.compile(rf"\s*\\frac\s*\{{{_UPRIGHT}\}}\s*\{{{_UPRIGHT}\}}$")
+"""``\\frac{\\text{m}}{\\text{s}^2}`` at the end of a text."""
+
+
+def measure(name: str) -> tuple[str, Fraction] | None:
+    """What a unit of that name measures, and its worth in the dimension's own; None if unknown."""
+    return _MEASURED.get(name) or _MEASURED.get(name.lower())
