@@ -133,11 +133,11 @@ class Grader:
         return [limit for processes in self._sets for limit in processes.limits]
 
     def grader_pids(self) -> list[int]:
-        """Of the live grader processes, those that run code among them."""
+        """Process ids of the live graders, those that run code among them."""
         return [pid for processes in self._sets for pid in processes.pids()]
 
     def zygote_pid(self) -> int | None:
-        """Of the graders' parent."""
+        """Process id of the graders' parent."""
         return self._processes.zygote_pid
 
     def fileno(self) -> int:

@@ -49,8 +49,8 @@ class Outside:
         processes: the graders, which know the scorer's functions.
         config: ``reward`` of the run.
         counts: where calls and failures are counted.
-        cost: told of every outcome.
-        on_restart: told of every process that was replaced.
+        cost: called with every outcome.
+        on_restart: called with every process that was replaced.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class Outside:
         self.sandboxes[0].submit("code", ready.payload, finish, deadline=code.total_seconds + 5.0)
 
     def _tell(self, part: Part, outcome: Outcome) -> None:
-        self.last_error = f"{part.name}: {outcome.told or outcome.failure}"
+        self.last_error = f"{part.name}: {outcome.reason or outcome.failure}"
         if self.last_error not in self._told and len(self._told) < 100:
             self._told.add(self.last_error)
             logger.warning(f"reward component {self.last_error}")

@@ -196,15 +196,15 @@ class Pool:
 
     def _stats(self) -> dict[str, object]:
         graded = self._grader.stats()
-        told = alarm(graded, self._grader.last_error)
+        warning = alarm(graded, self._grader.last_error)
         now = time.monotonic()
-        if told and now - self._alarmed > ALARM_SECONDS:
+        if warning and now - self._alarmed > ALARM_SECONDS:
             self._alarmed = now
-            logger.warning(told)
+            logger.warning(warning)
         return {
             **{f"pool/{name}": count for name, count in self._counts.items()},
             **{f"grader/{name}": value for name, value in graded.items()},
-            "alarm": told,
+            "alarm": warning,
             "pool/in_hand": len(self._work),
             "pool/group_seconds": self._seconds,
             "clock": self._clock.take(),

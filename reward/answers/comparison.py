@@ -36,7 +36,7 @@ class Decision:
     verdict: Verdict
     """The verdict."""
     how: str
-    """The engine that told it, or ``gold``, ``none``, ``tag`` where there was nothing to compare."""
+    """The engine that settled it, or ``gold``, ``none``, ``tag`` where there was nothing to compare."""
 
 
 _GOLD_EMPTY = Decision(Verdict.GOLD_UNPARSABLE, "gold")
@@ -199,13 +199,13 @@ _NOTHING = re.compile(
     r"(?:solutions?|roots?|values?)(?: exists?)?",
     re.IGNORECASE,
 )
-"""That nothing is an answer, in symbols and in words."""
+"""Ways to say that there is no answer, in symbols and in words."""
 _EVERYTHING = re.compile(
     r"(?:[a-z] ?\\in ?)?(?:\\mathbb ?(?:\{ ?R ?\}|R)|\( ?- ?\\infty ?, ?\+?\\infty ?\))"
     r"|(?:all|any|every) reals?(?: numbers?)?",
     re.IGNORECASE,
 )
-"""That every real number is one."""
+"""Ways to say that every real number is an answer."""
 
 
 def _meaning(answer: Answer, gold: Gold) -> bool | None:

@@ -210,7 +210,7 @@ class _Reader:
         raise Unknown
 
     def argument(self) -> Tree:
-        """Of a function: in brackets, or one number or letter that nothing else belongs to."""
+        """Reads a function's argument: brackets, or one number or letter that nothing else belongs to."""
         self.transcendental = True
         token = self.next
         if token in ("(", "{") or (token and token[0].isalnum()) or token == "\\pi":

@@ -71,7 +71,7 @@ def prepare(text: str) -> str:
 
 
 def _conjugate(match: re.Match[str]) -> str:
-    """Of ``\\overline{3+4i}``; decimals that repeat hold no ``i``."""
+    """The conjugate of ``\\overline{3+4i}``; decimals that repeat hold no ``i``."""
     return f"({_I.sub('(-i)', match[1])})" if "i" in match[1] else match.group()
 
 

@@ -24,7 +24,7 @@ class PlainNumber:
     """A number that was read exactly."""
 
     value: Fraction
-    """Its value; of a percentage the number before the sign."""
+    """The exact value; a percentage has the number before the sign."""
     unit: Fraction = Fraction(0)
     """What one in its last place is worth (1/100 of ``3.14``); 0 where it is exact, or no single decimal."""
     percent: bool = False

@@ -40,11 +40,11 @@ class Quantity:
     dimension: str
     """``length2`` is an area."""
     units: tuple[Fraction, ...]
-    """Of each part, in the dimension's first one."""
+    """What the unit of each part is worth, in the dimension's own unit."""
     value: Fraction
-    """In that one."""
+    """The whole quantity in the dimension's own unit."""
     last_place: Fraction
-    """What one in the last place of its decimals is worth, likewise; 0 where it has none."""
+    """What one in its last decimal place is worth, in the same unit; 0 without decimals."""
 
 
 @lru_cache(maxsize=4_096)

@@ -275,7 +275,7 @@ def unwrap(text: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """See the top of this file; blanks are single."""
+    """A text in one spelling, without what encloses it; its blanks are single."""
     if text.isascii() and text.isdigit():
         return text
     text = unwrap(plain(text))

@@ -16,7 +16,7 @@ from .numbers import PlainNumber, read_number, same_number
 from .spelling import canonical, normalise
 
 MAX_PARTS = 200
-"""Of a collection that is compared here."""
+"""Longest collection that is compared here."""
 
 _OPENING = "([{"
 _CLOSING = ")]}"

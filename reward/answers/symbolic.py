@@ -315,7 +315,7 @@ def _wrongly_rounded(answer: str, gold: str, golds: list[Any], answers: list[Any
 
 
 _Decimals = dict[float, tuple[Any, Any]]
-"""By their floating-point value: the exact one, and what one in the last place is worth."""
+"""Decimals of a text by their floating-point value: the exact value, and the worth of its last place."""
 
 
 def _decimals(text: str) -> _Decimals:

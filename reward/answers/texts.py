@@ -27,21 +27,21 @@ class Gold:
     text: str
     """What is compared: the data set's text, its box or its formula."""
     normalised: str
-    """See :func:`normalise`."""
+    """The text without what encloses it, in one spelling (:func:`~tandem.reward.answers.spelling.normalise`)."""
     canonical: str
-    """See :func:`canonical`."""
+    """The same without blanks that carry no meaning."""
     number: PlainNumber | None
-    """Where it is a plain number."""
+    """The plain number that it is, if it is one."""
     letter: str | None
-    """Where it is one option letter."""
+    """The option letter that it is, if it is one."""
     words: str | None
-    """Where it is plain words, lower-case."""
+    """The words that it is, in lower case, if it is words and no formula."""
     collection: structure.Collection | None
-    """Where it lists two parts or more."""
+    """Its parts, if it lists two or more."""
     dangerous: bool
-    """It would trip the guard itself, so the guard doesn't judge its answers."""
+    """Whether it would trip the guard itself; then the guard doesn't judge its answers."""
     any_of: tuple[str, ...]
-    """Where it is a JSON list of texts (``["1/2", "0.5"]``): each of them is right."""
+    """The texts of a JSON list (``["1/2", "0.5"]``), each of which is right; else empty."""
 
 
 @lru_cache(maxsize=4096)
@@ -132,9 +132,9 @@ class Answer:
     text: str
     """As it was read out of the response."""
     normalised: str
-    """See :func:`~tandem.reward.answers.spelling.normalise`."""
+    """The text without what encloses it, in one spelling."""
     number: PlainNumber | None
-    """Where it is a plain number, or assigns one to a name that the gold answer doesn't contradict."""
+    """The plain number that it is, or that it assigns to a name which the gold answer doesn't contradict."""
     mode: Mode
     """How it was read, and what that mode doesn't pay."""
 

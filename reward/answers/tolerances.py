@@ -11,8 +11,8 @@ from fractions import Fraction
 from typing import Any
 
 DECIMAL = Fraction(1, 10**6)
-"""Of decimals, absolutely and relatively: both must hold, since an absolute tolerance alone makes
-all tiny numbers equal. A gold answer written to this place may be rounded itself; one with fewer
+"""Largest difference between a decimal and what it rounds, absolutely and relatively. Both must hold,
+since an absolute tolerance alone makes all tiny numbers equal. A gold answer written to this place may be rounded itself; one with fewer
 places is taken for exact."""
 PERCENT = (Fraction(1), Fraction(100), Fraction(1, 100))
 """Factors between two spellings of one number: 28, 28% and 0.28 are one, as data sets write each."""

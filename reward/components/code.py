@@ -28,7 +28,7 @@ from .registry import Graded, register
 MAX_PROGRAM = 100_000
 """Characters of the longest program that is run."""
 MAX_TESTS = 1_000
-"""Of one row."""
+"""Largest number of tests of one row that are run."""
 Sandbox = Literal["auto", "namespaces", "bubblewrap", "none, I trust what the model writes"]
 _FENCE = re.compile(
     r"^[ \t]*```[ \t]*(?P<language>[\w+.#-]*)[^\n]*\n(?P<code>.*?)^[ \t]*```", re.M | re.S
@@ -110,7 +110,7 @@ class Prepared:
     payload: list[Any] | None = None
     """For a runner."""
     program: str | None = None
-    """That will be run."""
+    """The program that will be run."""
     verdict: Verdict = Verdict.UNPARSABLE
     """Where there is nothing to run."""
     value: float | None = 0.0

@@ -46,7 +46,7 @@ class FunctionCall:
     path: str
     """``package.module:function``."""
     index: int
-    """Its place among the functions that the graders have imported."""
+    """Place among the functions that the graders have imported."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments besides the columns."""
 

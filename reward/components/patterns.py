@@ -23,7 +23,7 @@ from typing import Any
 MAX_MATCHED = 200_000
 """Characters beyond which a text matches no pattern."""
 FLAGS = re.DOTALL
-"""Of every pattern; others can be written in it, as ``(?m)``."""
+"""Flags of every pattern; others can be written in the pattern, as ``(?m)``."""
 
 _DIGIT, _WORD = r"\p{Nd}", r"\p{L}\p{N}_"
 _SPACE = (

@@ -74,7 +74,7 @@ class Elsewhere:
     path: str
     """Import path of the function that a grader process calls (:mod:`tandem.reward.components.functions`)."""
     params: Mapping[str, Any]
-    """Its keyword arguments besides the columns."""
+    """Keyword arguments besides the columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class Kind:
     """One entry of the registry."""
 
     name: str
-    """As the config names it."""
+    """The name that a config gives it."""
     make: Factory
     """Parameters to component."""
     needs_verdict: bool = False

@@ -38,15 +38,15 @@ class Part:
     """One component of a config."""
 
     config: ComponentConfig
-    """As the config has it."""
+    """The component's own section of the config."""
     kind: Kind
-    """Its entry of the registry."""
+    """The entry of the registry."""
     function: Any
     """A component, a group component, or the request of one that runs elsewhere."""
 
     @property
     def name(self) -> str:
-        """As the config and the stored samples name it."""
+        """The name in the config and in stored samples."""
         return self.config.name
 
     @property

@@ -19,7 +19,7 @@ from .grader_processes import GraderProcesses
 from .requests import Outcome
 
 TRIES = 3
-"""Times that a known answer whose grader was too slow is asked, before the pool refuses."""
+"""How often a known answer whose grader was too slow is asked before the pool refuses to start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,15 +24,15 @@ from __future__ import annotations
 import os
 
 SHARE = 1 / 4
-"""Of a deadline that a grader must have had, less what the other graders took from it. A quarter
-of the default 3 s is half as much again as the slowest right answer of our facts computes."""
+"""Share of a deadline that a grader must have had, less what the other graders took from it. A
+quarter of the default 3 s is half as much again as the slowest right answer of our facts computes."""
 LONGEST = 3.0
 """Deadlines of wall time after which a request is ended even so: on a machine where a grader gets
 less than a twelfth of a core, a pool that goes on is worth more than the last right answer."""
 LOOK_AGAIN = 0.05
 """Seconds between two looks at a request whose deadline was put off."""
 SLOW = 1 / 8
-"""Of its deadline: a request that runs for longer holds its grader up (see :func:`relief`)."""
+"""Share of its deadline after which a request holds its grader up (see :func:`relief`)."""
 
 
 def is_over(*, elapsed: float, waited: float, deadline: float, fair: float) -> bool:
@@ -86,7 +86,7 @@ class InLine:
             self._file = -1
 
     def seconds(self) -> float:
-        """Now."""
+        """Seconds in line until now."""
         if self._file < 0:
             return 0.0
         try:
@@ -96,7 +96,7 @@ class InLine:
             return 0.0
 
     def close(self) -> None:
-        """Gives the descriptor back."""
+        """Closes the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -50,7 +50,7 @@ logger = logging.getLogger("tandem.reward")
 RECYCLE_AFTER = 5_000
 """Requests after which a grader is replaced (sympy's caches only grow)."""
 RECYCLE_SHARE = 0.5
-"""Of the memory limit: a grader that ever held so much is replaced."""
+"""Share of the memory limit: a grader that ever held so much is replaced."""
 START_SECONDS = 60.0
 """Deadline for the zygote to have imported math-verify."""
 TELL_SECONDS = 60.0
@@ -135,7 +135,7 @@ class GraderProcesses:
         return len(self._queue)
 
     def pids(self) -> list[int]:
-        """Of the live graders."""
+        """Process ids of the live graders."""
         return [s.pid for s in self._slots.values() if s.pid and s.state in ("idle", "busy")]
 
     @property
@@ -144,7 +144,7 @@ class GraderProcesses:
 
     @property
     def zygote_pid(self) -> int | None:
-        """Of the zygote."""
+        """Process id of the zygote; None while it isn't running."""
         return self._zygote.pid if self._zygote is not None else None
 
     def start(self) -> None:
@@ -223,7 +223,7 @@ class GraderProcesses:
         self._selector.register(self._zygote, selectors.EVENT_READ, None)
 
     def _stop_zygote(self) -> int:
-        """Its exit status; 0 where there was none."""
+        """Ends the zygote; returns its exit status, 0 where there was none."""
         zygote, self._zygote = self._zygote, None
         self._ready = False
         if zygote is None:
@@ -369,7 +369,7 @@ class GraderProcesses:
         if request is None:
             return
         if isinstance(reply, Raised):
-            request.told = _last_line(reply.traceback)
+            request.reason = _last_line(reply.traceback)
             logger.warning("%s %d: a request raised:\n%s", self._role, slot.pid, reply.traceback)
             self._again(request)
         else:
@@ -400,7 +400,7 @@ class GraderProcesses:
                     f"request (last: {reason}); raise reward.memory_mb={self.memory_mb}?"
                 )
         if request is not None:
-            request.told = reason
+            request.reason = reason
             if status == EXIT_MEMORY:
                 request.finish(Verdict.MEMORY)
             elif status == -signal.SIGXCPU:
@@ -439,7 +439,7 @@ class GraderProcesses:
         request.due = now + LOOK_AGAIN
 
     def _starved(self, slot: Slot, elapsed: float, waited: float) -> None:
-        """Tells of it, once a minute."""
+        """Warns of starved graders, once a minute."""
         now = time.monotonic()
         if now - self._warned_starved < TELL_SECONDS:
             return

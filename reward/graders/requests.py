@@ -25,7 +25,7 @@ class Restart:
     kind: str
     """``grader`` or ``zygote``; those of the code reward are ``runner`` and ``runner zygote``."""
     pid: int
-    """Of the process that is gone."""
+    """Id of the process that is gone."""
     time: float
     """Seconds since the epoch."""
     reason: str
@@ -44,12 +44,12 @@ class Outcome:
     """From dispatch to reply."""
     waited: float
     """From arrival to dispatch."""
-    told: str = ""
+    reason: str = ""
     """The last line of what it raised, where it did."""
 
     @property
     def verdict(self) -> Verdict:
-        """Of a comparison."""
+        """The verdict of a comparison."""
         return self.failure or Verdict(self.result)
 
 
@@ -69,10 +69,10 @@ class Request:
     dispatched: float = 0.0
     due: float = 0.0
     """``time.monotonic`` at which it is to be ended, or looked at again."""
-    told: str = ""
+    reason: str = ""
 
     def finish(self, failure: Verdict | None, result: Any = None) -> None:
-        """Tells who asked."""
+        """Hands the outcome to whoever asked."""
         now = time.monotonic()
         started = self.dispatched or now
         self.done(
@@ -81,7 +81,7 @@ class Request:
                 result=result,
                 seconds=now - started,
                 waited=started - self.arrived,
-                told=self.told,
+                reason=self.reason,
             )
         )
 

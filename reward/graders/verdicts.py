@@ -19,7 +19,7 @@ from .requests import Outcome
 CACHED_VERDICTS = 1 << 18
 """Entries of the verdict cache; one takes about 150 bytes."""
 RECENT_SECONDS = 60.0
-"""That the shares of hangs and crashes are over."""
+"""Period over which the shares of hangs and crashes are counted."""
 
 Found = Callable[[Verdict, float, bool], None]
 """(verdict, seconds in the grader, whether another text's verdict was used)."""
@@ -51,7 +51,7 @@ class Recent:
         return len(self._ends)
 
     def share(self, *failures: Verdict) -> float:
-        """Of the requests that ended in one of these ways; 0 without any."""
+        """Share of the recent requests that ended in one of these ways; 0 without any."""
         return sum(self._counts[failure] for failure in failures) / max(1, len(self._ends))
 
 

@@ -76,7 +76,7 @@ class Trade:
     handlers: dict[str, Handler] = field(default_factory=dict)
     """By kind of request."""
     files: list[str] = field(default_factory=list)
-    """That a grader may have to read: decides whether it can be another user."""
+    """Files that a grader may have to read; where any user may, the grader becomes another one."""
     memory_mb: int = 1024
     """Address-space limit."""
     about: str = ""

@@ -2,7 +2,7 @@
 
 ``boxed`` is the project's own. The others follow the rules of the projects that they are named
 after, written anew: *where* an answer stands and what form the text must have. *Whether* it is
-right is always told by the same comparison, so that none of the wrong verdicts of those projects
+right is always settled by the same comparison, so that none of the wrong verdicts of those projects
 is paid, and no text of a model is ever evaluated (docs/grading.md).
 """
 

@@ -124,18 +124,18 @@ class Runner:
         secret, other = secrets.token_hex(16), secrets.token_hex(16)
         wanted = expected(rest[0]) if kind == "assert" else None
         if kind == "io":
-            told = [program, kind]
+            task = [program, kind]
         elif kind == "call":
-            told = [program, kind, *rest[:2]]
+            task = [program, kind, *rest[:2]]
         elif wanted is None:
-            told = [program, "assert", rest[0], secret]
+            task = [program, "assert", rest[0], secret]
         elif wanted.kind == "value":
-            told = [program, "value", wanted.expression]
+            task = [program, "value", wanted.expression]
         else:
             said = [secret, other] if wanted.value else [other, secret]
-            told = [program, "truth", wanted.expression, *said]
+            task = [program, "truth", wanted.expression, *said]
         given = rest[0] if kind == "io" else ""
-        ran = self.box.run(["-I", "-c", HARNESS], given.encode(), json.dumps(told).encode(), limits)
+        ran = self.box.run(["-I", "-c", HARNESS], given.encode(), json.dumps(task).encode(), limits)
         if ran.status == 126 and ran.output.startswith(b"box: "):
             raise OSError(f"the sandbox failed: {ran.output[5:].decode('utf-8', 'replace')}")
         if kind == "io":

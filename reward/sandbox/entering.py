@@ -27,8 +27,8 @@ MAX_FILES = 64
 MAX_FILE_BYTES = 16 << 20
 MEMORY_DISK = "64m"
 BOXED_USERS = range(61_184, 65_184)
-"""Of programs that root starts: nobody's files are theirs. One each, as processes are counted by
-user; within the ids that a container has."""
+"""First user id of the programs that root starts; no file is theirs. Each has its own, as processes are
+counted by user; within the ids that a container has."""
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
     *(0x20000, 0x4000000, 0x8000000),
@@ -37,7 +37,7 @@ _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
 _NOSUID, _NODEV, _BIND, _REC, _PRIVATE, _DETACH = 2, 4, 4096, 16384, 1 << 18, 2
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _AT_RECURSIVE, _AT_FDCWD = 1, 2, 4, 0x8000, -100
 _MOUNT_SETATTR = 442
-"""Of Linux 5.12; one number on every architecture."""
+"""Number of a system call of Linux 5.12, the same on every architecture."""
 _NO_NEW_PRIVS = 38
 
 SYSTEM = (

@@ -66,9 +66,9 @@ class Ran:
     status: int
     """Exit status; negative = killed by that signal."""
     output: bytes
-    """Of its standard output."""
+    """What it wrote to its standard output."""
     report: bytes
-    """Of descriptor 3, where the harness reports."""
+    """What came on descriptor 3, where the harness reports."""
     timed_out: bool
     """It was killed at its deadline."""
 
@@ -85,20 +85,20 @@ class Box:
     """``namespaces (root)``, ``namespaces``, ``bubblewrap`` or ``none``."""
     enter: Enter
 
-    def run(self, arguments: Sequence[str], given: bytes, told: bytes, limits: Limits) -> Ran:
+    def run(self, arguments: Sequence[str], given: bytes, task: bytes, limits: Limits) -> Ran:
         """Runs Python in the box.
 
         Args:
             arguments: of the interpreter.
             given: standard input.
-            told: on descriptor 4, for the harness alone; it reports on descriptor 3.
+            task: on descriptor 4, for the harness alone; it reports on descriptor 3.
             limits: of the program.
 
         Raises:
             OSError: this process has no descriptors or processes left.
         """
         stdin, stdout, report = _file(given), os.pipe(), os.pipe()
-        token = _file(told)
+        token = _file(task)
         me = os.getpid()
         keeper = os.fork()
         if keeper == 0:
