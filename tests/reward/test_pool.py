@@ -42,6 +42,7 @@ from tandem.common.telemetry import start_log
 from tandem.replay.connection import connect
 from tandem.replay.store import RunStore
 from tandem.reward import pool
+from tandem.reward.reading import modes
 import yaml
 
 join = read_join(Path(sys.argv[1]))
@@ -215,7 +216,7 @@ def test_groups_are_graded_committed_and_receipted(
     for group in run.ledger.fetch(row):
         assert [s.verdict for s in group.samples] == [Verdict.CORRECT, Verdict.WRONG]
         assert [s.reward for s in group.samples] == [1.0, 0.0]
-        assert group.samples[0].grader == "boxed@4"
+        assert group.samples[0].grader == modes.mode("boxed").grader
 
 
 def test_a_group_sent_again_is_a_duplicate_and_is_answered(

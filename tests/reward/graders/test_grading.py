@@ -81,7 +81,7 @@ def test_a_group_is_graded_whole(grader: Grader, make: Any) -> None:
         Verdict.UNPARSABLE,
     ]
     first = graded.samples[0]
-    assert (first.reward, first.extracted, first.grader) == (1.0, "2", "boxed@4")
+    assert (first.reward, first.extracted, first.grader) == (1.0, "2", grader.name)
     assert first.components == {"accuracy": 1.0, "format": 0.0}
     assert first.text == texts[0]
 
