@@ -32,6 +32,7 @@ from tandem.replay.connection import Store, connect
 from tandem.replay.ledger import Lease, Ledger, LedgerSettings, Row
 from tandem.replay.members import Member, Members
 from tandem.replay.store import RunStore
+from tandem.reward.reading import modes
 
 PROGRAM = """
 import sys
@@ -42,7 +43,6 @@ from tandem.common.telemetry import start_log
 from tandem.replay.connection import connect
 from tandem.replay.store import RunStore
 from tandem.reward import pool
-from tandem.reward.reading import modes
 import yaml
 
 join = read_join(Path(sys.argv[1]))
