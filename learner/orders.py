@@ -1,48 +1,73 @@
-"""What rank 0 of a learner tells the others to do, as MessagePack."""
+"""What rank 0 of a learner tells the others to do: a declared record each, as MessagePack."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
-import msgpack
+import msgspec
 
-from ..common.errors import WireError
-from ..common.plain import fits
-
-_ORDERS: dict[str, dict[str, type]] = {
-    "train": {"step": int, "lr": float, "settled": bool},
-    "save": {"folder": str},
-    "load": {"folder": str},
-    "export": {"folder": str},
-    "parameters": {},
-    "idle": {},
-    "stop": {},
-}
+from ..common.plain import Record, read_message
 
 
-def pack_order(do: str, **details: Any) -> bytes:
-    """An order with what belongs to it."""
-    data: bytes = msgpack.packb({"do": do, **details}, use_bin_type=True)
-    return data
+class Order(Record, frozen=True, kw_only=True, tag_field="do", tag=str.lower):
+    """A map: ``do`` is the class's name in small letters, the rest are its fields."""
+
+    def pack(self) -> bytes:
+        """As it is broadcast."""
+        return msgspec.msgpack.encode(self)
 
 
-def read_order(data: bytes) -> dict[str, Any]:
-    """What rank 0 says: ``do``, and what belongs to it.
+class Train(Order, frozen=True, kw_only=True):
+    """Take part in a step."""
+
+    step: int
+    lr: float
+    settled: bool
+
+
+class Save(Order, frozen=True, kw_only=True):
+    """Write your part of a checkpoint."""
+
+    folder: str
+
+
+class Load(Order, frozen=True, kw_only=True):
+    """Read it again."""
+
+    folder: str
+
+
+class Export(Order, frozen=True, kw_only=True):
+    """Take part in writing the Hugging Face folder."""
+
+    folder: str
+
+
+class Parameters(Order, frozen=True, kw_only=True):
+    """Take part in gathering every parameter."""
+
+
+class Score(Order, frozen=True, kw_only=True):
+    """Take part in scoring these rows of tokens."""
+
+    rows: list[list[int]]
+    dtype: Literal["float64", "float32", "float16", "bfloat16"]
+
+
+class Idle(Order, frozen=True, kw_only=True):
+    """Nothing: rank 0 is alive."""
+
+
+class Stop(Order, frozen=True, kw_only=True):
+    """End."""
+
+
+def read_order(data: bytes) -> Order:
+    """What rank 0 says.
 
     Raises:
         WireError: it is none of its orders.
     """
-    try:
-        unpacker = msgpack.Unpacker(None, raw=False, max_buffer_size=max(1, len(data)))
-        unpacker.feed(data)
-        unpacker.skip()  # makes no objects of a header that claims more than there is
-        said = msgpack.unpackb(data, raw=False)
-    except (ValueError, TypeError, msgpack.exceptions.UnpackException, MemoryError) as error:
-        raise WireError(f"refused an order of rank 0: it isn't MessagePack: {error}") from None
-    do = said.get("do") if isinstance(said, dict) else None
-    fields = _ORDERS.get(do) if isinstance(do, str) else None
-    if fields is None or said.keys() - {"do"} != fields.keys():
-        raise WireError(f"refused an order of rank 0: {str(said)[:120]!r}")
-    if not all(fits(said[name], kind) for name, kind in fields.items()):
-        raise WireError(f"refused the order {do} of rank 0: a field has another type")
-    return said
+    kinds = Train | Save | Load | Export | Parameters | Score | Idle | Stop
+    order: Order = read_message(kinds, data, "order of rank 0")
+    return order

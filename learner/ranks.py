@@ -19,7 +19,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .engine import DeepSpeedEngine
-from .orders import pack_order, read_order
+from .orders import (
+    Export,
+    Idle,
+    Load,
+    Order,
+    Parameters,
+    Save,
+    Score,
+    Stop,
+    Train,
+    read_order,
+)
 from .rendezvous import broadcast_bytes
 from .rows.groups import MixedGroup
 from .scored import score
@@ -47,41 +58,42 @@ class Leader:
         settled: bool = False,
     ) -> StepOutcome:
         """See :meth:`Updates.train`."""
-        self._tell("train", step=step, lr=lr, settled=settled)
+        self._tell(Train(step=step, lr=lr, settled=settled))
         return self._updates.train(step, groups, lr=lr, before_step=before_step, settled=settled)
 
     def save(self, folder: Path) -> None:
         """Writes the engine's part of a checkpoint."""
-        self._tell("save", folder=str(folder))
+        self._tell(Save(folder=str(folder)))
         self.engine.save(folder, self._updates.state())
         # All ranks' files are there once all have answered.
         self.engine.barrier()
 
     def load(self, folder: Path) -> None:
         """Reads it again."""
-        self._tell("load", folder=str(folder))
+        self._tell(Load(folder=str(folder)))
         self._updates.restore(self.engine.load(folder))
 
     def export(self, folder: Path, base: Path | None) -> None:
         """Writes the Hugging Face folder."""
-        self._tell("export", folder=str(folder))
+        self._tell(Export(folder=str(folder)))
         self.engine.export(folder, base)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor of every parameter; must be walked through to its end."""
         if self.engine.stage == 3:
-            self._tell("parameters")
+            self._tell(Parameters())
         return self.engine.parameters()
 
     def score(self, rows: NDArray[np.int64], dtype: torch.dtype) -> Tensor:
         """``[R, S - 1]`` Log-probs of some rows in a dtype; see :func:`~.scored.score`."""
         if self.engine.stage == 3:
-            self._tell("score", rows=rows.tolist(), dtype=str(dtype).removeprefix("torch."))
+            name: Any = str(dtype).removeprefix("torch.")
+            self._tell(Score(rows=rows.tolist(), dtype=name))
         return score(self.engine, rows, dtype)
 
     def stop(self) -> None:
         """Lets the followers go."""
-        self._tell("stop")
+        self._tell(Stop())
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -93,7 +105,7 @@ class Leader:
 
         def reassure() -> None:
             while not done.wait(IDLE_SECONDS):
-                self._tell("idle")
+                self._tell(Idle())
 
         thread = threading.Thread(target=reassure, name="ranks-idle", daemon=True)
         thread.start()
@@ -103,29 +115,28 @@ class Leader:
             done.set()
             thread.join()
 
-    def _tell(self, what: str, **details: Any) -> None:
+    def _tell(self, order: Order) -> None:
         if not self._alone:
-            broadcast_bytes(pack_order(what, **details))
+            broadcast_bytes(order.pack())
 
 
 def follow(engine: DeepSpeedEngine, updates: Updates) -> None:
     """Does what rank 0 says until it says stop."""
     while True:
-        said = read_order(broadcast_bytes(None))
-        match said["do"]:
-            case "train":
-                updates.train(said["step"], None, lr=said["lr"], settled=said["settled"])
-            case "save":
-                engine.save(Path(said["folder"]), updates.state())
+        match read_order(broadcast_bytes(None)):
+            case Train() as order:
+                updates.train(order.step, None, lr=order.lr, settled=order.settled)
+            case Save() as order:
+                engine.save(Path(order.folder), updates.state())
                 engine.barrier()
-            case "load":
-                updates.restore(engine.load(Path(said["folder"])))
-            case "export":
-                engine.export(Path(said["folder"]), None)
-            case "parameters":
+            case Load() as order:
+                updates.restore(engine.load(Path(order.folder)))
+            case Export() as order:
+                engine.export(Path(order.folder), None)
+            case Parameters():
                 for _ in engine.parameters():
                     pass
-            case "score":
-                score(engine, np.array(said["rows"], np.int64), getattr(torch, said["dtype"]))
-            case "stop":
+            case Score() as order:
+                score(engine, np.array(order.rows, np.int64), getattr(torch, order.dtype))
+            case Stop():
                 return

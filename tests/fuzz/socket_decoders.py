@@ -15,7 +15,6 @@ from decoder import Decoder, packed, same, text
 from examples import (
     MESSAGES,
     RECORDS,
-    a_group,
     a_manifest,
 )
 from frames import (
@@ -223,16 +222,8 @@ def from_sockets() -> Iterable[Decoder]:
             check=check_manifest,
         )
     )
-    traces = [wire.encode(RECORDS[5])]
-    group = [wire.encode(a_group()), ["a/1#0"]]
-    order = {
-        "do": "train",
-        "step": 3,
-        "groups": [group],
-        "traces": traces,
-        "lr": 1e-6,
-        "settled": True,
-    }
+    train = {"do": "train", "step": 3, "lr": 1e-6, "settled": True}
+    score = {"do": "score", "rows": [[1, 2], [3]], "dtype": "bfloat16"}
     for name, corpus, decode in (
         (
             "graders.request",
@@ -258,7 +249,7 @@ def from_sockets() -> Iterable[Decoder]:
         ),
         (
             "ranks.order",
-            packed(order, {"do": "stop"}, {"do": "save", "folder": "x"}),
+            packed(train, score, {"do": "stop"}, {"do": "save", "folder": "x"}),
             orders.read_order,
         ),
     ):
