@@ -256,8 +256,8 @@ def _roles(
         total: dict[str, float] = {}
         for one in of_role:
             report = fresh.get(one.member, {})
-            told = _seconds(one.member, role, report, activity, history, now)
-            for name, spent in told.items():
+            recent = _seconds(one.member, role, report, activity, history, now)
+            for name, spent in recent.items():
                 total[name] = total.get(name, 0.0) + spent
         idle = _share(total)
         whom, what = "", ""
@@ -309,5 +309,5 @@ def _or(value: float | None, other: Any) -> float | None:
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
-    told = [value for value in values if value is not None]
-    return sum(told) if told else None
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

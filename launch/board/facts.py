@@ -35,7 +35,7 @@ class Facts:
     journalled: int
     """Rows written."""
     term: int
-    """Of the newest learner."""
+    """The newest learner's term."""
     limit: int
     """``replay.max_staleness``."""
     steps: int | None
@@ -47,11 +47,11 @@ class Facts:
     reports: Mapping[str, Mapping[str, Any]]
     """The newest report of every member that ever was."""
     evaluations: tuple[EvaluationResult, ...]
-    """Done."""
+    """Evaluations that are done."""
     evaluations_open: int
     """Asked for and not done."""
     grader_restarts: int
-    """As the pools counted them."""
+    """Restarts of graders, as the pools counted them."""
     dead_letters: tuple[Mapping[str, Any], ...] = ()
     """Groups given up, where they were asked for."""
 
@@ -115,10 +115,10 @@ class Activity:
 
 def seconds_of(report: Mapping[str, Any]) -> dict[str, float]:
     """A report's seconds by activity, with ``total``; empty where it tells none."""
-    told = report.get("clock") or report.get("seconds")
-    if not isinstance(told, Mapping) or not told.get("total"):
+    clock = report.get("clock") or report.get("seconds")
+    if not isinstance(clock, Mapping) or not clock.get("total"):
         return {}
-    return {str(name): float(spent) for name, spent in told.items()}
+    return {str(name): float(spent) for name, spent in clock.items()}
 
 
 class FactsWatch:

@@ -25,13 +25,13 @@ class Evaluated:
     """One evaluation of a held-out set."""
 
     set: str
-    """Its name."""
+    """The set's name."""
     step: int
-    """Of the weights."""
+    """The step of the weights."""
     accuracy: float
     """0 to 1."""
     problems: int
-    """How many."""
+    """The number of problems."""
 
 
 class History:
@@ -121,12 +121,13 @@ class History:
 
     def staleness(self) -> tuple[float, ...]:
         """Share of the recent samples by age in steps, from 0 on; empty where nothing tells."""
-        told = [ages for record in self._recent if (ages := _ages(record))]
-        if not told:
+        histograms = [ages for record in self._recent if (ages := _ages(record))]
+        if not histograms:
             return ()
-        oldest = max(max(ages) for ages in told)
+        oldest = max(max(ages) for ages in histograms)
         return tuple(
-            sum(ages.get(age, 0.0) for ages in told) / len(told) for age in range(oldest + 1)
+            sum(ages.get(age, 0.0) for ages in histograms) / len(histograms)
+            for age in range(oldest + 1)
         )
 
     def learner_seconds(self) -> dict[str, float]:

@@ -35,37 +35,37 @@ def show(snapshot: Snapshot, stream: TextIO, inspection: Inspection | None = Non
 
 def more(snapshot: Snapshot, inspection: Inspection) -> list[str]:
     """What the view leaves out."""
-    told = []
+    lines = []
     if snapshot.supervisor:
-        told.append(f"supervisor: process {snapshot.supervisor}")
+        lines.append(f"supervisor: process {snapshot.supervisor}")
     if snapshot.waiting_for:
-        told.append(snapshot.waiting_for)
+        lines.append(snapshot.waiting_for)
     if any(snapshot.ledger.values()):
-        told.append("ledger: " + _listed(snapshot.ledger, lambda n: f"{n:,}"))
-    told += _inspected(inspection)
+        lines.append("ledger: " + _listed(snapshot.ledger, lambda n: f"{n:,}"))
+    lines += _inspected(inspection)
     for member in snapshot.members:
         version = f"  version {member.version[0]}.{member.version[1]}" if member.version else ""
         idle = f"  idle {member.idle:.0%}" if member.idle is not None else ""
         waits = f"  ({member.waiting_for})" if member.waiting_for else ""
-        told.append(
+        lines.append(
             f"  {member.member:<14} pid {member.pid} on {member.host}  heard of "
             f"{member.age:.1f} s ago{version}{idle}{waits}"
         )
     for one in snapshot.evaluations[-MOST:]:
-        told.append(f"  {one.set} at step {one.step}: {100 * one.accuracy:.1f}% of {one.problems}")
-    told += _dead_letters(snapshot)
-    told += [f"alarm: {alarm}" for alarm in snapshot.alarms]
+        lines.append(f"  {one.set} at step {one.step}: {100 * one.accuracy:.1f}% of {one.problems}")
+    lines += _dead_letters(snapshot)
+    lines += [f"alarm: {alarm}" for alarm in snapshot.alarms]
     for restart in snapshot.restarts[-MOST:]:
-        told.append(f"restart: {restart['process']} at {restart['time']} ({restart['exit']})")
-    told += [f"note: {note}" for note in inspection.notes]
-    return told
+        lines.append(f"restart: {restart['process']} at {restart['time']} ({restart['exit']})")
+    lines += [f"note: {note}" for note in inspection.notes]
+    return lines
 
 
 def _inspected(inspection: Inspection) -> list[str]:
-    told = []
+    lines = []
     lease, ages = inspection.oldest_lease, inspection.waiting_ages
     if lease is not None:
-        told.append(
+        lines.append(
             f"oldest lease: group {lease.group_id}, attempt {lease.attempt}, with {lease.worker} "
             f"for {lease.seconds:.1f} s"
         )
@@ -73,48 +73,48 @@ def _inspected(inspection: Inspection) -> list[str]:
         last = len(ages.counts) - 1
         counts = {f"{age}{'+' * (age == last)}": n for age, n in enumerate(ages.counts)}
         none = ages.without_own_tokens
-        told.append(
+        lines.append(
             f"graded groups by age in steps: {_listed(counts, str)}"
             + (f"  (and {none:,} of traces alone)" if none else "")
         )
     journal, disk, memory = inspection.journal, inspection.disk, inspection.memory
     if journal is not None:
         steps = ", ".join(map(str, journal.quarantined))
-        told.append(
+        lines.append(
             f"journal: {journal.rows:,} rows, applied up to step {journal.applied:,}"
             + (f", quarantined: {steps}" if steps else "")
         )
     if memory is not None:
         limit = f" of {human(memory.limit)}" if memory.limit else ""
         about = "about " if memory.estimated else ""
-        told.append(f"redis: {human(memory.used)}{limit}; {about}{_listed(memory.kinds, human)}")
+        lines.append(f"redis: {human(memory.used)}{limit}; {about}{_listed(memory.kinds, human)}")
     if disk is not None:
-        told.append(
+        lines.append(
             f"disk: {human(sum(disk.parts.values()))}, {human(disk.free)} free; "
             f"{_listed(disk.parts, human)}"
         )
-    return told
+    return lines
 
 
 def _dead_letters(snapshot: Snapshot) -> list[str]:
     groups = [letter for letter in snapshot.dead_letters if "group_id" in letter]
     rows = [letter for letter in snapshot.dead_letters if "group_id" not in letter]
-    told = []
+    lines = []
     if groups:
         back = "" if snapshot.state == "finished" else "; `tandem retry` puts them back"
-        told.append(f"given up: {len(groups):,} group(s) after too many failed attempts{back}")
+        lines.append(f"given up: {len(groups):,} group(s) after too many failed attempts{back}")
     for letter in groups[:MOST]:
-        told.append(
+        lines.append(
             f"  {letter['group_id']}: {failures(letter)}, the last in attempt "
             f"{letter['attempt']} with {letter['worker']}: {letter['reason']}"
         )
     if len(groups) > MOST:
-        told.append(f"  and {len(groups) - MOST:,} more (--json lists all)")
+        lines.append(f"  and {len(groups) - MOST:,} more (--json lists all)")
     for letter in rows[:MOST]:
-        told.append(f"quarantined: row {letter['step']}: {letter['reason']}")
+        lines.append(f"quarantined: row {letter['step']}: {letter['reason']}")
     if len(rows) > MOST:
-        told.append(f"  and {len(rows) - MOST:,} more quarantined rows (--json lists all)")
-    return told
+        lines.append(f"  and {len(rows) - MOST:,} more quarantined rows (--json lists all)")
+    return lines
 
 
 def failures(letter: Mapping[str, Any]) -> str:

@@ -32,7 +32,7 @@ class Progress:
         self._every = every
         self._say = say
         self._restarts = restarts
-        self._told = 0
+        self._said_step = 0
         self._alarm = ""
         self._lock = threading.Lock()
         self.history = History()
@@ -50,7 +50,7 @@ class Progress:
         """Takes what an earlier life of the run has written without telling of it."""
         self._tail.skip()
         self.history = read(self._path)
-        self._told = self.step
+        self._said_step = self.step
         self._alarm = self.history.alarm
         self.moved = time.monotonic()
 
@@ -62,10 +62,10 @@ class Progress:
                 self.history.add(record)
                 if len(self.history.evaluations) == evaluations:
                     self.moved = time.monotonic()
-                if self.step - self._told >= self._every or (
-                    self.step == self._total and self.step > self._told
+                if self.step - self._said_step >= self._every or (
+                    self.step == self._total and self.step > self._said_step
                 ):
-                    self._told = self.step
+                    self._said_step = self.step
                     if self.history.alarm != self._alarm:
                         self._alarm = self.history.alarm
                         self._say(f"alarm: {self._alarm}")

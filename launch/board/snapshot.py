@@ -16,15 +16,15 @@ class Queues:
     returned: int = 0
     """Leased before and free again."""
     leased: int = 0
-    """With a worker."""
+    """Groups that a worker has."""
     submitted: int = 0
     """Finished by a worker that awaits a pool's receipt."""
     grading: int = 0
-    """In the hands of a pool."""
+    """Groups that a pool grades."""
     graded: int = 0
     """Ready for a batch."""
     taken: int = 0
-    """In the batch that is trained on."""
+    """Groups in the batch that is trained on."""
     evaluations: int = 0
     """Evaluations asked for and not done."""
 
@@ -34,9 +34,9 @@ class Staleness:
     """Age, in steps, of what was trained on lately."""
 
     mean: float | None = None
-    """Over the recent steps."""
+    """Mean age over the recent steps."""
     max: float | None = None
-    """Of the recent steps."""
+    """The oldest sample's age in the recent steps."""
     limit: int | None = None
     """``replay.max_staleness``."""
     shares: tuple[float, ...] = ()
@@ -50,13 +50,13 @@ class RoleStanding:
     role: str
     """learner, rollout or reward."""
     members: int
-    """How many were heard of."""
+    """The number of its members that were heard of."""
     idle: float | None
     """Share of their recent time that they waited."""
     waits_for: str
     """Whom they wait for most: a role, ``redis`` or ``graders``; empty where they are busy."""
     waits_what: str
-    """For what of them, for a person."""
+    """What of them its members wait for, in words for a person."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class MemberStanding:
     """One process."""
 
     member: str
-    """Its id."""
+    """The process's id."""
     role: str
     """learner, rollout or reward."""
     age: float
@@ -72,13 +72,13 @@ class MemberStanding:
     pid: int | None
     """Process id, on its host."""
     host: str | None
-    """Where it runs."""
+    """The host on which it runs."""
     version: tuple[int, int] | None
     """(term, step) of the weights that it holds; None where it holds none."""
     idle: float | None
     """Share of its recent time that it waited."""
     waiting_for: str
-    """As it tells it itself; empty where it doesn't wait, or doesn't say."""
+    """What the process says that it waits for; empty where it doesn't wait, or doesn't say."""
     tokens_per_second: float | None
     """Sampled, by its last report."""
 
@@ -90,7 +90,7 @@ class Grading:
     samples: int
     """Graded."""
     verdicts: Mapping[str, int]
-    """Of them, by verdict."""
+    """The number of graded samples by verdict."""
     to_process: int
     """Answers that a grader process compared."""
     cached: int
@@ -102,9 +102,9 @@ class Grading:
     seconds: float
     """Mean seconds of a request in its process."""
     hang_share: float
-    """Of the last minute's requests, of the worst pool."""
+    """Share of the last minute's requests that hung, in the worst pool."""
     crash_share: float
-    """Likewise."""
+    """Share of the last minute's requests that crashed, in the worst pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,51 +112,51 @@ class Snapshot:
     """A run at one moment. Figures that nobody has told yet are None or empty."""
 
     time: float
-    """Of this snapshot, seconds since the epoch."""
+    """When this snapshot was made, seconds since the epoch."""
     run: str
-    """Its folder, or the join file."""
+    """The run's folder, or the join file."""
     preset: str | None = None
-    """That it was started with."""
+    """The preset that the run was started with."""
     state: str | None = None
     """starting, running, draining, finished, failed or stopped."""
     supervisor: int | None = None
     """Process id of its ``tandem start``."""
     elapsed_seconds: float | None = None
-    """In all its lives."""
+    """Seconds that the run has been up in all its lives."""
     step: int = 0
     """The latest that was trained."""
     total_steps: int | None = None
-    """Of the run, where it is known."""
+    """The number of steps of the run, where it is known."""
     seconds_per_step: float | None = None
-    """Lately."""
+    """The recent pace."""
     seconds_left: float | None = None
-    """At that pace."""
+    """Seconds to the last step at the recent pace."""
     reward: float | None = None
     """Mean of the latest step."""
     rewards: tuple[float, ...] = ()
     """Means of the recent steps, oldest first."""
     loss: float | None = None
-    """Of the latest step."""
+    """The latest step's loss."""
     zero_variance: float | None = None
     """Share of the recent groups without a signal."""
     response_length: float | None = None
     """Mean of the recent responses, tokens."""
     entropy: float | None = None
-    """Of the policy on its own recent tokens, nats a token."""
+    """The policy's entropy on its own recent tokens, nats a token."""
     evaluations: tuple[Evaluated, ...] = ()
     """All of them, by step."""
     tokens_sampled_per_second: float | None = None
     """All workers together, by their last reports."""
     tokens_trained_per_second: float | None = None
-    """Lately, expert tokens included."""
+    """The recent rate, expert tokens included."""
     samples_trained_per_second: float | None = None
-    """Lately, expert rows included."""
+    """The recent rate, expert rows included."""
     ledger: Mapping[str, int] = field(default_factory=dict)
     """Groups by state."""
     queues: Queues = Queues()
     """Groups on their way."""
     staleness: Staleness = Staleness()
-    """Of what was trained on lately."""
+    """How old the samples of the recent steps were."""
     roles: tuple[RoleStanding, ...] = ()
     """Who is busy and who waits."""
     members: tuple[MemberStanding, ...] = ()
@@ -164,7 +164,7 @@ class Snapshot:
     restarts: tuple[Mapping[str, Any], ...] = ()
     """Deaths of processes that the supervisor saw: process, time, exit."""
     grader_restarts: int = 0
-    """As the pools counted them."""
+    """Restarts of graders, as the pools counted them."""
     grading: Grading | None = None
     """Of the reward pools."""
     alarms: tuple[str, ...] = ()
@@ -174,7 +174,7 @@ class Snapshot:
     journalled: int | None = None
     """Rows written."""
     term: int | None = None
-    """Of the newest learner."""
+    """The newest learner's term."""
     waiting_for: str = ""
     """Whom the next row waits for."""
     problem: str = ""
@@ -190,15 +190,15 @@ class Known:
     """What is known of a run without asking Redis."""
 
     run: str
-    """Its folder, or the join file."""
+    """The run's folder, or the join file."""
     preset: str | None = None
-    """That it was started with."""
+    """The preset that the run was started with."""
     state: str | None = None
-    """As the folder or the supervisor has it."""
+    """The state that the folder or the supervisor tells."""
     supervisor: int | None = None
     """Process id."""
     elapsed_seconds: float | None = None
-    """In all its lives."""
+    """Seconds that the run has been up in all its lives."""
     total_steps: int | None = None
     """``run.steps``."""
     limit: int | None = None
@@ -206,6 +206,6 @@ class Known:
     ledger: Mapping[str, int] = field(default_factory=dict)
     """Groups by state, as the summary of a finished run has them."""
     idle: Mapping[str, float] = field(default_factory=dict)
-    """Likewise, idle shares by role."""
+    """Idle shares by role, as the summary of a finished run has them."""
     dead_letters: tuple[Mapping[str, Any], ...] = ()
-    """Likewise, groups given up."""
+    """Groups given up, as the summary of a finished run has them."""

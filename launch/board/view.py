@@ -24,13 +24,13 @@ class Glyphs:
     """What bars and curves are drawn with."""
 
     full: str
-    """Of a bar."""
+    """The part of a bar that is full."""
     empty: str
-    """Of a bar."""
+    """The part of a bar that is empty."""
     curve: str
     """Heights, lowest first."""
     rule: str
-    """Of a horizontal line."""
+    """A horizontal line is made of it."""
     dot: str
     """Between two facts."""
 

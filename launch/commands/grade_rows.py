@@ -35,9 +35,9 @@ class Row:
     """One line of the input."""
 
     line: int
-    """Its number, from 1."""
+    """The line's number, from 1."""
     raw: Mapping[str, Any]
-    """As it came."""
+    """The row as it came."""
     item: GradeItem
     """What is graded of it."""
     has_gold: bool

@@ -40,9 +40,9 @@ class Program:
     """A redis-server executable."""
 
     path: Path
-    """Where it is."""
+    """The executable's path."""
     version: str
-    """As it reports, ``6.2.14``."""
+    """The version that it reports, such as ``6.2.14``."""
 
 
 def find() -> Program:
@@ -88,12 +88,12 @@ def _candidates() -> list[Path]:
 
 def _version(path: Path) -> Program | None:
     try:
-        told = subprocess.run(
+        output = subprocess.run(
             [str(path), "--version"], capture_output=True, text=True, timeout=20, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    match = re.search(r"\bv=(\d+(?:\.\d+)+)", told)
+    match = re.search(r"\bv=(\d+(?:\.\d+)+)", output)
     return Program(path=path, version=match[1]) if match else None
 
 
@@ -134,18 +134,18 @@ def mend(folder: RunFolder) -> str:
     files = [folder.redis / "appendonly.aof"]
     increments = (folder.redis / "appendonlydir").glob("appendonly.aof.*.incr.aof")
     files += sorted(increments, key=lambda path: int(path.name.split(".")[2]))[-1:]
-    told = []
+    repairs = []
     for path in files:
         zeros = _zeros_at_end(path)
         if zeros:
             with open(path, "r+b") as file:
                 file.truncate(path.stat().st_size - zeros)
                 os.fsync(file.fileno())
-            told.append(
+            repairs.append(
                 f"{path} ended in {zeros:,} zero bytes, as a power loss leaves them: they were "
                 f"taken off"
             )
-    return "; ".join(told)
+    return "; ".join(repairs)
 
 
 def _zeros_at_end(path: Path) -> int:

@@ -29,7 +29,7 @@ class Prepared:
     """All that a run starts from, in memory."""
 
     problems: tuple[Problem, ...]
-    """Of all sources."""
+    """Problems of all sources."""
     traces: tuple[ExpertTrace, ...]
     """Accepted ones."""
     evaluate: dict[str, tuple[Problem, ...]]
@@ -37,9 +37,9 @@ class Prepared:
     sources: tuple[tuple[str, int, int], ...]
     """``(name, problems, weight)``."""
     data_digest: str
-    """Of problems and traces."""
+    """Digest of problems and traces."""
     counts: dict[str, SourceCounts]
-    """By source or set."""
+    """What became of the rows, by source or set."""
 
 
 @contextmanager

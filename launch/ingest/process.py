@@ -55,7 +55,7 @@ class Found:
     sources: list[tuple[str, int, int]]
     """``(name, problems, weight)``."""
     data_digest: str
-    """Of problems and traces."""
+    """Digest of problems and traces."""
     traces: int
     """Expert traces that enter."""
 
@@ -111,10 +111,10 @@ class IngestProcess:
             self._say(str(answer["doing"]))
         else:
             self._errors.seek(0)
-            told = self._errors.read().decode(errors="replace").strip().splitlines()
+            output = self._errors.read().decode(errors="replace").strip().splitlines()
             raise IngestFailed(
                 f"the ingest ended unexpectedly (exit code {self._exit_code()}): "
-                f"{told[-1] if told else 'it said nothing'}",
+                f"{output[-1] if output else 'it said nothing'}",
                 1,
             )
         if "error" in answer:

@@ -26,9 +26,9 @@ class SourceCounts:
     """What became of a source's rows."""
 
     problems: int = 0
-    """Kept."""
+    """Rows that became problems."""
     traces: int = 0
-    """Kept."""
+    """Traces that were accepted."""
     long_prompts: int = 0
     """Dropped: over ``data.max_prompt_tokens``."""
     long_traces: int = 0
@@ -54,8 +54,8 @@ class SourceCounts:
             *((n, f"traces graded {verdict}") for verdict, n in self.refused_traces.items()),
             (self.unpaid_traces, "traces graded correct and paid nothing (is a gate closed?)"),
         ]
-        told = [f"{count:,} {what}" for count, what in left_out if count]
-        return ", ".join(parts) + (f"; left out: {', '.join(told)}" if told else "")
+        listed = [f"{count:,} {what}" for count, what in left_out if count]
+        return ", ".join(parts) + (f"; left out: {', '.join(listed)}" if listed else "")
 
 
 def needs_traces(config: Config) -> bool:
@@ -103,14 +103,14 @@ class SourceReader:
             # Ten million characters take a tokenizer many seconds.
             size = sum(len(message.content) for message in row.prompt)
             if size > data.max_prompt_tokens * self._longest:
-                problem, told = None, f"{size:,} characters"
+                problem, length = None, f"{size:,} characters"
             else:
                 problem = self._problem(name, row, file)
-                told = f"{len(problem.prompt_tokens):,} tokens"
+                length = f"{len(problem.prompt_tokens):,} tokens"
             if problem is None or len(problem.prompt_tokens) > data.max_prompt_tokens:
                 if data.overlong == "refuse":
                     raise DataError(
-                        f"{file.name} row {row.row}: the prompt has {told} and "
+                        f"{file.name} row {row.row}: the prompt has {length} and "
                         f"data.max_prompt_tokens is {data.max_prompt_tokens:,}: raise it, or set "
                         f"data.overlong=drop"
                     )
@@ -175,14 +175,14 @@ class SourceReader:
                 break
         limit = self._config.rollout.max_new_tokens
         if len(text) > limit * self._longest:
-            tokens, told = None, f"{len(text):,} characters"
+            tokens, length = None, f"{len(text):,} characters"
         else:
             tokens = prompts.encode_response(self._tokenizer, text)
-            told = f"{len(tokens):,} tokens"
+            length = f"{len(tokens):,} tokens"
         if tokens is None or len(tokens) > limit:
             if self._config.data.overlong == "refuse":
                 raise DataError(
-                    f"{file.name} row {row.row}: the trace has {told} and "
+                    f"{file.name} row {row.row}: the trace has {length} and "
                     f"rollout.max_new_tokens is {limit:,}: raise it, or set data.overlong=drop"
                 )
             counts.long_traces += 1

@@ -63,7 +63,7 @@ class Opening:
     folder: RunFolder
     """The run's folder."""
     config: Config
-    """As it will be saved."""
+    """The config that will be saved."""
     overrides: tuple[str, ...]
     """All that were ever given for this run, in order."""
     changed: dict[str, tuple[Any, Any]]
@@ -71,7 +71,7 @@ class Opening:
     run: dict[str, Any]
     """``run.json`` as it is; empty for a new run."""
     set_aside: Path | None
-    """Where ``--fresh`` will move the old folder."""
+    """The path to which ``--fresh`` will move the old folder."""
 
     @property
     def run_id(self) -> str:

@@ -31,7 +31,7 @@ class Preset:
     name: str
     """Names the run's folder: ``runs/<name>``."""
     path: Path
-    """Its file."""
+    """The preset's file."""
     about: str
     """One line."""
     untested: bool

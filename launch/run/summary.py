@@ -53,7 +53,7 @@ class Findings:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """All results, by step."""
     grader_restarts: list[dict[str, Any]] = field(default_factory=list)
-    """As the pools counted them."""
+    """Restarts of graders, as the pools counted them."""
     dead_letters: list[dict[str, Any]] = field(default_factory=list)
     """Groups given up."""
     idle: dict[str, float] = field(default_factory=dict)
@@ -72,14 +72,14 @@ def make(
     machine: Machine,
 ) -> dict[str, Any]:
     """The summary as plain data."""
-    told = Told()
+    course = Course()
     for one in read_parts(folder.metrics, log.warning):
-        told.add(one)
-    steps = told.steps
+        course.add(one)
+    steps = course.steps
     first = config.data.evaluate[0].name if config.data.evaluate else None
     results = [r for r in findings.evaluations if r.get("set_name") == first]
     before, after = _at(results, 0), _at(results, steps)
-    samples, tokens = _trained(folder, told)
+    samples, tokens = _trained(folder, course)
     return {
         "run_id": record["run_id"],
         "preset": record["preset"],
@@ -93,10 +93,10 @@ def make(
         "wall_seconds": round(wall_seconds, 1),
         "samples_trained": samples,
         "tokens_trained": tokens,
-        "course": told.course(),
-        "staleness_max": told.staleness,
+        "course": course.ends(),
+        "staleness_max": course.staleness,
         "restarts": [*read_restarts(folder), *_grader_restarts(findings.grader_restarts)],
-        "idle_shares": told.idle() | findings.idle,
+        "idle_shares": course.idle() | findings.idle,
         "ledger": findings.counts,
         "dead_letters": findings.dead_letters,
         "machine": str(machine),
@@ -127,7 +127,7 @@ ENDS = 20
 """Steps at the beginning and at the end that it tells of, at most."""
 
 
-class Told:
+class Course:
     """What a summary needs of the metrics, taken record by record."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class Told:
                     self._firsts[name].append(value)
                 self._lasts[name].append(value)
 
-    def course(self) -> dict[str, list[float]]:
+    def ends(self) -> dict[str, list[float]]:
         """Of each metric of :data:`COURSE` its means over the first and over the last steps.
 
         "The first steps" are a tenth of those that have it, 20 at most and one at least.
@@ -187,15 +187,15 @@ def _at(results: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any] | 
     return max(there, key=lambda result: int(result.get("problems") or 0), default=None)
 
 
-def _trained(folder: RunFolder, told: Told) -> tuple[int, int]:
+def _trained(folder: RunFolder, course: Course) -> tuple[int, int]:
     """Samples and tokens that were trained on: the journal's.
 
     Of a run without one, and of steps whose record in it is without them, the metrics'.
     """
-    counts: Mapping[int, tuple[int, int] | None] = told.trained
+    counts: Mapping[int, tuple[int, int] | None] = course.trained
     if parts(folder.journal):
         counts = trained(folder.journal)
-    known = [one or told.trained.get(step, (0, 0)) for step, one in counts.items()]
+    known = [one or course.trained.get(step, (0, 0)) for step, one in counts.items()]
     return sum(samples for samples, _ in known), sum(tokens for _, tokens in known)
 
 

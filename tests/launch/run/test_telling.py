@@ -15,7 +15,7 @@ from tandem.launch.plan.hardware import Gpu, Machine
 from tandem.launch.run import summary
 from tandem.launch.run.idle import IdleShares
 from tandem.launch.run.presets import load
-from tandem.launch.run.summary import Findings, Told
+from tandem.launch.run.summary import Course, Findings
 from tandem.learner.resume.journal import Journal
 
 
@@ -243,10 +243,10 @@ def test_the_course_of_a_metric_is_from_its_first_tenth_to_its_last() -> None:
     records = [{"step": n, "reward/mean": float(n)} for n in range(1, 41)]
     records += [{"step": 40, "eval/heldout/accuracy": 1.0}, {"step": 41, "reward/mean": None}]
     for count, course in ((42, [2.5, 38.5]), (3, [1.0, 3.0])):
-        told = Told()
+        made = Course()
         for record in records[:count]:
-            told.add(record)
-        assert told.course() == {"reward/mean": course}
+            made.add(record)
+        assert made.ends() == {"reward/mean": course}
 
 
 def test_the_table_tells_how_the_reward_went_and_where_the_report_is(tmp_path: Path) -> None:
