@@ -8,20 +8,34 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
 
-from tandem.common.config import ObjectiveConfig
-from tandem.common.objectives import OBJECTIVES, Entry
+from tandem.common.objectives import (
+    DEFAULT,
+    FAMILIES,
+    KEYS,
+    OBJECTIVES,
+    ObjectiveConfig,
+    experts,
+    own,
+    plain,
+    preferences,
+    reads,
+    sets,
+    stale,
+)
+from tandem.common.objectives import keys as key_groups
 
 PAGE = Path(__file__).with_name("objectives.md")
 EXAMPLE = PAGE.parent.parent / "tests" / "learner" / "own_objective.py"
 
 HEAD = """# Objectives
 
-What a run trains with: `learner.objective.name`. This page is made of the table in
-[common/objectives.py](../common/objectives.py) by `python docs/objectives.py`; a test holds the two
+What a run trains with: `learner.objective.name`. This page is made of the classes in
+[common/objectives/](../common/objectives/) by `python docs/objectives.py`; a test holds the two
 together.
 
 Letters: π_θ the policy that is trained, μ the policy that sampled a token (log-probs as recorded),
@@ -31,8 +45,10 @@ were sampled in the run, *expert* tokens stand in traces; `agg` is the sum over 
 denominator of `aggregation`, which is counted over the whole update, so that micro-batches, ranks
 and padding don't change it. Text of an environment is in no loss.
 
-A name sets some keys of `learner.objective` by itself (“sets”); what a preset or an override says
-wins. Keys that a name reads are under “reads”, their meanings at the [end of the page](#keys).
+A name has the keys of `learner.objective` that it reads (“reads”) and no others; their meanings stand at
+the [end of the page](#keys). Some it sets by itself (“sets”); what a preset or an override says wins. Naming
+another objective over a preset leaves out what the preset has for the old one, and says so; as an override
+a key that the name doesn't read is refused.
 Names marked *fresh* have nothing that holds stale samples, and need `replay.max_staleness=0`; those of
 them without a ratio (`reinforce`, `reinforce_baseline`, `srft`) need `learner.minibatches=1` besides.
 “offline” says whether `tandem offline` trains with them, where each trace is a group of its own.
@@ -55,9 +71,11 @@ importable by the learner (installed, or on `PYTHONPATH`).
 `expert_tokens` and `sequences`), `constant`, `width` and `step`. Return the part of the update's loss
 that these rows make, and if you like a dict of sums for `metrics.jsonl`. Dividing by anything but
 `scalars` makes the loss depend on the size of micro-batches. `columns`, as an attribute, asks for
-more log-probs: `proximal`, or `current` (then `statistics` sees `rows.logprobs`). A class may derive
-from `tandem.learner.objectives.Objective` or from one of the built-in ones instead.
-`learner.objective.params` are yours, in `settings.params`.
+more log-probs: `proximal`, or `current` (then `statistics` sees `rows.logprobs`). `settings` has what the
+updates read of any objective (`advantage`, `aggregation`, `truncation`, `stragglers`, and the keys of entropy
+and KL) and, in `settings.params`, your own `learner.objective.params`. A class may derive from
+`tandem.learner.objectives.Objective` or from one of the built-in ones instead: then keys of the built-in one
+may stand in `params` (`learner.objective.params.clip_high=0.28`), and `settings` has them all.
 """
 
 
@@ -103,16 +121,25 @@ OFFLINE = {
 }
 
 
-def keys() -> dict[str, str]:
-    """Every key of ``learner.objective`` with its docstring."""
-    tree = ast.parse(inspect.getsource(ObjectiveConfig)).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    found: dict[str, str] = {}
-    for node, after in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            assert isinstance(after, ast.Expr)
-            assert isinstance(after.value, ast.Constant)
-            found[node.target.id] = " ".join(str(after.value.value).split())
+def keys() -> dict[str, tuple[str, str]]:
+    """Every key of ``learner.objective`` with its default, as Python writes it, and its docstring."""
+    found: dict[str, tuple[str, str]] = {}
+    for module in (key_groups, plain, stale, experts, preferences, own):
+        for kind in ast.parse(inspect.getsource(module)).body:
+            body = kind.body if isinstance(kind, ast.ClassDef) else []
+            for node, after in itertools.pairwise(body):
+                if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+                    continue
+                key = node.target.id
+                if key in found or key not in ("name", *KEYS):
+                    continue
+                assert isinstance(after, ast.Expr), f"{key} has no docstring"
+                assert isinstance(after.value, ast.Constant)
+                assert node.value is not None
+                text = " ".join(str(after.value.value).split())
+                found[key] = (ast.unparse(node.value), text)
+    found["name"] = (repr(DEFAULT), found["name"][1])
+    found["params"] = ("{}", found["params"][1])
     return found
 
 
@@ -123,20 +150,25 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def told(name: str, entry: Entry) -> str:
+def summary(kind: type[ObjectiveConfig]) -> str:
+    """What an objective is, in a line."""
+    return (kind.__doc__ or "").strip()
+
+
+def told(name: str, entry: type[ObjectiveConfig]) -> str:
     """The part of the page about one objective."""
-    lines = [f"### {name}", "", entry.summary + (" *fresh*" if entry.fresh else ""), ""]
+    lines = [f"### {name}", "", summary(entry) + (" *fresh*" if entry.fresh else ""), ""]
     if entry.missing:
         lines += [f"Refused for now: it needs {entry.missing}.", ""]
     lines += ["```text", entry.equation, "```", ""]
     lines.append(f"- **when**: {entry.use}")
     lines.append(f"- **source**: {entry.source}")
-    if entry.defaults:
-        sets = ", ".join(f"`{key}={shown(value)}`" for key, value in entry.defaults.items())
-        lines.append(f"- **sets**: {sets}")
-    lines.append("- **reads**: " + ", ".join(f"`{key}`" for key in entry.reads))
+    if own_defaults := sets(entry):
+        listed = ", ".join(f"`{key}={shown(value)}`" for key, value in own_defaults.items())
+        lines.append(f"- **sets**: {listed}")
+    lines.append("- **reads**: " + ", ".join(f"`{key}`" for key in reads(entry)))
     lines.append(f"- **offline**: {OFFLINE[entry.alone]}")
-    more = [column for column in entry.columns if column != "behaviour"]
+    more = [column for column in entry.needs if column != "behaviour"]
     if more:
         lines.append(f"- **needs**: {', '.join(more)}")
     return "\n".join([*lines, ""])
@@ -145,26 +177,22 @@ def told(name: str, entry: Entry) -> str:
 def page() -> str:
     """The whole page."""
     parts = [HEAD]
-    families: dict[str, list[str]] = {}
-    for name, entry in OBJECTIVES.items():
-        families.setdefault(entry.family, []).append(name)
     overview = ["| name | what it is |", "|---|---|"]
     for name, entry in OBJECTIVES.items():
         refused = " Refused for now." if entry.missing else ""
-        overview.append(f"| [{name}](#{name}) | {entry.summary}{refused} |")
+        overview.append(f"| [{name}](#{name}) | {summary(entry)}{refused} |")
     parts.append("\n".join([*overview, ""]))
-    for family, names in families.items():
+    for family, kinds in FAMILIES.items():
         parts.append(f"## {family}\n")
-        parts += [told(name, OBJECTIVES[name]) for name in names]
+        parts += [told(name, kind) for name, kind in OBJECTIVES.items() if kind in kinds]
     _, _, code = EXAMPLE.read_text(encoding="utf-8").partition('"""\n\n')
     parts.append(OWN.replace("@EXAMPLE@", code))
     parts.append(SCALE)
     parts.append(ALONE)
     rows = ["## Keys", "", "| key | default | meaning |", "|---|---|---|"]
-    defaults = ObjectiveConfig()
-    for key, meaning in keys().items():
+    for key, (default, meaning) in keys().items():
         text = meaning.replace("``", "`").replace("|", "\\|")
-        rows.append(f"| `{key}` | {shown(getattr(defaults, key))} | {text} |")
+        rows.append(f"| `{key}` | {shown(ast.literal_eval(default))} | {text} |")
     parts.append("\n".join([*rows, ""]))
     return "\n".join(parts)
 

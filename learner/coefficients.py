@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..common.objectives import ObjectiveConfig
+from ..common.objectives.keys import Entropy, Kl
 from .losses.penalties import controlled_coefficient, learned_coefficient, stepped_coefficient
-from .objectives import ObjectiveSettings
 
 
 @dataclass(slots=True, kw_only=True)
 class Coefficients:
     """Those of the next update. Every rank has the same, since metrics are over all ranks."""
 
-    settings: ObjectiveSettings
+    settings: ObjectiveConfig
     """Where they begin, and how they move."""
     entropy: float
     """c_H of the entropy bonus."""
@@ -23,13 +24,13 @@ class Coefficients:
     """β of the KL in the reward."""
 
     @classmethod
-    def of(cls, settings: ObjectiveSettings) -> Coefficients:
+    def of(cls, settings: ObjectiveConfig) -> Coefficients:
         """At the start of a run."""
         return cls(
             settings=settings,
-            entropy=settings.entropy_coefficient,
-            kl=settings.kl_coefficient,
-            kl_reward=settings.kl_reward_coefficient,
+            entropy=settings.entropy_coefficient if isinstance(settings, Entropy) else 0.0,
+            kl=settings.kl_coefficient if isinstance(settings, Kl) else 0.0,
+            kl_reward=settings.kl_reward_coefficient if isinstance(settings, Kl) else 0.0,
         )
 
     @property
@@ -42,9 +43,13 @@ class Coefficients:
         """Those that move, by their key."""
         moving = self.settings
         found = {}
-        if moving.entropy_target is not None and moving.entropy_adapt != "scaled":
+        if (
+            isinstance(moving, Entropy)
+            and moving.entropy_target is not None
+            and moving.entropy_adapt != "scaled"
+        ):
             found["entropy_coefficient"] = self.entropy
-        if moving.kl_target is not None:
+        if isinstance(moving, Kl) and moving.kl_target is not None:
             if moving.kl_coefficient:
                 found["kl_coefficient"] = self.kl
             if moving.kl_reward_coefficient:
@@ -60,25 +65,16 @@ class Coefficients:
                 and isn't there leaves it where it is.
         """
         settings = self.settings
-        entropy = _entropy(measured, settings.entropy_over == "all")
-        if settings.entropy_target is not None and entropy is not None:
-            if settings.entropy_adapt == "stepped":
-                self.entropy = stepped_coefficient(
-                    self.entropy, settings.entropy_target, entropy, step=settings.entropy_step
-                )
-            elif settings.entropy_adapt == "learned":
-                self.entropy = learned_coefficient(
-                    self.entropy, settings.entropy_target, entropy, step=settings.entropy_step
-                )
-        if settings.kl_target is not None:
-            self.kl = self._controlled(self.kl, measured.get("k3_reference"))
-            self.kl_reward = self._controlled(self.kl_reward, measured.get("k1_reference"))
-
-    def _controlled(self, coefficient: float, measured: float | None) -> float:
-        target = self.settings.kl_target
-        if measured is None or target is None:
-            return coefficient
-        return controlled_coefficient(coefficient, target, measured, gain=self.settings.kl_gain)
+        if isinstance(settings, Entropy) and settings.entropy_target is not None:
+            entropy = _entropy(measured, settings.entropy_over == "all")
+            target, step = settings.entropy_target, settings.entropy_step
+            if entropy is not None and settings.entropy_adapt == "stepped":
+                self.entropy = stepped_coefficient(self.entropy, target, entropy, step=step)
+            elif entropy is not None and settings.entropy_adapt == "learned":
+                self.entropy = learned_coefficient(self.entropy, target, entropy, step=step)
+        if isinstance(settings, Kl) and settings.kl_target is not None:
+            self.kl = _controlled(settings, self.kl, measured.get("k3_reference"))
+            self.kl_reward = _controlled(settings, self.kl_reward, measured.get("k1_reference"))
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
@@ -89,6 +85,12 @@ class Coefficients:
         self.entropy = float(state.get("entropy", self.entropy))
         self.kl = float(state.get("kl", self.kl))
         self.kl_reward = float(state.get("kl_reward", self.kl_reward))
+
+
+def _controlled(settings: Kl, coefficient: float, measured: float | None) -> float:
+    if measured is None or settings.kl_target is None:
+        return coefficient
+    return controlled_coefficient(coefficient, settings.kl_target, measured, gain=settings.kl_gain)
 
 
 def _entropy(measured: Mapping[str, float], everywhere: bool) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from .losses.finite import widened
 from .losses.penalties import kl_penalised
 from .metrics.diagnostics import diagnose
 from .metrics.ratio_check import RatioCheck
-from .objectives import Objective, ObjectiveSettings, make
+from .objectives import Objective, make
 from .objectives.base import where
 from .rendezvous import gather_over_ranks, max_over_ranks, sum_over_ranks
 from .rows.groups import MixedGroup, rows_of
@@ -78,12 +78,7 @@ def objective_of(config: Config) -> Objective:
         ConfigError: there is none of that name, or it wants a column that nothing fills.
     """
     wanted = config.learner.objective
-    names = {field.name for field in fields(ObjectiveSettings)} - {"expert_negative"}
-    settings = ObjectiveSettings(
-        expert_negative=config.expert.negative,
-        **{name: getattr(wanted, name) for name in names},
-    )
-    objective = make(wanted.name, settings)
+    objective = make(wanted.name, wanted, expert_negative=config.expert.negative)
     if "values" in objective.columns:
         raise ConfigError(
             f"learner.objective.name={wanted.name} needs the values of a critic, and this learner has "
@@ -233,7 +228,7 @@ class Updates:
             groups,
             step=step,
             temperature=self.config.rollout.temperature,
-            baseline=objective.advantage,
+            baseline=objective.baseline,
             truncation=objective.truncation,
             stragglers=objective.stragglers,
             plain_temperature=self.objective.plain_temperature,
@@ -294,7 +289,7 @@ class Updates:
             )
         gaps = torch.tensor(sum_over_ranks(gaps.tolist()), dtype=torch.float64)
         paid = rows.rewards - self.coefficients.kl_reward * gaps
-        changed = rows.with_advantages(paid, self.config.learner.objective.advantage)
+        changed = rows.with_advantages(paid, self.config.learner.objective.baseline)
         tokens = int((~rows.expert).sum())
         return changed, {"k1_reference": float(gaps.sum()) / max(tokens, 1)}
 

@@ -107,6 +107,7 @@ def _vllm(
     import torch
 
     settings = rollout.vllm
+    assert settings is not None
     context = settings.max_model_len
     if context is None and max_prompt_tokens is not None:
         context = max_prompt_tokens + rollout.max_new_tokens
@@ -145,9 +146,10 @@ def ranks(rollout: RolloutConfig, *, gpus: bool) -> dict[str, int]:
     Raises:
         ConfigError: into more or fewer ranks than there are GPUs for it.
     """
-    pipeline = int(rollout.vllm.args.get("pipeline_parallel_size", 1))
+    args = rollout.vllm.args if rollout.vllm is not None else {}
+    pipeline = int(args.get("pipeline_parallel_size", 1))
     across = rollout.gpus_per_worker // pipeline if gpus else 1
-    tensor = int(rollout.vllm.args.get("tensor_parallel_size", across))
+    tensor = int(args.get("tensor_parallel_size", across))
     if gpus and tensor * pipeline != rollout.gpus_per_worker:
         raise ConfigError(
             f"rollout.vllm.args asks for {tensor} x {pipeline} ranks (tensor_parallel_size x "

@@ -9,6 +9,7 @@ Each section has its file; :mod:`.tree` joins them, :mod:`.choices` refuses what
 :mod:`.resuming` compares two of them.
 """
 
+from ..objectives import ObjectiveConfig
 from .data import DataConfig, EvalSetConfig, SourceConfig
 from .evaluate import EvaluateConfig
 from .expert import ExpertConfig
@@ -16,15 +17,17 @@ from .launch import LaunchConfig
 from .learner import LearnerConfig, OptimizerConfig, RatioCheckConfig
 from .loading import (
     build,
+    of_kinds,
     parse_override,
     read_config,
     read_yaml,
     to_yaml,
+    unread_keys,
     valid_keys,
+    with_overrides,
 )
 from .log import LogConfig
 from .model import ModelConfig
-from .objective import ObjectiveConfig
 from .replay import ReplayConfig
 from .resuming import CHANGEABLE, differences, frozen_differences, leaves
 from .reward import ComponentConfig, RewardConfig
@@ -71,6 +74,9 @@ __all__ = [
     "DETERMINISTIC",
     "CHANGEABLE",
     "build",
+    "unread_keys",
+    "with_overrides",
+    "of_kinds",
     "parse_override",
     "parse_yaml",
     "read_yaml",

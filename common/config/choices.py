@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable
 
 from ..objectives import OBJECTIVES, WITHOUT_GROUP
+from ..objectives.keys import Entropy, Expert, Weighed
 from ..records import Verdict
 from .tree import Config
 
@@ -58,11 +59,10 @@ def _online(config: Config) -> bool:
 
 
 def _missing(config: Config) -> str | None:
-    name = config.learner.objective.name
-    entry = OBJECTIVES.get(name)
-    if entry is None or not entry.missing:
+    objective = config.learner.objective
+    if not objective.missing:
         return None
-    return f"learner.objective.name={name} needs {entry.missing}"
+    return f"learner.objective.name={objective.name} needs {objective.missing}"
 
 
 def _group_baseline(config: Config) -> str | None:
@@ -73,7 +73,7 @@ def _group_baseline(config: Config) -> str | None:
     traces = f" - expert.per_group={config.expert.per_group}" if config.expert.per_group else ""
     return (
         f"rollout.group_size={config.rollout.group_size}{traces} leaves {own} own sample a group, "
-        f"and learner.objective.name={objective.name} with advantage={objective.advantage} compares "
+        f"and learner.objective.name={objective.name} with advantage={objective.baseline} compares "
         f"at least {least}: raise rollout.group_size to {config.rollout.group_size + least - own}, "
         f"or choose an objective that compares no rows of a group, such as reinforce_pp "
         f"(learner.objective.advantage: {' or '.join(WITHOUT_GROUP)})"
@@ -82,10 +82,7 @@ def _group_baseline(config: Config) -> str | None:
 
 def _whitened_alone(config: Config) -> str | None:
     rows = config.replay.groups_per_step * rows_of_group(config)
-    objective = config.learner.objective
-    entry = OBJECTIVES.get(objective.name)
-    reads = entry is None or "advantage" in entry.reads
-    if objective.advantage != "reinforce_pp" or rows > 1 or not reads:
+    if config.learner.objective.baseline != "reinforce_pp" or rows > 1:
         return None
     return (
         f"learner.objective.advantage=reinforce_pp whitens rewards over a step's rows, and one row is "
@@ -94,12 +91,11 @@ def _whitened_alone(config: Config) -> str | None:
 
 
 def _no_ratio(config: Config) -> str | None:
-    name, size = config.learner.objective.name, config.learner.minibatches
-    entry = OBJECTIVES.get(name)
-    if size == 1 or entry is None or entry.has_ratio:
+    objective, size = config.learner.objective, config.learner.minibatches
+    if size == 1 or objective.has_ratio:
         return None
     return (
-        f"learner.minibatches={size} makes {size} updates of a step, and learner.objective.name={name} "
+        f"learner.minibatches={size} makes {size} updates of a step, and learner.objective.name={objective.name} "
         f"has no ratio for tokens that the weights before the first of them sampled: set "
         f"learner.minibatches=1, or choose an objective with a clip, such as grpo"
     )
@@ -107,8 +103,7 @@ def _no_ratio(config: Config) -> str | None:
 
 def _correction(config: Config) -> str | None:
     objective = config.learner.objective
-    entry = OBJECTIVES.get(objective.name)
-    if entry is None or "correction" not in entry.reads:
+    if not isinstance(objective, Weighed):
         return None
     if objective.correction == "none":
         return (
@@ -190,9 +185,8 @@ def micro_batch_refusal(config: Config, *, unit: str, what: str = "") -> str | N
 
 
 def _micro_batch(config: Config) -> str | None:
-    name = config.learner.objective.name
-    entry = OBJECTIVES.get(name)
-    return micro_batch_refusal(config, unit="row" if entry is None else entry.unit, what=name)
+    objective = config.learner.objective
+    return micro_batch_refusal(config, unit=objective.unit, what=objective.name)
 
 
 def _bf16_sums(config: Config) -> str | None:
@@ -213,19 +207,18 @@ def _bf16_sums(config: Config) -> str | None:
 
 def _offline(config: Config) -> str | None:
     objective = config.learner.objective
-    entry = OBJECTIVES.get(objective.name)
-    if _online(config) or entry is None:
+    if _online(config):
         return None
-    if entry.alone == "nothing":
-        able = ", ".join(n for n, e in OBJECTIVES.items() if e.alone == "always")
+    if objective.alone == "nothing":
+        able = ", ".join(n for n, kind in OBJECTIVES.items() if kind.alone == "always")
         return (
             f"learner.objective.name={objective.name} learns nothing from an expert's trace that is "
             f"alone in its group, which is all that learner.source=offline has: choose one of {able}, "
             f"or luffy with learner.objective.advantage=none; or sample with learner.source=ledger"
         )
-    if entry.alone == "by advantage" and objective.advantage not in WITHOUT_GROUP:
+    if objective.alone == "by advantage" and objective.baseline not in WITHOUT_GROUP:
         return (
-            f"learner.objective.name={objective.name} with advantage={objective.advantage} gives a "
+            f"learner.objective.name={objective.name} with advantage={objective.baseline} gives a "
             f"trace that is alone in its group the advantage 0, and learner.source=offline has no "
             f"other rows: set learner.objective.advantage=none, or choose sft"
         )
@@ -261,15 +254,18 @@ def _no_reward(config: Config) -> str | None:
 
 def _bounds(config: Config) -> str | None:
     objective = config.learner.objective
-    entry = OBJECTIVES.get(objective.name)
-    low, high = objective.expert_clip_low, objective.expert_clip_high
-    if low is not None and high is not None and low > high:
-        return (
-            f"learner.objective.expert_clip_low={low:g} is over expert_clip_high={high:g}: swap them, "
-            f"or set one to null"
-        )
-    scaled = objective.entropy_target is not None and objective.entropy_adapt == "scaled"
-    if scaled and not objective.entropy_coefficient and entry and "entropy_target" in entry.reads:
+    if isinstance(objective, Expert):
+        low, high = objective.expert_clip_low, objective.expert_clip_high
+        if low is not None and high is not None and low > high:
+            return (
+                f"learner.objective.expert_clip_low={low:g} is over expert_clip_high={high:g}: swap "
+                f"them, or set one to null"
+            )
+    if (
+        isinstance(objective, Entropy)
+        and objective.scales_entropy
+        and not objective.entropy_coefficient
+    ):
         return (
             f"learner.objective.entropy_target={objective.entropy_target:g} scales the coefficient, and "
             f"entropy_coefficient=0: set learner.objective.entropy_coefficient, or "
@@ -293,8 +289,9 @@ def _memory(config: Config) -> str | None:
 
 
 def _context(config: Config) -> str | None:
-    given, longest = config.rollout.vllm.max_model_len, longest_row(config) + 1
-    if given is None or given >= longest or config.rollout.engine not in ("vllm", "auto"):
+    vllm, longest = config.rollout.vllm, longest_row(config) + 1
+    given = None if vllm is None else vllm.max_model_len
+    if given is None or given >= longest:
         return None
     return (
         f"rollout.vllm.max_model_len={given:,} is less than data.max_prompt_tokens="

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .objective import ObjectiveConfig
+from ..objectives import DEFAULT, OBJECTIVES
+from .objective import AnyObjective
 from .section import Below1, NonNegative, Positive, Section, Share
 
 
@@ -46,7 +47,8 @@ class RatioCheckConfig(Section):
 class LearnerConfig(Section):
     """The DeepSpeed learner."""
 
-    objective: ObjectiveConfig = ObjectiveConfig()
+    objective: AnyObjective = OBJECTIVES[DEFAULT]()
+    """The loss. What each name reads and sets: ``docs/objectives.md``."""
     optimizer: OptimizerConfig = OptimizerConfig()
     ranks: Positive = 1
     """Processes; they live and die as one."""

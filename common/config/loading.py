@@ -5,27 +5,35 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from ..errors import ConfigError
-from ..objectives import renamed
+from ..objectives import DEFAULT, KEYS, check_name, kind_of, reads, renamed
 from .choices import why_refused
+from .rollout import may_be_vllm
 from .text import copied, parse_yaml, yaml_text
 from .tree import DETERMINISTIC, Config
 
 
 def valid_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Every key that an override or a preset may name."""
+    """Every key that an override or a preset may name, whichever objective and engine it has."""
     keys: list[str] = []
     for name, info in section.model_fields.items():
-        annotation = info.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            keys.extend(valid_keys(annotation, f"{prefix}{name}."))
-        else:
-            keys.append(f"{prefix}{name}")
+        if prefix + name == "learner.objective":
+            keys.extend(f"{prefix}{name}.{key}" for key in ("name", *KEYS))
+            continue
+        nested = _section_in(info.annotation)
+        keys.extend(valid_keys(nested, f"{prefix}{name}.") if nested else [f"{prefix}{name}"])
     return keys
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section of a field that is one, or one that may be null."""
+    parts = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    return next((p for p in parts if isinstance(p, type) and issubclass(p, BaseModel)), None)
 
 
 def nearest_key(key: str) -> str:
@@ -83,8 +91,8 @@ def build(
 ) -> Config:
     """Validates a preset's tree with overrides put over it.
 
-    An override that names another objective than the tree takes that name's own settings
-    (:func:`~tandem.common.objectives.renamed`).
+    What the tree holds for another objective or engine than the config's is left out
+    (:func:`unread_keys`); as an override it is refused.
 
     Args:
         tree: Sections of a preset.
@@ -96,51 +104,110 @@ def build(
         ConfigError: an unknown key, a wrong type or values that don't go together; the
             message names the key, the value and the nearest valid key.
     """
-    merged = copied(tree)
-    given = [parse_override(text) for text in overrides]
-    _rename(merged, dict(given).get("learner.objective.name"))
-    for key, value in given:
-        _set(merged, key, value)
-    _make_deterministic(merged)
+    merged, _ = _merged(tree, overrides)
     try:
         config = Config.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from None
-    if not stored and (refusal := why_refused(config)):
-        raise ConfigError(refusal)
+        raise ConfigError(_explain(error, _objective(merged).get("name", DEFAULT))) from None
+    if not stored:
+        check_name(config.learner.objective.name)
+        if refusal := why_refused(config):
+            raise ConfigError(refusal)
     return config
 
 
-def _make_deterministic(tree: dict[str, Any]) -> None:
-    run = tree.get("run")
-    if not isinstance(run, Mapping) or run.get("deterministic") is not True:
-        return
-    for key, value in DETERMINISTIC.items():
-        _set(tree, key, value)
-    if tree["rollout"].get("engine", "auto") == "auto":
-        _set(tree, "rollout.engine", "torch")
+def unread_keys(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> list[str]:
+    """Keys of a preset that :func:`build` leaves out, since the objective or engine that the config
+    has reads no such key."""
+    return _merged(tree, overrides)[1]
 
 
-def _rename(tree: dict[str, Any], name: Any) -> None:
-    learner = tree.get("learner")
-    if name is not None and isinstance(learner, dict):
-        section = learner.get("objective")
-        if isinstance(section, dict):
-            learner["objective"] = renamed(section, str(name))
+def with_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """A preset's tree with overrides put over it, not yet validated.
+
+    Raises:
+        ConfigError: what isn't an override, or names an item of a list that isn't there.
+    """
+    return _merged(tree, overrides)[0]
 
 
-def _explain(error: ValidationError) -> str:
+def _merged(tree: Mapping[str, Any], overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    given = [parse_override(text) for text in overrides]
+    # Before any override is put into it, so that their order is no matter.
+    below, left_out = _of_kinds(tree, _put(copied(tree), given))
+    return _put(below, given), left_out
+
+
+def _put(tree: dict[str, Any], given: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key, value in given:
+        _set(tree, key, copied(value))
+    if _part(tree, "run").get("deterministic") is True:
+        for key, value in DETERMINISTIC.items():
+            _set(tree, key, value)
+        if tree["rollout"].get("engine", "auto") == "auto":
+            _set(tree, "rollout.engine", "torch")
+    return tree
+
+
+def of_kinds(tree: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """What a tree has for the objective and the engine that another one names."""
+    return _of_kinds(tree, other)[0]
+
+
+def _of_kinds(
+    tree: Mapping[str, Any], other: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """That tree, and the keys that were left out."""
+    kept, left_out = copied(tree), []
+    name = str(_objective(other).get("name", DEFAULT))
+    if section := _objective(kept):
+        unread = KEYS.difference(reads(kind_of(name))).intersection(section)
+        left_out += [f"learner.objective.{key}" for key in unread]
+        read = {key: value for key, value in section.items() if key not in unread}
+        kept["learner"]["objective"] = renamed(read, name)
+    rollout = _part(kept, "rollout")
+    if not may_be_vllm(_part(other, "rollout").get("engine", "auto")):
+        left_out += [f"rollout.vllm.{key}" for key in _part(rollout, "vllm")]
+        rollout.pop("vllm", None)
+    return kept, sorted(left_out)
+
+
+def _part(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
+    part = tree.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _objective(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return _part(_part(tree, "learner"), "objective")
+
+
+def _explain(error: ValidationError, objective: Any) -> str:
     lines = []
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
-        value = problem.get("input")
-        if problem["type"] == "extra_forbidden":
-            lines.append(f"unknown config key {key}{nearest_key(key)}")
-        elif problem["type"] == "value_error" and not key:
-            lines.append(str(problem.get("ctx", {}).get("error", problem["msg"])))
+        place = [str(part) for part in problem["loc"]]
+        if place[:2] == ["learner", "objective"]:
+            # The name of the objective's class is no part of the key.
+            del place[2:3]
+        key, value = ".".join(place), problem.get("input")
+        if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            lines.append(_unknown(key, objective))
+        elif problem["type"] == "value_error":
+            said = str(problem.get("ctx", {}).get("error", problem["msg"]))
+            shown = f"{key}: " if isinstance(value, Mapping) else f"{key}={value!r}: "
+            lines.append(f"{shown}{said}" if key else said)
         else:
             lines.append(f"{key}={value!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}")
     return "; ".join(lines)
+
+
+def _unknown(key: str, objective: Any) -> str:
+    section, _, last = key.rpartition(".")
+    if section == "learner.objective" and last in KEYS:
+        return (
+            f"{key} isn't read by learner.objective.name={objective}: leave it out (`tandem config` "
+            f"prints what is read)"
+        )
+    return f"unknown config key {key}{nearest_key(key)}"
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from ..import_path import is_import_path
 from .section import NonNegative, Positive, Seconds, Section
 
 ENGINES = ("auto", "torch", "vllm")
 """Engines by name; any other is named by its import path."""
+
+
+def may_be_vllm(engine: Any) -> bool:
+    """Whether ``rollout.engine`` is vLLM, or may turn out to be."""
+    return engine in ("auto", "vllm")
 
 
 def _engine(name: str) -> str:
@@ -111,4 +116,13 @@ class RolloutConfig(Section):
     groups_ahead: NonNegative = 0
     """Groups leased beyond ``groups_per_batch``, so that the engine never waits for a lease;
     they need ``replay.max_staleness`` of 2 or more to be admitted while a step is trained on."""
-    vllm: VllmConfig = VllmConfig()
+    vllm: VllmConfig | None = VllmConfig()
+    """Settings of the vLLM engine; null where ``engine`` is another one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_its_engine(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or given.get("vllm") is not None:
+            return given
+        others = {key: value for key, value in given.items() if key != "vllm"}
+        return others if may_be_vllm(given.get("engine", "auto")) else {**others, "vllm": None}

@@ -16,7 +16,7 @@ from .log import LogConfig
 from .model import ModelConfig
 from .replay import ReplayConfig
 from .reward import RewardConfig
-from .rollout import RolloutConfig
+from .rollout import RolloutConfig, may_be_vllm
 from .run import RunConfig
 from .section import Section
 from .weights import WeightsConfig
@@ -78,6 +78,13 @@ class Config(Section):
             raise ValueError(
                 "run.deterministic=true needs rollout.engine=torch: vLLM's samples depend on what "
                 "else is in its batch"
+            )
+        rollout = self.rollout
+        if rollout.vllm is not None and not may_be_vllm(rollout.engine):
+            given = sorted(rollout.vllm.model_fields_set) or [""]
+            raise ValueError(
+                f"{'.'.join(('rollout.vllm', given[0])).rstrip('.')} is a setting of vLLM, and "
+                f"rollout.engine={rollout.engine} reads none: leave it out, or set rollout.engine=vllm"
             )
         if (self.run.steps is None) == (self.run.passes is None):
             raise ValueError("set exactly one of run.steps and run.passes")

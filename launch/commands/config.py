@@ -17,16 +17,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the tree."""
-    from ...common.config import Config, to_yaml
+    from ...common.config import to_yaml
     from ..run.presets import load, split
     from .settings import commented
 
     name, overrides = split(arguments.words, "miniature")
-    config = load(name).resolve(overrides)
+    preset = load(name)
+    config = preset.resolve(overrides)
+    preset.tell_unread(overrides)
     if arguments.json:
         print(json.dumps(config.model_dump(mode="json"), indent=1))
     elif arguments.plain:
         print(to_yaml(config), end="")
     else:
-        print(commented(config, Config), end="")
+        print(commented(config), end="")
     return 0

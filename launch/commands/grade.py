@@ -126,7 +126,7 @@ def _reward(arguments: argparse.Namespace) -> RewardConfig:
     if name:
         return load(name).resolve(overrides).reward
     if arguments.run:
-        return build(read_yaml(existing(arguments.run).config), overrides).reward
+        return build(read_yaml(existing(arguments.run).config), overrides, stored=True).reward
     plain = {"run": {"steps": 1}, "data": {"train": [{"path": ""}]}}
     return build(plain, overrides).reward
 

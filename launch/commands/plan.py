@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     name, overrides = split(arguments.words, "miniature")
     preset = load(name)
     config = preset.resolve(overrides)
+    preset.tell_unread(overrides)
     assert config.run.dir is not None
     folder = RunFolder(config.run.dir)
     planned_for = node(

@@ -5,40 +5,46 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 from pydantic import BaseModel
 
 from ...common.config import yaml_text
 
 
-def meanings(section: type[BaseModel]) -> dict[str, str]:
-    """Field to the docstring that stands under it in the class, on one line."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
-    assert isinstance(body, ast.ClassDef)
+def meanings(section: type) -> dict[str, str]:
+    """Field to the docstring that stands under it, in the class or in one that it derives from, on one
+    line."""
     found: dict[str, str] = {}
-    field = None
-    for node in body.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            field = node.target.id
-        elif field and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            found[field] = " ".join(str(node.value.value).split()).replace("``", "")
-            field = None
-        else:
-            field = None
+    for kind in reversed(section.__mro__):
+        if not (is_dataclass(kind) or (issubclass(kind, BaseModel) and kind is not BaseModel)):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        field = None
+        for node in body.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                field = node.target.id
+            elif field and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                found[field] = " ".join(str(node.value.value).split()).replace("``", "")
+                field = None
+            else:
+                field = None
     return found
 
 
-def commented(config: BaseModel, section: type[BaseModel], indent: str = "") -> str:
+def commented(section: Any, indent: str = "") -> str:
     """A config as YAML that reads back as the same tree, each key under its meaning."""
     lines: list[str] = []
-    told = meanings(section)
-    for name, info in section.model_fields.items():
-        value = getattr(config, name)
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            about = " ".join((info.annotation.__doc__ or "").split("\n\n")[0].split())
+    told = meanings(type(section))
+    for name in _names(section):
+        value = getattr(section, name)
+        if isinstance(value, BaseModel) or is_dataclass(value):
+            about = " ".join((type(value).__doc__ or "").split("\n\n")[0].split())
             about = about.replace("``", "").replace(":mod:", "").replace("`", "")
             lines.append(f"{indent}{name}:  # {about}")
-            lines.append(commented(value, info.annotation, indent + "  ").rstrip("\n"))
+            lines.append(commented(value, indent + "  ").rstrip("\n"))
             continue
         if name in told:
             lines += textwrap.wrap(
@@ -47,6 +53,14 @@ def commented(config: BaseModel, section: type[BaseModel], indent: str = "") -> 
                 initial_indent=f"{indent}# ",
                 subsequent_indent=f"{indent}# ",
             )
-        dumped = yaml_text({name: config.model_dump(mode="json")[name]}, width=10_000)
+        if isinstance(section, BaseModel):
+            value = section.model_dump(mode="json", include={name})[name]
+        dumped = yaml_text({name: value}, width=10_000)
         lines.append(textwrap.indent(dumped, indent).rstrip("\n"))
     return "\n".join(lines) + "\n"
+
+
+def _names(section: Any) -> list[str]:
+    if isinstance(section, BaseModel):
+        return list(type(section).model_fields)
+    return [field.name for field in fields(section)]

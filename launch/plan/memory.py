@@ -74,7 +74,7 @@ def engine_element(config: Config) -> int:
 
 def vllm_setting(config: Config, key: str, default: Any) -> Any:
     """A value of ``rollout.vllm``, or what it is where it isn't set."""
-    found = config.model_dump()["rollout"]["vllm"].get(key)
+    found = getattr(config.rollout.vllm, key, None)
     return default if found is None else found
 
 
@@ -197,7 +197,7 @@ def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holdi
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if uses_vllm(config, device) and device == "cpu":
         # Front end, engine core, and a process for each rank where there are several.
-        ranks = math.prod(int(config.rollout.vllm.args.get(name, 1)) for name in VLLM_RANKS)
+        ranks = math.prod(int(vllm_setting(config, "args", {}).get(name, 1)) for name in VLLM_RANKS)
         processes = 2 + (ranks if ranks > 1 else 0)
         cache = ranks * (int(vllm_setting(config, "kv_cache_mb", VLLM_CPU_CACHE_MB)) << 20)
         work = processes * RUNTIME[device]

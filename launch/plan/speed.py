@@ -208,7 +208,7 @@ def learner_passes(config: Config) -> int:
     loss and for the reward, where the objective asks for them."""
     objective = config.learner.objective
     columns = objective.columns & {"proximal", "current", "reference"}
-    scoring = len(columns) + (objective.kl_reward_coefficient > 0)
+    scoring = len(columns) + objective.penalises_reward
     return (4 if config.learner.gradient_checkpointing else 3) + scoring
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from ...common.config import Config
 from ...common.errors import ConfigError
 from ...common.import_path import is_import_path
-from ...common.objectives import OBJECTIVES
 from ...reward.components.scoring import Scorer
 from ...reward.reading import modes
 from ..host.redis_server import parse_url
@@ -33,7 +32,7 @@ def check_named(config: Config) -> None:
 def _own(config: Config) -> Iterator[tuple[str, str, str]]:
     """Key, import path and process of what is the user's own."""
     name = config.learner.objective.name
-    if name not in OBJECTIVES:
+    if is_import_path(name):
         yield "learner.objective.name", name, "learner-0"
     if (
         is_import_path(config.rollout.engine)

@@ -80,7 +80,8 @@ class Opening:
 
 
 def open_words(words: Sequence[str], *, fresh: bool, offline: bool) -> tuple[Preset, Opening]:
-    """The preset that words of a command line name, and its folder; writes nothing.
+    """The preset that words of a command line name, and its folder; writes nothing. Says on standard error
+    what of the preset the run doesn't read.
 
     Args:
         words: A preset (by default the miniature's) and settings.
@@ -99,6 +100,7 @@ def open_words(words: Sequence[str], *, fresh: bool, offline: bool) -> tuple[Pre
             f"preset {preset.name} trains on rollouts (learner.source=ledger): "
             f"`tandem start {name}` runs it, or set learner.source=offline"
         )
+    preset.tell_unread(overrides)
     return preset, opening
 
 
@@ -146,11 +148,11 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
             set_aside=free_name(folder.path),
         )
     before = _given_before(preset, run)
-    config = preset.resolve([*before, *overrides])
+    config = preset.resolve(overrides, before=before)
     saved = _saved(folder)
     if kept := _objective_as_begun(saved, config, [*before, *overrides]):
         before += kept
-        config = preset.resolve([*before, *overrides])
+        config = preset.resolve(overrides, before=before)
     changed = _differences(saved, config)
     frozen = _frozen(saved, config)
     if frozen:
@@ -191,19 +193,21 @@ def _objective_as_begun(saved: Config, config: Config, words: Sequence[str]) -> 
 
     Older versions left a preset's settings to whatever objective was named over it.
     """
-    from ...common.objectives import OBJECTIVES
+    from ...common.objectives import sets
 
     old, new = saved.learner.objective, config.learner.objective
-    entry = OBJECTIVES.get(new.name)
-    if entry is None or old.name != new.name:
+    if old.name != new.name:
         return []
     given = {word.partition("=")[0].strip() for word in words}
-    keys = [f"learner.objective.{name}" for name in entry.defaults]
-    values = {key: getattr(old, name) for key, name in zip(keys, entry.defaults, strict=True)}
+    changed = {
+        f"learner.objective.{key}": getattr(old, key)
+        for key in sets(type(new))
+        if getattr(old, key) != getattr(new, key)
+    }
     return [
         f"{key}={'null' if value is None else value}"
-        for key, value in values.items()
-        if key not in given and value != getattr(new, key.rpartition(".")[2])
+        for key, value in changed.items()
+        if key not in given
     ]
 
 

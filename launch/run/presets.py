@@ -10,6 +10,7 @@ Beside the sections of the config a preset's file may hold:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,26 +40,40 @@ class Preset:
     tree: Mapping[str, Any]
     """Sections of the config."""
 
-    def resolve(self, overrides: Sequence[str]) -> Config:
+    def resolve(self, overrides: Sequence[str], *, before: Sequence[str] = ()) -> Config:
         """The validated config, ``run.dir`` filled in.
+
+        Args:
+            overrides: ``a.b=c``.
+            before: Overrides of the run's earlier starts, over which those are put. They count as the
+                preset's own: what the run's objective and engine don't read is left out.
 
         Raises:
             ConfigError: an unknown key, a wrong type, or values that don't go together.
         """
-        from ...common.config import build
-        from ...common.objectives import check_name
+        from ...common.config import build, with_overrides
 
         try:
-            config = build(self.tree, overrides)
-            check_name(config.learner.objective.name)
+            config = build(with_overrides(self.tree, before), overrides)
         except ConfigError as error:
-            if not overrides:
+            if not overrides and not before:
                 raise ConfigError(f"{self.path}: {error}") from None
             raise
         if config.run.dir is None:
             run = config.run.model_copy(update={"dir": f"runs/{self.name}"})
             config = config.model_copy(update={"run": run})
         return config
+
+    def tell_unread(self, overrides: Sequence[str]) -> None:
+        """Says on standard error what of it the objective and the engine of the config don't read."""
+        from ...common.config import unread_keys
+
+        if unread := unread_keys(self.tree, overrides):
+            print(
+                f"tandem: left out of preset {self.name}, since the run's objective and engine read no "
+                f"such key: {', '.join(unread)}",
+                file=sys.stderr,
+            )
 
 
 def names() -> list[str]:
@@ -99,21 +114,10 @@ def load(name: str, *, beside: Path | None = None, seen: tuple[Path, ...] = ()) 
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """A preset's tree over that of its base, whose objective may have another name."""
-    from ...common.objectives import renamed
+    """A preset's tree over that of its base, of which it takes what its objective and engine read."""
+    from ...common.config import of_kinds
 
-    tree = merged(below, above)
-    names = [_objective(of).get("name") for of in (below, above)]
-    if names[1] is not None and names[1] != (names[0] or "grpo"):
-        section = {**renamed(_objective(below), str(names[1])), **_objective(above)}
-        tree["learner"] = {**tree["learner"], "objective": section}
-    return tree
-
-
-def _objective(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    learner = tree.get("learner")
-    section = learner.get("objective") if isinstance(learner, Mapping) else None
-    return section if isinstance(section, Mapping) else {}
+    return merged(of_kinds(below, merged(below, above)), above)
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,12 +59,12 @@ class Idle:
             )
         if offline:
             return (
-                f"learner.objective.name={objective.name} with advantage={objective.advantage} gives "
+                f"learner.objective.name={objective.name} with advantage={objective.baseline} gives "
                 f"each of their traces the advantage 0: choose sft, or advantage=none for traces "
                 f"whose reward isn't 0"
             )
         return (
-            f"in each of their groups learner.objective.advantage={objective.advantage} is 0 for every "
+            f"in each of their groups learner.objective.advantage={objective.baseline} is 0 for every "
             f"row, as with equal rewards: choose problems that are neither always nor never solved, "
             f"or let expert traces in (expert.per_group)"
         )

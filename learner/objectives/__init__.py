@@ -1,7 +1,7 @@
 """The objectives: statistics of a batch plus an additive loss over its rows.
 
-:mod:`.base` has the contract and the registry, :mod:`.settings` the numbers; the others have the
-objectives by family. Names, equations and sources: :mod:`tandem.common.objectives`, of which
+:mod:`.base` has the contract and the registry; the others have the objectives by family. Names,
+equations, sources and the settings that each reads: :mod:`tandem.common.objectives`, of which
 ``docs/objectives.md`` is made.
 """
 
@@ -20,12 +20,10 @@ from .critic import Ppo
 from .mixed import Chord, ExGrpo, Luffy, LuffyCode, PrefixRft, RlPlus, Srft
 from .policy import Cispo, Corrected, Decoupled, Grpo, Gspo, GspoToken, PolicyGradient, Reinforce
 from .preference import Cpo, Dpo, Kto, Orpo
-from .settings import ObjectiveSettings
 from .supervised import RlSftLoss, Sft
 
 __all__ = [
     "Objective",
-    "ObjectiveSettings",
     "Column",
     "Unit",
     "Sums",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import fields, make_dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,11 +22,18 @@ from torch import Tensor
 
 from ...common.errors import ConfigError
 from ...common.import_path import load
-from ...common.objectives import OBJECTIVES, check_name
+from ...common.objectives import (
+    OBJECTIVES,
+    ObjectiveConfig,
+    OwnObjective,
+    check_name,
+    kind_of,
+    reads,
+)
+from ...common.objectives.keys import Entropy
 from ..losses.aggregation import counts
 from ..losses.finite import finite
 from ..rows.rows import Rows
-from .settings import ObjectiveSettings
 
 Column = Literal["behaviour", "proximal", "reference", "values", "current"]
 """What the trainer fills in besides the rows themselves; ``current`` means that ``statistics``
@@ -47,14 +55,20 @@ class Objective(ABC):
     plain_temperature: ClassVar[frozenset[Literal["own", "expert"]]] = frozenset()
     """Sources whose tokens are scored at temperature 1 rather than at the sample's (SFT,
     preference losses)."""
+    kind: ClassVar[type[ObjectiveConfig]] = OwnObjective
+    """Of the settings: what a built-in name reads."""
+    expert_negative: bool = False
+    """Whether expert tokens with A < 0 stay in the loss: ``expert.negative``."""
 
-    def __init__(self, settings: ObjectiveSettings) -> None:
+    def __init__(self, settings: ObjectiveConfig) -> None:
         self.settings = settings
 
     @property
     def needs_entropy(self) -> bool:
         """Whether ``rows.entropy`` must carry a gradient."""
         settings = self.settings
+        if not isinstance(settings, Entropy):
+            return False
         # A stepped coefficient may begin at 0.
         stepped = settings.entropy_target is not None and settings.entropy_adapt == "stepped"
         return settings.entropy_coefficient != 0 or stepped
@@ -120,9 +134,7 @@ def scored(rows: Rows, mask: Tensor) -> Tensor:
     return finite("rows.logprobs", where(mask, rows.logprobs))
 
 
-LossFunction = Callable[
-    [Rows, Mapping[str, float], ObjectiveSettings], "Tensor | tuple[Tensor, Sums]"
-]
+LossFunction = Callable[[Rows, Mapping[str, float], OwnObjective], "Tensor | tuple[Tensor, Sums]"]
 """A user's objective in its shortest form."""
 
 
@@ -133,7 +145,7 @@ class FunctionObjective(Objective):
     ``plain_temperature``, ``statistics(rows)``) are taken over.
     """
 
-    def __init__(self, settings: ObjectiveSettings, function: Any) -> None:
+    def __init__(self, settings: ObjectiveConfig, function: Any) -> None:
         super().__init__(settings)
         self.function = function
         self.columns = frozenset(getattr(function, "columns", {"behaviour"}))
@@ -161,35 +173,60 @@ def register(name: str) -> Callable[[Any], Any]:
 
     def add(found: Any) -> Any:
         if name not in OBJECTIVES:
-            raise ValueError(f"{name} isn't among the names in common/objectives.py")
+            raise ValueError(f"{name} isn't a name of common/objectives")
         if REGISTRY.setdefault(name, found) is not found:
             raise ValueError(f"{name} is already the name of another objective")
+        if isinstance(found, type) and issubclass(found, Objective):
+            found.kind = OBJECTIVES[name]
         return found
 
     return add
 
 
-def make(name: str, settings: ObjectiveSettings | None = None, **changes: Any) -> Objective:
+def make(
+    name: str,
+    settings: ObjectiveConfig | None = None,
+    *,
+    expert_negative: bool = False,
+    **changes: Any,
+) -> Objective:
     """The objective of that name, or at that import path.
 
     Args:
-        name: Of the table, or an import path.
-        settings: All of them; None = those that the name sets, with the changes.
-        changes: Fields of the settings.
+        name: Built in, or an import path.
+        settings: The keys that it reads; None = those of the name, with the changes.
+        expert_negative: See :attr:`Objective.expert_negative`.
+        changes: Keys whose values aren't the name's own.
 
     Raises:
         ConfigError: there is none.
     """
     if settings is None:
-        entry = OBJECTIVES.get(name)
-        settings = ObjectiveSettings(**{**(entry.defaults if entry else {}), **changes})
+        settings = kind_of(name)(name=name, **changes)
     found = REGISTRY.get(name)
     if found is None:
         found = _imported(name)
+    made: Objective
     if isinstance(found, type):
-        made: Objective = found(settings)
-        return made
-    return FunctionObjective(settings, found)
+        made = found(_settings_of(found, settings))
+    else:
+        made = FunctionObjective(settings, found)
+    made.expert_negative = expert_negative
+    return made
+
+
+def _settings_of(found: type[Objective], settings: ObjectiveConfig) -> ObjectiveConfig:
+    """A user's class that derives from a built-in one reads the keys of that one too, which stand in
+    ``params``."""
+    if not isinstance(settings, OwnObjective) or found.kind is OwnObjective:
+        return settings
+    both = make_dataclass(
+        "Derived", (), bases=(found.kind, OwnObjective), frozen=True, kw_only=True
+    )
+    values = {one.name: getattr(settings, one.name) for one in fields(settings)}
+    keys = set(reads(found.kind)).intersection(settings.params)
+    derived: ObjectiveConfig = both(**values | {key: settings.params[key] for key in keys})
+    return derived
 
 
 def _imported(path: str) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ...common.errors import ConfigError
+from ...common.objectives import plain
 from ..losses.finite import finite
 from ..losses.penalties import value_loss
 from ..rows.rows import Rows
@@ -18,6 +19,7 @@ from .policy import PolicyGradient
 class Ppo(PolicyGradient):
     """``agg(clip(ρ, A_t)) + c_V · mean_own(½ max((V − G)², …))`` with A_t and G by GAE."""
 
+    settings: plain.Ppo
     columns = frozenset({"behaviour", "values"})
 
     def active(self, rows: Rows) -> Tensor:

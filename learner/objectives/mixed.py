@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ...common.errors import ConfigError
+from ...common.objectives import experts
+from ...common.objectives.keys import Expert
 from ..losses.aggregation import aggregate, counts
 from ..losses.finite import finite, widened
 from ..losses.ratios import MAX_LOG_RATIO, clamped, log_ratio, ppo_clip
@@ -17,7 +19,6 @@ from ..losses.shaping import chord_mu, chord_phi, expert_weights
 from ..rows.rows import Rows
 from .base import Sums, Unit, register, scored, where
 from .policy import PolicyGradient
-from .settings import ObjectiveSettings
 from .supervised import RlSftLoss
 
 
@@ -25,6 +26,8 @@ from .supervised import RlSftLoss
 @register("luffy_paper")
 class Luffy(PolicyGradient):
     """Own tokens as in GRPO; expert tokens ``−A f(w)``, never PPO-clipped."""
+
+    settings: Expert
 
     def expert_losses(
         self, rows: Rows, logprobs: Tensor, advantages: Tensor, expert: Tensor
@@ -49,7 +52,7 @@ class Luffy(PolicyGradient):
 class LuffyCode(Luffy):
     """LUFFY as published in code: tokens over ``max_probability`` leave the denominator too."""
 
-    def __init__(self, settings: ObjectiveSettings) -> None:
+    def __init__(self, settings: Expert) -> None:
         super().__init__(settings)
         if settings.max_probability is not None:
             self.columns = self.columns | {"current"}
@@ -73,6 +76,7 @@ class ExGrpo(Luffy):
     with their recorded log-probs. Where only one kind is there, that one has the whole weight.
     """
 
+    settings: experts.ExGrpo
     unit: ClassVar[Unit] = "group"
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
@@ -126,6 +130,8 @@ class ExGrpo(Luffy):
 class Chord(RlSftLoss):
     """``(1 − μ) L_GRPO(own) + μ mean_expert(−sg(φ) log π_θ)``, μ by the step, φ = p (1 − p)."""
 
+    settings: experts.Chord
+
     def coefficients(self, scalars: Mapping[str, float]) -> tuple[float, float]:
         settings = self.settings
         mu = chord_mu(
@@ -149,6 +155,7 @@ class RlPlus(PolicyGradient):
     always certain, as in the published code.
     """
 
+    settings: experts.RlPlus
     columns = frozenset({"behaviour", "proximal"})
 
     def expert_losses(
@@ -219,6 +226,7 @@ class PrefixRft(PolicyGradient):
     """A demonstration's prefix with the model's own continuation: the clip on all own tokens and on
     the prefix tokens of greatest entropy, there around the step's first weights."""
 
+    settings: experts.PrefixRft
     columns = frozenset({"behaviour", "proximal"})
 
     def expert_mask(self, rows: Rows, advantages: Tensor) -> Tensor:

@@ -8,6 +8,15 @@ import torch
 from torch import Tensor
 
 from ...common.errors import ConfigError
+from ...common.objectives.keys import (
+    Clip,
+    Clipped,
+    DualClip,
+    ExpertWeight,
+    OwnTokens,
+    Policy,
+    Weighed,
+)
 from ..losses.aggregation import aggregate
 from ..losses.finite import finite, widened
 from ..losses.penalties import kl_in_loss, scaled_coefficient
@@ -23,7 +32,6 @@ from ..losses.ratios import (
 from ..losses.shaping import own_ratios
 from ..rows.rows import Rows
 from .base import Objective, Sums, register, scored, where
-from .settings import ObjectiveSettings
 
 
 class PolicyGradient(Objective):
@@ -34,14 +42,14 @@ class PolicyGradient(Objective):
     :mod:`tandem.learner.losses.aggregation`.
     """
 
+    settings: Policy
     clips_own = True
 
-    def __init__(self, settings: ObjectiveSettings) -> None:
+    def __init__(self, settings: Policy) -> None:
         super().__init__(settings)
         if settings.kl_coefficient:
             self.columns = self.columns | {"reference"}
-        scaled = settings.entropy_target is not None and settings.entropy_adapt == "scaled"
-        if settings.entropy_coefficient and scaled:
+        if settings.entropy_coefficient and settings.scales_entropy:
             self.columns = self.columns | {"current"}
 
     def active(self, rows: Rows) -> Tensor:
@@ -72,7 +80,7 @@ class PolicyGradient(Objective):
             own: ``[N]`` bool.
         """
         settings = self.settings
-        if settings.own_shaping != "none":
+        if isinstance(settings, Clipped) and settings.own_shaping != "none":
             ratio = own_ratios(
                 logprobs,
                 behaviour,
@@ -97,18 +105,18 @@ class PolicyGradient(Objective):
         Those with A < 0 would push the expert's own text down; they leave unless told otherwise.
         """
         kept = rows.expert & ~rows.by_token(rows.masked)
-        return kept if self.settings.expert_negative else kept & (advantages >= 0)
+        return kept if self.expert_negative else kept & (advantages >= 0)
 
     # What they share.
 
     @property
     def clips(self) -> dict[str, float | None]:
-        """Keyword arguments of the clipped surrogate."""
+        """Keyword arguments of the clipped surrogate; None where the objective has no such key."""
         settings = self.settings
         return {
-            "clip_low": settings.clip_low,
-            "clip_high": settings.clip_high,
-            "dual_clip": settings.dual_clip,
+            "clip_low": settings.clip_low if isinstance(settings, Clip) else None,
+            "clip_high": settings.clip_high if isinstance(settings, Clip) else None,
+            "dual_clip": settings.dual_clip if isinstance(settings, DualClip) else None,
         }
 
     def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
@@ -119,7 +127,8 @@ class PolicyGradient(Objective):
         own = kept & ~rows.expert
         logprobs = widened(scored(rows, own))
         behaviour = where(own, rows.behaviour)
-        own_advantages = _scaled(per_token, settings.own_advantage_weight)
+        weight = settings.own_advantage_weight if isinstance(settings, OwnTokens) else 1.0
+        own_advantages = _scaled(per_token, weight)
         losses = self.own_losses(rows, logprobs, behaviour, own_advantages, own)
         counted = self._likely_left_out(rows, own)
         own_losses = where(counted, losses)
@@ -176,7 +185,9 @@ class PolicyGradient(Objective):
         scalars: Mapping[str, float],
         sums: Sums,
     ) -> Tensor | None:
-        advantages = _scaled(per_token, self.settings.expert_advantage_weight)
+        settings = self.settings
+        weight = settings.expert_advantage_weight if isinstance(settings, ExpertWeight) else 1.0
+        advantages = _scaled(per_token, weight)
         found = self.expert_losses(rows, widened(scored(rows, expert)), advantages, expert)
         if found is None:
             return None
@@ -224,7 +235,7 @@ class PolicyGradient(Objective):
         entropy = finite("rows.entropy", where(self._entropy_mask(rows), rows.entropy))
         mean = entropy.sum() / max(tokens, 1.0)
         coefficient = scalars.get("entropy_coefficient", settings.entropy_coefficient)
-        if settings.entropy_target is not None and settings.entropy_adapt == "scaled":
+        if settings.entropy_target is not None and settings.scales_entropy:
             measured = scalars["entropy_sum"] / max(scalars["entropy_tokens"], 1.0)
             coefficient = scaled_coefficient(coefficient, settings.entropy_target, measured)
         return coefficient * mean
@@ -241,8 +252,7 @@ class PolicyGradient(Objective):
         positive = own & (advantages > 0)
         negative = own & (advantages < 0)
         ratio = log_ratios.exp()
-        high, low = self.settings.clip_high, self.settings.clip_low
-        dual = self.settings.dual_clip
+        low, high, dual = self.clips.values()
         none = torch.zeros_like(own)
         return (
             positive & (ratio > 1 + high) if high is not None else none,
@@ -336,8 +346,8 @@ class Cispo(PolicyGradient):
             logprobs,
             log_ratio(logprobs, behaviour),
             advantages,
-            clip_low=self.settings.clip_low,
-            clip_high=self.settings.clip_high,
+            clip_low=self.clips["clip_low"],
+            clip_high=self.clips["clip_high"],
         )
 
 
@@ -347,7 +357,9 @@ class Cispo(PolicyGradient):
 class Corrected(PolicyGradient):
     """``−sg(w(π_θ/μ)) A log π_θ`` with w truncated or masked out of its bounds."""
 
-    def __init__(self, settings: ObjectiveSettings) -> None:
+    settings: Weighed
+
+    def __init__(self, settings: Weighed) -> None:
         super().__init__(settings)
         if settings.correction == "none":
             raise ConfigError(

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from ...common.errors import ConfigError
+from ...common.objectives import preferences
+from ...common.objectives.keys import Beta
 from ..losses.aggregation import counts
 from ..losses.finite import finite, widened
 from ..losses.preferences import cpo, dpo, kto, orpo, pairs_of_groups
@@ -23,6 +25,7 @@ from .base import Objective, Sums, Unit, register, scored, where
 class Preference(Objective):
     """What they share: sums and means of row log-probs, pairs, metrics."""
 
+    settings: Beta
     unit: ClassVar[Unit] = "group"
     plain_temperature = frozenset({"own", "expert"})
 
@@ -88,6 +91,7 @@ class Preference(Objective):
 class Dpo(Preference):
     """``mean over pairs of −log σ(β margin)``, the margin against a reference."""
 
+    settings: preferences.Dpo
     columns = frozenset({"reference"})
 
     def pair_losses(self, rows: Rows, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,6 +113,7 @@ class Dpo(Preference):
 class Cpo(Preference):
     """As DPO with a uniform reference, plus the chosen answers' cross entropy."""
 
+    settings: preferences.Cpo
     columns = frozenset()
 
     def pair_losses(self, rows: Rows, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,6 +150,7 @@ class Kto(Preference):
     second pass over mismatched answers is needed.
     """
 
+    settings: preferences.Kto
     unit: ClassVar[Unit] = "row"
     columns = frozenset({"reference", "current"})
 

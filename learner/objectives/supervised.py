@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...common.objectives.keys import Aggregated, SupervisedTerm
 from ..losses.aggregation import aggregate, counts
 from ..losses.finite import widened
 from ..rows.rows import Rows
@@ -18,6 +19,7 @@ from .policy import PolicyGradient
 class Sft(Objective):
     """Cross entropy of the expert tokens; own rows are left out."""
 
+    settings: Aggregated
     columns = frozenset()
     plain_temperature = frozenset({"own", "expert"})
 
@@ -59,6 +61,7 @@ class RlSftLoss(PolicyGradient):
 
     def coefficients(self, scalars: Mapping[str, float]) -> tuple[float, float]:
         """Factors of the policy gradient and of the supervised term."""
+        assert isinstance(self.settings, SupervisedTerm)
         return 1.0, self.settings.sft_coefficient
 
     def supervised(self, logprobs: Tensor) -> Tensor:

@@ -3,6 +3,7 @@ run is under way."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import yaml
 from tandem.common import config as c
 from tandem.common.config.choices import micro_batch_refusal, own_rows, why_not_started
 from tandem.common.errors import ConfigError
-from tandem.common.objectives import OBJECTIVES
+from tandem.common.objectives import KEYS, OBJECTIVES, reads
 
 TREE: dict[str, Any] = {"run": {"steps": 10}, "data": {"train": [{"path": "a.parquet"}]}}
 FRESH = "replay.max_staleness=0"
@@ -68,9 +69,9 @@ def test_of_an_objective_of_your_own_the_advantage_decides():
     build(own, "learner.objective.advantage=none", *ALONE)
 
 
-def test_a_pair_needs_two_rows_whatever_the_advantage():
+def test_a_pair_needs_two_rows():
     with pytest.raises(ConfigError, match="compares at least 2"):
-        build("learner.objective.name=dpo", "learner.objective.advantage=none", *ALONE)
+        build("learner.objective.name=dpo", *ALONE)
 
 
 def test_offline_no_group_is_sampled():
@@ -97,9 +98,12 @@ def test_an_objective_that_no_run_can_train_with_is_refused(name: str, instead: 
 @pytest.mark.parametrize("name", WIRED)
 def test_offline_an_objective_is_refused_that_learns_nothing_from_a_trace_alone(name: str):
     entry = OBJECTIVES[name]
-    one_row = ("learner.micro_batch_tokens=99999", FRESH)
-    compared = start(named(name), "learner.objective.advantage=group_mean", OFFLINE, *one_row)
-    rewarded = start(named(name), "learner.objective.advantage=none", OFFLINE, *one_row)
+    one_row = (named(name), "learner.micro_batch_tokens=99999", FRESH, OFFLINE)
+    if "advantage" in reads(entry):
+        compared = start("learner.objective.advantage=group_mean", *one_row)
+        rewarded = start("learner.objective.advantage=none", *one_row)
+    else:
+        compared = rewarded = start(*one_row)
     if entry.alone == "always":
         assert (compared, rewarded) == (None, None)
     elif entry.alone == "by advantage":
@@ -123,10 +127,11 @@ def test_several_updates_of_a_step_need_a_ratio(name: str):
 
 
 @pytest.mark.parametrize("name", ["reinforce", "reinforce_baseline"])
-def test_clips_that_are_not_read_hold_no_stale_sample(name: str):
-    clips = ("learner.objective.clip_low=0.2", "learner.objective.clip_high=0.2")
+def test_without_a_clip_nothing_holds_stale_samples(name: str):
     with pytest.raises(ConfigError, match=r"set replay\.max_staleness=0"):
-        build(named(name), *clips)
+        build(named(name))
+    with pytest.raises(ConfigError, match=rf"clip_low isn't read by .*name={name}"):
+        build(named(name), "learner.objective.clip_low=0.2")
 
 
 @pytest.mark.parametrize("name", ["tis", "icepop", "mis", "decoupled_ppo"])
@@ -158,6 +163,54 @@ def test_another_name_brings_its_own_settings():
     objective = c.build(PRESET, [named("reinforce_pp")]).learner.objective
     assert (objective.advantage, objective.aggregation) == ("reinforce_pp", "token_mean")
     assert objective.gamma == 0.3
+
+
+def test_another_name_leaves_out_what_it_does_not_read():
+    assert c.unread_keys(PRESET, [named("dpo")]) == [
+        "learner.objective.advantage",
+        "learner.objective.gamma",
+    ]
+    assert c.unread_keys(PRESET, [named("reinforce_pp")]) == []
+    assert c.unread_keys(PRESET) == []
+    found = c.build(PRESET, [named("dpo")]).model_dump()["learner"]["objective"]
+    assert set(found) == {"name", "truncation", "stragglers", "beta", "label_smoothing"}
+
+
+@pytest.mark.parametrize("key", ["gamma=0.2", "advantage=none", "params.mine=1"])
+def test_a_key_that_the_name_does_not_read_is_refused_in_any_order(key: str):
+    told = rf"learner.objective.{key[:5]}\w* isn't read by learner.objective.name=dpo: leave it out"
+    for order in (1, -1):
+        with pytest.raises(ConfigError, match=told):
+            c.build(PRESET, [named("dpo"), f"learner.objective.{key}"][::order])
+
+
+def test_an_objective_of_your_own_has_params_and_what_the_updates_read():
+    words = [named("mine:loss"), "learner.objective.params.x=1", "learner.objective.advantage=none"]
+    objective = c.build(PRESET, words).learner.objective
+    assert (objective.params, objective.advantage) == ({"x": 1}, "none")
+    assert objective.kl_coefficient == 0.0
+    assert c.unread_keys(PRESET, words) == ["learner.objective.gamma"]
+
+
+def test_settings_of_another_engine_are_refused_in_any_order():
+    setting = "rollout.vllm.max_num_seqs=4"
+    for engine in ("torch", "mine:engine"):
+        for order in (1, -1):
+            with pytest.raises(
+                ConfigError, match=rf"rollout.vllm.max_num_seqs is .*rollout.engine={engine}"
+            ):
+                build(*[setting, f"rollout.engine={engine}"][::order])
+    with pytest.raises(ConfigError, match=r"rollout.vllm.max_num_seqs"):
+        build(setting, "run.deterministic=true")
+    for engine in ("auto", "vllm"):
+        assert build(setting, f"rollout.engine={engine}").rollout.vllm.max_num_seqs == 4
+
+
+def test_another_engine_leaves_out_a_presets_settings_of_vllm():
+    tree = {**TREE, "rollout": {"engine": "vllm", "vllm": {"max_num_seqs": 4}}}
+    assert c.build(tree, ["rollout.engine=torch"]).rollout.vllm is None
+    assert c.unread_keys(tree, ["rollout.engine=torch"]) == ["rollout.vllm.max_num_seqs"]
+    assert c.unread_keys(tree) == []
 
 
 def test_what_is_set_beside_the_name_wins():
@@ -210,7 +263,14 @@ NOTHING = [
     (["reward.own_reward=1"], "pays every sample alike"),
     (["reward.components=[{name: accuracy, weight: 0}]"], "is paid 0"),
     (["reward.components=[]", "expert.per_group=1"], "is paid 0"),
-    (["learner.objective.expert_clip_low=3", "learner.objective.expert_clip_high=1"], "swap them"),
+    (
+        [
+            named("luffy"),
+            "learner.objective.expert_clip_low=3",
+            "learner.objective.expert_clip_high=1",
+        ],
+        "swap them",
+    ),
     (["learner.objective.entropy_target=0.3"], "set learner.objective.entropy_coefficient"),
     (["replay.maxmemory_mb=1", "rollout.max_new_tokens=9000"], "raise it to 2 or more"),
     (["rollout.engine=vllm", "rollout.vllm.max_model_len=2047"], "raise it to at least 2,048"),
@@ -287,6 +347,20 @@ def test_a_stored_config_is_read_whatever_is_refused_today():
     with pytest.raises(ConfigError, match="ppo needs values"):
         c.build(tree)
     assert c.read_config(yaml.safe_dump(tree)).learner.objective.name == "ppo"
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_stored_config_that_lists_every_key_is_read_as_its_own_objectives(name: str):
+    tree = build(FRESH).model_dump(mode="json")
+    own = OBJECTIVES[name](truncation="mask")
+    tree["learner"]["objective"] = dict.fromkeys(KEYS - {"params"}, 0.25) | asdict(own)
+    assert c.read_config(yaml.safe_dump(tree)).learner.objective == own
+
+
+def test_a_stored_config_of_the_torch_engine_may_list_settings_of_vllm():
+    tree = build("rollout.engine=torch").model_dump(mode="json")
+    tree["rollout"]["vllm"] = {"max_num_seqs": 4, "args": {}}
+    assert c.read_config(yaml.safe_dump(tree)) == build("rollout.engine=torch")
 
 
 def test_a_resumed_run_may_raise_its_micro_batches():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tandem.common.config import Config, Section, build
+from tandem.common.config import Config, Section, build, unread_keys
 from tandem.common.errors import ConfigError
 from tandem.launch import cli
 from tandem.launch.cli import main
@@ -94,6 +94,28 @@ def test_the_printed_settings_read_back_as_the_same_tree(
     assert code == 0
     assert "# γ of the shaping." in out
     assert build(yaml.safe_load(out)) == presets.load("miniature-easy").resolve(["run.seed=3"])
+
+
+def test_only_what_the_objective_and_the_engine_read_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, err = tandem(capsys, "config", "miniature", "learner.objective.name=cpo")
+    assert code == 0
+    printed = yaml.safe_load(out)
+    assert list(printed["learner"]["objective"]) == [
+        *("name", "truncation", "stragglers", "beta", "sft_coefficient")
+    ]
+    assert printed["rollout"]["vllm"] is None
+    assert "left out of preset miniature" in err
+    for key in ("advantage", "aggregation", "clip_low", "shaping", "gamma"):
+        assert f"learner.objective.{key}" in err
+    assert len(err.splitlines()) == 1
+    assert tandem(capsys, "config", "miniature")[2] == ""
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_no_preset_holds_what_its_objective_and_engine_do_not_read(name: str) -> None:
+    assert unread_keys(presets.load(name).tree) == []
 
 
 def test_the_miniature_has_the_measured_setting() -> None:

@@ -44,6 +44,7 @@ class Case:
     masked: list[bool]
     expert_row: list[bool]
     settings: Any
+    expert_negative: bool
     constant: float
     width: float
     step: float
@@ -61,7 +62,7 @@ class Case:
             for i, t in enumerate(self.tokens)
             if t.expert
             and not self.masked[t.row]
-            and (self.settings.expert_negative or self.advantages[t.row] >= 0)
+            and (self.expert_negative or self.advantages[t.row] >= 0)
         ]
 
     def length(self, row: int) -> int:
@@ -73,7 +74,7 @@ class Case:
         return self.advantages[self.tokens[i].row]
 
 
-def case_of(rows: Rows, settings: Any, scalars: dict[str, float]) -> Case:
+def case_of(rows: Rows, objective: Any, scalars: dict[str, float]) -> Case:
     """From tensors to numbers."""
 
     def column(name: str) -> list[float]:
@@ -110,7 +111,8 @@ def case_of(rows: Rows, settings: Any, scalars: dict[str, float]) -> Case:
         group=rows.group.tolist(),
         masked=rows.masked.tolist(),
         expert_row=rows.expert_row.tolist(),
-        settings=settings,
+        settings=objective.settings,
+        expert_negative=objective.expert_negative,
         constant=scalars["constant"],
         width=scalars["width"],
         step=scalars["step"],

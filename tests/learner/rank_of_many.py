@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.torch import save_file
 
 import tandem.learner.updates as updates_module
-from tandem.common.objectives import OBJECTIVES
+from tandem.common.objectives import OBJECTIVES, reads
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.rendezvous import process_group
 from tandem.learner.rows.groups import MixedGroup
@@ -36,7 +36,7 @@ KEPT = (
 
 def config_of(name: str, ranks: int, stage: int) -> Any:
     objective: dict[str, Any] = {"name": name}
-    if "kl_reward_coefficient" in OBJECTIVES[name].reads:
+    if "kl_reward_coefficient" in reads(OBJECTIVES[name]):
         # Everything that ranks have to agree on.
         objective |= {
             "entropy_coefficient": 0.01,

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.common.objectives import OBJECTIVES
 from tandem.learner.engine import DeepSpeedEngine, stage_of
 from tandem.learner.forward.policy import Policy
-from tandem.learner.objectives import Objective, ObjectiveSettings, make
+from tandem.learner.objectives import Objective, make
 from tandem.learner.rows.microbatch import dummy, micro_batch
 from tandem.learner.rows.packing import plan
 
@@ -65,7 +66,7 @@ def test_an_update_is_the_plain_adamw_update(
     stage: int, engines: Any, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.learner.engine.stage_of", lambda config, ranks: stage)
-    objective = make("luffy", ObjectiveSettings())
+    objective = make("luffy")
     (whole,), scalars = micro_batches(made_up.random_rows(), objective)
     reference = made_up.tiny_model()
     optimizer = torch.optim.AdamW(
@@ -88,7 +89,8 @@ def test_an_update_is_the_plain_adamw_update(
 def test_loss_and_gradient_do_not_depend_on_the_split(
     name: str, how: Any, engines: Any, made_up: ModuleType
 ) -> None:
-    objective = make(name, ObjectiveSettings(aggregation=how, entropy_coefficient=0.01))
+    bonus = {} if name == "sft" else {"entropy_coefficient": 0.01}
+    objective = make(name, aggregation=how, **bonus)
     rows = made_up.random_rows(2, temperature=0.7, objective=objective)
     found = []
     for budget in (4096, 40, 18):
@@ -130,7 +132,7 @@ def test_log_probs_are_those_of_the_whole_models_logits(made_up: ModuleType) -> 
 
 
 def test_dummies_change_nothing(engines: Any, made_up: ModuleType) -> None:
-    objective = make("luffy", ObjectiveSettings())
+    objective = make("luffy")
     micros, scalars = micro_batches(made_up.random_rows(), objective)
     plain = engines().update(micros, objective, scalars, lr=1e-3)
     padded = engines().update([*micros, dummy(micros[0].rows)], objective, scalars, lr=1e-3)
@@ -174,12 +176,12 @@ def test_what_is_not_finite_changes_no_parameter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tandem.learner.engine.stage_of", lambda config, ranks: stage)
-    good = make("luffy", ObjectiveSettings())
+    good = make("luffy")
     micros, scalars = micro_batches(made_up.random_rows(), good, budget=60)
     engine = engines(stage, dtype=dtype)
     engine.update(micros, good, scalars, lr=1e-3)
     before = {name: tensor.clone() for name, tensor in engine.parameters()}
-    bad = engine.update(micros, Poisoned(ObjectiveSettings(**NOT_FINITE[what])), scalars, lr=1e-3)
+    bad = engine.update(micros, Poisoned(OBJECTIVES["luffy"](**NOT_FINITE[what])), scalars, lr=1e-3)
     assert not bad.applied
     for name, tensor in engine.parameters():
         assert torch.equal(tensor, before[name]), name
@@ -191,7 +193,7 @@ def test_what_is_not_finite_changes_no_parameter(
 
 
 def test_the_gradients_are_there_before_anything_changes(engines: Any, made_up: ModuleType) -> None:
-    objective = make("luffy", ObjectiveSettings())
+    objective = make("luffy")
     micros, scalars = micro_batches(made_up.random_rows(), objective)
     engine = engines()
     before = {name: tensor.clone() for name, tensor in engine.parameters()}
@@ -216,7 +218,7 @@ def test_after_a_load_the_next_updates_are_the_same_to_the_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tandem.learner.engine.stage_of", lambda config, ranks: stage)
-    objective = make("luffy", ObjectiveSettings())
+    objective = make("luffy")
     micros, scalars = micro_batches(made_up.random_rows(), objective)
     engine = engines(stage, dtype=dtype)
     for _ in range(3):
@@ -233,7 +235,7 @@ def test_after_a_load_the_next_updates_are_the_same_to_the_bit(
 
 def test_bf16_training_keeps_float32_master_weights(engines: Any, made_up: ModuleType) -> None:
     """One step of 2e-6 is less than half the distance of bf16 numbers above 0.002."""
-    objective = make("luffy", ObjectiveSettings())
+    objective = make("luffy")
     micros, scalars = micro_batches(made_up.random_rows(), objective)
     engine = engines(1, dtype="bfloat16")
     before = {name: tensor.clone() for name, tensor in engine.parameters()}
@@ -260,7 +262,7 @@ def test_the_export_is_a_folder_that_transformers_loads(
 
     from tandem.common.models import resolve
 
-    objective = make("luffy", ObjectiveSettings())
+    objective = make("luffy")
     micros, scalars = micro_batches(made_up.random_rows(), objective)
     engine = engines()
     engine.update(micros, objective, scalars, lr=1e-2)

@@ -16,7 +16,7 @@ from tandem.common.errors import ConfigError
 from tandem.common.objectives import OBJECTIVES
 from tandem.common.records import FinishReason, Group, Sample, SamplingParams, Source
 from tandem.learner.engine import DeepSpeedEngine
-from tandem.learner.objectives import Grpo, Objective, ObjectiveSettings, make
+from tandem.learner.objectives import Grpo, Objective, make
 from tandem.learner.rows.groups import MixedGroup
 from tandem.learner.updates import Updates, objective_of
 
@@ -149,7 +149,7 @@ class Curious(Grpo):
     unit = "group"
     columns = frozenset({"behaviour", "proximal", "current"})
 
-    def __init__(self, settings: ObjectiveSettings) -> None:
+    def __init__(self, settings: Any) -> None:
         super().__init__(settings)
         self.groups_seen: list[list[int]] = []
         self.apart: list[float] = []
@@ -166,7 +166,7 @@ class Curious(Grpo):
 
 
 def test_columns_are_filled_in_and_units_stay_whole(learner: Learner, made_up: ModuleType) -> None:
-    objective = Curious(ObjectiveSettings())
+    objective = Curious(OBJECTIVES["grpo"]())
     updates = learner(
         objective,
         learner={"minibatches": 2, "micro_batch_tokens": 80},
@@ -198,7 +198,7 @@ BASELINES = (
 class Recorder(Grpo):
     """Keeps the advantages of the rows that its updates count."""
 
-    def __init__(self, settings: ObjectiveSettings) -> None:
+    def __init__(self, settings: Any) -> None:
         super().__init__(settings)
         self.given: list[float] = []
 
@@ -227,7 +227,7 @@ def test_advantages_are_of_the_steps_batch_however_it_is_cut(
     baseline: str, minibatches: int, learner: Learner, made_up: ModuleType, formula: ModuleType
 ) -> None:
     """Two groups whose samples are all wrong, one of them with an expert's row, and two others."""
-    objective = Recorder(ObjectiveSettings())
+    objective = Recorder(OBJECTIVES["grpo"]())
     updates = learner(
         objective,
         learner={"minibatches": minibatches, "objective": {"advantage": baseline}},
@@ -257,7 +257,7 @@ def test_a_group_that_is_all_wrong_learns_from_the_rest_of_the_batch(
     groups = [with_samples(mixed, [pair[0].group.samples[0]] * 4) for mixed in pair]
     found = {}
     for minibatches in (1, 2):
-        objective = Recorder(ObjectiveSettings())
+        objective = Recorder(OBJECTIVES["grpo"]())
         updates = learner(
             objective, learner={"minibatches": minibatches, "objective": {"name": "reinforce_pp"}}
         )

@@ -77,6 +77,45 @@ def test_a_run_of_an_older_version_keeps_what_its_objective_had_of_the_preset() 
     assert opening.changed == {}
 
 
+EVERY_KEY = {
+    "name": "luffy", "advantage": "group_mean", "aggregation": "constant", "clip_low": 0.2,
+    "clip_high": 0.2, "dual_clip": 3.0, "own_shaping": "none", "correction": "none",
+    "correction_level": "token", "correction_low": 0.5, "correction_high": 2.0,
+    "max_probability": None, "own_advantage_weight": 1.0, "expert_advantage_weight": 1.0,
+    "shaping": "ratio", "gamma": 0.1, "shaping_exponent": 0.5, "shaping_coefficient": 0.1,
+    "expert_behaviour": "recorded", "expert_clip_low": None, "expert_clip_high": None,
+    "sft_coefficient": 1.0, "entropy_coefficient": 0.0, "entropy_over": "own",
+    "entropy_target": None, "entropy_adapt": "scaled", "entropy_step": 0.005,
+    "kl_coefficient": 0.0, "kl_form": "k3", "kl_reward_coefficient": 0.0, "kl_target": None,
+    "kl_gain": 0.1, "value_coefficient": 0.5, "value_clip": 0.2, "beta": 0.1,
+    "label_smoothing": 0.0, "desirable_weight": 1.0, "undesirable_weight": 1.0,
+    "replay_share": 0.5, "mu_peak": 0.9, "mu_valley": 0.05, "mu_warmup_steps": 0,
+    "mu_decay_steps": 200, "exploration_power": 0.5, "entropy_share": 0.2,
+    "truncation": "wrong", "stragglers": "mask", "params": {},
+}  # fmt: skip
+"""``learner.objective`` as versions saved it that had one section for all objectives."""
+
+
+@pytest.mark.parametrize("preset", ["miniature", "miniature-easy", "miniature-sft"])
+def test_a_run_whose_saved_settings_list_every_key_of_every_objective_is_resumed(
+    preset: str,
+) -> None:
+    folder = start(preset=preset)
+    saved = yaml.safe_load(folder.config.read_text())
+    saved["learner"]["objective"] = EVERY_KEY | saved["learner"]["objective"]
+    saved["rollout"]["vllm"] = {"max_num_seqs": 4, "start_seconds": 900.0, "args": {}}
+    folder.config.write_text(yaml.safe_dump(saved))
+    run = folder.read_run()
+    # Such versions took these in silence.
+    older = ["learner.objective.label_smoothing=0.1", "rollout.vllm.max_num_seqs=4"]
+    folder.write_run({**run, "overrides": older})
+    opening = again("log.every=7", preset=preset)
+    assert opening.kind is Kind.RESUMED
+    assert opening.changed == {"log.every": (10, 7)}
+    with pytest.raises(ConfigError, match="label_smoothing isn't read"):
+        again("learner.objective.label_smoothing=0.1", preset=preset)
+
+
 def test_a_run_of_an_older_version_that_is_refused_today_can_be_mended() -> None:
     folder = start()
     saved = yaml.safe_load(folder.config.read_text())

@@ -25,7 +25,7 @@ from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.forward import shared_prompts
 from tandem.learner.forward.head import Head, head_of
 from tandem.learner.forward.policy import Policy
-from tandem.learner.objectives import ObjectiveSettings, make
+from tandem.learner.objectives import make
 from tandem.learner.rows.groups import MixedGroup, rows_of
 from tandem.learner.rows.microbatch import micro_batch
 from tandem.learner.rows.rows import Rows
@@ -172,7 +172,7 @@ def check_start(
         assert float((ours - theirs).abs().max().detach()) <= bound
     # It trains, too.
     scalars = {"constant": 100.0, "tokens": 1.0, "width": 30.0}
-    result = engine.update([micro], make("reinforce", ObjectiveSettings()), scalars, lr=1e-3)
+    result = engine.update([micro], make("reinforce"), scalars, lr=1e-3)
     assert result.applied
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tandem.common.objectives import OBJECTIVES
 from tandem.learner.coefficients import Coefficients
-from tandem.learner.objectives import ObjectiveSettings
 
 MEASURED = {
     "entropy": 0.4,
@@ -20,7 +20,7 @@ MEASURED = {
 
 
 def followed(measured: dict[str, float] = MEASURED, **settings: Any) -> Coefficients:
-    found = Coefficients.of(ObjectiveSettings(**settings))
+    found = Coefficients.of(OBJECTIVES["grpo"](**settings))
     found.follow(measured)
     return found
 
@@ -64,6 +64,6 @@ def test_what_was_not_measured_or_has_no_target_stays() -> None:
 
 
 def test_a_checkpoint_without_them_leaves_the_start() -> None:
-    found = Coefficients.of(ObjectiveSettings(kl_coefficient=0.2))
+    found = Coefficients.of(OBJECTIVES["grpo"](kl_coefficient=0.2))
     found.restore({})
     assert found.kl == 0.2

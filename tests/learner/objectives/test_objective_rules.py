@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tandem.common.objectives import OBJECTIVES
+from tandem.common.objectives import OBJECTIVES, reads
 from tandem.learner.losses.finite import NonFiniteError
 from tandem.learner.objectives import REGISTRY, Objective, make
 from tandem.learner.rows.packing import plan
@@ -22,16 +22,26 @@ AGGREGATIONS = ("constant", "width", "token_mean", "sequence_mean", "by_source")
 AGGREGATED = [
     (name, how)
     for name in NAMES
-    for how in (AGGREGATIONS if "aggregation" in OBJECTIVES[name].reads else ("constant",))
+    for how in (AGGREGATIONS if "aggregation" in reads(OBJECTIVES[name]) else ("constant",))
 ]
 # Every option that adds a term, so that none is split-invariant only by being off.
 BUSY: dict[str, Any] = {
     "entropy_coefficient": 0.01,
     "kl_coefficient": 0.1,
-    "expert_negative": True,
     "own_advantage_weight": 0.7,
     "expert_advantage_weight": 1.3,
 }
+
+
+def with_those_it_reads(name: str, **wanted: Any) -> Objective:
+    """With the keys among these that it reads."""
+    read = {key: value for key, value in wanted.items() if key in reads(OBJECTIVES[name])}
+    return make(name, expert_negative=True, **read)
+
+
+def busy(name: str, **more: Any) -> Objective:
+    """With all of :data:`BUSY` that it reads."""
+    return with_those_it_reads(name, **BUSY, **more)
 
 
 def evaluate(objective: Objective, parts: list[Rows], scalars: dict[str, float]) -> torch.Tensor:
@@ -77,7 +87,7 @@ def test_loss_and_gradient_do_not_depend_on_split_order_or_ranks(
     seed = data.draw(st.integers(0, 2**20), label="seed")
     size = data.draw(st.sampled_from([1, 3, 4]), label="group size")
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32]), label="dtype")
-    objective = make(name, aggregation=how, **BUSY)
+    objective = busy(name, aggregation=how)
     whole = hand.random_rows(seed, group_size=size, dtype=dtype)
     shuffle = torch.randperm(whole.count, generator=torch.Generator().manual_seed(seed))
     units = units_of(objective, whole)
@@ -105,7 +115,7 @@ def test_the_loss_and_its_gradient_are_there(name: str, hand: ModuleType) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_statistics_are_additive_and_carry_no_gradient(name: str, hand: ModuleType) -> None:
-    objective = make(name, **BUSY)
+    objective = busy(name)
     whole = hand.filled(objective, hand.random_rows(6))
     whole = whole.with_columns(logprobs=whole.logprobs.clone().requires_grad_())
     parts = [whole.select(part) for part in torch.arange(12).split(4)]
@@ -118,7 +128,7 @@ def test_statistics_are_additive_and_carry_no_gradient(name: str, hand: ModuleTy
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_that_are_said_to_be_inactive_have_no_gradient(name: str, hand: ModuleType) -> None:
-    objective = make(name, expert_negative=True, entropy_coefficient=0.0)
+    objective = with_those_it_reads(name, entropy_coefficient=0.0)
     these = hand.random_rows(2)
     zeroed = torch.where(torch.arange(these.count) % 3 == 0, 0.0, these.advantages)
     leaf = these.logprobs.clone().requires_grad_()
@@ -147,7 +157,7 @@ def test_extreme_log_probs_give_a_finite_loss_and_gradient(
     name: str, extreme: str, hand: ModuleType
 ) -> None:
     now, then = EXTREMES[extreme]
-    objective = make(name, **BUSY)
+    objective = busy(name)
     these = hand.random_rows(3, dtype=torch.float32)
     leaf = torch.full_like(these.logprobs, now).requires_grad_()
     past = torch.full_like(leaf, max(then, -1e4)).detach()
@@ -193,7 +203,7 @@ def test_bf16_log_probs_are_computed_with_in_float32(name: str, hand: ModuleType
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_that_are_all_masked_or_none_at_all_give_zero(name: str, hand: ModuleType) -> None:
-    objective = make(name, **BUSY)
+    objective = busy(name)
     whole = hand.random_rows(4)
     masked = whole.with_columns(
         masked=torch.ones_like(whole.masked),
@@ -228,11 +238,11 @@ def test_a_log_prob_that_is_no_number_is_named(name: str, bad: float, hand: Modu
 def test_other_columns_that_are_no_numbers_are_named_too(
     name: str, bad: float, hand: ModuleType
 ) -> None:
-    objective = make(name, **BUSY)
+    objective = busy(name)
     these = hand.filled(objective, hand.random_rows(5))
     scalars = hand.scalars_of(objective, these)
     asked = set(objective.columns) & {"proximal", "reference", "values"}
-    if "entropy_coefficient" in OBJECTIVES[name].reads:
+    if "entropy_coefficient" in reads(OBJECTIVES[name]):
         asked.add("entropy")
     for column in sorted(asked):
         spoilt = these.with_columns(**{column: torch.full_like(these.logprobs, bad)})

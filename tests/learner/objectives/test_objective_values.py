@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.common.objectives import OBJECTIVES
+from tandem.common.objectives import OBJECTIVES, reads
 from tandem.learner.objectives import REGISTRY, make
 
 NAMES = sorted(REGISTRY)
@@ -27,7 +27,7 @@ def both(
     loss, _ = objective.loss(these, scalars)
     loss.backward()
     assert leaf.grad is not None
-    case = formula.case_of(these, objective.settings, scalars)
+    case = formula.case_of(these, objective, scalars)
     now = leaf.detach().tolist()
     expected = formula.LOSSES[name](case, now, now)
     slopes = []
@@ -140,7 +140,9 @@ POTENTIAL = (
 
 @pytest.mark.parametrize("name", POTENTIAL)
 def test_gradcheck(name: str, hand: ModuleType) -> None:
-    objective = make(name, entropy_coefficient=0.01, kl_coefficient=0.1)
+    added = {"entropy_coefficient": 0.01, "kl_coefficient": 0.1}
+    read = {key: value for key, value in added.items() if key in reads(OBJECTIVES[name])}
+    objective = make(name, **read)
     these = hand.random_rows(11, count=5, group_size=2)
 
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from tandem.common.records import (
     Verdict,
     VersionSpan,
 )
-from tandem.learner.objectives import ObjectiveSettings, make
+from tandem.learner.objectives import make
 from tandem.learner.rows.groups import MixedGroup, rows_of
 from tandem.learner.rows.microbatch import micro_batch
 from tandem.learner.rows.rows import Rows
@@ -119,7 +119,7 @@ def test_sft_scores_at_temperature_1_and_rl_at_the_samples() -> None:
         ("rl_sft_loss", [0.5, 0.5, 1]),
         ("sft", [1, 1, 1]),
     ):
-        plain = make(name, ObjectiveSettings()).plain_temperature
+        plain = make(name).plain_temperature
         found = rows(mixed, temperature=0.5, plain_temperature=plain)
         assert found.temperature.tolist() == expected
 
@@ -205,7 +205,7 @@ def test_a_prefixs_tokens_are_weighed_against_the_log_probs_that_were_recorded(
     )
     found = rows(group(sample([3, 4]), begun))
     now = torch.tensor([-0.5, -0.5, -0.4, -1.2, -0.5], dtype=torch.float64)
-    objective = make("luffy", ObjectiveSettings(gamma=0.1, aggregation="constant"))
+    objective = make("luffy", gamma=0.1, aggregation="constant")
     loss, _ = objective.loss(found.with_columns(logprobs=now), {"constant": 1.0})
     behind = phi.astype(np.float64) if recorded else np.zeros(2)
     weight = np.exp(np.array([-0.4, -1.2]) - behind)

@@ -1,0 +1,82 @@
+"""Preferences: the better answers of a group against the worse ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .keys import BelowHalf, Beta, Learned, ObjectiveConfig, SupervisedTerm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs(Beta):
+    """Compares two rows of a group with each other."""
+
+    unit = "group"
+
+    @property
+    def least_verdicts(self) -> int:
+        return 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dpo(Pairs):
+    """DPO on pairs of a group's rows."""
+
+    name: Literal["dpo"] = "dpo"
+    label_smoothing: BelowHalf = 0.0
+    """Of dpo: share of pairs whose labels are taken to be wrong."""
+
+    equation = "L = mean_pairs( −log σ(β [(log π_w − log π_l) − (log ref_w − log ref_l)]) )"
+    source = "arXiv 2305.18290, eq. 7; label smoothing: conservative DPO"
+    use = "Preferences, or verifiable rewards as preferences, offline or online."
+    needs = ("reference",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kto(Beta, Learned):
+    """KTO on single rows, good or bad."""
+
+    name: Literal["kto"] = "kto"
+    desirable_weight: float = 1.0
+    """λ_D of kto."""
+    undesirable_weight: float = 1.0
+    """λ_U of kto."""
+
+    equation = "L = mean_rows( λ_D (1 − σ(β (r − z₀))) or λ_U (1 − σ(β (z₀ − r))) ), r = log π/ref, z₀ = sg(KL) of the update"
+    source = "arXiv 2402.01306, eq. 8; z₀ from own samples instead of mismatched pairs"
+    use = "Thumbs up and down without pairs."
+    needs = ("reference", "current")
+    alone = "by advantage"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orpo(Pairs):
+    """ORPO: cross entropy and log-odds, no reference."""
+
+    name: Literal["orpo"] = "orpo"
+
+    equation = "L = mean_pairs( −m_w − β log σ(log odds_w − log odds_l) ), m = mean log π"
+    source = "arXiv 2403.07691, eq. 6-7"
+    use = "Preferences from a base model in one stage."
+    needs = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cpo(SupervisedTerm, Pairs):
+    """CPO: DPO without a reference, plus cross entropy."""
+
+    name: Literal["cpo"] = "cpo"
+
+    equation = "L = mean_pairs( −log σ(β (log π_w − log π_l)) − c · mean log π_w )"
+    source = "arXiv 2401.08417, eq. 3-5"
+    use = "As dpo, where a reference model doesn't fit."
+    needs = ()
+
+
+KINDS: tuple[type[ObjectiveConfig], ...] = (
+    Dpo,
+    Kto,
+    Orpo,
+    Cpo,
+)
