@@ -1,7 +1,6 @@
 """What the policy makes of a few fixed rows, in the dtype in which its weights travel.
 
-Workers' engines score the same rows when they have taken the weights up
-(:mod:`tandem.common.weights.scored_rows`).
+They travel with the version; workers' engines score the same rows when they have loaded it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ..common.seeds import keyed_generator
 from .engine import DeepSpeedEngine
+
+ROWS = 4
+LENGTH = 24
+"""Tokens of a row: 96 in all, of which 92 are scored."""
+
+
+def fixed_rows(vocabulary: int, context: int, seed: int) -> NDArray[np.int64]:
+    """``[R, S]`` The rows of a run: random tokens, so that every matrix takes part.
+
+    Args:
+        vocabulary: ids are below it.
+        context: most tokens of a row.
+        seed: of the run.
+
+    >>> fixed_rows(32, 256, seed=0).shape
+    (4, 24)
+    """
+    noise = keyed_generator(seed, "rows that check new weights", vocabulary)
+    return noise.integers(0, vocabulary, (ROWS, max(2, min(LENGTH, context))), dtype=np.int64)
 
 
 @torch.no_grad()

@@ -31,22 +31,23 @@ from ..common.models import resolve
 from ..common.records import Version
 from ..common.run_folder import JoinInfo, RunFolder
 from ..common.telemetry import Clock
-from ..common.weights.scored_rows import ScoredRows, fixed_rows
+from ..common.weights.manifest import ScoredRows
+from ..common.weights.sender import WeightSender
 from ..replay.connection import Store
 from ..replay.ledger import Ledger, Waiting
-from ..replay.members import Members
+from ..replay.members import Members, membership
 from ..replay.store import EvaluationResult, RunStore
 from .evaluations import Evaluations, told_in
 from .metrics.idle import Idle
 from .metrics.ratio_alarm import RatioAlarm, ratios_of
 from .metrics.reports import describe
-from .publish import WeightPublisher
 from .ranks import Leader
 from .reporter import Reporter
 from .resume.journal import Journal
 from .rows.sources import Fetch, StepBatch, source_of
 from .saving import Saver, write_with_room
 from .schedule import learning_rate
+from .scored import fixed_rows
 
 log = logging.getLogger("tandem.learner")
 
@@ -88,7 +89,6 @@ class Trainer:
         stop: StopSignal,
     ) -> None:
         self._store = store
-        self._join = join
         self._config = config
         self._name = name
         self._folder = folder
@@ -116,7 +116,7 @@ class Trainer:
             self._runs, config, folder, name, self._clock, self._source.total_steps
         )
         self._evaluations = Evaluations(self._runs, self._members, config, lambda: self._stop.asked)
-        self._publisher: WeightPublisher | None = None
+        self._publisher: WeightSender | None = None
         self._published: Version | None = None
         # Shorter than the run's own, for which alone the model was tried.
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens - 1
@@ -203,12 +203,10 @@ class Trainer:
 
     def _publish_first(self, total: int, oldest: int) -> None:
         """Publishes what was resumed from; ``oldest`` is the step of the oldest checkpoint then."""
-        self._publisher = WeightPublisher(
-            self._store,
-            self._join,
+        self._publisher = WeightSender(
+            membership(self._store, self._name),
             self._config,
             self._term,
-            self._name,
             snapshot_folder=self._folder.weights,
         )
         self._publisher.start()

@@ -21,7 +21,7 @@ class TransferRates:
         """``weights/…`` of the transfers that have ended since the last call.
 
         Args:
-            stats: of the :class:`~tandem.learner.publish.WeightPublisher`.
+            stats: of the :class:`~tandem.common.weights.sender.WeightSender`.
         """
         found: dict[str, float] = {}
         for name in COUNTS:

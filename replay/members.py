@@ -13,9 +13,11 @@ from typing import Any
 
 from ..common.errors import StoreError
 from ..common.plain import Record, read_record
+from ..common.weights.protocol import Membership
 from .answers import text
 from .connection import Store
 from .ledger_records import WAY_OUT
+from .store import RunStore
 
 log = logging.getLogger("tandem.replay")
 
@@ -111,3 +113,13 @@ class Members:
             role, info = self._own[member]
             text = json.dumps({"role": role, "info": info})
         self.store.script("beat", member, text)
+
+
+def membership(store: Store, member: str) -> Membership:
+    """What a process of the run needs to send or receive weights."""
+    return Membership(
+        run_id=store.run_id,
+        member=member,
+        registry=Members(store),
+        client=RunStore(store).curve_client(),
+    )

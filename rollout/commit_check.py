@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from ..common.errors import TandemError
 from ..common.records import Float32Array, Sample, SamplingParams, Version
-from ..common.weights.scored_rows import ScoredRows
+from ..common.weights.manifest import ScoredRows
 from .engine import Engine, GroupRequest, Scorer
 
 log = logging.getLogger("tandem.rollout")

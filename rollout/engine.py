@@ -16,9 +16,9 @@ The contract:
   version sampled which.
 - Closing the iterator of :meth:`Engine.generate` aborts what is left of its groups.
 
-An engine may have two more attributes: ``weights_device``, the GPU on which new weights arrive by
-NCCL, and ``weights_on_host=False``, where they may also wait there until they are loaded. One that
-is a :class:`Scorer` too has every version checked that it takes up; both of the above are.
+An engine may have one more attribute, ``weights_device``: the GPU through which new weights pass on
+their way to the host's memory where NCCL carries them. One that is a :class:`Scorer` too has every
+version checked that it takes up; both of the above are.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ..common import wire
 from ..common.errors import DeadlineError, StoreError, WireError
+from ..common.mailbox import Mailbox
 from ..common.records import CommitResult, Group, GroupReceipt, GroupSubmission
 from ..common.sockets import CurveKeys, connect_dealer
-from ..common.weights.mailbox import Mailbox
 
 log = logging.getLogger("tandem.rollout")
 

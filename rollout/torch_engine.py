@@ -48,8 +48,6 @@ class TorchEngine:
     """An :class:`~tandem.rollout.engine.Engine` on a transformers causal model."""
 
     keyed_noise = True
-    weights_on_host = False
-    """New weights may wait in the GPU's memory: the model is in this process."""
 
     def __init__(
         self,
@@ -119,7 +117,7 @@ class TorchEngine:
 
     @property
     def weights_device(self) -> str:
-        """Where new weights may arrive."""
+        """The GPU through which new weights may pass on their way to the host's memory."""
         return str(next(iter(self._parameters.values())).device)
 
     @property

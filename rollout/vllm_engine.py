@@ -37,7 +37,8 @@ import torch
 from ..common.errors import TandemError, WeightsError
 from ..common.records import Float32Array, Int32Array, Version
 from ..common.weights.manifest import SegmentPlace
-from . import handover, vllm_requests
+from ..common.weights.staging import handed_over
+from . import vllm_requests
 from .contract import NOTHING, Running, enter, fitting, refusal, stream
 from .engine import EngineStats, FinishedGroup, GroupRequest, ParameterSpec, StagedWeights
 from .model_facts import ModelFacts
@@ -74,8 +75,6 @@ class VllmEngine:
     """An :class:`~tandem.rollout.engine.Engine` on vLLM."""
 
     keyed_noise = False
-    weights_on_host = True
-    """New weights wait in the host's memory, where vLLM's processes map them."""
 
     def __init__(
         self,
@@ -208,7 +207,7 @@ class VllmEngine:
         with contextlib.ExitStack() as stack:
             place = state.place
             if place is None:
-                place = await asyncio.to_thread(stack.enter_context, handover.handed_over(tensors))
+                place = await asyncio.to_thread(stack.enter_context, handed_over(tensors))
             await self._process.run(self._load(place, len(tensors), version))
 
     async def restamp(self, version: Version) -> None:

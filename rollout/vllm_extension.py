@@ -63,9 +63,9 @@ class WorkerExtension:
         return (ticket, len(tensors), "")
 
     def _tandem_map(self, path: str, nbytes: int, layout: str) -> list[tuple[str, Any]]:
-        from ..common.weights.buffer import views
         from ..common.weights.manifest import read_layout
-        from ..common.weights.segment import Mappings
+        from ..common.weights.shared_memory import Mappings
+        from ..common.weights.staging import views
 
         mapped: Mappings = self.__dict__.setdefault("_tandem_mapped", Mappings())
         return views(mapped.get(path, nbytes), read_layout(layout))

@@ -31,7 +31,7 @@ from pydantic import ValidationError
 
 from ..common.config import VLLM_RANKS, VLLM_SETTINGS
 from ..common.errors import ConfigError, DeadlineError, TandemError
-from ..common.weights.segment import remove_left_behind
+from ..common.weights.shared_memory import remove_left_behind
 from . import vllm_version
 from .vllm_extension import OWNER
 

@@ -35,6 +35,7 @@ from ..common.records import GroupReceipt
 from ..common.run_folder import JoinInfo, RunFolder
 from ..common.sockets import CurveKeys, check_address
 from ..common.telemetry import Clock
+from ..common.weights.protocol import Membership
 from ..replay.connection import Store, connect
 from ..replay.ledger import Ledger
 from ..replay.members import Members
@@ -133,7 +134,7 @@ class Worker:
         config: the run's.
         name: its member id.
         store: the connection to the run's Redis.
-        client: the run's client keys; None where the run has none.
+        client: the run's client keys.
         engine: started.
         stop: set when the worker is to drain and end.
         redis: the one thread that talks to Redis for the loop.
@@ -144,12 +145,13 @@ class Worker:
         config: Config,
         name: str,
         store: Store,
-        client: CurveKeys | None,
+        client: CurveKeys,
         engine: Engine,
         stop: asyncio.Event,
         redis: ThreadPoolExecutor,
     ) -> None:
-        from .weights import WeightReceiver
+        from ..common.weights.job import Target
+        from ..common.weights.receiver import WeightReceiver
 
         self._name = name
         self._config = config
@@ -205,15 +207,16 @@ class Worker:
             name, engine, self._runs, config, self._check, self._committer.steady, self._in_redis
         )
         self._receiver = WeightReceiver(
-            store,
-            name,
-            engine.parameter_specs(),
-            self._committer.load,
-            config=config,
-            # An engine by import path may leave these two out.
-            device=getattr(engine, "weights_device", "cpu"),
-            on_host=getattr(engine, "weights_on_host", True),
-            check=self._committer.examine if self._check.is_on else None,
+            Membership(run_id=store.run_id, member=name, registry=self._members, client=client),
+            config,
+            Target(
+                specs=[(s.name, s.shape, s.dtype) for s in engine.parameter_specs()],
+                load=self._committer.load,
+                check=self._committer.examine if self._check.is_on else None,
+                # An engine by import path may leave it out.
+                device=getattr(engine, "weights_device", "cpu"),
+            ),
+            ledger.term,
         )
         self._keeper = Keeper(
             name, self._members, self._leases, lambda: engine.version, self._evaluations.renew

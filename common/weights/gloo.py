@@ -11,14 +11,26 @@ import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from ..errors import WeightsError
-from .meeting import enter, first_line
-from .transport import Meeting, Transport, bucket_seconds, local_address
+from ..sockets import local_address
+from .channel import (
+    Arrival,
+    Meeting,
+    OwnBuffer,
+    Pair,
+    Parcel,
+    Way,
+    bucket_seconds,
+    cut,
+    enter,
+    first_line,
+)
+from .manifest import WeightManifest
 
 # torch's stubs leave out what is defined in C++.
 _Gloo: Any = ProcessGroupGloo
 
 
-class GlooTransport(Transport):
+class Gloo(Way):
     """A process group of its own, apart from torch's default group and any other.
 
     Its device is bound to one address; without that gloo listens where the host's name
@@ -26,72 +38,71 @@ class GlooTransport(Transport):
     """
 
     name: ClassVar[str] = "gloo"
+    is_channel: ClassVar[bool] = True
 
-    def __init__(self, interface: str) -> None:
-        super().__init__(interface)
+    def __init__(self, interface: str, device: torch.device) -> None:
+        super().__init__(interface, device)
         self._group: Any = None
         self._world_size = 0
 
-    def open(self, meeting: Meeting, seconds: float) -> None:
-        """Meets the other ranks."""
-        start = time.monotonic()
-        store = enter(meeting, seconds)
-        options = _Gloo._Options()
-        options._timeout = timedelta(seconds=max(0.1, seconds - (time.monotonic() - start)))
-        options._threads = 1
-        address = local_address(self.interface, meeting.host)
-        options._devices = [_Gloo.create_device(hostname=address, lazy_init=False)]
-        try:
-            self._group = _Gloo(store, meeting.rank, meeting.world_size, options)
-        except RuntimeError as error:
-            raise WeightsError(
-                f"the other side didn't enter the gloo channel within "
-                f"{time.monotonic() - start:.1f} s: {first_line(error)}"
-            ) from None
-        self._world_size = meeting.world_size
+    @classmethod
+    def obstacle(cls, pair: Pair) -> str:
+        """There is none."""
+        return ""
 
-    def _opened(self) -> Any:
-        if self._group is None:
-            raise WeightsError("the gloo channel isn't open")
-        return self._group
-
-    def send(self, buckets: Sequence[torch.Tensor], seconds: float) -> None:
+    def offer(self, parcel: Parcel, at: Meeting | str, seconds: float) -> str:
         """Sends to every other rank; all sends are posted at once, so the wire stays busy."""
-        self._all(buckets, seconds, "send")
-
-    def receive(self, buckets: Sequence[torch.Tensor], seconds: float) -> Iterator[int]:
-        """Receives from rank 0."""
-        yield from self._each(buckets, seconds, "receive")
-
-    def _all(self, buckets: Sequence[torch.Tensor], seconds: float, verb: str) -> None:
-        for _ in self._each(buckets, seconds, verb):
+        self._meet(at)
+        for _ in self._transfer(parcel.pieces, seconds, "send"):
             pass
+        return ""
 
-    def _each(self, buckets: Sequence[torch.Tensor], seconds: float, verb: str) -> Iterator[int]:
-        group = self._opened()
-        deadline = time.monotonic() + seconds
-        if self._world_size > 2:
-            # A tree: rank 0 sends each byte to some, who pass it on.
-            options = _broadcast_from_0()
-            works = [group.broadcast([bucket], options) for bucket in buckets]
-        elif verb == "send":
-            works = [group.send([bucket], 1, index) for index, bucket in enumerate(buckets)]
-        else:
-            works = [group.recv([bucket], 0, index) for index, bucket in enumerate(buckets)]
-        for index, work in enumerate(works):
-            _wait(work, buckets[index].numel(), deadline, verb)
-            yield index
+    def fetch(
+        self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer, seconds: float
+    ) -> Arrival:
+        """Receives from rank 0."""
+        buffer, segment = own(manifest.total_bytes)
+        self._meet(at)
+        full = self._transfer(cut(buffer, manifest), seconds, "receive")
+        return Arrival(buffer=buffer, segment=segment, full=full)
 
     def close(self) -> None:
         """Closes the sockets."""
         self._group = None
 
+    def _meet(self, at: Meeting | str) -> None:
+        assert isinstance(at, Meeting)
+        start = time.monotonic()
+        store = enter(at)
+        options = _Gloo._Options()
+        options._timeout = timedelta(seconds=max(0.1, at.seconds - (time.monotonic() - start)))
+        options._threads = 1
+        address = local_address(self.interface, at.host)
+        options._devices = [_Gloo.create_device(hostname=address, lazy_init=False)]
+        try:
+            self._group = _Gloo(store, at.rank, at.world_size, options)
+        except RuntimeError as error:
+            raise WeightsError(
+                f"the other side didn't enter the gloo channel within "
+                f"{time.monotonic() - start:.1f} s: {first_line(error)}"
+            ) from None
+        self._world_size = at.world_size
 
-def _broadcast_from_0() -> Any:
-    options = BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    return options
+    def _transfer(self, pieces: Sequence[torch.Tensor], seconds: float, verb: str) -> Iterator[int]:
+        group = self._group
+        deadline = time.monotonic() + seconds
+        if self._world_size > 2:
+            # A tree: rank 0 sends each byte to some, who pass it on.
+            options = BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            works = [group.broadcast([piece], options) for piece in pieces]
+        elif verb == "send":
+            works = [group.send([piece], 1, index) for index, piece in enumerate(pieces)]
+        else:
+            works = [group.recv([piece], 0, index) for index, piece in enumerate(pieces)]
+        for index, work in enumerate(works):
+            _wait(work, pieces[index].numel(), deadline, verb)
+            yield index
 
 
 def _wait(work: torch.distributed.Work, nbytes: int, deadline: float, verb: str) -> None:

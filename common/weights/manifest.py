@@ -12,17 +12,16 @@ This file imports no torch; dtypes are named as torch names them (``float32``, `
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 from ..errors import WeightsError
 from ..records import Version
 from ..wire import register
-from .scored_rows import ScoredRows
 
 ALIGNMENT = 256
 """Bytes; offsets of tensors and buckets are multiples, so that any dtype can be viewed in
@@ -43,6 +42,9 @@ ITEM_BYTES = {
     "bool": 1,
 }
 """Bytes of one element of each dtype that can travel."""
+
+MOST_TOKENS = 65_536
+"""Of all scored rows together; more are refused when they are read."""
 
 _NUMBER = "(?:0|[1-9][0-9]{0,14})"
 _LINE = re.compile(
@@ -76,7 +78,32 @@ class Bucket:
     nbytes: int
     """Bytes, padding included."""
     checksum: int
-    """64 bits, by the manifest's ``checksum`` algorithm."""
+    """XXH3 of its bytes, 64 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRows:
+    """A few fixed rows of tokens with the log-probs that a version's weights give them.
+
+    The learner scores them at each publication, a worker's engine after each commit: what differs by
+    more than rounding is not the version that was published.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    """Token ids, at least two in each."""
+    logprobs: tuple[tuple[float, ...], ...]
+    """Nats, of each row's tokens but the first, at temperature 1, given the tokens before them."""
+
+    def __post_init__(self) -> None:
+        if not self.rows or sum(map(len, self.rows)) > MOST_TOKENS:
+            raise ValueError(f"there can't be {sum(map(len, self.rows))} tokens of scored rows")
+        lengths = [len(row) for row in self.rows]
+        if min(lengths) < 2 or [n - 1 for n in lengths] != [len(some) for some in self.logprobs]:
+            raise ValueError(f"rows of {lengths} tokens can't have such log-probs")
+        if not all(0 <= token < 1 << 31 for row in self.rows for token in row):
+            raise ValueError("a scored row has a token id that can't be one")
+        if not all(math.isfinite(value) for some in self.logprobs for value in some):
+            raise ValueError("a scored row has a log-prob that isn't finite")
 
 
 @register
@@ -93,13 +120,10 @@ class WeightManifest:
     version of a run and is then read only once."""
     buckets: tuple[Bucket, ...]
     """In the buffer's order; together they cover it."""
-    checksum: str
-    """Algorithm of the buckets' checksums: a name in :mod:`tandem.common.weights.checksum`."""
     total_bytes: int
     """Of the flat buffer."""
     content: str
-    """SHA-256 over layout and buckets: equal contents are equal weights, whatever the version.
-    Empty in an outline, whose checksums are all 0 because they are still being taken."""
+    """SHA-256 over layout and buckets: equal contents are equal weights, whatever the version."""
     digest: str
     """SHA-256 over run id, version and content; it travels over CURVE, the bytes do not."""
     scored: ScoredRows | None = None
@@ -110,11 +134,6 @@ class WeightManifest:
     def params(self) -> tuple[TensorEntry, ...]:
         """The tensors, in the buffer's order."""
         return read_layout(self.layout)
-
-    @property
-    def is_outline(self) -> bool:
-        """Whether its checksums are still being taken."""
-        return not self.content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +155,7 @@ class SegmentPlace:
     """Where other processes of the host find a version: a segment and what lies in it."""
 
     path: str
-    """File of the :class:`~tandem.common.weights.segment.Segment`."""
+    """File of the :class:`~tandem.common.weights.shared_memory.Segment`."""
     nbytes: int
     """Its size."""
     layout: str
@@ -178,7 +197,7 @@ def plan(specs: Iterable[tuple[str, Sequence[int], Any]], bucket_bytes: int) -> 
         if name in seen:
             raise WeightsError(f"{name} comes twice: hand over each tied parameter once")
         seen.add(name)
-        nbytes = prod(shape) * ITEM_BYTES[kind]
+        nbytes = math.prod(shape) * ITEM_BYTES[kind]
         entries.append(
             TensorEntry(name=name, dtype=kind, shape=tuple(shape), offset=offset, nbytes=nbytes)
         )
@@ -228,10 +247,9 @@ def read_layout(text: str) -> tuple[TensorEntry, ...]:
     return tuple(entries)
 
 
-def content_digest(layout: str, buckets: Iterable[Bucket], kind: str) -> str:
+def content_digest(layout: str, buckets: Iterable[Bucket]) -> str:
     """SHA-256 over what the buffer holds: layout and checksums."""
     digest = hashlib.sha256(layout.encode())
-    digest.update(kind.encode())
     for b in buckets:
         digest.update(f"\n{b.offset} {b.nbytes} {b.checksum}".encode())
     return digest.hexdigest()
@@ -249,41 +267,24 @@ def make_manifest(
     version: Version,
     layout: Layout,
     checksums: Sequence[int],
-    kind: str,
     scored: ScoredRows | None = None,
 ) -> WeightManifest:
     """The manifest of one version, from the layout and the checksums of its buckets."""
-    return with_checksums(make_outline(run_id, version, layout, kind, scored), checksums)
-
-
-def make_outline(
-    run_id: str, version: Version, layout: Layout, kind: str, scored: ScoredRows | None = None
-) -> WeightManifest:
-    """A manifest without checksums: a reader of the same memory takes its own meanwhile."""
+    buckets = tuple(
+        Bucket(offset=offset, nbytes=nbytes, checksum=value)
+        for (offset, nbytes), value in zip(layout.ranges, checksums, strict=True)
+    )
+    content = content_digest(layout.text, buckets)
     return WeightManifest(
         run_id=run_id,
         version=version,
         layout=layout.text,
-        buckets=tuple(
-            Bucket(offset=offset, nbytes=nbytes, checksum=0) for offset, nbytes in layout.ranges
-        ),
-        checksum=kind,
+        buckets=buckets,
         total_bytes=layout.total_bytes,
-        content="",
-        digest=manifest_digest(run_id, version, ""),
+        content=content,
+        digest=manifest_digest(run_id, version, content),
         scored=scored,
     )
-
-
-def with_checksums(outline: WeightManifest, checksums: Sequence[int]) -> WeightManifest:
-    """The manifest of these checksums, one a bucket."""
-    buckets = tuple(
-        Bucket(offset=b.offset, nbytes=b.nbytes, checksum=value)
-        for b, value in zip(outline.buckets, checksums, strict=True)
-    )
-    content = content_digest(outline.layout, buckets, outline.checksum)
-    digest = manifest_digest(outline.run_id, outline.version, content)
-    return replace(outline, buckets=buckets, content=content, digest=digest)
 
 
 def restamped(manifest: WeightManifest, version: Version) -> WeightManifest:
@@ -315,10 +316,7 @@ def check_manifest(manifest: WeightManifest) -> None:
             f"{manifest.total_bytes:,}"
         )
     _check_places(manifest.layout, manifest.total_bytes)
-    if manifest.is_outline:
-        if any(b.checksum for b in manifest.buckets):
-            raise WeightsError(f"the manifest of {manifest.version} has checksums and no content")
-    elif manifest.content != content_digest(manifest.layout, manifest.buckets, manifest.checksum):
+    if manifest.content != content_digest(manifest.layout, manifest.buckets):
         raise WeightsError(f"the manifest of {manifest.version} has a wrong content digest")
     if manifest.digest != manifest_digest(manifest.run_id, manifest.version, manifest.content):
         raise WeightsError(f"the manifest of {manifest.version} has a wrong digest")
@@ -335,10 +333,10 @@ def _check_places(layout: str, total_bytes: int) -> None:
         size = ITEM_BYTES.get(p.dtype)
         if size is None:
             raise WeightsError(f"{p.name} has the unknown dtype {p.dtype!r}")
-        if p.nbytes != prod(p.shape) * size:
+        if p.nbytes != math.prod(p.shape) * size:
             raise WeightsError(
                 f"{p.name} is named with {p.nbytes} bytes, but {p.dtype} {list(p.shape)} has "
-                f"{prod(p.shape) * size}"
+                f"{math.prod(p.shape) * size}"
             )
         if p.offset != end or p.offset + p.nbytes > total_bytes:
             raise WeightsError(
@@ -349,20 +347,6 @@ def _check_places(layout: str, total_bytes: int) -> None:
     # More would be allocated for nothing.
     if end != total_bytes:
         raise WeightsError(f"the tensors end at byte {end:,} of a buffer of {total_bytes:,} bytes")
-
-
-def first_damage(manifest: WeightManifest, checksums: Sequence[int]) -> str | None:
-    """Names the first bucket that isn't what the manifest says.
-
-    Args:
-        manifest: with its checksums.
-        checksums: found, one a bucket; those that are missing aren't looked at.
-
-    Returns:
-        One sentence, or None where all that are there agree.
-    """
-    there = range(min(len(checksums), len(manifest.buckets)))
-    return next(filter(None, (damage(manifest, index, checksums[index]) for index in there)), None)
 
 
 def damage(manifest: WeightManifest, index: int, found: int) -> str | None:

@@ -1,109 +1,96 @@
-"""The control messages of a weight transfer, over ZeroMQ with CURVE.
+"""What a worker and the learner say to each other about weights, over ZeroMQ with CURVE.
 
-One round, ROUTER at the learner, DEALER at the rollout worker::
+A worker pulls: it says which version it holds, and is offered the newest one where that is another.
+ROUTER at the learner, DEALER at the worker::
 
-    worker                        learner
-      HAVE(version)      ──────►            whenever it connects, commits, and once a second
-                         ◄──────  PREPARE(round, manifest)
-      ACK(channel)       ──────►            manifest fits the engine; names its open channel
-                         ◄──────  OPEN(meeting point)        only where no channel is open
-                         ◄══════  buckets, over the channel; or the worker fetches them itself
-      STAGED(digest)     ──────►            every checksum was right, or the learner compares it
-                         ◄──────  COMMIT
-      COMMITTED(seconds) ──────►            the engine serves the new version
+    worker                             learner
+      Ask(version held)      ──────►            once a second, and whenever something changes
+                             ◄──────  Offer(round, manifest with every checksum, way)
+      Ask(round)             ──────►            it fits the engine
+                             ◄──────  Open(meeting point)     where a channel carries the bytes
+                             ◄══════  the bytes
+      every checksum is right, Redis says that the learner's term goes on: the engine loads
+      Loaded(version)        ──────►
 
-Either side may give a round up before the engine begins to load: REFUSED by the worker,
-ABORT by the learner. The worker then still serves its old version.
+Either side may give a round up until the engine begins to load: the worker says Refused, the learner
+Withdraw. The worker then still serves its old version. Ask says all that matters of a worker's state,
+so that a message that is lost costs seconds and no round hangs on it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from ..errors import WireError
+from ..errors import WeightsError, WireError
+from ..plain import Record, read_record
 from ..records import Version
+from ..sockets import CurveKeys
 from ..wire import decode, encode, register
 from .manifest import WeightManifest
+
+ROLE = "learner"
+"""The role under which a learner announces itself in the registry."""
 
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Have:
-    """Worker: I am alive and hold this version."""
+class Ask:
+    """Worker: I am alive, hold this version, and take the newest one that I don't hold."""
 
     run_id: str
     """The run."""
     member: str
     """Member id of the worker."""
-    incarnation: str
-    """Random name of this life of the worker."""
     version: Version | None
-    """What it serves; None before the first commit."""
+    """What it serves; None before the first load."""
     content: str
     """Content digest of what it serves; empty where there is none."""
-    state: str
-    """Its :class:`~tandem.common.weights.states.ReceiverState`."""
     round: str
     """Last round that it was offered; empty where there was none."""
-    transports: tuple[str, ...]
-    """Transports that it can open, best first."""
+    busy: bool
+    """It has taken that round up, and it isn't over."""
+    ways: tuple[str, ...]
+    """Ways by which it can get weights."""
     device: str
-    """Where it stages: ``cpu`` or ``cuda:<uuid>``."""
-    memory: str = ""
+    """The GPU through which weights may pass, as ``cuda:<uuid>``, or ``cpu``."""
+    memory: str
     """Names the shared memory that it sees:
-    :func:`~tandem.common.weights.segment.shared_memory_name`."""
+    :func:`~tandem.common.weights.shared_memory.shared_memory_name`."""
 
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepare:
-    """Learner: this is the version that I would send you."""
+class Offer:
+    """Learner: this is the newest version, to be had in this way."""
 
     round: str
     """Names the transfer."""
     manifest: WeightManifest
-    """What would be sent."""
-    transport: str
-    """By which transport."""
-    bytes_follow: bool
-    """False for a re-stamp: the worker holds this content already."""
-    place: str = ""
+    """What is offered, with every checksum."""
+    way: str
+    """One of :data:`~tandem.common.weights.ways.WAYS`; :data:`RENAME` where no bytes are needed."""
+    place: str
     """Where the worker finds the bytes: a file in shared memory, or a snapshot's folder. Empty
     where they come over a channel."""
-    counted_from: int = -1
-    """Shared memory that is still being filled: what its count was before this version's first
-    byte, so the bytes that are there are those counted since. -1 where all are there."""
-
-    def __post_init__(self) -> None:
-        if not -1 <= self.counted_from < 1 << 62:
-            raise ValueError(f"a segment's count can't be {self.counted_from}")
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ack:
-    """Worker: it fits my engine."""
-
-    round: str
-    """Of the PREPARE."""
-    channel: str
-    """The channel that it holds open; empty where one must be opened."""
+RENAME = "none"
+"""The way of a version whose content the worker holds already: it only takes the new name."""
 
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Open:
-    """Learner: meet me here for a new channel. Sent only after an ACK."""
+    """Learner: meet me here, in a channel for this version. Sent only to a worker that has taken the
+    offer up."""
 
     round: str
-    """Of the PREPARE."""
+    """Of the offer."""
     channel: str
     """Random name of the channel and key prefix at the meeting point."""
-    transport: str
-    """Transport to open."""
     host: str
     """Address of the meeting point."""
     port: int
@@ -122,48 +109,24 @@ class Open:
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """Worker: I hold every byte, and every checksum is right, or is yours to compare."""
-
-    round: str
-    """Of the PREPARE."""
-    digest: str
-    """Of the manifest that it checked against, or filled in where it was an outline."""
-    checksums: tuple[int, ...] = ()
-    """The worker's own, one a bucket, where PREPARE brought an outline."""
-
-
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
-    """Learner: serve it."""
-
-    round: str
-    """Of the PREPARE."""
-    run_id: str
-    """The run."""
-    version: Version
-    """Of the manifest; its term is checked once more."""
-
-
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
+class Loaded:
     """Worker: the engine serves it."""
 
     round: str
-    """Of the PREPARE."""
+    """Of the offer."""
     version: Version
     """What it serves now."""
+    fetched: float
+    """Seconds from the offer until every checksum was right."""
     seconds: float
-    """From COMMIT until the engine served it."""
-    paused: float = 0.0
+    """Seconds from then on until the engine served it."""
+    paused: float
     """Seconds of these in which it sampled nothing on account of it."""
 
     def __post_init__(self) -> None:
-        for seconds in (self.seconds, self.paused):
+        for seconds in (self.fetched, self.seconds, self.paused):
             if not 0.0 <= seconds < math.inf:
-                raise ValueError(f"a load can't take {seconds} s")
+                raise ValueError(f"a transfer can't take {seconds} s")
 
 
 @register
@@ -172,29 +135,28 @@ class Refused:
     """Worker: I gave the round up and still serve my old version."""
 
     round: str
-    """Of the PREPARE."""
+    """Of the offer."""
     stage: str
-    """Where: prepare, open, receive, verify or commit."""
+    """Where: offer, fetch, verify, load or wait."""
     reason: str
     """For a person."""
 
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Abort:
+class Withdraw:
     """Learner: the round is off."""
 
     round: str
-    """Of the PREPARE."""
+    """Of the offer."""
     reason: str
     """For a person."""
 
 
-Message = Have | Prepare | Ack | Open | Staged | Commit | Committed | Refused | Abort
+Message = Ask | Offer | Open | Loaded | Refused | Withdraw
 
 _KINDS: dict[bytes, Any] = {
-    cls.__name__.encode(): cls
-    for cls in (Have, Prepare, Ack, Open, Staged, Commit, Committed, Refused, Abort)
+    cls.__name__.encode(): cls for cls in (Ask, Offer, Open, Loaded, Refused, Withdraw)
 }
 
 
@@ -214,3 +176,116 @@ def unpack(frames: Sequence[bytes]) -> Message:
         raise WireError(f"refused weight message: {len(frames)} frames beginning with {first!r}")
     message: Message = decode(frames[1], _KINDS[frames[0]])
     return message
+
+
+def refusal(
+    *, run_id: str, term: int, held: Version | None, offered_run: str, offered: Version
+) -> str | None:
+    """Why a version may not be taken up; None where it may.
+
+    Versions only go up, compared as (term, step); a term that is over is refused, so that a
+    learner that was stopped and goes on can't move anybody back.
+
+    Args:
+        run_id: the receiver's run.
+        term: newest term that the receiver knows of.
+        held: what it serves.
+        offered_run: run of the offer.
+        offered: version of the offer.
+    """
+    if offered_run != run_id:
+        return f"version {offered} belongs to run {offered_run}, this worker to run {run_id}"
+    if offered.term < term:
+        return f"version {offered} is of term {offered.term}, which is over: term {term} has begun"
+    if held is not None and offered <= held:
+        return f"version {offered} is not newer than {held}, which is served"
+    return None
+
+
+# Where the learner is to be found.
+
+
+class RegisteredMember(Protocol):
+    """An entry of the registry: who it is, and what it tells of itself."""
+
+    @property
+    def member(self) -> str: ...
+    @property
+    def info(self) -> Mapping[str, Any]: ...
+
+
+class Registry(Protocol):
+    """What is needed of :class:`tandem.replay.members.Members`."""
+
+    def register(self, role: str, member: str, info: Mapping[str, Any]) -> object: ...
+    def beat(self, member: str, updates: Mapping[str, Any] | None = None) -> object: ...
+    def leave(self, member: str) -> object: ...
+    def live(self, role: str) -> Sequence[RegisteredMember]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Membership:
+    """What a process needs of its run to send or receive weights."""
+
+    run_id: str
+    """The run."""
+    member: str
+    """Member id of the process."""
+    registry: Registry
+    """Where the learner announces itself and workers look for it."""
+    client: CurveKeys
+    """The run's client keys: they open the control socket."""
+
+
+class LearnerAddress(Record, frozen=True, kw_only=True):
+    """Where a learner serves its weights."""
+
+    member: str
+    """Member id of the learner."""
+    term: int
+    """Its term."""
+    endpoint: str
+    """ZeroMQ endpoint of its ROUTER."""
+    public_key: str
+    """CURVE key of the ROUTER; empty where it has none."""
+
+    def info(self) -> dict[str, Any]:
+        """As it stands in the registry."""
+        return {
+            "endpoint": self.endpoint,
+            "public_key": self.public_key,
+            "term": self.term,
+        }
+
+
+_TOLD = ("term", "endpoint", "public_key")
+
+
+def newest_learner(members: Iterable[RegisteredMember]) -> LearnerAddress | None:
+    """The learner of the newest term; None where none announces itself.
+
+    A killed learner stands in the registry until its heartbeat is overdue, so for a while
+    there may be two: the term decides.
+
+    Raises:
+        WeightsError: no entry is of that form, but one that should be; it hides no other.
+    """
+    found, wrong = [], None
+    for m in members:
+        if not m.info.get("endpoint") or m.info.get("term") is None:
+            continue
+        try:
+            found.append(
+                read_record(
+                    LearnerAddress,
+                    {"member": m.member} | {name: m.info.get(name) for name in _TOLD},
+                    f"the address of {m.member} in the registry",
+                    WeightsError,
+                    "its next heartbeat replaces it",
+                )
+            )
+        except WeightsError as error:
+            wrong = error
+    if wrong is not None and not found:
+        raise wrong
+    return max(found, key=lambda address: address.term, default=None)

@@ -1,52 +1,148 @@
-"""The learner's staging buffers: one version each, overwritten when nobody reads it any more."""
+"""Versions of the weights in the host's memory: flat buffers, their checksums, and who reads them.
+
+Tensors of a version never lie on a GPU as a whole: they are copied out of the model one by one into
+a buffer in shared memory, pinned where a GPU copies to it, and are sent from there.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+import xxhash
 
 from ..errors import WeightsError
 from ..records import Version
-from .buffer import flat_buffer, views
-from .checksum import algorithm_for, checksum
-from .manifest import Layout, WeightManifest, make_manifest, make_outline, restamped
-from .scored_rows import ScoredRows
-from .segment import SHARED_MEMORY, Segment
+from .channel import Meeting, Parcel, Way, cut
+from .manifest import (
+    Layout,
+    ScoredRows,
+    SegmentPlace,
+    TensorEntry,
+    WeightManifest,
+    damage,
+    make_manifest,
+    plan,
+    restamped,
+)
+from .shared_memory import SHARED_MEMORY, Segment
 
 log = logging.getLogger("tandem.learner.weights")
 
 COPY_SECONDS = 60.0
 """Deadline for a copy within the host that is under way."""
 POLL_SECONDS = 0.001
+CHUNK_BYTES = 1 << 20
+"""xxhash holds the GIL; in pieces of 1 MB (about 0.1 ms) other threads get their turn."""
 
 
-class StagingSlot:
-    """One staging buffer with the version that it holds.
+class StagedTensors(list[tuple[str, torch.Tensor]]):
+    """(name, view) of a version's tensors, and where other processes can map their buffer.
 
     Args:
-        layout: where each tensor lies.
-        device: where the buffer is. On a CPU it lies in shared memory, so that workers of this
-            host may map it, unless there is no room.
-        shared: False = never in shared memory.
-        pin: a GPU copies to or from the host's buffer.
+        items: The tensors, in the manifest's order.
+        place: None where other processes can't see them.
     """
 
     def __init__(
-        self, layout: Layout, device: torch.device, *, shared: bool = True, pin: bool = False
+        self, items: Sequence[tuple[str, torch.Tensor]] = (), place: SegmentPlace | None = None
     ) -> None:
+        super().__init__(items)
+        self.place = place
+
+
+def flat_buffer(total_bytes: int) -> torch.Tensor:
+    """A zeroed uint8 buffer: padding between tensors is sent and summed, so it must be defined."""
+    return torch.zeros(total_bytes, dtype=torch.uint8)
+
+
+def views(buffer: torch.Tensor, params: Sequence[TensorEntry]) -> list[tuple[str, torch.Tensor]]:
+    """(name, view) of every tensor, sharing the buffer's memory."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for p in params:
+        dtype: torch.dtype = getattr(torch, p.dtype)
+        piece = buffer[p.offset : p.offset + p.nbytes]
+        found.append((p.name, piece.view(dtype).view(p.shape)))
+    return found
+
+
+def checksum(data: torch.Tensor) -> int:
+    """XXH3-64 of a uint8 tensor on the CPU, ``[n]``, as an unsigned 64-bit number."""
+    view = data.numpy().data
+    if len(view) <= CHUNK_BYTES:
+        return xxhash.xxh3_64_intdigest(view)
+    digest = xxhash.xxh3_64()
+    for start in range(0, len(view), CHUNK_BYTES):
+        digest.update(view[start : start + CHUNK_BYTES])
+    return digest.intdigest()
+
+
+class DamagedError(WeightsError):
+    """A bucket whose checksum is wrong."""
+
+
+class _Sums:
+    """Checksums of a buffer's buckets, taken as it is filled from its first byte on."""
+
+    def __init__(self, buffer: torch.Tensor, layout: Layout) -> None:
+        self._bytes = buffer.numpy().data
+        self._ends = [offset + nbytes for offset, nbytes in layout.ranges]
+        self._digests = [xxhash.xxh3_64() for _ in self._ends]
+        self._summed = 0
+
+    def up_to(self, end: int) -> None:
+        """The bytes before ``end`` are there."""
+        for bucket_end, digest in zip(self._ends, self._digests, strict=True):
+            while self._summed < min(end, bucket_end):
+                stop = min(end, bucket_end, self._summed + CHUNK_BYTES)
+                digest.update(self._bytes[self._summed : stop])
+                self._summed = stop
+
+    def all(self) -> list[int]:
+        """Of each bucket, once all bytes are there."""
+        self.up_to(self._ends[-1])
+        return [digest.intdigest() for digest in self._digests]
+
+
+@contextlib.contextmanager
+def handed_over(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[SegmentPlace]:
+    """Copies tensors that don't lie in a segment yet into one, for other processes of the host; it
+    is removed at the end.
+
+    Raises:
+        WeightsError: there is no room for it anywhere.
+    """
+    content = [(name, tensor.detach()) for name, tensor in tensors]
+    layout = plan(((name, tensor.shape, tensor.dtype) for name, tensor in content), 1 << 30)
+    segment = Segment(layout.total_bytes)
+    try:
+        copies = views(segment.buffer, layout.params)
+        for (_, tensor), (_, copy) in zip(content, copies, strict=True):
+            copy.copy_(tensor)
+        yield SegmentPlace(path=str(segment.path), nbytes=layout.total_bytes, layout=layout.text)
+    finally:
+        segment.close()
+
+
+class StagingSlot:
+    """One buffer of the learner's with the version that it holds.
+
+    Args:
+        layout: where each tensor lies.
+        shared: it lies in shared memory where there is room, so that workers of this host may map
+            it.
+        pin: a GPU copies to and from it.
+    """
+
+    def __init__(self, layout: Layout, *, shared: bool = True, pin: bool = False) -> None:
         self.layout = layout
         self.segment: Segment | None = None
-        self._shared = shared
-        self._pin = pin
-        self._pinned: torch.Tensor | None = None
-        self._why_not_shared = "" if shared else "it isn't wanted"
-        if device.type == "cpu":
-            self.buffer = self._host_buffer()
-        else:
-            self.buffer = flat_buffer(layout.total_bytes, device)
+        self.buffer = self._shared_buffer() if shared else flat_buffer(layout.total_bytes)
+        self._pinned = pin and self._pin()
         self.tensors = views(self.buffer, layout.params)
         self.version: Version | None = None
         self.scored: ScoredRows | None = None
@@ -60,137 +156,85 @@ class StagingSlot:
         """Somebody who doesn't answer may still read the segment, or load from it: it is never
         overwritten. Its mapping keeps the old bytes, and the learner takes a new one."""
         self.copied: torch.cuda.Event | None = None
-        self.counted_from = 0
-        """Of the segment, before the version's first byte."""
-        ends = [p.offset for p in layout.params[1:]]
-        self.ends = [*ends, layout.total_bytes]
-        """Where each tensor's bytes end, padding included."""
-        self._manifests: dict[str, WeightManifest] = {}
-        self._host: torch.Tensor | None = None
-        self._host_lock = threading.Lock()
+        """The end of a GPU's copies out of the model."""
+        self._sums = _Sums(self.buffer, layout)
+        self._summing = threading.Lock()
+        self._manifest: WeightManifest | None = None
 
     def reset(self) -> None:
         """Before it is overwritten."""
         self.version = None
         self.scored = None
         self.started = False
-        self._manifests = {}
-        self._host = None
-        if self.segment is not None:
-            self.counted_from = self.segment.count
+        self._sums = _Sums(self.buffer, self.layout)
+        self._manifest = None
 
-    def filled(self, end: int) -> None:
-        """Tells readers of the segment that the version's bytes up to ``end`` are there."""
-        if self.segment is not None:
-            self.segment.count = self.counted_from + end
+    def put(self, index: int, tensor: torch.Tensor) -> None:
+        """Copies a tensor out of the model, the next one in the layout's order. A GPU may still be at
+        it when this returns; one on a CPU is summed piece by piece, while it is in the cache."""
+        _, view = self.tensors[index]
+        if tensor.is_cuda:
+            view.copy_(tensor, non_blocking=True)
+            return
+        offset, size = self.layout.params[index].offset, view.element_size()
+        source, target = tensor.detach().reshape(-1), view.view(-1)
+        step = CHUNK_BYTES // size
+        for start in range(0, target.numel(), step):
+            target[start : start + step].copy_(source[start : start + step])
+            self._sums.up_to(offset + size * min(start + step, target.numel()))
 
     def close(self) -> None:
         """Removes the segment's file."""
-        if self._pinned is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned.data_ptr())
-            self._pinned = None
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
+            self._pinned = False
         if self.segment is not None:
             self.segment.close()
 
-    def manifest_of(self, run_id: str, version: Version, *, on_host: bool = True) -> WeightManifest:
-        """Checksums are taken when the first worker is to be sent them.
+    def manifest_of(self, run_id: str, version: Version) -> WeightManifest:
+        """Checksums of what a GPU has copied are taken when the first worker is to be sent them.
 
         Args:
             run_id: of the run.
             version: that the weights go by.
-            on_host: of the buffer in the host's memory, which has another checksum than a GPU's.
         """
-        buffer = self.on_host() if on_host else self.buffer
-        manifest = self._manifests.get(buffer.device.type)
-        if manifest is None:
-            self._settle()
-            kind = algorithm_for(buffer.device)
-            sums = [checksum(piece, kind) for piece in self._pieces(buffer)]
-            manifest = make_manifest(run_id, version, self.layout, sums, kind, self.scored)
-            self._manifests[buffer.device.type] = manifest
-        return restamped(manifest, version)
+        with self._summing:
+            if self._manifest is None:
+                self.pieces()
+                sums = self._sums.all()
+                self._manifest = make_manifest(run_id, version, self.layout, sums, self.scored)
+            return restamped(self._manifest, version)
 
-    def outline_of(self, run_id: str, version: Version) -> WeightManifest:
-        """What a worker that reads the same host memory needs to begin; has the checksums at once
-        where they were taken before."""
-        known = self._manifests.get("cpu")
-        if known is not None:
-            return restamped(known, version)
-        kind = algorithm_for(torch.device("cpu"))
-        return make_outline(run_id, version, self.layout, kind, self.scored)
-
-    def pieces(self, on_host: bool) -> list[torch.Tensor]:
-        """The buckets, where a transport can read them."""
-        self._settle()
-        return self._pieces(self.on_host() if on_host else self.buffer)
-
-    def place(self) -> str:
-        """The file through which workers of this host can map the version.
-
-        Raises:
-            WeightsError: there was no room for one in shared memory.
-        """
-        self._settle()
-        self.on_host()
-        if self.segment is None:
-            raise WeightsError(
-                f"weights.transport=shared_memory: the weights don't lie in {SHARED_MEMORY}: "
-                f"{self._why_not_shared}"
-            )
-        return str(self.segment.path)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether :meth:`place` has one, or will have on a GPU's first copy to the host."""
-        return self.segment is not None or (self.buffer.is_cuda and not self._why_not_shared)
-
-    def on_host(self) -> torch.Tensor:
-        """The buffer in the host's memory."""
-        if not self.buffer.is_cuda:
-            return self.buffer
-        self._settle()
-        with self._host_lock:
-            if self._host is None:
-                self._host = self._copied_to_host()
-            return self._host
-
-    def _host_buffer(self) -> torch.Tensor:
-        if self._shared:
-            try:
-                self.segment = Segment(self.layout.total_bytes, (SHARED_MEMORY,))
-                return self._locked(self.segment.buffer)
-            except (WeightsError, OSError) as error:
-                self._why_not_shared = str(error)
-                log.warning(f"weights aren't staged in shared memory: {error}")
-        return self._locked(flat_buffer(self.layout.total_bytes, torch.device("cpu")))
-
-    def _locked(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Pins host memory for a GPU's copies; without that a copy is slower, and as right."""
-        if self._pin:
-            status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
-            if int(status) == 0:
-                self._pinned = buffer
-            else:
-                log.info(f"{buffer.numel():,} bytes of memory can't be pinned (CUDA {status})")
-        return buffer
-
-    def _copied_to_host(self) -> torch.Tensor:
-        """Runs on GPUs only: a copy on a stream of its own into pinned memory."""
-        host = self.segment.buffer if self.segment is not None else self._host_buffer()
-        stream = torch.cuda.Stream(self.buffer.device)
-        done = torch.cuda.Event()
-        with torch.cuda.stream(stream):
-            host.copy_(self.buffer, non_blocking=True)
-            done.record(stream)
-        _await_event(done, "the copy of the weights to the host")
-        return host
-
-    def _settle(self) -> None:
+    def pieces(self) -> list[torch.Tensor]:
+        """The buckets, once all has been copied."""
         if self.copied is not None:
             _await_event(self.copied, "the copy of the weights out of the model")
+        return [self.buffer[offset : offset + nbytes] for offset, nbytes in self.layout.ranges]
 
-    def _pieces(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        return [buffer[offset : offset + nbytes] for offset, nbytes in self.layout.ranges]
+    def parcel(self, run_id: str, version: Version) -> Parcel:
+        """The version as ways carry it."""
+        return Parcel(
+            manifest=self.manifest_of(run_id, version),
+            pieces=self.pieces(),
+            buffer=self.buffer,
+            segment=str(self.segment.path) if self.segment is not None else "",
+        )
+
+    def _shared_buffer(self) -> torch.Tensor:
+        try:
+            self.segment = Segment(self.layout.total_bytes, (SHARED_MEMORY,))
+            return self.segment.buffer
+        except (WeightsError, OSError) as error:
+            log.warning(f"weights aren't staged in shared memory: {error}")
+            return flat_buffer(self.layout.total_bytes)
+
+    def _pin(self) -> bool:
+        """Pins the buffer for a GPU's copies; without that a copy is slower, and as right."""
+        nbytes = self.buffer.numel()
+        status = torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), nbytes, 0)
+        if int(status) != 0:
+            log.info(f"{nbytes:,} bytes of memory can't be pinned (CUDA {status})")
+        return int(status) == 0
 
 
 def _await_event(event: torch.cuda.Event, what: str) -> None:
@@ -230,13 +274,15 @@ class Pin:
 
 
 class StagingSlots:
-    """All staging buffers, the newest version among them.
+    """The learner's staging buffers, the newest version among them.
 
     The training thread takes and fills slots, the service's threads pin and read them; the lock
     is held for microseconds.
     """
 
     def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        """The learner's GPU through which buckets may pass."""
         self.superseded = 0
         """Versions that a newer one overtook before anybody began to receive them."""
         self._lock = threading.Lock()
@@ -252,7 +298,7 @@ class StagingSlots:
         slot = self._newest
         return slot.version if slot is not None else None
 
-    def take(self, layout: Layout, device: torch.device, *, shared: bool, pin: bool) -> StagingSlot:
+    def take(self, layout: Layout, *, shared: bool, pin: bool) -> StagingSlot:
         """A buffer that nobody reads, pinned once.
 
         Two are enough unless a worker is slow enough to hold an old version's while others
@@ -276,7 +322,7 @@ class StagingSlots:
                 slot.reset()
                 slot.pins += 1
                 return slot
-        slot = StagingSlot(layout, device, shared=shared, pin=pin)
+        slot = StagingSlot(layout, shared=shared, pin=pin)
         slot.pins += 1
         with self._lock:
             self._slots.append(slot)
@@ -284,12 +330,6 @@ class StagingSlots:
         if count > 3:
             log.warning(f"{count} staging buffers are held: slow workers pin old versions")
         return slot
-
-    def pin(self, slot: StagingSlot) -> Pin:
-        """A hold on a slot that was taken."""
-        with self._lock:
-            slot.pins += 1
-            return Pin(slot, self._lock)
 
     def give_back(self, slot: StagingSlot) -> None:
         """Undoes :meth:`take`: it couldn't be filled."""
@@ -341,3 +381,71 @@ class StagingSlots:
     def _count_superseded(self) -> None:
         if self._newest is not None and not self._newest.started:
             self.superseded += 1
+
+
+class Landing:
+    """Where versions arrive and wait, checked, until they are loaded; each overwrites the one before.
+
+    One thread at a time uses it: the next job's has another one where a thread is left behind.
+    """
+
+    def __init__(self) -> None:
+        self._own: torch.Tensor | None = None
+        self._segment: Segment | None = None
+        self._views: dict[int, tuple[torch.Tensor, str, StagedTensors]] = {}
+
+    def fetch(
+        self, way: Way, manifest: WeightManifest, at: Meeting | str, seconds: float
+    ) -> StagedTensors:
+        """A version, every bucket of it checked.
+
+        Args:
+            way: one end of it.
+            manifest: of the version.
+            at: where, see :meth:`Way.fetch`.
+            seconds: deadline for the bytes.
+
+        Raises:
+            DamagedError: a checksum is wrong.
+            WeightsError: it isn't to be had.
+        """
+        arrival = way.fetch(manifest, at, self._own_buffer, seconds)
+        pieces = cut(arrival.buffer, manifest)
+        for index in arrival.full:
+            problem = damage(manifest, index, checksum(pieces[index]))
+            if problem is not None:
+                raise DamagedError(problem)
+        return self._tensors(arrival.buffer, arrival.segment, manifest.layout, manifest.params)
+
+    def close(self) -> None:
+        """Removes the file of the own buffer."""
+        if self._segment is not None:
+            self._segment.close()
+
+    def _own_buffer(self, nbytes: int) -> tuple[torch.Tensor, str]:
+        """This worker's own buffer, in shared memory where there is room: an engine in another
+        process loads it from there."""
+        if self._own is None or self._own.numel() != nbytes:
+            self.close()
+            self._segment = None
+            try:
+                self._segment = Segment(nbytes)
+                self._own = self._segment.buffer
+            except (WeightsError, OSError) as error:
+                log.info(f"weights are staged in memory that isn't shared: {error}")
+                self._own = flat_buffer(nbytes)
+        return self._own, str(self._segment.path) if self._segment is not None else ""
+
+    def _tensors(
+        self, buffer: torch.Tensor, segment: str, layout: str, params: Sequence[TensorEntry]
+    ) -> StagedTensors:
+        """Views of a buffer, which are kept for its next version."""
+        known = self._views.get(id(buffer))
+        if known is None or known[0] is not buffer or known[1] != layout:
+            place = SegmentPlace(path=segment, nbytes=buffer.numel(), layout=layout)
+            tensors = StagedTensors(views(buffer, params), place if segment else None)
+            if len(self._views) >= 4:
+                # Views hold their memory: those of buffers that are no longer in use go.
+                self._views.clear()
+            known = self._views[id(buffer)] = (buffer, layout, tensors)
+        return known[2]

@@ -82,7 +82,7 @@ def check_engine(config: Config, placement: Placement) -> None:
 
 def check_addresses(config: Config) -> None:
     """Raises ``ConfigError`` where Redis, ZeroMQ or the weight channel can't bind what they should."""
-    from ...common.weights.address import local_address
+    from ...common.sockets import local_address
     from .redis_server import choose_port
 
     choose_port(config.launch.bind, None)

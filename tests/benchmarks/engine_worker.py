@@ -43,10 +43,10 @@ from tandem.common.records import (
     Verdict,
     Version,
 )
-from tandem.learner.publish import WeightPublisher
+from tandem.common.weights.sender import WeightSender
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger, LedgerSettings
-from tandem.replay.members import Members
+from tandem.replay.members import Members, membership
 from tandem.replay.store import RunStore
 from tandem.rollout.engine import GroupRequest
 from tandem.rollout.engines import make_engine
@@ -156,7 +156,7 @@ class WholeWorker:
             sources = [("train", len(self._prompts), 1)]
             ledger.create(LedgerSettings.of(self._config, sources, "digest"))
             term = ledger.new_term()
-            publisher = WeightPublisher(store, join, self._config, term, "learner-0")
+            publisher = WeightSender(membership(store, "learner-0"), self._config, term)
             publisher.start()
             model = load_model(self._config.model.path)
             publisher.publish(Version(term=term, step=0), list(model.named_parameters()))

@@ -43,23 +43,24 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 from engines import CASES, Case, save_model  # noqa: E402
 from redis_server import running  # noqa: E402
+from served import wait_served  # noqa: E402
 
 from tandem.common.config import Config, ModelConfig, RolloutConfig, build  # noqa: E402
 from tandem.common.models import load_model  # noqa: E402
 from tandem.common.records import SamplingParams, Version  # noqa: E402
 from tandem.common.run_folder import JoinInfo  # noqa: E402
-from tandem.common.weights.buffer import views  # noqa: E402
-from tandem.common.weights.checksum import checksum  # noqa: E402
-from tandem.common.weights.gloo import GlooTransport  # noqa: E402
+from tandem.common.weights.channel import Meeting, MeetingPoint, enter  # noqa: E402
+from tandem.common.weights.gloo import Gloo  # noqa: E402
+from tandem.common.weights.job import Target  # noqa: E402
 from tandem.common.weights.manifest import plan  # noqa: E402
-from tandem.common.weights.meeting import MeetingPoint, enter  # noqa: E402
-from tandem.common.weights.segment import Segment, map_segment  # noqa: E402
-from tandem.common.weights.transport import Meeting  # noqa: E402
-from tandem.learner.publish import WeightPublisher  # noqa: E402
+from tandem.common.weights.receiver import WeightReceiver  # noqa: E402
+from tandem.common.weights.sender import WeightSender  # noqa: E402
+from tandem.common.weights.shared_memory import Segment, map_segment  # noqa: E402
+from tandem.common.weights.staging import checksum, views  # noqa: E402
 from tandem.replay.connection import connect  # noqa: E402
 from tandem.replay.ledger import Ledger, LedgerSettings  # noqa: E402
+from tandem.replay.members import membership  # noqa: E402
 from tandem.rollout.vllm_extension import WorkerExtension  # noqa: E402
-from tandem.rollout.weights import WeightReceiver  # noqa: E402
 
 SECONDS = 120.0
 BUCKET = 64 << 20
@@ -96,7 +97,7 @@ class Bench(WorkerExtension):
 def gloo_side(pipe: Connection, host: str, port: int) -> None:
     """Receives by the transport, or takes part in a bare broadcast, as it is told."""
     torch.set_num_threads(1)
-    transport: GlooTransport | None = None
+    transport: Gloo | None = None
     group: Any = None
     while True:
         order, *rest = pipe.recv()
@@ -104,14 +105,12 @@ def gloo_side(pipe: Connection, host: str, port: int) -> None:
             channel, nbytes, sums = rest
             buffer = torch.zeros(nbytes, dtype=torch.uint8)
             pieces = cut(buffer)
-            transport = GlooTransport("127.0.0.1")
-            meeting = Meeting(host=host, port=port, channel=channel, rank=1, world_size=2)
-            transport.open(meeting, SECONDS)
+            transport = met(host, port, channel, 1)
             group = bare_group(host, port, channel + "-bare", 1)
         elif order == "ours":
             assert transport is not None
-            for index in transport.receive(pieces, SECONDS):
-                if checksum(pieces[index], "xxh3") != sums[index]:
+            for index in transport._transfer(pieces, SECONDS, "receive"):
+                if checksum(pieces[index]) != sums[index]:
                     raise SystemExit("a bucket was damaged")
         elif order == "bare":
             group.broadcast(buffer, 0).wait()
@@ -125,11 +124,26 @@ def worker_side(pipe: Connection, join: JoinInfo, specs: list[Any]) -> None:
     torch.set_num_threads(1)
     store = connect(join, name="rollout-0")
     receiver = WeightReceiver(
-        store, "rollout-0", specs, lambda tensors, version: 0.0, config=settings("shared_memory")
+        membership(store, "rollout-0"),
+        settings("shared_memory"),
+        Target(specs=specs, load=lambda tensors, version: 0.0),
+        Ledger(store, "rollout-0").term,
     )
     receiver.start()
     pipe.recv()
     receiver.close()
+
+
+def met(host: str, port: int, channel: str, rank: int) -> Gloo:
+    """The transport, once both ends have met."""
+    transport = Gloo("127.0.0.1", torch.device("cpu"))
+    transport._meet(meeting(host, port, channel, rank))
+    return transport
+
+
+def meeting(host: str, port: int, channel: str, rank: int) -> Meeting:
+    """Of two."""
+    return Meeting(host=host, port=port, channel=channel, rank=rank, world_size=2, seconds=SECONDS)
 
 
 def bare_group(host: str, port: int, channel: str, rank: int) -> Any:
@@ -138,8 +152,8 @@ def bare_group(host: str, port: int, channel: str, rank: int) -> Any:
 
     from torch.distributed import ProcessGroupGloo
 
-    meeting = Meeting(host=host, port=port, channel=channel, rank=rank, world_size=2)
-    return ProcessGroupGloo(enter(meeting, SECONDS), rank, 2, timedelta(seconds=SECONDS))
+    store = enter(meeting(host, port, channel, rank))
+    return ProcessGroupGloo(store, rank, 2, timedelta(seconds=SECONDS))
 
 
 def cut(buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -184,16 +198,14 @@ def measure_gloo(nbytes: int, pairs: int) -> dict[str, Any]:
     process.start()
     buffer = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
     pieces = cut(buffer)
-    pipe.send(("open", "bench", nbytes, [checksum(piece, "xxh3") for piece in pieces]))
-    transport = GlooTransport("127.0.0.1")
-    meeting = Meeting(host=point.host, port=point.port, channel="bench", rank=0, world_size=2)
-    transport.open(meeting, SECONDS)
+    pipe.send(("open", "bench", nbytes, [checksum(piece) for piece in pieces]))
+    transport = met(point.host, point.port, "bench", 0)
     group = bare_group(point.host, point.port, "bench-bare", 0)
     pipe.recv()
 
     def ours() -> float:
         pipe.send(("ours",))
-        seconds = timed(lambda: (transport.send(pieces, SECONDS), pipe.recv()))
+        seconds = timed(lambda: (list(transport._transfer(pieces, SECONDS, "send")), pipe.recv()))
         return seconds
 
     def bare() -> float:
@@ -235,7 +247,7 @@ def measure_shared_memory(folder: Path, pairs: int) -> dict[str, Any]:
             )
         )
         term = ledger.new_term()
-        publisher = WeightPublisher(store, join, settings("shared_memory"), term, "learner-0")
+        publisher = WeightSender(membership(store, "learner-0"), settings("shared_memory"), term)
         publisher.start()
         pipe, theirs = multiprocessing.Pipe()
         process = multiprocessing.Process(
@@ -254,15 +266,15 @@ def measure_shared_memory(folder: Path, pairs: int) -> dict[str, Any]:
             start = time.perf_counter()
             publisher.publish(version, named)
             copied = time.perf_counter() - start
-            publisher.wait_served(version, SECONDS)
+            wait_served(publisher, version, SECONDS)
             whole.append(time.perf_counter() - start)
             last = publisher.stats()["transfers"]["rollout-0"]
-            # Up to STAGED, checksums and the service's wait for its turn included; what follows
-            # is the engine's affair.
+            # Until all is checked, the learner's checksums and its thread's wait for its turn
+            # included; what follows is the engine's affair.
             return float(copied + last["arrival_seconds"])
 
         def bare() -> float:
-            return timed(lambda: (target.copy_(source), checksum(target, "xxh3")))
+            return timed(lambda: (target.copy_(source), checksum(target)))
 
         try:
             found = in_turn(ours, bare, pairs)

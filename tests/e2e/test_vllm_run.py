@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from processes import Run, gone, listening, step, steps, summary
 
-from tandem.common.weights import segment
+from tandem.common.weights import shared_memory as segment
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 

@@ -23,7 +23,7 @@ from tandem.common.records import (
     VersionSpan,
 )
 from tandem.common.weights import manifest, protocol
-from tandem.common.weights.scored_rows import ScoredRows
+from tandem.common.weights.manifest import ScoredRows
 from tandem.learner.resume import journal, journal_file
 
 KEYS = sockets.new_keys()
@@ -96,7 +96,7 @@ def a_manifest(step: int = 3) -> manifest.WeightManifest:
     )
     sums = [2**63 + 5 * i for i in range(len(layout.ranges))]
     scored = ScoredRows(rows=((3, 1, 2), (5, 6)), logprobs=((-0.5, -2.0), (-7.25,)))
-    return manifest.make_manifest("run", Version(term=1, step=step), layout, sums, "xxh3", scored)
+    return manifest.make_manifest("run", Version(term=1, step=step), layout, sums, scored)
 
 
 RECORDS: list[Any] = [
@@ -134,27 +134,24 @@ RECORDS: list[Any] = [
     a_manifest(),
 ]
 MESSAGES: list[Any] = [
-    protocol.Have(
+    protocol.Ask(
         run_id="run",
         member="rollout-0",
-        incarnation="x",
         version=Version(term=1, step=2),
         content="c",
-        state="idle",
         round="r",
-        transports=("nccl", "gloo"),
+        busy=True,
+        ways=("nccl", "gloo"),
         device="cpu",
+        memory="m",
     ),
-    protocol.Prepare(round="r", manifest=a_manifest(), transport="gloo", bytes_follow=True),
-    protocol.Ack(round="r", channel="c"),
-    protocol.Open(
-        round="r", channel="c", transport="gloo", host="127.0.0.1", port=5, rank=1, world_size=2
+    protocol.Offer(round="r", manifest=a_manifest(), way="gloo", place=""),
+    protocol.Open(round="r", channel="c", host="127.0.0.1", port=5, rank=1, world_size=2),
+    protocol.Loaded(
+        round="r", version=Version(term=1, step=2), fetched=0.25, seconds=0.5, paused=0.125
     ),
-    protocol.Staged(round="r", digest="d", checksums=(0, (1 << 64) - 1)),
-    protocol.Commit(round="r", run_id="run", version=Version(term=1, step=2)),
-    protocol.Committed(round="r", version=Version(term=1, step=2), seconds=0.5),
-    protocol.Refused(round="r", stage="open", reason="é"),
-    protocol.Abort(round="r", reason="x"),
+    protocol.Refused(round="r", stage="offer", reason="é"),
+    protocol.Withdraw(round="r", reason="x"),
 ]
 
 ROW = {

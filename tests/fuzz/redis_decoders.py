@@ -25,7 +25,7 @@ from tandem.common import sockets
 from tandem.common.config import read_config
 from tandem.common.errors import StoreError
 from tandem.common.plain import read_object
-from tandem.common.weights import directory
+from tandem.common.weights import protocol
 from tandem.launch.board.facts import Activity
 from tandem.launch.run.idle import IdleShares
 from tandem.replay import answers, ledger, members, store
@@ -49,7 +49,7 @@ class _Entry:
 def read_learner(data: bytes) -> Any:
     """The learner's address, as a worker finds it in the registry."""
     member = members.read_member(b"learner", data, 5)
-    found = directory.newest_learner([_Entry(member.member, member.info)])
+    found = protocol.newest_learner([_Entry(member.member, member.info)])
     if found is not None:
         sockets.check_address(found.member, found.endpoint, found.public_key)
         # What was let through, libzmq must take.

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.common.weights.scored_rows import ROWS, ScoredRows, fixed_rows
+from tandem.common.weights.manifest import ScoredRows
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.ranks import Leader
+from tandem.learner.scored import ROWS, fixed_rows
 from tandem.learner.updates import Updates
 
 pytestmark = pytest.mark.usefixtures("group")

@@ -19,7 +19,8 @@ from engine_calls import asks, collect, in_engine
 from msgspec.structs import replace
 
 from tandem.common.records import SamplingParams, Version
-from tandem.common.weights.scored_rows import LENGTH, ROWS, ScoredRows, fixed_rows
+from tandem.common.weights.manifest import ScoredRows
+from tandem.learner.scored import LENGTH, ROWS, fixed_rows
 from tandem.rollout import batch, commit_check, vllm_requests
 from tandem.rollout.commit_check import (
     BOUNDS,

@@ -22,10 +22,10 @@ import psutil
 import pytest
 
 from tandem.common.records import Version
+from tandem.common.weights.job import EXIT_HALF_LOADED
 from tandem.launch.miniature.problems import draw
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger, LedgerSettings
-from tandem.rollout.weights import EXIT_HALF_LOADED
 
 TRANSPORTS = ("gloo", "shared_memory")
 UPDATES = 20

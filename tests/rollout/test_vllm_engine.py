@@ -20,7 +20,7 @@ from engine_calls import asks, collect, in_engine
 from tandem.common.config import ModelConfig, RolloutConfig, VllmConfig, build
 from tandem.common.errors import ConfigError, TandemError, WeightsError
 from tandem.common.records import FinishReason, SamplingParams, Version
-from tandem.common.weights import segment
+from tandem.common.weights import shared_memory as segment
 from tandem.common.weights.manifest import SegmentPlace, plan
 from tandem.common.weights.staging import StagingSlot
 from tandem.rollout import engines, vllm_process, vllm_version
@@ -139,8 +139,8 @@ class TestWithoutVllm:
                 taken.append(tensors)
 
         taken: list[Any] = []
-        slot = StagingSlot(plan([("a", (3, 4), "float32")], 1 << 20), torch.device("cpu"))
-        there = (slot.place(), slot.buffer.numel(), slot.layout.text)
+        slot = StagingSlot(plan([("a", (3, 4), "float32")], 1 << 20))
+        there = (str(slot.segment.path), slot.buffer.numel(), slot.layout.text)
         rank = Loads()
         assert rank.tandem_stage("first", *there) == ("first", 1, "")
         assert rank.tandem_stage("second", "/dev/shm/gone", *there[1:])[:2] == ("second", 0)
@@ -195,11 +195,13 @@ class TestWithoutVllm:
         assert facts.end_tokens == {tiny.EOS}
 
     def test_a_loader_that_writes_into_weights_gets_the_next_ones_as_they_are(self) -> None:
-        slot = StagingSlot(plan([("a", (3, 4), "float32")], 1 << 20), torch.device("cpu"))
+        slot = StagingSlot(plan([("a", (3, 4), "float32")], 1 << 20))
         extension = WorkerExtension()
         for value in range(3):
             slot.buffer.view(torch.float32).fill_(value)
-            extension.tandem_stage("", slot.place(), slot.buffer.numel(), slot.layout.text)
+            extension.tandem_stage(
+                "", str(slot.segment.path), slot.buffer.numel(), slot.layout.text
+            )
             (_, [(_, tensor)]) = extension._tandem_staged
             assert tensor.eq(value).all()
             tensor.mul_(7)
@@ -250,12 +252,12 @@ class TestLoading:
     ) -> None:
         new = tiny.model(seed=1)
         named = list(tiny.weights(new).items())
-        slot = StagingSlot(
-            plan([(n, p.shape, p.dtype) for n, p in named], 1 << 20), torch.device("cpu")
-        )
+        slot = StagingSlot(plan([(n, p.shape, p.dtype) for n, p in named], 1 << 20))
         for (_, view), (_, tensor) in zip(slot.tensors, named, strict=True):
             view.copy_(tensor)
-        place = SegmentPlace(path=slot.place(), nbytes=slot.buffer.numel(), layout=slot.layout.text)
+        assert slot.segment is not None
+        path = str(slot.segment.path)
+        place = SegmentPlace(path=path, nbytes=slot.buffer.numel(), layout=slot.layout.text)
 
         async def scenario(engine: Any) -> FinishedGroup:
             await engine.load(NamedWeights(dict(slot.tensors), place), V2)

@@ -32,10 +32,11 @@ from tandem.common.records import (
     Version,
 )
 from tandem.common.telemetry import Clock
-from tandem.common.weights.scored_rows import ScoredRows, fixed_rows
+from tandem.common.weights.manifest import ScoredRows
+from tandem.learner.scored import fixed_rows
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger, LedgerSettings, Row
-from tandem.replay.members import Members
+from tandem.replay.members import Members, membership
 from tandem.replay.store import EvaluationRequest, RunStore
 
 START = """
@@ -79,7 +80,7 @@ class Bench:
     def __init__(
         self, server: Any, pool_of: Any, folder: Path, config: Config | None = None
     ) -> None:
-        from tandem.learner.publish import WeightPublisher
+        from tandem.common.weights.sender import WeightSender
 
         self.server = server
         self.folder = folder
@@ -101,7 +102,7 @@ class Bench:
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
         self.judged: list[Group] = []
         self.term = self.ledger.new_term()
-        self.publisher = WeightPublisher(self.store, self.join, self.config, self.term, "learner-0")
+        self.publisher = WeightSender(membership(self.store, "learner-0"), self.config, self.term)
         self.publisher.start()
         self.publish(0)
         self.step = 0

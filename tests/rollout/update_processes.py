@@ -28,13 +28,18 @@ from tandem.common.config import Config, build
 from tandem.common.models import load_tokenizer, resolve
 from tandem.common.records import SamplingParams, Version
 from tandem.common.run_folder import JoinInfo
-from tandem.common.weights.buffer import StagedTensors
-from tandem.learner.publish import WeightPublisher
+from tandem.common.weights.job import Target
+from tandem.common.weights.receiver import WeightReceiver
+from tandem.common.weights.sender import WeightSender
+from tandem.common.weights.staging import StagedTensors
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger
+from tandem.replay.members import membership
 from tandem.rollout.engine import GroupRequest, NamedWeights
 from tandem.rollout.engines import make_engine
-from tandem.rollout.weights import WeightReceiver
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from served import wait_served, wait_version
 
 SECONDS = 30.0
 """Deadline of whatever is waited for in here."""
@@ -101,7 +106,7 @@ class Learner:
         self._folder = folder
         self._engine = engine
         self._store = connect(join, name="learner-0")
-        self._publisher: WeightPublisher | None = None
+        self._publisher: WeightSender | None = None
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
         self._trained = copied(self._model)
         self._base = copied(AutoModelForCausalLM.from_pretrained(resolve("miniature")))
@@ -113,12 +118,10 @@ class Learner:
         """A new term, with a publisher of its own; returns it."""
         self.close()
         self._term = Ledger(self._store, "learner-0").new_term()
-        self._publisher = WeightPublisher(
-            self._store,
-            self._join,
+        self._publisher = WeightSender(
+            membership(self._store, "learner-0"),
             config(self._folder, self._engine, transport),
             self._term,
-            "learner-0",
         )
         self._publisher.start()
         return self._term
@@ -147,7 +150,7 @@ class Learner:
     def transport(self, step: int) -> str:
         """By what the worker got a version."""
         assert self._publisher is not None
-        self._publisher.wait_served(Version(term=self._term, step=step), SECONDS)
+        wait_served(self._publisher, Version(term=self._term, step=step), SECONDS)
         name: str = self._publisher.stats()["transfers"]["rollout-0"]["transport"]
         return name
 
@@ -270,11 +273,13 @@ class Worker:
         """A receiver for the learner's next term, on the same engine."""
         await self._leave()
         self._receiver = WeightReceiver(
-            self._store,
-            "rollout-0",
-            self._engine.parameter_specs(),
-            self._commit,
-            config=config(self._folder, self._name, transport),
+            membership(self._store, "rollout-0"),
+            config(self._folder, self._name, transport),
+            Target(
+                specs=[(s.name, s.shape, s.dtype) for s in self._engine.parameter_specs()],
+                load=self._commit,
+            ),
+            Ledger(self._store, "rollout-0").term,
         )
         self._receiver.start()
 
@@ -293,7 +298,7 @@ class Worker:
     async def served(self, version: Version) -> None:
         """Returns when the engine serves it."""
         assert self._receiver is not None
-        await asyncio.to_thread(self._receiver.wait_version, version, SECONDS)
+        await asyncio.to_thread(wait_version, self._receiver, version, SECONDS)
 
     async def greedy(self, prompts: list[list[int]], new: int) -> list[tuple[Any, ...]]:
         """(tokens, spans) of each prompt's likeliest continuation."""

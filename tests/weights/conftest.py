@@ -20,14 +20,16 @@ import pytest
 HERE = Path(__file__).parent
 # Processes are forked from a server that has torch imported; they find their entry by name.
 sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE.parent))
 import weight_processes as processes  # noqa: E402
 
 from tandem.common.config import Config  # noqa: E402
 from tandem.common.run_folder import JoinInfo  # noqa: E402
-from tandem.common.weights.segment import remove_left_behind  # noqa: E402
-from tandem.learner.publish import WeightPublisher  # noqa: E402
+from tandem.common.weights.sender import WeightSender  # noqa: E402
+from tandem.common.weights.shared_memory import remove_left_behind  # noqa: E402
 from tandem.replay.connection import Store, connect  # noqa: E402
 from tandem.replay.ledger import Ledger, LedgerSettings  # noqa: E402
+from tandem.replay.members import membership  # noqa: E402
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["weight_processes"])
@@ -121,21 +123,19 @@ class Run:
         self.lines = lines
         self.config: Config = processes.config()
         self._children: list[Child] = []
-        self._publishers: list[WeightPublisher] = []
+        self._publishers: list[WeightSender] = []
 
     def new_term(self) -> int:
         """Begins a term, as a starting learner does."""
         return Ledger(self.store, "learner-0").new_term()
 
-    def publisher(self, term: int | None = None, **changes: Any) -> WeightPublisher:
+    def publisher(self, term: int | None = None, **changes: Any) -> WeightSender:
         """A started publisher in this process."""
         values: dict[str, Any] = {"config": self.config, **changes}
-        publisher = WeightPublisher(
-            self.store,
-            self.join,
+        publisher = WeightSender(
+            membership(self.store, "learner-0"),
             values.pop("config"),
             term if term is not None else self.new_term(),
-            "learner-0",
             **values,
         )
         self._publishers.append(publisher)

@@ -10,20 +10,23 @@ from typing import Any
 import torch
 from weight_processes import as_bytes
 
+from tandem.common.errors import WeightsError
 from tandem.common.records import Version
 from tandem.common.run_folder import JoinInfo
-from tandem.common.weights.buffer import StagedTensors
+from tandem.common.weights import staging
+from tandem.common.weights.job import Target
+from tandem.common.weights.receiver import WeightReceiver
+from tandem.common.weights.staging import StagedTensors
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger
-from tandem.rollout import arrivals
-from tandem.rollout.weights import WeightReceiver
+from tandem.replay.members import membership
 
 
 class Holds:
     """Stands still at one place, once: says so, and waits to be told to go on.
 
-    The places: ``bucket``, the first of a version's is checked; ``staged``, COMMIT has come and the
-    engine hasn't begun; ``commit``, the engine has loaded the first half of the tensors.
+    The places: ``bucket``, the first of a version's is checked; ``staged``, all are and the engine
+    hasn't begun; ``commit``, the engine has loaded the first half of the tensors.
     """
 
     def __init__(self, pipe: Connection, at: str, after: int) -> None:
@@ -42,14 +45,19 @@ class Holds:
 def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any]) -> None:
     """Tells ``(version, {name: bytes})`` of its engine's own tensors after each commit.
 
-    With ``writes`` its engine then writes into the tensors that it was given. With ``hold`` it stands still at that place, in the update after the first ``after`` ones.
+    With ``writes`` its engine then writes into the tensors that it was given; with ``broken`` it
+    refuses the first version that it is given, and changes nothing. With ``hold`` it stands still at that place, in the update after the first ``after`` ones.
     """
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     holds = Holds(pipe, options.get("hold", ""), options.get("after", 0))
     served: dict[str, torch.Tensor] = {}
 
+    refusals = [WeightsError("the engine takes nothing at first")] if options.get("broken") else []
+
     def commit(tensors: StagedTensors, version: Version) -> float:
+        if refusals:
+            raise refusals.pop()
         for number, (name, tensor) in enumerate(tensors):
             if number == len(tensors) // 2:
                 holds("commit")
@@ -67,21 +75,19 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
         holds("staged")
         return ledger.term()
 
-    checksum = arrivals.checksum
+    checksum = staging.checksum
 
-    def checked(data: torch.Tensor, algorithm: str, ready: Any = None) -> int:
-        found = checksum(data, algorithm, ready)
+    def checked(data: torch.Tensor) -> int:
+        found = checksum(data)
         holds("bucket")
         return found
 
-    arrivals.checksum = checked
+    staging.checksum = checked
     receiver = WeightReceiver(
-        store,
-        member,
-        options["specs"],
-        commit,
-        config=options["config"],
-        current_term=current_term,
+        membership(store, member),
+        options["config"],
+        Target(specs=options["specs"], load=commit),
+        current_term,
     )
     receiver.start()
     threading.Event().wait(120)

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import conftest
 import redis_server
 import weight_processes as processes
+from served import wait_served
 
 from tandem.common.records import Version
 
@@ -34,7 +35,7 @@ def measure(run: conftest.Run, shapes: list[tuple[int, ...]]) -> tuple[list[floa
     publisher = run.publisher()
     child = run.worker(specs=processes.specs_of(named), quiet=True)
     publisher.publish(Version(term=1, step=0), named)
-    publisher.wait_served(Version(term=1, step=0), 60)
+    wait_served(publisher, Version(term=1, step=0), 60)
     copies, served, behind = [], [], []
     for step in range(1, ROUNDS):
         time.sleep(PAUSE_SECONDS)
@@ -42,7 +43,7 @@ def measure(run: conftest.Run, shapes: list[tuple[int, ...]]) -> tuple[list[floa
         cpu, own, start = time.process_time(), time.thread_time(), time.perf_counter()
         publisher.publish(Version(term=1, step=step), named)
         copies.append((time.perf_counter() - start) * 1e3)
-        publisher.wait_served(Version(term=1, step=step), 60)
+        wait_served(publisher, Version(term=1, step=step), 60)
         served.append((time.perf_counter() - start) * 1e3)
         behind.append((time.process_time() - cpu - (time.thread_time() - own)) * 1e3)
     child.kill()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any, TypeVar
 
-import torch
 import zmq
 from weight_processes import model, specs_of
 
 from tandem.common.records import Version
 from tandem.common.sockets import Authenticator, bind_router, new_keys
-from tandem.common.weights.directory import ROLE, LearnerAddress
 from tandem.common.weights.manifest import plan
-from tandem.common.weights.protocol import Prepare, pack, unpack
+from tandem.common.weights.protocol import ROLE, LearnerAddress, Offer, pack, unpack
 from tandem.common.weights.staging import StagingSlot
 from tandem.replay.members import Members
 from tandem.replay.store import RunStore
@@ -41,7 +40,7 @@ class RawLearner:
         self._worker = b""
 
     def expect(self, kind: type[T], seconds: float = 20.0) -> T:
-        """The worker's next message of a kind; its HAVEs in between are passed over."""
+        """The worker's next message of a kind; its Asks in between are passed over."""
         end = time.monotonic() + seconds
         while True:
             left = end - time.monotonic()
@@ -51,29 +50,22 @@ class RawLearner:
             message = unpack(frames)
             if isinstance(message, kind):
                 return message
-            # STAGED is repeated until COMMIT comes.
-            assert type(message).__name__ in ("Have", "Ack", "Staged"), message
+            assert type(message).__name__ == "Ask", message
 
     def send(self, message: Any) -> None:
         """To the worker that spoke last."""
         self._router.send_multipart([self._worker, *pack(message)])
 
-    def prepare(self, name: str, version: Version) -> None:
-        """Offers ``model(step)`` as a version."""
+    def offer(self, name: str, version: Version, changes: dict[str, Any] | None = None) -> None:
+        """Offers ``model(step)`` as a version, with changes of the manifest."""
         named = model(version.step, big=True)
-        slot = StagingSlot(plan(specs_of(named), 1 << 20), torch.device("cpu"))
+        slot = StagingSlot(plan(specs_of(named), 1 << 20))
         self._slots.append(slot)
-        for (_, view), (_, tensor) in zip(slot.tensors, named, strict=True):
-            view.copy_(tensor)
-        self.send(
-            Prepare(
-                round=name,
-                manifest=slot.manifest_of(self.run_id, version),
-                transport="shared_memory",
-                bytes_follow=True,
-                place=slot.place(),
-            )
-        )
+        for index, (_, tensor) in enumerate(named):
+            slot.put(index, tensor)
+        parcel = slot.parcel(self.run_id, version)
+        manifest = dataclasses.replace(parcel.manifest, **(changes or {}))
+        self.send(Offer(round=name, manifest=manifest, way="shared_memory", place=parcel.segment))
 
     def close(self) -> None:
         """Closes sockets and removes segments."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import fault_processes
 import pytest
 from raw_learner import RawLearner
+from served import wait_served
 from weight_processes import FlippedByte, as_bytes, config, model, specs_of
 
 from tandem.common.errors import WeightsError
 from tandem.common.records import Version
-from tandem.common.weights.protocol import Commit, Committed, Have, Refused, Staged
-from tandem.learner.weight_service import WeightService
+from tandem.common.weights.protocol import Ask, Loaded, Offer, Refused, Withdraw
+from tandem.common.weights.transfers import Transfers
 
 TRANSPORTS = ("gloo", "shared_memory")
 BIG = specs_of(model(0, big=True))
@@ -101,12 +101,12 @@ def test_a_learner_killed_in_mid_bucket_leaves_the_old_version(setting: Setting)
     held.pipe.send("go on")
     second = setting.learner()
     second.pipe.send((1, 3))
-    # It says what it commits: nothing of 1.2, whose learner never said COMMIT.
-    assert held.next(DEADLINE) == (v(1, term=2), weights_of(3))
-    served = other.next(DEADLINE)
-    if served == (v(2), weights_of(2)):  # It may have been sooner than the signal.
-        served = other.next(DEADLINE)
-    assert served == (v(1, term=2), weights_of(3))
+    for child in (held, other):
+        served = child.next(DEADLINE)
+        # Of shared memory all bytes are there: the version may be whole, and loaded.
+        if served == (v(2), weights_of(2)):
+            served = child.next(DEADLINE)
+        assert served == (v(1, term=2), weights_of(3))
 
 
 @pytest.mark.parametrize("place", ["bucket", "staged", "commit"])
@@ -158,7 +158,7 @@ def test_a_worker_stopped_beyond_the_deadline_ends_on_the_newest_version(
         # Half-loaded for longer than it may be: its supervisor starts it again.
         assert (place, patient) == ("commit", False)
         assert setting.worker().next(DEADLINE) == (v(8), weights_of(8))
-    publisher.wait_served(v(8), DEADLINE, at_least=2)
+    wait_served(publisher, v(8), DEADLINE, at_least=2)
     publish(publisher, 9, others=(other,))
 
 
@@ -175,7 +175,7 @@ def test_a_worker_that_joins_in_mid_publish_gets_the_newest_version(
     publish(publisher, 2, 3, others=(joiner,))
     first.pipe.send("go on")
     assert ends_on(first, v(3))
-    publisher.wait_served(v(3), DEADLINE, at_least=2)
+    wait_served(publisher, v(3), DEADLINE, at_least=2)
 
 
 def test_a_flipped_byte_is_refused_and_the_next_version_arrives(
@@ -183,21 +183,17 @@ def test_a_flipped_byte_is_refused_and_the_next_version_arrives(
 ) -> None:
     monkeypatch.setattr(FlippedByte, "damaged", 0)
     over_wire = setting.transport == "gloo"
-    more = {"transports": lambda name, interface: FlippedByte(interface)} if over_wire else {}
+    more = {"make_way": lambda name, *rest: FlippedByte(*rest)} if over_wire else {}
     publisher = setting.publisher(**more)
     held = setting.worker(hold="bucket", after=0)
     publish(publisher, 1)
     holds(held, "bucket")
     if not over_wire:
         # The worker has read the first of its buckets, and the last one not yet.
-        slot = publisher._slots._newest
-        end = time.monotonic() + DEADLINE
-        while not slot._manifests and time.monotonic() < end:
-            time.sleep(0.01)
-        slot.buffer[-1] ^= 1
+        publisher._slots._newest.buffer[-1] ^= 1
     held.pipe.send("go on")
-    who = "refused at verify" if over_wire else "rollout-0 staged something else"
-    setting.run.lines.wait_for("rollout-0 stays on no version", who, "was damaged")
+    told = "rollout-0 stays on no version", "refused at verify", "was damaged"
+    setting.run.lines.wait_for(*told)
     publish(publisher, 2)
     assert ends_on(held, v(2))
     publish(publisher, 3, 4, others=(held,))
@@ -222,10 +218,10 @@ def test_weights_that_do_not_fit_one_worker_are_served_to_the_others(
     other = setting.worker("rollout-1")
     unfit = setting.worker(specs=specs)
     publish(publisher, 1, others=(other,))
-    setting.run.lines.wait_for("rollout-0 stays on no version", "refused at prepare", told)
+    setting.run.lines.wait_for("rollout-0 stays on no version", "refused at offer", told)
     publish(publisher, 2, 3, others=(other,))
     assert not unfit.pipe.poll()
-    publisher.wait_served(v(3), 20)
+    wait_served(publisher, v(3), 20)
     assert publisher.stats()["members"] == {"rollout-0": None, "rollout-1": [1, 3]}
 
 
@@ -255,74 +251,89 @@ def raw(run: Any) -> Iterator[RawLearner]:
     learner.close()
 
 
-def committed(raw: RawLearner, worker: Any, name: str, version: Version) -> None:
+def loaded(raw: RawLearner, worker: Any, name: str, version: Version) -> None:
     """A whole round, as it should be."""
-    raw.prepare(name, version)
-    raw.expect(Staged)
-    raw.send(Commit(round=name, run_id=raw.run_id, version=version))
+    raw.offer(name, version)
     assert worker.next(DEADLINE) == (version, weights_of(version.step))
-    assert raw.expect(Committed).version == version
+    assert raw.expect(Loaded).version == version
 
 
-def test_a_prepare_that_goes_back_is_refused(run: Any, raw: RawLearner) -> None:
+def test_an_offer_that_goes_back_is_refused(run: Any, raw: RawLearner) -> None:
     worker = Setting(run, "shared_memory").worker()
-    raw.expect(Have)
-    committed(raw, worker, "a", v(3))
+    raw.expect(Ask)
+    loaded(raw, worker, "a", v(3))
     for name, version in (("b", v(2)), ("c", v(3)), ("d", v(9, term=0))):
-        raw.prepare(name, version)
+        raw.offer(name, version)
         refused = raw.expect(Refused)
-        assert (refused.round, refused.stage) == (name, "prepare")
+        assert (refused.round, refused.stage) == (name, "offer")
         assert "not newer than 1.3" in refused.reason or "which is over" in refused.reason
-        assert raw.expect(Have).version == v(3)
-    committed(raw, worker, "e", v(4))
+        assert raw.expect(Ask).version == v(3)
+    loaded(raw, worker, "e", v(4))
 
 
-def test_a_commit_that_goes_back_is_refused(run: Any, raw: RawLearner) -> None:
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"run_id": "another"}, "belongs to run another"),
+        ({"content": "0" * 64}, "wrong content digest"),
+        ({"version": v(7)}, "wrong digest"),
+    ],
+    ids=["of another run", "content that isn't named", "version that isn't named"],
+)
+def test_an_offer_that_is_not_what_it_says_is_refused(
+    run: Any, raw: RawLearner, changes: dict[str, Any], told: str
+) -> None:
     worker = Setting(run, "shared_memory").worker()
-    raw.expect(Have)
-    committed(raw, worker, "a", v(1))
-    raw.prepare("b", v(3))
-    raw.expect(Staged)
-    # Of a round that is over, and of another version than the one that is staged.
-    raw.send(Commit(round="a", run_id=raw.run_id, version=v(1)))
-    raw.send(Commit(round="b", run_id=raw.run_id, version=v(2)))
+    raw.expect(Ask)
+    raw.offer("a", v(1), changes)
     refused = raw.expect(Refused)
-    assert (refused.round, refused.stage) == ("b", "commit")
-    assert "COMMIT names 1.2" in refused.reason
-    assert raw.expect(Have).version == v(1)
-    committed(raw, worker, "c", v(3))
+    assert (refused.round, refused.stage) == ("a", "offer")
+    assert told in refused.reason
+    assert raw.expect(Ask).version is None
+    loaded(raw, worker, "b", v(1))
 
 
-def test_a_commit_before_the_bytes_are_checked_changes_nothing(run: Any, raw: RawLearner) -> None:
+def test_nothing_is_loaded_before_the_last_bucket_is_checked(run: Any, raw: RawLearner) -> None:
     worker = Setting(run, "shared_memory").worker(hold="bucket")
-    raw.expect(Have)
-    raw.prepare("a", v(1))
+    raw.expect(Ask)
+    raw.offer("a", v(1))
     holds(worker, "bucket")
-    raw.send(Commit(round="a", run_id=raw.run_id, version=v(1)))
-    assert raw.expect(Have).state == "staging"
+    for _ in range(2):
+        ask = raw.expect(Ask)
+    assert (ask.round, ask.busy, ask.version) == ("a", True, None)
+    assert not worker.pipe.poll()
     worker.pipe.send("go on")
-    raw.expect(Staged)
-    assert raw.expect(Have).version is None
-    raw.send(Commit(round="a", run_id=raw.run_id, version=v(1)))
-    assert worker.next() == (v(1), weights_of(1))
-
-
-def test_a_worker_repeats_what_it_has_staged_until_commit_comes(run: Any, raw: RawLearner) -> None:
-    worker = Setting(run, "shared_memory").worker()
-    raw.expect(Have)
-    raw.prepare("a", v(1))
-    first = raw.expect(Staged)
-    # Nobody answers, as where the connection broke with the message on it.
-    assert raw.expect(Staged, seconds=10) == first
-    # Each repetition may be answered; one is enough.
-    for _ in range(3):
-        raw.send(Commit(round="a", run_id=raw.run_id, version=v(1)))
     assert worker.next(DEADLINE) == (v(1), weights_of(1))
-    assert raw.expect(Committed).version == v(1)
-    committed(raw, worker, "b", v(2))
 
 
-@pytest.mark.parametrize("lost", [Staged, Commit, Committed])
+def test_the_term_is_asked_of_redis_once_all_is_checked(run: Any, raw: RawLearner) -> None:
+    worker = Setting(run, "shared_memory").worker(hold="staged")
+    raw.expect(Ask)
+    raw.offer("a", v(1))
+    holds(worker, "staged")
+    # Every bucket is checked; now another learner begins.
+    run.new_term()
+    worker.pipe.send("go on")
+    refused = raw.expect(Refused)
+    assert (refused.round, refused.stage) == ("a", "load")
+    assert "is of term 1, which is over: term 2 has begun" in refused.reason
+    assert not worker.pipe.poll()
+
+
+def test_a_round_that_is_withdrawn_is_not_loaded(run: Any, raw: RawLearner) -> None:
+    worker = Setting(run, "shared_memory").worker(hold="bucket")
+    raw.expect(Ask)
+    raw.offer("a", v(1))
+    holds(worker, "bucket")
+    raw.send(Withdraw(round="a", reason="the test says so"))
+    while raw.expect(Ask).busy:
+        pass
+    worker.pipe.send("go on")
+    # It tells of every load: there was none of 1.1.
+    loaded(raw, worker, "b", v(2))
+
+
+@pytest.mark.parametrize("lost", [Offer, Ask, Loaded, Refused])
 def test_a_message_that_is_lost_costs_seconds_and_not_a_deadline(
     run: Any, monkeypatch: pytest.MonkeyPatch, lost: type
 ) -> None:
@@ -330,22 +341,28 @@ def test_a_message_that_is_lost_costs_seconds_and_not_a_deadline(
         transport="shared_memory", open_seconds=300, stage_seconds=300, commit_seconds=300
     )
     gone = []
+    send, arrive = Transfers._send, Transfers._on_message
 
-    def losing(real: Any, message: int) -> Any:
-        def pass_on(*args: Any) -> None:
-            if isinstance(args[message], lost) and not gone:
-                gone.append(args[message])
-            else:
-                real(*args)
+    def sending(self: Any, peer: Any, message: Any) -> None:
+        if isinstance(message, lost) and not gone:
+            gone.append(message)
+        else:
+            send(self, peer, message)
 
-        return pass_on
+    def arriving(self: Any, identity: bytes, message: Any) -> None:
+        # Of Asks the one that takes the offer up.
+        if isinstance(message, lost) and not gone and message.round:
+            gone.append(message)
+        else:
+            arrive(self, identity, message)
 
-    for name, message in (("_on_staged", 3), ("_on_committed", 3), ("_send", 2)):
-        monkeypatch.setattr(WeightService, name, losing(getattr(WeightService, name), message))
+    monkeypatch.setattr(Transfers, "_send", sending)
+    monkeypatch.setattr(Transfers, "_on_message", arriving)
     publisher = run.publisher(config=patient)
-    worker = Setting(run, "shared_memory").worker(config=patient)
+    options = {"broken": "politely"} if lost is Refused else {}
+    worker = Setting(run, "shared_memory").worker(config=patient, **options)
     publish(publisher, 1, others=(worker,))
-    publisher.wait_served(v(1), DEADLINE)
+    wait_served(publisher, v(1), DEADLINE)
     assert len(gone) == 1
     publish(publisher, 2, others=(worker,))
-    publisher.wait_served(v(2), DEADLINE)
+    wait_served(publisher, v(2), DEADLINE)

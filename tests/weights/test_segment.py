@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from tandem.common.errors import WeightsError
-from tandem.common.weights import segment
-from tandem.common.weights.buffer import views
+from tandem.common.weights import shared_memory as segment
 from tandem.common.weights.manifest import read_layout
-from tandem.common.weights.segment import Segment, map_segment, remove_left_behind
-from tandem.rollout.handover import handed_over
+from tandem.common.weights.shared_memory import Segment, map_segment, remove_left_behind
+from tandem.common.weights.staging import handed_over, views
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +57,7 @@ def test_a_mapping_outlives_the_file_and_its_creator(tmp_path: Path) -> None:
 
 def test_only_segments_of_the_right_size_are_mapped(tmp_path: Path) -> None:
     written = Segment(4096)
-    with pytest.raises(WeightsError, match="not the 12,288 of 8,192 bytes of weights"):
+    with pytest.raises(WeightsError, match="not the 8,192 of weights"):
         map_segment(written.path, 8192)
     with pytest.raises(WeightsError, match="can't be read"):
         map_segment(tmp_path / "tandem-weights-gone.buffer", 4096)
@@ -108,7 +107,7 @@ def test_weights_without_room_are_refused_before_anything_is_written(
         free = 1000
 
     monkeypatch.setattr(segment.shutil, "disk_usage", lambda _: Full)
-    with pytest.raises(WeightsError, match=r"8,192 bytes (?s:.*)shm-size"):
+    with pytest.raises(WeightsError, match=r"4,096 bytes (?s:.*)shm-size"):
         Segment(4096)
     assert files(tmp_path) == []
 
@@ -116,7 +115,7 @@ def test_weights_without_room_are_refused_before_anything_is_written(
 def test_a_file_of_a_killed_process_is_removed_and_one_in_use_is_not(tmp_path: Path) -> None:
     held = (
         "import pathlib, time\n"
-        "from tandem.common.weights import segment\n"
+        "from tandem.common.weights import shared_memory as segment\n"
         f"kept = segment.Segment(4096, [pathlib.Path({str(tmp_path)!r})])\n"
         "print('ready', flush=True)\n"
         "time.sleep(60)\n"

@@ -11,10 +11,11 @@ from typing import Any
 
 import weight_processes as processes
 from safetensors.torch import load_file
+from served import wait_served
 from weight_processes import as_bytes, model
 
 from tandem.common.records import Version
-from tandem.common.weights.segment import SHARED_MEMORY
+from tandem.common.weights.shared_memory import SHARED_MEMORY
 
 
 def v(step: int, term: int = 1) -> Version:
@@ -43,7 +44,7 @@ class TestSharedMemory:
             publisher.publish(v(step), model(step, big=True))
             for worker in workers:
                 assert worker.next() == (v(step), as_bytes(model(step, big=True)))
-            publisher.wait_served(v(step), 10, at_least=2)
+            wait_served(publisher, v(step), 10, at_least=2)
         stats = publisher.stats()
         assert stats["buffers"] == 2
         assert {t["transport"] for t in stats["transfers"].values()} == {"shared_memory"}
@@ -98,7 +99,7 @@ class TestSharedMemory:
         publisher.publish(v(0), model(0, big=True))
         assert worker.next() == (v(0), as_bytes(model(0, big=True)))
         assert publisher.stats()["failed"] == 2
-        publisher.wait_served(v(0), 10)
+        wait_served(publisher, v(0), 10)
         assert publisher.stats()["transfers"]["rollout-0"]["transport"] == "gloo"
 
 
@@ -170,7 +171,7 @@ class TestBroadcast:
             publisher.publish(v(step), model(step, big=True))
             for worker in workers:
                 assert worker.next() == (v(step), as_bytes(model(step, big=True)))
-            publisher.wait_served(v(step), 20, at_least=3)
+            wait_served(publisher, v(step), 20, at_least=3)
         stats = publisher.stats()
         # Each version went out once, to all.
         assert (stats["broadcasts"], stats["committed"], stats["failed"]) == (3, 9, 0)
@@ -184,7 +185,7 @@ class TestBroadcast:
             assert worker.next()[0] == v(0)
         joiner = run.worker("rollout-2", **options)
         assert joiner.next() == (v(0), as_bytes(model(0, big=True)))
-        publisher.wait_served(v(0), 20, at_least=3)
+        wait_served(publisher, v(0), 20, at_least=3)
         publisher.publish(v(1), model(1, big=True))
         for worker in (*first, joiner):
             assert worker.next() == (v(1), as_bytes(model(1, big=True)))

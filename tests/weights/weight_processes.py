@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import threading
@@ -15,12 +16,15 @@ from tandem.common.config import Config, build
 from tandem.common.errors import WeightsError
 from tandem.common.records import Version
 from tandem.common.run_folder import JoinInfo
-from tandem.common.weights import segment
-from tandem.common.weights.gloo import GlooTransport
-from tandem.common.weights.transport import Transport
-from tandem.learner.publish import WeightPublisher
+from tandem.common.weights import shared_memory
+from tandem.common.weights.channel import Meeting, Parcel, Way
+from tandem.common.weights.gloo import Gloo
+from tandem.common.weights.job import Target
+from tandem.common.weights.receiver import WeightReceiver
+from tandem.common.weights.sender import WeightSender
 from tandem.replay.connection import connect
-from tandem.rollout.weights import WeightReceiver
+from tandem.replay.ledger import Ledger
+from tandem.replay.members import membership
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -55,40 +59,38 @@ def as_bytes(named: Named) -> dict[str, bytes]:
     return {name: tensor.detach().cpu().numpy().tobytes() for name, tensor in named}
 
 
-class FlippedByte(GlooTransport):
+class FlippedByte(Gloo):
     """Damages one byte of the first version that it sends."""
 
     damaged = 0
 
-    def send(self, buckets: Sequence[torch.Tensor], seconds: float) -> None:
+    def offer(self, parcel: Parcel, at: Meeting | str, seconds: float) -> str:
         if FlippedByte.damaged == 0:
             FlippedByte.damaged = 1
-            buckets = [bucket.clone() for bucket in buckets]
-            buckets[-1][17] ^= 1
-        super().send(buckets, seconds)
+            pieces = [piece.clone() for piece in parcel.pieces]
+            pieces[-1][17] ^= 1
+            parcel = dataclasses.replace(parcel, pieces=pieces)
+        return super().offer(parcel, at, seconds)
 
 
 class StopsHalfWay:
-    """Makes transports that send or receive one bucket, say ``half`` and go no further."""
+    """Makes channels that send or receive one bucket, say ``half`` and go no further."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
-    def __call__(self, name: str, interface: str) -> Transport:
+    def __call__(self, name: str, interface: str, device: torch.device) -> Way:
         pipe = self._pipe
 
-        class Half(GlooTransport):
-            def send(self, buckets: Sequence[torch.Tensor], seconds: float) -> None:
-                super().send(buckets[:1], seconds)
+        class Half(Gloo):
+            def _transfer(
+                self, pieces: Sequence[torch.Tensor], seconds: float, verb: str
+            ) -> Iterator[int]:
+                yield from super()._transfer(pieces[:1], seconds, verb)
                 pipe.send("half")
                 threading.Event().wait(60)
 
-            def receive(self, buckets: Sequence[torch.Tensor], seconds: float) -> Iterator[int]:
-                yield from super().receive(buckets[:1], seconds)
-                pipe.send("half")
-                threading.Event().wait(60)
-
-        return Half(interface)
+        return Half(interface, device)
 
 
 def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any]) -> None:
@@ -116,14 +118,15 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
         raise WeightsError(f"{path} can't be mapped: a container of its own")
 
     if options.get("blind"):
-        segment._map = sees_nothing  # type: ignore[assignment]
+        shared_memory.map_segment = sees_nothing  # type: ignore[assignment]
     store = connect(join, name=member)
-    more: dict[str, Any] = {"transports": StopsHalfWay(pipe)} if options.get("half") else {}
-    for name in ("device", "on_host"):
-        if name in options:
-            more[name] = options[name]
+    more: dict[str, Any] = {"make_way": StopsHalfWay(pipe)} if options.get("half") else {}
     receiver = WeightReceiver(
-        store, member, options["specs"], commit, config=options["config"], **more
+        membership(store, member),
+        options["config"],
+        Target(specs=options["specs"], load=commit, device=options.get("device", "cpu")),
+        Ledger(store, member).term,
+        **more,
     )
     receiver.start()
     threading.Event().wait(120)
@@ -136,8 +139,8 @@ def learner(pipe: Connection, join: JoinInfo, term: int, options: dict[str, Any]
     """
     torch.set_num_threads(1)
     store = connect(join, name="learner-0")
-    more = {"transports": StopsHalfWay(pipe)} if options.get("half") else {}
-    publisher = WeightPublisher(store, join, options["config"], term, "learner-0", **more)
+    more = {"make_way": StopsHalfWay(pipe)} if options.get("half") else {}
+    publisher = WeightSender(membership(store, "learner-0"), options["config"], term, **more)
     publisher.start()
     while True:
         step, seed = pipe.recv()

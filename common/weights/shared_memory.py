@@ -1,4 +1,4 @@
-"""Flat buffers in memory that other processes of this host can map: files in ``/dev/shm``.
+"""The way of one host: workers map the learner's flat buffer, a file in ``/dev/shm``.
 
 A segment's creator holds a lock on its file as long as it is wanted; the kernel drops the lock
 when the creator dies, so a file that nobody has locked was left behind and may be removed. (A
@@ -18,10 +18,13 @@ import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from ..errors import WeightsError
+from .channel import Arrival, Meeting, OwnBuffer, Pair, Parcel, Way
+from .manifest import WeightManifest
 
 PREFIX = "tandem-weights-"
 SUFFIX = ".buffer"
@@ -33,7 +36,6 @@ MAPPED = 4
 """Segments of others that a process keeps mapped."""
 MADV_POPULATE_READ = 22
 """The same for reading (linux/mman.h): a populated private mapping would be a copy."""
-_PAGE = 4096
 
 
 def places() -> tuple[Path, ...]:
@@ -72,16 +74,8 @@ def remove_left_behind() -> int:
     return removed
 
 
-def _count_at(nbytes: int) -> int:
-    """Where in a segment's file its count lies: on a page of its own, after the buffer."""
-    return -(-nbytes // _PAGE) * _PAGE
-
-
 class Segment:
     """A zeroed flat buffer ``[n]`` uint8 and the file through which others can map it.
-
-    Behind the buffer lies a count of bytes, which its creator alone raises: readers may watch it
-    to read along while the buffer is filled.
 
     Args:
         nbytes: its size, at least one.
@@ -93,30 +87,19 @@ class Segment:
 
     def __init__(self, nbytes: int, where: Sequence[Path] | None = None) -> None:
         folders = places() if where is None else tuple(where)
-        size = _count_at(nbytes) + _PAGE
-        folder = _place(size, folders)
+        folder = _place(nbytes, folders)
         self.path = folder / f"{PREFIX}{secrets.token_hex(8)}{SUFFIX}"
         self._descriptor = _create(self.path)
         try:
             # Without its blocks, a file in a full /dev/shm ends the process by SIGBUS.
-            os.posix_fallocate(self._descriptor, 0, size)
-            mapping = mmap.mmap(self._descriptor, size, flags=mmap.MAP_SHARED | MAP_POPULATE)
+            os.posix_fallocate(self._descriptor, 0, nbytes)
+            mapping = mmap.mmap(self._descriptor, nbytes, flags=mmap.MAP_SHARED | MAP_POPULATE)
         except OSError as error:
             self.close()
             raise WeightsError(
                 f"weights of {nbytes:,} bytes can't be written to {self.path}: {error.strerror}"
             ) from None
         self.buffer = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
-        self._count = memoryview(mapping)[_count_at(nbytes) : size].cast("q")
-
-    @property
-    def count(self) -> int:
-        """Bytes that were ever put into the buffer, whatever they replaced."""
-        return self._count[0]
-
-    @count.setter
-    def count(self, value: int) -> None:
-        self._count[0] = value
 
     def close(self) -> None:
         """Removes the file. Who has it mapped keeps the memory; safe to call twice."""
@@ -136,12 +119,6 @@ def map_segment(path: str | Path, nbytes: int) -> torch.Tensor:
     Raises:
         WeightsError: there is no such segment, it isn't this user's or it has another size.
     """
-    return _map(path, nbytes)[0]
-
-
-def _map(path: str | Path, nbytes: int) -> tuple[torch.Tensor, memoryview[int]]:
-    """The buffer, and the count."""
-    size = _count_at(nbytes) + _PAGE
     path = Path(path)
     if path.parent not in places() or not path.name.startswith(PREFIX):
         raise WeightsError(f"{path} isn't a place where weights are shared")
@@ -153,14 +130,12 @@ def _map(path: str | Path, nbytes: int) -> tuple[torch.Tensor, memoryview[int]]:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
             raise WeightsError(f"{path} isn't this user's: its weights aren't loaded")
-        if found.st_size != size:
-            raise WeightsError(
-                f"{path} has {found.st_size:,} bytes, not the {size:,} of {nbytes:,} bytes of weights"
-            )
+        if found.st_size != nbytes:
+            raise WeightsError(f"{path} has {found.st_size:,} bytes, not the {nbytes:,} of weights")
         # A private mapping sees what the file holds, and a slip of the pen here (some models'
         # loaders change what they are given) makes a copy of the page and harms nobody.
         mapping = mmap.mmap(
-            descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            descriptor, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
         try:
             mapping.madvise(MADV_POPULATE_READ)
@@ -170,15 +145,14 @@ def _map(path: str | Path, nbytes: int) -> tuple[torch.Tensor, memoryview[int]]:
         raise WeightsError(f"the weights in {path} can't be mapped: {error.strerror}") from None
     finally:
         os.close(descriptor)
-    buffer = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
-    return buffer, memoryview(mapping)[_count_at(nbytes) : size].toreadonly().cast("q")
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
 
 
 class Mappings:
     """Other processes' segments, kept mapped: their owner uses two or three in turn."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[torch.Tensor, memoryview[int]]] = {}
+        self._kept: dict[str, torch.Tensor] = {}
 
     def get(self, path: str, nbytes: int) -> torch.Tensor:
         """``[nbytes]`` uint8, as :func:`map_segment` gives it, which is asked only if need be."""
@@ -189,18 +163,45 @@ class Mappings:
         while len(self._kept) >= MAPPED:
             del self._kept[next(iter(self._kept))]
         # Pages that a reader wrote to are copies, which see nothing of what follows.
-        if found is None or found[0].numel() != nbytes or found[0]._version:
-            found = _map(path, nbytes)
+        if found is None or found.numel() != nbytes or found._version:
+            found = map_segment(path, nbytes)
         self._kept[path] = found
-        return found[0]
+        return found
 
-    def count(self, path: str) -> int:
-        """What the owner of a segment that is mapped has counted in it."""
-        return self._kept[path][1][0]
 
-    def buffers(self) -> list[torch.Tensor]:
-        """Those that are kept."""
-        return [buffer for buffer, _ in self._kept.values()]
+class SharedMemory(Way):
+    """Carries nothing: the worker reads the version where the learner has put it.
+
+    The learner never writes into a segment that a worker may still read (``StagingSlot.retired``).
+    """
+
+    name: ClassVar[str] = "shared_memory"
+
+    def __init__(self, interface: str, device: torch.device) -> None:
+        super().__init__(interface, device)
+        self._mapped = Mappings()
+
+    @classmethod
+    def obstacle(cls, pair: Pair) -> str:
+        """Both must see the file."""
+        if pair.same_memory:
+            return ""
+        return (
+            "needs a learner and a worker that see the same /dev/shm (not two hosts, two containers "
+            "without --ipc=host, two users) with room in it: set weights.transport=auto"
+        )
+
+    def offer(self, parcel: Parcel, at: Meeting | str, seconds: float) -> str:
+        """The segment's file."""
+        return parcel.segment
+
+    def fetch(
+        self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer, seconds: float
+    ) -> Arrival:
+        """Maps the segment, or finds it mapped."""
+        place = str(at)
+        buffer = self._mapped.get(place, manifest.total_bytes)
+        return Arrival(buffer=buffer, segment=place, full=range(len(manifest.buckets)))
 
 
 def _place(needed: int, folders: Sequence[Path]) -> Path:

@@ -1,4 +1,4 @@
-"""Workers of the learner's host read a version along while it is copied into shared memory."""
+"""A copy out of the model that doesn't come to its end: nobody is offered half a version."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import fault_processes
 import pytest
 import torch
+from served import wait_served
 from weight_processes import Named, as_bytes, config, model, specs_of
 
 from tandem.common.records import Version
@@ -33,8 +34,8 @@ def weights_of(step: int) -> dict[str, bytes]:
 
 
 def worker(run: Any, member: str = "rollout-0", **options: Any) -> Any:
-    """A worker's process, which stands still once it has read the first bucket of the second version."""
-    values = {"config": CONFIG, "specs": specs_of(layers(0)), "after": 1, **options}
+    """A worker's process."""
+    values = {"config": CONFIG, "specs": specs_of(layers(0)), **options}
     return run._child(fault_processes.worker, member, values)
 
 
@@ -48,65 +49,27 @@ def gathered(step: int, midway: Callable[[], None]) -> Iterator[tuple[str, torch
 
 @pytest.fixture
 def reader(run: Any) -> tuple[Any, Any]:
-    """A publisher and a worker that holds its first version, and will stand still in the next."""
+    """A publisher and a worker that holds its first version."""
     publisher = run.publisher(config=CONFIG)
-    child = worker(run, hold="bucket")
+    child = worker(run)
     run.lines.wait_for("rollout-0 joined")
     publisher.publish(v(1), layers(1))
     assert child.next(DEADLINE) == (v(1), weights_of(1))
-    publisher.wait_served(v(1), DEADLINE)
+    wait_served(publisher, v(1), DEADLINE)
     return publisher, child
 
 
-def test_the_first_bucket_is_read_before_the_last_is_copied(reader: tuple[Any, Any]) -> None:
+def test_a_copy_that_fails_half_way_leaves_the_old_version(reader: tuple[Any, Any]) -> None:
     publisher, child = reader
 
     def midway() -> None:
-        assert child.next(DEADLINE) == ("holds", "bucket")
-        child.pipe.send("go on")
-
-    publisher.publish(v(2), gathered(2, midway))
-    assert child.next(DEADLINE) == (v(2), weights_of(2))
-    publisher.wait_served(v(2), DEADLINE)
-    assert publisher.stats()["transfers"]["rollout-0"]["transport"] == "shared_memory"
-    assert publisher.stats()["failed"] == 0
-
-
-def test_a_copy_that_fails_half_way_leaves_the_old_version(
-    run: Any, reader: tuple[Any, Any]
-) -> None:
-    publisher, child = reader
-
-    def midway() -> None:
-        assert child.next(DEADLINE) == ("holds", "bucket")
-        child.pipe.send("go on")
         raise RuntimeError("a rank has died")
 
     with pytest.raises(RuntimeError, match="a rank has died"):
         publisher.publish(v(2), gathered(2, midway))
-    run.lines.wait_for("rollout-0 stays on 1.1", "version 1.2 wasn't copied to its end")
     publisher.publish(v(3), layers(3))
     # It tells of every commit: there was none of 1.2.
     assert child.next(DEADLINE) == (v(3), weights_of(3))
-
-
-def test_bytes_that_change_after_they_were_read_are_noticed(
-    run: Any, reader: tuple[Any, Any]
-) -> None:
-    publisher, child = reader
-
-    def midway() -> None:
-        assert child.next(DEADLINE) == ("holds", "bucket")
-        (slot,) = [slot for slot in publisher._slots._slots if slot.version is None]
-        slot.buffer[17] ^= 1
-        child.pipe.send("go on")
-
-    publisher.publish(v(2), gathered(2, midway))
-    run.lines.wait_for("rollout-0 stays on 1.1", "staged something else", "bucket 0", "was damaged")
-    # What the learner has is what is served then.
-    served, found = child.next(DEADLINE)
-    assert served == v(2)
-    assert found != weights_of(2)
 
 
 def test_a_learner_killed_while_it_copies_leaves_the_old_version(run: Any) -> None:

@@ -1,4 +1,4 @@
-"""Snapshots: a version of the weights as a folder on disk, for whoever no channel reaches.
+"""The way over a disk: a version of the weights as a folder, for whoever no channel reaches.
 
 ::
 
@@ -17,6 +17,7 @@ import re
 import secrets
 import shutil
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import torch
@@ -25,8 +26,9 @@ from safetensors.torch import save_file
 
 from ..errors import WeightsError
 from ..records import Version
-from .buffer import views
+from .channel import Arrival, Meeting, OwnBuffer, Pair, Parcel, Way
 from .manifest import WeightManifest
+from .staging import views
 
 KEPT = 2
 """Newest snapshots that are kept: a worker may be reading the last but one."""
@@ -34,6 +36,29 @@ LATEST = "LATEST"
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
 _NAME = re.compile(r"([0-9]{1,18})\.([0-9]{1,18})")
+
+
+class Snapshot(Way):
+    """Writes a version into the run's folder of snapshots, and reads it from there."""
+
+    name: ClassVar[str] = "snapshot"
+
+    @classmethod
+    def obstacle(cls, pair: Pair) -> str:
+        """There is none that could be seen from here: the worker says whether it sees the folder."""
+        return ""
+
+    def offer(self, parcel: Parcel, at: Meeting | str, seconds: float) -> str:
+        """Writes it; returns its folder."""
+        return str(write(Path(str(at)), parcel.manifest, parcel.buffer))
+
+    def fetch(
+        self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer, seconds: float
+    ) -> Arrival:
+        """Reads it into the worker's own buffer."""
+        buffer, segment = own(manifest.total_bytes)
+        read(Path(str(at)), manifest, buffer)
+        return Arrival(buffer=buffer, segment=segment, full=range(len(manifest.buckets)))
 
 
 def name_of(version: Version) -> str:

@@ -1,7 +1,8 @@
-"""Publishes weights: copies them out between two steps, then serves them behind the next ones.
+"""The learner's end as the trainer sees it: publishes versions, which are served in the background.
 
-Threads beside the training step's: *service* talks to the workers
-(:mod:`tandem.learner.weight_service`), *announce* keeps the registry entry alive.
+``publish`` copies a version out of the model between two steps; training goes on while it is sent.
+Beside the training step's thread, *service* talks to the workers (:mod:`.transfers`) and *announce*
+keeps the registry's entry alive.
 """
 
 from __future__ import annotations
@@ -12,29 +13,25 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 import zmq
 
-from ..common.config import Config
-from ..common.errors import DeadlineError, StoreError, WeightsError
-from ..common.records import Version
-from ..common.run_folder import JoinInfo
-from ..common.sockets import Authenticator, CurveKeys, bind_router, new_keys
-from ..common.weights.directory import ROLE, LearnerAddress, Registry
-from ..common.weights.mailbox import Mailbox
-from ..common.weights.manifest import Layout, plan
-from ..common.weights.scored_rows import ScoredRows
-from ..common.weights.segment import remove_left_behind
-from ..common.weights.staging import StagingSlot, StagingSlots
-from ..common.weights.transport import Transport, local_address, make_transport
-from .weight_service import WeightService
-
-if TYPE_CHECKING:
-    from ..replay.connection import Store
+from ..config import Config
+from ..errors import StoreError, WeightsError
+from ..mailbox import Mailbox
+from ..records import Version
+from ..sockets import Authenticator, bind_router, local_address, new_keys
+from .couriers import Couriers
+from .manifest import Layout, ScoredRows, plan
+from .protocol import ROLE, LearnerAddress, Membership
+from .shared_memory import remove_left_behind
+from .staging import StagingSlot, StagingSlots
+from .transfers import Event, Published, Stop, Transfers
+from .ways import MakeWay, make_way
 
 log = logging.getLogger("tandem.learner.weights")
 
@@ -44,7 +41,7 @@ SILENT_SECONDS = 10.0
 """A worker that says HAVE once a second and wasn't heard for so long is given up."""
 
 
-class WeightPublisher:
+class WeightSender:
     """Serves the newest version to every live worker that holds another one.
 
     ``publish`` returns once the weights are copied into a flat staging buffer; training goes on
@@ -53,45 +50,32 @@ class WeightPublisher:
     whenever it asks, whether or not training goes on.
 
     Args:
-        store: the run's store; registry and client key are read through it.
-        join: names the run.
+        membership: this learner's.
         config: the run's.
         term: this learner's.
-        member: member id of this learner.
-        dtype: of floating-point tensors on the wire, which is the engine's; None = that of
-            the config.
-        registry: in place of the store's.
-        client: the run's client keys, in place of the store's.
-        transports: makes a transport by name and interface.
+        make_way: makes one end of a way.
         silent_seconds: silence after which a worker is given up.
         snapshot_folder: where snapshots lie unless ``weights.snapshot_folder`` names a place.
     """
 
     def __init__(
         self,
-        store: Store | None,
-        join: JoinInfo,
+        membership: Membership,
         config: Config,
         term: int,
-        member: str,
         *,
-        dtype: torch.dtype | None = None,
-        registry: Registry | None = None,
-        client: CurveKeys | None = None,
-        transports: Callable[[str, str], Transport] = make_transport,
+        make_way: MakeWay = make_way,
         silent_seconds: float = SILENT_SECONDS,
         snapshot_folder: Path | None = None,
     ) -> None:
-        self._run_id = join.run_id
+        self._run_id = membership.run_id
         self._settings = config.weights
         self._term = term
-        self._member = member
-        self._dtype: torch.dtype = (
-            dtype if dtype is not None else getattr(torch, config.engine_dtype)
-        )
-        self._registry = registry if registry is not None else _registry_of(store)
-        self._client = client if client is not None else _client_of(store)
-        self._transports = transports
+        self._member = membership.member
+        self._dtype: torch.dtype = getattr(torch, config.engine_dtype)
+        self._registry = membership.registry
+        self._client = membership.client
+        self._make_way = make_way
         self._silent_seconds = silent_seconds
         self._bind = config.launch.bind
         self._interface = local_address(config.weights.interface)
@@ -101,24 +85,23 @@ class WeightPublisher:
             self._snapshot_folder = Path(named).expanduser().absolute()
         else:
             self._snapshot_folder = snapshot_folder or Path(tempfile.gettempdir()) / (
-                f"tandem-{join.run_id}-weights"
+                f"tandem-{self._run_id}-weights"
             )
-        # NCCL alone reads a GPU's memory; whoever shares a GPU can't use it.
-        self._on_gpu = config.may_use_nccl
+        # Whoever shares a GPU can't use NCCL.
+        self._may_use_nccl = config.may_use_nccl
         self._shared = config.weights.transport in ("auto", "shared_memory")
 
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._mailbox: Mailbox[tuple[Any, ...]] = Mailbox()
+        self._mailbox: Mailbox[Event] = Mailbox()
         self._stopping = threading.Event()
         self._slots = StagingSlots()
         self._layout: Layout | None = None
-        self._device = torch.device("cpu")
         self._pin = False
         self._last: Version | None = None
         self._published = 0
         self._copy_seconds = 0.0
 
-        self._service: WeightService | None = None
+        self._service: Transfers | None = None
         self._authenticator: Authenticator | None = None
         self._address: LearnerAddress | None = None
         self._threads: list[threading.Thread] = []
@@ -131,16 +114,22 @@ class WeightPublisher:
         keys = new_keys()
         self._authenticator = Authenticator(self._context, self._client.public)
         router, endpoint = bind_router(self._context, self._bind, keys)
-        self._service = WeightService(
+        self._service = Transfers(
             run_id=self._run_id,
             member=self._member,
             settings=self._settings,
             slots=self._slots,
             router=router,
             mailbox=self._mailbox,
-            transports=self._transports,
-            interface=self._interface,
-            snapshot_folder=self._snapshot_folder,
+            couriers=Couriers(
+                run_id=self._run_id,
+                settings=self._settings,
+                slots=self._slots,
+                make_way=self._make_way,
+                interface=self._interface,
+                snapshot_folder=self._snapshot_folder,
+                post=self._mailbox.post,
+            ),
             silent_seconds=self._silent_seconds,
         )
         self._address = LearnerAddress(
@@ -178,18 +167,12 @@ class WeightPublisher:
         if self._layout is None:
             parameters = self._lay_out(parameters)
         assert self._layout is not None
-        slot = self._slots.take(self._layout, self._device, shared=self._shared, pin=self._pin)
+        slot = self._slots.take(self._layout, shared=self._shared, pin=self._pin)
         slot.scored = scored
-        along = slot.segment is not None and not self._pin
-        if along:
-            # Workers of this host read along. (What a GPU copies is there at some later time.)
-            self._mailbox.post(("begun", self._slots.pin(slot), version))
         try:
             on_gpu = self._copy(slot, parameters)
         except BaseException:
             self._slots.give_back(slot)
-            if along:
-                self._mailbox.post(("broken_off", slot))
             raise
         if on_gpu:
             # What trains next is queued behind the copies on the same stream.
@@ -198,7 +181,7 @@ class WeightPublisher:
         self._copy_seconds = self._slots.publish(slot, version) - start
         self._last = version
         self._published += 1
-        self._mailbox.post(("newest",))
+        self._mailbox.post(Published())
 
     def restamp(self, version: Version) -> None:
         """Gives the newest weights a newer version: a step that changed nothing (LEDGER, quarantine).
@@ -213,43 +196,14 @@ class WeightPublisher:
             raise WeightsError(f"version {version} would re-stamp weights, but none are published")
         self._last = version
         self._published += 1
-        self._mailbox.post(("newest",))
-
-    def wait_served(self, version: Version, deadline: float, at_least: int = 1) -> None:
-        """Waits until so many live workers hold ``version`` or a newer one.
-
-        Raises:
-            DeadlineError: not within ``deadline`` seconds; names who doesn't hold it.
-        """
-        if self._service is None:
-            raise WeightsError("the weight service isn't running: start() it first")
-        held, served = self._service.held, self._service.served
-        end = time.monotonic() + deadline
-        told = False
-        with served:
-            while True:
-                behind = {m: v for m, v in held.items() if v is None or v < version}
-                if len(held) - len(behind) >= at_least:
-                    return
-                who = ", ".join(f"{m} (holds {v or 'none'})" for m, v in sorted(behind.items()))
-                who = who or "a rollout worker to connect"
-                left = end - time.monotonic()
-                if left <= 0 or self._stopping.is_set():
-                    raise DeadlineError(
-                        f"version {version} wasn't served to {at_least} worker(s) within "
-                        f"{deadline:.0f} s; waited for {who}"
-                    )
-                if not told and left <= deadline / 2:
-                    told = True
-                    log.warning(f"waiting for {who} to hold version {version}")
-                served.wait(min(left, deadline / 2))
+        self._mailbox.post(Published())
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and the last times, for metrics.
 
         ``copy_seconds``: of the training thread, last publication. ``latency_seconds``: from
         the end of the last copy to the last COMMITTED of that version. ``transfers``: each live
-        worker's last one, see :class:`~tandem.learner.weight_peers.Served`.
+        worker's last one.
         """
         found: dict[str, Any] = {
             "published": self._published,
@@ -262,7 +216,7 @@ class WeightPublisher:
             return found
         with service.served:
             members = {m: [v.term, v.step] if v else None for m, v in service.held.items()}
-            transfers = {member: last.told() for member, last in service.last.items()}
+            transfers = dict(service.last)
         return {
             **found,
             **service.counts,
@@ -276,7 +230,7 @@ class WeightPublisher:
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self._mailbox.post(("stop",))
+        self._mailbox.post(Stop())
         for thread in self._threads:
             thread.join(timeout=5.0)
         try:
@@ -310,19 +264,24 @@ class WeightPublisher:
         self, parameters: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterable[tuple[str, torch.Tensor]]:
         """Plans the buffer from the first publication."""
-        if isinstance(parameters, list | tuple):
-            items = list(parameters)
-        else:
-            # A gather's tensors are gone once the next is asked for, and the size of the
-            # buffer is known only at the end: this once they are copied twice.
-            items = [(n, t.detach().to(self._wire_dtype(t), copy=True)) for n, t in parameters]
-        self._layout = plan(
-            ((n, t.shape, self._wire_dtype(t)) for n, t in items),
-            self._settings.bucket_mb << 20,
-        )
-        self._pin = items[0][1].is_cuda
-        if self._on_gpu:
-            self._device = items[0][1].device
+        device = torch.device("cpu")
+
+        def out(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+            nonlocal device
+            device = tensor.device
+            # The size of the buffer is known only at the end, and a gather's tensors are gone once
+            # the next is asked for: this once they are copied twice.
+            return name, tensor.detach().to("cpu", self._wire_dtype(tensor), copy=True)
+
+        keep = isinstance(parameters, list | tuple)
+        items = list(parameters) if keep else [out(*item) for item in parameters]
+        specs = ((n, t.shape, self._wire_dtype(t)) for n, t in items)
+        self._layout = plan(specs, self._settings.bucket_mb << 20)
+        if items[0][1].is_cuda:
+            device = items[0][1].device
+        self._pin = device.type == "cuda"
+        if self._may_use_nccl:
+            self._slots.device = device
         return items
 
     def _copy(self, slot: StagingSlot, parameters: Iterable[tuple[str, torch.Tensor]]) -> bool:
@@ -337,11 +296,8 @@ class WeightPublisher:
                         f"parameter {count} is {name} {list(tensor.shape)}; the first publication "
                         f"had {expected or 'no more'} {list(view.shape) if view is not None else ''}"
                     )
-                view.copy_(tensor, non_blocking=True)
-                if tensor.is_cuda:
-                    on_gpu = True
-                else:
-                    slot.filled(slot.ends[count])
+                slot.put(count, tensor)
+                on_gpu |= tensor.is_cuda
                 count += 1
         if count != len(slot.tensors):
             raise WeightsError(f"{slot.tensors[count][0]} is missing: only {count} parameters came")
@@ -368,15 +324,3 @@ class WeightPublisher:
                 if not failing:
                     log.warning(f"the registry can't be reached, trying again: {error}")
                 failing = True
-
-
-def _registry_of(store: Store | None) -> Registry:
-    from ..replay.members import Members
-
-    return Members(cast("Store", store))
-
-
-def _client_of(store: Store | None) -> CurveKeys:
-    from ..replay.store import RunStore
-
-    return RunStore(cast("Store", store)).curve_client()

@@ -1,0 +1,218 @@
+"""What every way to carry weights has, and where the two ends of a channel meet.
+
+A way is one file of this folder with one class: :meth:`Way.obstacle` says whether a pair can use it,
+:meth:`Way.offer` is the learner's end and :meth:`Way.fetch` the worker's.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import ClassVar
+
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from ..errors import WeightsError
+from .manifest import WeightManifest
+
+BYTES_PER_SECOND = 50e6
+"""Slowest rate at which a bucket may come; gloo on loopback was seen at 130 to 560 MB/s."""
+LEAST_BUCKET_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """What decides on the ways from a learner to a worker."""
+
+    sender: str
+    """The GPU of the learner through which weights may pass, as ``cuda:<uuid>``, or ``cpu``."""
+    receiver: str
+    """The same of the worker."""
+    same_memory: bool
+    """The learner's buffer lies in shared memory that the worker sees."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where and as whom a process enters a channel."""
+
+    host: str
+    """Address of the meeting point."""
+    port: int
+    """Its port."""
+    channel: str
+    """Random name of the channel; key prefix at the meeting point."""
+    rank: int
+    """0 is the learner."""
+    world_size: int
+    """Ranks, the learner included."""
+    seconds: float
+    """Deadline for the other ranks to enter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """One version as the learner hands it to a way."""
+
+    manifest: WeightManifest
+    """What it is."""
+    pieces: Sequence[torch.Tensor]
+    """Its buckets, uint8 in the host's memory."""
+    buffer: torch.Tensor
+    """``[total_bytes]`` uint8: all of them."""
+    segment: str
+    """File in shared memory that the buffer is; empty where it is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One version on its way into a worker."""
+
+    buffer: torch.Tensor
+    """``[total_bytes]`` uint8 in the host's memory."""
+    segment: str
+    """File in shared memory that the buffer is; empty where it is none."""
+    full: Iterable[int]
+    """Indices of the buckets in order, each as soon as its bytes are there."""
+
+
+OwnBuffer = Callable[[int], tuple[torch.Tensor, str]]
+"""Gives a worker's own buffer of so many bytes, and the file in shared memory that it is."""
+
+
+class Way(ABC):
+    """One end of one way; all its calls come from one thread.
+
+    A call completes or raises :class:`~tandem.common.errors.WeightsError` by its deadline; after an
+    error the object is closed and not used again. Calls release the GIL while they wait.
+
+    Args:
+        interface: address that a channel binds.
+        device: GPU through which buckets may pass.
+    """
+
+    name: ClassVar[str]
+    """As in ``weights.transport``."""
+    is_channel: ClassVar[bool] = False
+    """Both ends take part at the same time, once they have met; for one version."""
+
+    def __init__(self, interface: str, device: torch.device) -> None:
+        self.interface = interface
+        self.device = device
+
+    @classmethod
+    @abstractmethod
+    def obstacle(cls, pair: Pair) -> str:
+        """Why a pair can't use this way, and the way out; empty where it can."""
+
+    @abstractmethod
+    def offer(self, parcel: Parcel, at: Meeting | str, seconds: float) -> str:
+        """The learner's end: makes a version available, or sends it.
+
+        Args:
+            parcel: the version.
+            at: the meeting of a channel, or the folder of snapshots; empty where there is neither.
+            seconds: deadline for the bytes.
+
+        Returns:
+            What the worker's :meth:`fetch` needs to know; empty for a channel.
+        """
+
+    @abstractmethod
+    def fetch(
+        self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer, seconds: float
+    ) -> Arrival:
+        """The worker's end; whoever calls it checks the buckets.
+
+        Args:
+            manifest: of the version.
+            at: the meeting of a channel, else what :meth:`offer` returned.
+            own: called by ways that need memory for the bytes.
+            seconds: deadline for the bytes.
+        """
+
+    def close(self) -> None:
+        """Frees what is held; safe to call twice."""
+        return None
+
+    def abort(self) -> None:
+        """From another thread: ends a call under way where the backend can.
+
+        gloo can't: its wait ends at the deadline or when the other side closes, so callers
+        leave such a thread behind and go on without it.
+        """
+        return None
+
+
+def cut(buffer: torch.Tensor, manifest: WeightManifest) -> list[torch.Tensor]:
+    """The buckets of a flat buffer."""
+    return [buffer[b.offset : b.offset + b.nbytes] for b in manifest.buckets]
+
+
+class MeetingPoint:
+    """The learner's store, through which the ranks of one channel find each other.
+
+    Left to itself TCPStore listens on every address, so it is handed a socket that is bound
+    already. It has no credentials; its address and the channels' random names are told only
+    over CURVE, to workers that have taken an offer up.
+    """
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.bind((host, 0))
+        self.host = host
+        self.port: int = listener.getsockname()[1]
+        # The store owns the descriptor from here on.
+        self._store: TCPStore | None = TCPStore(
+            host,
+            self.port,
+            None,
+            is_master=True,
+            timeout=timedelta(seconds=10),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._store = None
+
+
+def enter(meeting: Meeting) -> PrefixStore:
+    """A connection to a channel's meeting point.
+
+    Raises:
+        WeightsError: the meeting point couldn't be reached in time.
+    """
+    start = time.monotonic()
+    try:
+        store = TCPStore(
+            meeting.host,
+            meeting.port,
+            None,
+            is_master=False,
+            timeout=timedelta(seconds=max(0.1, meeting.seconds)),
+            wait_for_workers=False,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise WeightsError(
+            f"the weight channel's meeting point {meeting.host}:{meeting.port} couldn't be reached "
+            f"within {time.monotonic() - start:.1f} s: {first_line(error)}"
+        ) from None
+    return PrefixStore(f"weights/{meeting.channel}", store)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a message: torch appends C++ stack traces."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def bucket_seconds(nbytes: int, left: float) -> float:
+    """Seconds that one bucket may take, with ``left`` until the transfer's own deadline."""
+    return max(0.05, min(left, max(LEAST_BUCKET_SECONDS, nbytes / BYTES_PER_SECOND)))

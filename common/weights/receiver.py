@@ -1,0 +1,470 @@
+"""The worker's end of the control socket: asks for the newest version and answers offers.
+
+The *control* thread talks to the learner and owns all that is told of the worker; a *finder* looks the
+learner up in the registry; each version that is taken up is a :class:`~.job.Job` with a thread of its
+own.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+import torch
+import zmq
+
+from ..config import Config
+from ..errors import StoreError, WeightsError, WireError
+from ..mailbox import Mailbox
+from ..records import Version
+from ..sockets import check_address, connect_dealer
+from ..waiting import Wait
+from .channel import Meeting, Way
+from .job import (
+    Checked,
+    Failed,
+    Fetched,
+    Job,
+    Loading,
+    Progress,
+    Serving,
+    Target,
+    end_half_loaded,
+)
+from .manifest import check_manifest, first_difference
+from .protocol import (
+    RENAME,
+    ROLE,
+    Ask,
+    LearnerAddress,
+    Loaded,
+    Membership,
+    Message,
+    Offer,
+    Open,
+    Refused,
+    Withdraw,
+    newest_learner,
+    pack,
+    refusal,
+    unpack,
+)
+from .shared_memory import remove_left_behind, shared_memory_name
+from .staging import Landing
+from .ways import WAYS, MakeWay, device_name, make_way, offered_ways
+
+log = logging.getLogger("tandem.rollout.weights")
+
+POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
+ASK_SECONDS = 1.0
+"""Between two Asks; the learner takes a member for dead after ten."""
+LOOK_SECONDS = 0.5
+"""Between two looks into the registry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The registry names this learner."""
+
+    address: LearnerAddress
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The end."""
+
+
+Event = Found | Stop | Progress
+
+
+class WeightReceiver:
+    """Keeps one engine on the learner's newest version.
+
+    Args:
+        membership: this worker's.
+        config: the run's.
+        target: the engine.
+        current_term: newest term that has begun, from the ledger; asked before every load.
+        make_way: makes one end of a way.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        config: Config,
+        target: Target,
+        current_term: Callable[[], int],
+        *,
+        make_way: MakeWay = make_way,
+    ) -> None:
+        self._membership = membership
+        self._settings = config.weights
+        self._target = target
+        self._current_term = current_term
+        self._make_way = make_way
+        self._device = torch.device(target.device)
+        self._identity = f"{membership.member}/{secrets.token_hex(4)}"
+
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._mailbox: Mailbox[Event] = Mailbox()
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._counts = dict.fromkeys(
+            ("committed", "restamped", "reloaded", "refused", "failed", "bytes"), 0
+        )
+        self._seconds = dict.fromkeys(("stage", "commit", "pause", "paused"), 0.0)
+
+        # Owned by the control thread.
+        self._address: LearnerAddress | None = None
+        self._dealer: zmq.Socket[bytes] | None = None
+        self._greeted = False
+        self._next_ask = 0.0
+        self._term = 0
+        self._version: Version | None = None
+        self._content = ""
+        self._round = ""
+        self._job: Job | None = None
+        self._is_checking = False
+        self._wait: Wait | None = None
+        self._landing = Landing()
+        self._ways: dict[str, Way] = {}
+        self._is_open = False
+        self._fitting = ""
+
+    # Public.
+
+    @property
+    def version(self) -> Version | None:
+        """What the engine serves; None before the first load."""
+        return self._version
+
+    def start(self) -> None:
+        """Starts looking for the learner."""
+        remove_left_behind()
+        for name, target in (("weights-control", self._control), ("weights-finder", self._find)):
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and the last times, for the member's report.
+
+        ``pause_seconds`` is the last update's, ``paused_seconds`` that of all.
+        """
+        held, job = self._version, self._job
+        return {
+            "version": [held.term, held.step] if held else None,
+            "state": "idle" if job is None else "loading" if job.is_loading else "fetching",
+            "learner": self._address.member if self._address else None,
+            **self._counts,
+            "stage_seconds": self._seconds["stage"],
+            "commit_seconds": self._seconds["commit"],
+            "pause_seconds": self._seconds["pause"],
+            "paused_seconds": self._seconds["paused"],
+        }
+
+    def close(self) -> None:
+        """Stops; what is being loaded is let finish, within its deadline."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        self._mailbox.post(Stop())
+        for thread in self._threads:
+            thread.join(timeout=5.0 + self._settings.commit_seconds)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._mailbox.close()
+            self._context.term()
+
+    # The finder.
+
+    def _find(self) -> None:
+        failing = False
+        while not self._stopping.is_set():
+            try:
+                address = newest_learner(self._membership.registry.live(ROLE))
+                if address is not None:
+                    check_address(address.member, address.endpoint, address.public_key)
+            except (StoreError, WeightsError, WireError) as error:
+                if not failing:
+                    log.warning(f"the registry can't be read, looking again: {error}")
+                failing = True
+            else:
+                failing = False
+                if address is not None and address != self._address:
+                    self._mailbox.post(Found(address))
+            self._stopping.wait(LOOK_SECONDS)
+
+    # The control thread.
+
+    def _control(self) -> None:
+        try:
+            while not (self._stopping.is_set() and (self._job is None or self._job.drop())):
+                self._turn()
+        finally:
+            if self._dealer is not None:
+                self._dealer.close()
+            self._landing.close()
+
+    def _turn(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._mailbox.fd, POLLIN)
+        now = time.monotonic()
+        times = [now + ASK_SECONDS]
+        if self._dealer is not None:
+            # Until the first Ask is out, the socket's becoming writable is the connection.
+            poller.register(self._dealer, POLLIN | (0 if self._greeted else POLLOUT))
+            if self._greeted:
+                times.append(self._next_ask)
+        if self._wait is not None:
+            times.append(self._wait.next_look)
+        ready = dict(poller.poll(max(0, int((min(times) - now) * 1000) + 1)))
+        for event in self._mailbox.take() if self._mailbox.fd in ready else ():
+            self._on_event(event)
+        if self._dealer is not None:
+            self._read(self._dealer)
+            if (not self._greeted and ready.get(self._dealer, 0) & POLLOUT) or (
+                self._greeted and time.monotonic() >= self._next_ask
+            ):
+                self._ask()
+        wait, job = self._wait, self._job
+        if wait is not None and job is not None and wait.expired(log):
+            if wait.who == "the engine":
+                end_half_loaded(
+                    f"{wait}: the engine may hold half of {job.version}, so this process ends"
+                )
+            self._give_up("wait", str(wait))
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case Found(address):
+                self._on_learner(address)
+            case Stop():
+                pass
+            case Fetched(job, seconds):
+                if job.offer.way != RENAME:
+                    self._counts["bytes"] += job.offer.manifest.total_bytes
+                    self._seconds["stage"] = seconds
+                if job is self._job:
+                    what = "say which term has begun"
+                    self._wait = Wait("the ledger", what, self._settings.commit_seconds)
+            case Loading(job):
+                self._wait = Wait(
+                    "the engine", f"load {job.version}", self._settings.commit_seconds
+                )
+            case Serving():
+                self._on_serving(event)
+            case Checked(passed):
+                self._is_checking = False
+                if not passed:
+                    # What the engine serves isn't the version that it is called: the worker has none,
+                    # and is offered the newest again.
+                    self._version, self._content = None, ""
+                    self._counts["reloaded"] += 1
+                self._ask()
+            case Failed(job, stage, reason):
+                if job is self._job:
+                    self._give_up(stage, reason)
+            case _:
+                assert_never(event)
+
+    def _on_serving(self, event: Serving) -> None:
+        offer, message = event.job.offer, event.loaded
+        self._version = message.version
+        self._content = offer.manifest.content
+        self._job = self._wait = None
+        self._is_checking = event.is_checked
+        self._seconds |= {"commit": message.seconds, "pause": message.paused}
+        self._seconds["paused"] += message.paused
+        self._counts["restamped" if offer.way == RENAME else "committed"] += 1
+        self._send(message)
+        self._ask()
+
+    def _on_learner(self, address: LearnerAddress) -> None:
+        known = self._address
+        if address == known or (known is not None and address.term < known.term):
+            return
+        if self._job is not None and self._job.is_loading:
+            # The finder posts it again: `_address` is still the old one.
+            return
+        if known is not None:
+            self._give_up("wait", f"term {address.term} has begun")
+            log.info(f"{address.member} (term {address.term}) takes the place of {known.member}")
+        if self._dealer is not None:
+            self._dealer.close()
+        self._term = max(self._term, address.term)
+        self._dealer = connect_dealer(
+            self._context,
+            address.endpoint,
+            identity=self._identity,
+            server_public=address.public_key or None,
+            client=self._membership.client,
+        )
+        self._greeted = False
+        self._address = address
+
+    def _read(self, dealer: zmq.Socket[bytes]) -> None:
+        while self._dealer is dealer:
+            try:
+                frames = dealer.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._on_message(unpack(frames))
+            except WireError as error:
+                log.warning(str(error))
+
+    def _on_message(self, message: Message) -> None:
+        match message:
+            case Offer():
+                self._on_offer(message)
+            case Open():
+                self._on_open(message)
+            case Withdraw(round=round_id, reason=reason):
+                if self._job is not None and self._job.offer.round == round_id:
+                    log.info(f"the learner gave round {round_id} up: {reason}")
+                    self._drop()
+            case Ask() | Loaded() | Refused():
+                log.warning(f"the learner sent a {type(message).__name__}: only workers do")
+            case _:
+                assert_never(message)
+
+    def _send(self, message: Message) -> bool:
+        if self._dealer is None:
+            return False
+        try:
+            self._dealer.send_multipart(pack(message), zmq.NOBLOCK)
+        except zmq.Again:
+            # Not connected: the next connection begins with an Ask.
+            self._greeted = False
+            return False
+        return True
+
+    def _ask(self) -> None:
+        sent = self._send(
+            Ask(
+                run_id=self._membership.run_id,
+                member=self._membership.member,
+                version=self._version,
+                content=self._content,
+                round=self._round,
+                busy=self._job is not None or self._is_checking,
+                ways=offered_ways(self._device),
+                device=device_name(self._device),
+                memory=shared_memory_name(),
+            )
+        )
+        if sent:
+            self._greeted = True
+            self._next_ask = time.monotonic() + ASK_SECONDS
+
+    # One version.
+
+    def _on_offer(self, offer: Offer) -> None:
+        if self._is_checking or (self._job is not None and self._job.is_loading):
+            self._refuse(offer.round, "offer", "an earlier version is being loaded")
+            return
+        # The learner has given the earlier round up; its word of that may have been lost.
+        self._give_up("wait", f"superseded by round {offer.round}")
+        self._round = offer.round
+        self._is_open = False
+        objection = self._objection(offer)
+        if objection is not None:
+            self._refuse(offer.round, "offer", objection)
+            self._ask()
+            return
+        self._term = max(self._term, offer.manifest.version.term)
+        job = self._job = Job(offer, self._target, self._current_term, self._mailbox.post)
+        if offer.way == RENAME:
+            self._begin(job, None, "")
+        elif WAYS[offer.way].is_channel:
+            self._expect("open a weight channel", self._settings.open_seconds)
+        else:
+            if offer.way not in self._ways:
+                self._ways[offer.way] = self._made(offer.way)
+            self._begin(job, self._ways[offer.way], offer.place)
+        self._ask()
+
+    def _made(self, name: str) -> Way:
+        return self._make_way(name, self._settings.interface, self._device)
+
+    def _objection(self, offer: Offer) -> str | None:
+        """Why an offer isn't taken up; None where it is."""
+        manifest = offer.manifest
+        reason = refusal(
+            run_id=self._membership.run_id,
+            term=self._term,
+            held=self._version,
+            offered_run=manifest.run_id,
+            offered=manifest.version,
+        )
+        if reason is not None:
+            return reason
+        if offer.way == RENAME:
+            same = manifest.content == self._content
+            return None if same else "a re-stamp of weights that this worker doesn't hold"
+        if offer.way not in WAYS:
+            return f"a way that isn't known here: {offer.way!r}"
+        try:
+            check_manifest(manifest)
+            if manifest.layout != self._fitting:
+                reason = first_difference(self._target.specs, manifest.params)
+        except WeightsError as error:
+            return str(error)
+        if reason is None:
+            self._fitting = manifest.layout
+        return reason
+
+    def _on_open(self, message: Open) -> None:
+        job = self._job
+        if job is None or job.offer.round != message.round or self._is_open:
+            return
+        self._is_open = True
+        meeting = Meeting(
+            host=message.host,
+            port=message.port,
+            channel=message.channel,
+            rank=message.rank,
+            world_size=message.world_size,
+            seconds=self._settings.open_seconds,
+        )
+        self._begin(job, self._made(job.offer.way), meeting)
+
+    def _begin(self, job: Job, way: Way | None, at: Meeting | str) -> None:
+        seconds = self._settings.stage_seconds
+        more = at.seconds if isinstance(at, Meeting) else 0.0
+        self._expect(f"send version {job.version}", seconds + more)
+        job.begin(self._landing, way, at, seconds)
+
+    def _expect(self, what: str, seconds: float) -> None:
+        who = self._address.member if self._address else "the learner"
+        self._wait = Wait(who, what, seconds)
+
+    def _refuse(self, round_id: str, stage: str, reason: str) -> None:
+        self._counts["refused"] += 1
+        log.warning(f"refused round {round_id} at {stage}: {reason}; still on {self._version}")
+        self._send(Refused(round=round_id, stage=stage, reason=reason[:1000]))
+
+    def _give_up(self, stage: str, reason: str) -> None:
+        """Fails what is under way, if it can, and tells the learner."""
+        job = self._job
+        if job is not None and self._drop(keep_landing=stage == "load"):
+            self._refuse(job.offer.round, stage, reason)
+            self._ask()
+
+    def _drop(self, *, keep_landing: bool = False) -> bool:
+        """Ends what is under way; False where the engine loads it already."""
+        if self._job is None or not self._job.drop():
+            return False
+        self._job = self._wait = None
+        self._counts["failed"] += 1
+        if not keep_landing:
+            # Its thread may still be inside a channel, whose bytes arrive in its buffer.
+            self._landing.close()
+            self._landing = Landing()
+            self._ways = {}
+        return True

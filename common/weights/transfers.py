@@ -1,0 +1,520 @@
+"""The learner's end of the control socket: who is offered which version, when and by what way.
+
+One thread owns the socket and everything in :class:`Transfers`; bytes are carried by :mod:`.couriers`.
+A worker that is slow, stopped or dead costs its own transfer and nobody else's; where one channel
+serves several (``weights.topology=broadcast``), it costs theirs, and the next is made without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, assert_never
+
+import zmq
+
+from ..config import WeightsConfig
+from ..errors import TandemError, WeightsError, WireError
+from ..mailbox import Mailbox
+from ..records import Version
+from ..waiting import Wait
+from .channel import Pair
+from .couriers import Carried, Channel, Couriers, Sent, SnapshotFailed, SnapshotWritten
+from .manifest import WeightManifest
+from .protocol import (
+    RENAME,
+    Ask,
+    Loaded,
+    Message,
+    Offer,
+    Open,
+    Refused,
+    Withdraw,
+    pack,
+    unpack,
+)
+from .shared_memory import SharedMemory, shared_memory_name
+from .snapshot import Snapshot
+from .staging import Pin, StagingSlots
+from .ways import WAYS, device_name, possible_ways
+
+log = logging.getLogger("tandem.learner.weights")
+
+FAILURES_EACH = 2
+"""Failures by one way after which ``auto`` tries a worker's next one."""
+LOST_SECONDS = 2.0
+"""A worker that doesn't know of an offer of so long ago never got it: it asks once a second."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
+"""Seconds between attempts with one worker, doubling."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """There is a newer version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The end."""
+
+
+Event = Published | Stop | Carried
+
+
+@dataclass(slots=True, kw_only=True)
+class Transfer:
+    """One version on its way to one worker."""
+
+    round: str
+    """Names it on the wire."""
+    manifest: WeightManifest
+    way: str
+    pin: Pin
+    published: float
+    """``perf_counter`` at the end of the copy out of the model."""
+    wait: Wait
+    """What the worker should do next."""
+    begun: float = field(default_factory=time.perf_counter)
+    """``perf_counter`` at the offer."""
+    taken_up: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Peer:
+    """One life of one worker."""
+
+    identity: bytes
+    """ZeroMQ's name of it: member id and a random name of this life."""
+    ask: Ask
+    """What it said last."""
+    silence: Wait
+    """Since it was last heard."""
+    version: Version | None = None
+    """What it serves."""
+    content: str = ""
+    """Content digest of what it serves."""
+    transfer: Transfer | None = None
+    failures: int = 0
+    """Transfers that failed; they decide on the way that ``auto`` takes."""
+    next_try: float = 0.0
+    """``monotonic`` before which nothing is offered."""
+    pause: float = FIRST_PAUSE
+    """Seconds until the next attempt after a failure."""
+
+    @property
+    def member(self) -> str:
+        """Member id."""
+        return self.ask.member
+
+    @property
+    def idle(self) -> bool:
+        """It could take an offer up now."""
+        return self.transfer is None and not self.ask.busy and time.monotonic() >= self.next_try
+
+
+class Transfers:
+    """Offers published versions to the workers that hold another one.
+
+    Args:
+        run_id: of the run.
+        member: the learner's.
+        settings: the run's ``weights`` section.
+        slots: the versions to serve.
+        router: bound control socket; closed by :meth:`serve`.
+        mailbox: wakes the thread.
+        couriers: carry the bytes.
+        silent_seconds: silence after which a worker is given up.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        member: str,
+        settings: WeightsConfig,
+        slots: StagingSlots,
+        router: zmq.Socket[bytes],
+        mailbox: Mailbox[Event],
+        couriers: Couriers,
+        silent_seconds: float,
+    ) -> None:
+        self._run_id = run_id
+        self._member = member
+        self._settings = settings
+        self._slots = slots
+        self._router = router
+        self._mailbox = mailbox
+        self._couriers = couriers
+        self._silent_seconds = silent_seconds
+        self._peers: dict[bytes, Peer] = {}
+        self._rounds = 0
+        self._last_snapshot: SnapshotWritten | None = None
+        self._stopping = False
+
+        self.served = threading.Condition()
+        """Guards :attr:`held`, and is notified when it changes."""
+        self.held: dict[str, Version | None] = {}
+        """What each live worker holds."""
+        self.last: dict[str, dict[str, Any]] = {}
+        """Each live worker's last transfer, for reports."""
+        self.latency = 0.0
+        """From the end of the last copy to the last Loaded of that version, seconds."""
+        self.counts = dict.fromkeys(
+            ("rounds", "committed", "failed", "refused", "bytes", "snapshots", "broadcasts"), 0
+        )
+
+    def serve(self) -> None:
+        """Until Stop is posted."""
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._mailbox.fd, zmq.POLLIN)
+        try:
+            while not self._stopping:
+                ready = dict(poller.poll(int(self._pause() * 1000) + 1))
+                if self._mailbox.fd in ready:
+                    for event in self._mailbox.take():
+                        self._on_event(event)
+                self._read()
+                self._look()
+        finally:
+            for peer in self._peers.values():
+                if peer.transfer is not None:
+                    reason = f"{self._member} is shutting down"
+                    self._send(peer, Withdraw(round=peer.transfer.round, reason=reason))
+            for channel in list(self._couriers.channels.values()):
+                self._couriers.leave(channel)
+            # The last messages should leave before the socket is closed.
+            self._router.close(linger=200)
+
+    def _pause(self) -> float:
+        """Seconds until something is due."""
+        now = time.monotonic()
+        times = [now + 1.0]
+        times += [
+            channel.until
+            for channel in self._couriers.channels.values()
+            if channel.end is None and len(channel.members) > 1
+        ]
+        for peer in self._peers.values():
+            times.append(peer.silence.next_look)
+            if peer.transfer is not None:
+                times.append(peer.transfer.wait.next_look)
+            elif self._behind(peer) and not peer.ask.busy:
+                times.append(peer.next_try)
+        return max(0.0, min(times) - now)
+
+    def _behind(self, peer: Peer) -> bool:
+        newest = self._slots.newest
+        return newest is not None and peer.version != newest
+
+    def _look(self) -> None:
+        """Deadlines, and offers that may be made."""
+        for peer in list(self._peers.values()):
+            if peer.silence.expired(log):
+                reason = f"not heard of for {peer.silence.seconds:.1f} s (stopped or dead)"
+                if peer.transfer is not None:
+                    reason += f" while it should {peer.transfer.wait.what}"
+                self._forget(peer, reason)
+                log.warning(f"{peer.member}: {reason}; it is served again when it speaks")
+            elif peer.transfer is not None and peer.transfer.wait.expired(log):
+                self._fail(peer, str(peer.transfer.wait))
+        for peer in list(self._peers.values()):
+            if peer.idle and self._behind(peer):
+                self._offer(peer)
+        for channel in list(self._couriers.channels.values()):
+            self._mind(channel)
+
+    # What comes in.
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case Published():
+                # `_look` makes the offers.
+                newest = self._slots.newest
+                every = self._settings.snapshot_every
+                if every and newest is not None and newest.step % every == 0:
+                    self._couriers.ask_for_snapshot()
+            case Stop():
+                self._stopping = True
+            case Sent(channel, problem):
+                self._couriers.channels.pop(channel.round, None)
+                if problem:
+                    self._fail_all(channel, problem)
+            case SnapshotWritten():
+                self._last_snapshot = event
+                self.counts["snapshots"] += 1
+                self._couriers.write_next_snapshot()
+                for peer in self._peers.values():
+                    peer.next_try = min(peer.next_try, time.monotonic())
+            case SnapshotFailed(problem):
+                log.warning(problem)
+                self._couriers.write_next_snapshot()
+                for peer in self._peers.values():
+                    if peer.transfer is None and self._behind(peer):
+                        peer.failures += 1
+                        self._postpone(peer)
+            case _:
+                assert_never(event)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = unpack(frames)
+            except WireError as error:
+                log.warning(f"from {identity[:80]!r}: {error}")
+                continue
+            self._on_message(identity, message)
+
+    def _on_message(self, identity: bytes, message: Message) -> None:
+        if isinstance(message, Ask):
+            self._on_ask(identity, message)
+            return
+        peer = self._peers.get(identity)
+        if peer is None:
+            # What it asks for follows within a second and begins anew.
+            return
+        peer.silence = self._silence(peer.member)
+        transfer = peer.transfer
+        if transfer is None or message.round != transfer.round:
+            return
+        match message:
+            case Loaded():
+                self._on_loaded(peer, transfer, message)
+            case Refused(stage=stage, reason=reason):
+                self.counts["refused"] += 1
+                told = f"{peer.member} refused at {stage}: {reason}"
+                self._fail(peer, told, tell=False)
+            case Offer() | Open() | Withdraw():
+                log.warning(f"{peer.member} sent a {type(message).__name__}: only learners do")
+            case _:
+                assert_never(message)
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        try:
+            self._router.send_multipart([peer.identity, *pack(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            # Its queue is full, so it reads nothing; its deadline will say so.
+            log.debug(f"{peer.member} takes no messages")
+
+    def _silence(self, member: str) -> Wait:
+        return Wait(member, "say that it is alive", self._silent_seconds)
+
+    def _on_ask(self, identity: bytes, ask: Ask) -> None:
+        if ask.run_id != self._run_id:
+            log.warning(f"{ask.member} belongs to run {ask.run_id}: ignored")
+            return
+        peer = self._peers.get(identity)
+        if peer is None:
+            for other in list(self._peers.values()):
+                if other.member == ask.member:
+                    self._forget(other, "a newer process of that name has joined")
+            peer = Peer(identity=identity, ask=ask, silence=self._silence(ask.member))
+            self._peers[identity] = peer
+            log.info(f"{peer.member} joined with version {ask.version or 'none'}")
+        peer.ask = ask
+        peer.silence = self._silence(peer.member)
+        transfer = peer.transfer
+        if transfer is not None and ask.round != transfer.round:
+            if time.perf_counter() - transfer.begun > LOST_SECONDS:
+                self._fail(peer, f"{peer.member} didn't get the offer")
+        elif transfer is not None and not ask.busy:
+            self._settle(peer, transfer, ask.version)
+        elif transfer is not None and not transfer.taken_up:
+            transfer.taken_up = True
+            self._on_taken_up(peer, transfer)
+        if peer.transfer is None:
+            peer.version = ask.version
+            peer.content = ask.content
+        self._note_held(peer)
+
+    def _note_held(self, peer: Peer) -> None:
+        with self.served:
+            self.held[peer.member] = peer.version
+            self.served.notify_all()
+
+    # A transfer's beginning.
+
+    def _offer(self, peer: Peer) -> None:
+        pinned = self._slots.pin_newest(begin=False)
+        if pinned is None:
+            return
+        pin, version, published = pinned
+        try:
+            made = self._made(peer, pin, version)
+        except (WeightsError, RuntimeError) as error:
+            self._postpone(peer)
+            log.warning(f"{peer.member} can't be sent version {version}: {error}")
+            made = None
+        if made is None:
+            pin.release()
+            return
+        manifest, way, place = made
+        pin.slot.started = True
+        self._rounds += 1
+        self.counts["rounds"] += 1
+        round_id = f"{manifest.version}/{self._rounds}"
+        if way in WAYS and WAYS[way].is_channel:
+            channel = self._couriers.join(peer.identity, round_id, manifest, way, pin)
+            round_id = channel.round
+        what = f"acknowledge version {manifest.version}"
+        wait = Wait(peer.member, what, self._settings.open_seconds)
+        peer.transfer = Transfer(
+            round=round_id, manifest=manifest, way=way, pin=pin, published=published, wait=wait
+        )
+        self._send(peer, Offer(round=round_id, manifest=manifest, way=way, place=place))
+
+    def _made(
+        self, peer: Peer, pin: Pin, version: Version
+    ) -> tuple[WeightManifest, str, str] | None:
+        """What is to be offered: the manifest, the way and the place; None where it isn't there yet."""
+        slot = pin.slot
+        memory = shared_memory_name()
+        pair = Pair(
+            sender=device_name(self._slots.device),
+            receiver=peer.ask.device,
+            same_memory=slot.segment is not None and bool(memory) and memory == peer.ask.memory,
+        )
+        possible = possible_ways(self._settings.transport, pair, peer.ask.ways)
+        way = possible[peer.failures // FAILURES_EACH % len(possible)]
+        if way == Snapshot.name:
+            written = self._last_snapshot
+            if written is None or written.manifest.version != version:
+                self._couriers.ask_for_snapshot()
+            if written is None or (peer.version and written.manifest.version <= peer.version):
+                # It is offered when the snapshot is there.
+                peer.next_try = time.monotonic() + 1.0
+                return None
+            # Where versions follow faster than the disk takes them it isn't the newest.
+            if written.manifest.content != peer.content:
+                return written.manifest, way, written.place
+        parcel = slot.parcel(self._run_id, version)
+        if parcel.manifest.content == peer.content:
+            return parcel.manifest, RENAME, ""
+        place = parcel.segment if way == SharedMemory.name else ""
+        return parcel.manifest, way, place
+
+    def _on_taken_up(self, peer: Peer, transfer: Transfer) -> None:
+        channel = self._couriers.channels.get(transfer.round)
+        if channel is not None:
+            channel.ready.add(peer.identity)
+            # Its own deadline begins when the others are there.
+            transfer.wait = Wait(peer.member, "wait", self._settings.open_seconds)
+        else:
+            self._expect_loaded(peer, transfer)
+
+    def _expect_loaded(self, peer: Peer, transfer: Transfer, more: float = 0.0) -> None:
+        what = f"fetch, check and load version {transfer.manifest.version}"
+        seconds = more + self._settings.stage_seconds + self._settings.commit_seconds
+        transfer.wait = Wait(peer.member, what, seconds)
+
+    def _mind(self, channel: Channel) -> None:
+        """Opens a channel once all its members have taken the offer up or their time is over."""
+        active = {
+            identity: (peer, peer.transfer)
+            for identity in channel.members
+            if (peer := self._peers.get(identity)) is not None
+            and peer.transfer is not None
+            and peer.transfer.round == channel.round
+        }
+        if not active:
+            self._couriers.leave(channel)
+            return
+        if channel.end is not None or channel.waits_for(set(active)):
+            return
+        for identity in active.keys() - channel.ready:
+            peer, _ = active.pop(identity)
+            who = f"{peer.member} didn't acknowledge version {channel.manifest.version}"
+            self._fail(peer, f"{who} in time for the broadcast")
+        if not active:
+            self._couriers.leave(channel)
+            return
+        try:
+            told = self._couriers.open(channel, list(active))
+        except TandemError as error:
+            self._couriers.leave(channel)
+            self._fail_all(channel, str(error))
+            return
+        self.counts["broadcasts"] += len(channel.members) > 1
+        for identity, (peer, transfer) in active.items():
+            self._expect_loaded(peer, transfer, self._settings.open_seconds)
+            self._send(peer, told[identity])
+
+    def _fail_all(self, channel: Channel, problem: str) -> None:
+        for identity in channel.members:
+            peer = self._peers.get(identity)
+            if peer is not None and peer.transfer and peer.transfer.round == channel.round:
+                self._fail(peer, problem)
+
+    # A transfer's end.
+
+    def _on_loaded(self, peer: Peer, transfer: Transfer, message: Loaded) -> None:
+        peer.version = message.version
+        peer.content = transfer.manifest.content
+        peer.transfer = None
+        peer.pause = FIRST_PAUSE
+        peer.failures -= peer.failures % FAILURES_EACH
+        peer.next_try = 0.0
+        transfer.pin.release()
+        self.latency = time.perf_counter() - transfer.published
+        self.counts["committed"] += 1
+        nbytes = transfer.manifest.total_bytes if transfer.way != RENAME else 0
+        self.counts["bytes"] += nbytes
+        arrived = transfer.begun - transfer.published + message.fetched
+        self.last[peer.member] = {
+            "version": [message.version.term, message.version.step],
+            "transport": transfer.way,
+            "seconds": round(message.fetched, 6),
+            "gb_per_second": round(nbytes / max(message.fetched, 1e-9) / 1e9, 4),
+            "pause_seconds": round(message.paused, 6),
+            "arrival_seconds": round(arrived, 6),
+            "latency_seconds": round(self.latency, 6),
+        }
+        self._note_held(peer)
+
+    def _settle(self, peer: Peer, transfer: Transfer, version: Version | None) -> None:
+        """Ends a transfer of whose end the worker's word was lost."""
+        if version is not None and version == transfer.manifest.version:
+            lost = Loaded(
+                round=transfer.round, version=version, fetched=0.0, seconds=0.0, paused=0.0
+            )
+            self._on_loaded(peer, transfer, lost)
+        else:
+            reason = f"{peer.member} has given it up; its word of that was lost"
+            self._fail(peer, reason, tell=False)
+
+    def _postpone(self, peer: Peer) -> float:
+        pause = peer.pause
+        peer.pause = min(LONGEST_PAUSE, pause * 2)
+        peer.next_try = time.monotonic() + pause
+        return pause
+
+    def _fail(self, peer: Peer, reason: str, *, tell: bool = True) -> None:
+        """Ends a transfer without success; the worker is served again after a pause."""
+        transfer, peer.transfer = peer.transfer, None
+        if transfer is None:
+            return
+        # Whoever refused reads no more; of whoever was given up nothing is known.
+        transfer.pin.release(retire=tell and transfer.way == SharedMemory.name)
+        self.counts["failed"] += 1
+        peer.failures += 1
+        if tell:
+            self._send(peer, Withdraw(round=transfer.round, reason=reason[:1000]))
+        pause = self._postpone(peer)
+        log.warning(
+            f"{peer.member} stays on {peer.version or 'no version'}, not "
+            f"{transfer.manifest.version}: {reason}; again in {pause:.1f} s"
+        )
+
+    def _forget(self, peer: Peer, reason: str) -> None:
+        self._fail(peer, reason)
+        self._peers.pop(peer.identity, None)
+        with self.served:
+            self.held.pop(peer.member, None)
+            self.last.pop(peer.member, None)
+            self.served.notify_all()
