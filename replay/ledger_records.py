@@ -239,7 +239,8 @@ class Row(Record, frozen=True, kw_only=True, forbid_unknown_fields=False, rename
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, the same as Redis holds; for the journal."""
-        plain: dict[str, Any] = msgspec.to_builtins(self)
+        # Through JSON, so that sequences are lists as Redis and the journal have them.
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         plain.pop("quarantined")
         return plain
 

@@ -178,7 +178,6 @@ async def loop(config: Config, steps: int) -> dict[str, Any]:
                 attempt=1,
                 worker="loop",
                 trace_ids=picked,
-                extra={},
             )
             groups.append(
                 MixedGroup(

@@ -233,8 +233,9 @@ def test_each_update_finds_requests_in_flight(history: History) -> None:
     assert len(history.live) == UPDATES
     for version in history.live:
         assert history.running[version] >= IN_FLIGHT
-        # They had tokens of the version before, and went on under the new one.
-        assert crossing[version] >= IN_FLIGHT, (version, crossing)
+        # They had tokens of the version before, and went on under the new one; a few of those in
+        # flight may have sampled their last token by then.
+        assert crossing[version] >= 0.9 * IN_FLIGHT, (version, crossing)
 
 
 def test_no_request_is_lost(history: History) -> None:
