@@ -7,7 +7,10 @@ effect between two token steps.
 
 A response is the chain that answers a problem of the miniature, right or off by one, in a form
 that only a grader process can read (a fraction) half of the time. The environment variable
-``TANDEM_SCRIPTED_STEP_SECONDS`` is the time of one token step.
+``TANDEM_SCRIPTED_STEP_SECONDS`` is the time of one token step, ``TANDEM_SCRIPTED_ROWS`` how many rows run at
+a time, and ``TANDEM_SCRIPTED_LENGTHS`` (``mean:limit:spread``) draws the lengths of responses from a
+distribution of :class:`tandem.launch.plan.lengths.Lengths`. When it is closed it leaves the mean time that a token
+step really took in the folder that ``TANDEM_SCRIPTED_TIMES`` names.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from tandem.common.errors import TandemError, WeightsError
 from tandem.common.models import resolve
 from tandem.common.records import FinishReason, Sample, Source, Version, VersionSpan
 from tandem.common.seeds import keyed_generator
+from tandem.launch.plan.lengths import Lengths
 from tandem.rollout.engine import (
     EngineStats,
     FinishedGroup,
@@ -40,6 +44,9 @@ from tandem.rollout.engine import (
 )
 
 STEP_SECONDS = "TANDEM_SCRIPTED_STEP_SECONDS"
+ROWS = "TANDEM_SCRIPTED_ROWS"
+LENGTHS = "TANDEM_SCRIPTED_LENGTHS"
+TIMES = "TANDEM_SCRIPTED_TIMES"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CHAIN = re.compile(r"(\d\d)((?:[+-]\d)+)=")
 
@@ -52,8 +59,17 @@ def make(model: ModelConfig, rollout: RolloutConfig, *, max_rows: int) -> Script
         specs=read_specs(folder),
         tokenizer=Tokenizer.from_file(str(folder / "tokenizer.json")),
         step_seconds=float(os.environ.get(STEP_SECONDS, "0.008")),
-        max_rows=max_rows,
+        max_rows=int(os.environ.get(ROWS, max_rows)),
+        lengths=read_lengths(os.environ.get(LENGTHS, "")),
     )
+
+
+def read_lengths(text: str) -> Lengths | None:
+    """``mean:limit:spread``; None of an empty text."""
+    if not text:
+        return None
+    mean, limit, spread = text.split(":")
+    return Lengths(mean=float(mean), limit=int(limit), spread=float(spread))
 
 
 def read_specs(folder: Path) -> list[ParameterSpec]:
@@ -129,12 +145,14 @@ class ScriptedEngine:
         tokenizer: Tokenizer,
         step_seconds: float,
         max_rows: int = 256,
+        lengths: Lengths | None = None,
     ) -> None:
         self._specs = specs
         self._tokenizer = tokenizer
         self._end = int(tokenizer.token_to_id("<eos>"))
         self._step_seconds = step_seconds
         self._max_rows = max_rows
+        self._lengths = lengths
         self._version: Version | None = None
         self._weights: dict[str, Any] = {}
         self._waiting: deque[_Running] = deque()
@@ -242,6 +260,8 @@ class ScriptedEngine:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+        if TIMES in os.environ and self._steps:
+            Path(os.environ[TIMES], str(os.getpid())).write_text(str(self._busy / self._steps))
 
     # Stepping.
 
@@ -301,6 +321,10 @@ class ScriptedEngine:
         said, text = respond(prompt, noise)
         encoded = self._tokenizer.encode(said, add_special_tokens=False).ids
         most = request.sampling.max_new_tokens
+        if self._lengths is not None:
+            wanted = int(self._lengths.draw(1, 1, int(noise.integers(2**32)))[0, 0])
+            # One token more comes at the end.
+            encoded = list(np.resize(np.array(encoded), wanted - 1))
         own = np.array([*encoded, self._end][:most], dtype=np.int32)
         prefix = request.prefix(index)
         tokens = np.concatenate([prefix, own]).astype(np.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,19 @@ def test_it_is_an_engine_of_the_models_parameters() -> None:
         (n, tuple(p.shape), "float32") for n, p in load_model("miniature").named_parameters()
     }
     assert {(s.name, s.shape, s.dtype) for s in engine.parameter_specs()} == expected
+
+
+def test_lengths_can_be_drawn_from_a_distribution_and_the_time_of_a_step_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TANDEM_SCRIPTED_LENGTHS", "20:40:1.0")
+    monkeypatch.setenv("TANDEM_SCRIPTED_TIMES", str(tmp_path))
+    (group,) = in_engine(lambda e: collect(e, asks(count=60))).values()
+    lengths = [len(sample.tokens) for sample in group.samples]
+    assert 14 < np.mean(lengths) < 26
+    assert (min(lengths) < 10, max(lengths)) == (True, 40)
+    (told,) = tmp_path.iterdir()
+    assert float(told.read_text()) >= 0.001
 
 
 def test_responses_answer_the_prompt_and_depend_on_seed_and_group_alone() -> None:
