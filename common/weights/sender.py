@@ -38,7 +38,7 @@ log = logging.getLogger("tandem.learner.weights")
 BEAT_SECONDS = 2.0
 """Between two beats of the registry entry."""
 SILENT_SECONDS = 10.0
-"""A worker that says HAVE once a second and wasn't heard for so long is given up."""
+"""A worker asks once a second; one that wasn't heard for so long is given up."""
 
 
 class WeightSender:
