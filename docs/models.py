@@ -1,7 +1,6 @@
 """Writes docs/models.md from the list of model families in tests/families.py.
 
-.venv/bin/python docs/models.py            # writes the page
-.venv/bin/python docs/models.py --check    # says whether it is up to date
+.venv/bin/python docs/models.py
 """
 
 from __future__ import annotations
@@ -92,16 +91,6 @@ def told(refusal: str) -> str:
     return f"refused: {refusal}" if refusal else "agrees"
 
 
-def main() -> int:
-    """Writes the page, or says whether it is what it should be."""
-    if "--check" in sys.argv[1:]:
-        current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
-        print("up to date" if current else "out of date: run python docs/models.py")
-        return 0 if current else 1
+if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
     print(f"wrote {PAGE}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

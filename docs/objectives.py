@@ -1,7 +1,6 @@
 """Writes docs/objectives.md from the table of objectives.
 
-.venv/bin/python docs/objectives.py            # writes the page
-.venv/bin/python docs/objectives.py --check    # says whether it is up to date
+.venv/bin/python docs/objectives.py
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -197,16 +195,6 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
-    """Writes the page, or says whether it is what it should be."""
-    if "--check" in sys.argv[1:]:
-        current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
-        print("up to date" if current else "out of date: run python docs/objectives.py")
-        return 0 if current else 1
+if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
     print(f"wrote {PAGE}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

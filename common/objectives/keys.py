@@ -51,8 +51,11 @@ Aggregation = Literal["constant", "width", "token_mean", "sequence_mean", "by_so
 Shaping = Literal["none", "ratio", "log", "power", "square_root", "plus_log"]
 """Of an importance weight w: w, w/(w + γ), c·log w, w^k, √w, w + c·log w."""
 ExpertBehaviour = Literal["recorded", "one", "published"]
+"""The denominator π_φ of an expert token's weight."""
 Correction = Literal["none", "truncate", "mask"]
+"""What is done with a weight that is out of bounds."""
 CorrectionLevel = Literal["token", "sequence", "geometric"]
+"""What the weight belongs to: a token, the product over a row, or the row's geometric mean."""
 KlForm = Literal["k2", "k3", "kl", "abs", "mse", "low_var"]
 
 WITHOUT_GROUP = ("reinforce_pp", "none")

@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from ...common.errors import DataError, StoreError
+from ...common.config.text import parse_yaml
+from ...common.errors import ConfigError, DataError, StoreError
 from ...common.plain import read_object
 from ...common.run_folder import RunFolder, read_join, wall_seconds
 from ...replay.connection import connect
@@ -98,8 +97,8 @@ def uses_own_redis(folder: RunFolder) -> bool:
 
 def _settings(folder: RunFolder) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(folder.config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        content = parse_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
+    except (OSError, ValueError, ConfigError):
         return {}  # The run was killed before it was written.
     return content if isinstance(content, dict) else {}
 

@@ -11,17 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Baseline = Literal[
-    "group_mean",
-    "group_mean_std",
-    "own_mean",
-    "own_mean_std",
-    "leave_one_out",
-    "max_rl",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "none",
-]
+from ...common.objectives.keys import Baseline
 
 EQUAL_REWARDS = 1e-6
 """Rewards of a group within this range count as equal.

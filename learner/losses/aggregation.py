@@ -8,12 +8,11 @@ doesn't inflate the others.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Aggregation = Literal["constant", "width", "token_mean", "sequence_mean", "by_source"]
+from ...common.objectives.keys import Aggregation
 
 
 def counts(row: Tensor, expert: Tensor, rows: int) -> dict[str, Tensor]:

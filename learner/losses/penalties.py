@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ...common.objectives.keys import KlForm
 from .finite import finite, widened
 from .ratios import clamped, k3, row_sums
 
-KlForm = Literal["k2", "k3", "kl", "abs", "mse", "low_var"]
-"""See :func:`kl_in_loss`."""
 LOW_VAR_BOUND = 10.0
 """Bound of LUFFY's (verl's) ``low_var_kl``."""
 

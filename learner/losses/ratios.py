@@ -6,20 +6,14 @@ Functions of tokens take and give tensors of any one shape. Functions of rows ta
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from ...common.objectives.keys import Correction, CorrectionLevel
 from .finite import finite, widened
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to ± this: e^20 = 4.9e8 is finite in float32, also squared."""
-
-Correction = Literal["none", "truncate", "mask"]
-"""What is done with a weight that is out of bounds."""
-CorrectionLevel = Literal["token", "sequence", "geometric"]
-"""What the weight belongs to: a token, the product over a row, or the row's geometric mean."""
 
 
 def clamped(log_ratios: Tensor) -> Tensor:

@@ -6,18 +6,14 @@ Tensors are of any one shape. A weight w comes as ``log w``.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ...common.objectives.keys import ExpertBehaviour, Shaping
 from .finite import finite, widened
 from .ratios import clamped, log_ratio
 
-Shaping = Literal["none", "ratio", "log", "power", "square_root", "plus_log"]
-"""How a weight w is shaped; see :func:`shape`."""
-ExpertBehaviour = Literal["recorded", "one", "published"]
-"""The denominator π_φ of an expert token's weight; see :func:`expert_weights`."""
 PUBLISHED_EPSILON = 1e-6
 """Added to π_φ in LUFFY's code."""
 

@@ -13,8 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ...common.objectives.keys import Shaping
 from ..losses.ratios import clip_surrogate, log_ratio
-from ..losses.shaping import Shaping, expert_weights, own_ratios
+from ..losses.shaping import expert_weights, own_ratios
 from .sequences import masked_mean, masked_sum
 
 

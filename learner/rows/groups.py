@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...common.errors import DataError
+from ...common.objectives.keys import Baseline
 from ...common.records import (
     ExpertTrace,
     FinishReason,
@@ -24,7 +25,6 @@ from ...common.records import (
     Source,
     Verdict,
 )
-from ..losses.advantages import Baseline
 from .rows import Rows, ragged
 
 NO_LAG = -1

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..losses.advantages import Baseline, advantages
+from ...common.objectives.keys import Baseline
+from ..losses.advantages import advantages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from tandem.learner.losses.advantages import Baseline, advantages
+from tandem.common.objectives.keys import Baseline
+from tandem.learner.losses.advantages import advantages
 from tandem.learner.objectives import Objective
 from tandem.learner.rows.rows import Rows
 

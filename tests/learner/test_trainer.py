@@ -188,6 +188,13 @@ def until(true: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
+def kill_after(groups: int, learner: Learner, run: Any) -> None:
+    """Kills the learner once it has trained so many groups, two a step."""
+    until(lambda: run.ledger.counts()["trained"] >= groups, f"{groups} trained groups")
+    learner.signal(signal.SIGKILL)
+    learner.wait()
+
+
 def test_a_run_ends_finished_with_all_its_records(straight: Any) -> None:
     assert straight.runs.state() == "finished"
     assert [record["step"] for record in metrics(straight)] == list(range(1, 9))
@@ -204,10 +211,7 @@ def test_a_killed_and_resumed_run_is_the_run_it_would_have_been(
 ) -> None:
     killed = start_run(**LUFFY)
     killed.work()
-    first = launch(killed)
-    until(lambda: killed.ledger.counts()["trained"] >= 10, "step 5")
-    first.signal(signal.SIGKILL)
-    first.wait()
+    kill_after(10, launch(killed), killed)
     log = finish(killed, launch(killed))
     assert "resumes from the checkpoint of step" in log
 
@@ -237,10 +241,7 @@ def test_a_resume_that_fails_leaves_every_record_as_it_was(
 ) -> None:
     run = start_run(run={"steps": 12}, learner={"checkpoint_every": 2})
     run.work()
-    first = launch(run)
-    until(lambda: run.ledger.counts()["trained"] >= 14, "step 7")
-    first.signal(signal.SIGKILL)
-    first.wait()
+    kill_after(14, launch(run), run)
     files = (run.folder.metrics, run.folder.samples, run.folder.journal)
     before = [path.read_bytes() for path in files]
     aside = run.folder.checkpoints.rename(run.folder.path / "aside")
@@ -265,10 +266,7 @@ def test_a_flipped_bit_in_a_checkpoint_costs_some_steps_and_changes_nothing(
 ) -> None:
     run = start_run(**LUFFY)
     run.work()
-    first = launch(run)
-    until(lambda: run.ledger.counts()["trained"] >= 14, "step 7")
-    first.signal(signal.SIGKILL)
-    first.wait()
+    kill_after(14, launch(run), run)
     # Weights and moments of one rank lie in one file.
     (path,) = (run.folder.checkpoints / "step-00000006").rglob("*.pt")
     data = bytearray(path.read_bytes())
@@ -303,10 +301,7 @@ def test_every_evaluation_is_told_once_though_the_learner_is_killed(
     run = start_run(**EVALUATED)
     run.evaluates = lambda request: request.step < under_way
     run.work()
-    first = launch(run)
-    until(lambda: run.ledger.counts()["trained"] >= 18, "step 9")
-    first.signal(signal.SIGKILL)
-    first.wait()
+    kill_after(18, launch(run), run)
     run.evaluates = lambda request: True
     finish(run, launch(run))
     assert told(run) == [f"held@{step}" for step in range(0, 13, 2)]
@@ -335,10 +330,7 @@ def test_an_evaluation_that_was_never_asked_for_is_asked_for_at_the_resume(
 ) -> None:
     run = start_run(**EVALUATED)
     run.work()
-    first = launch(run)
-    until(lambda: run.ledger.counts()["trained"] >= 18, "step 9")
-    first.signal(signal.SIGKILL)
-    first.wait()
+    kill_after(18, launch(run), run)
     # As if the kill had come between a step and its request, and Redis had lost a result.
     redis, key = run.store.redis, run.store.key
     for name in ("evaluations", "evaluation_results"):
@@ -375,10 +367,7 @@ def test_a_payload_that_was_flipped_ends_the_run_once_with_what_can_be_saved(
 ) -> None:
     run = start_run(**LUFFY)
     run.work()
-    first = launch(run)
-    until(lambda: run.ledger.counts()["trained"] >= 14, "step 7")
-    first.signal(signal.SIGKILL)
-    first.wait()
+    kill_after(14, launch(run), run)
     run.folder.config.write_text(to_yaml(run.config))
     entry = next(r["row"] for r in read(run.folder.journal) if r["step"] == 7)["groups"][0]
     name = run.store.key(f"payload:{entry['id']}:{entry['attempt']}:{entry['digest']}")

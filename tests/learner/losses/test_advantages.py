@@ -8,7 +8,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from tandem.learner.losses.advantages import Baseline, advantages, whiten
+from tandem.common.objectives.keys import Baseline
+from tandem.learner.losses.advantages import advantages, whiten
 
 LUFFY_GROUP = [1.0, 0, 0, 1, 0, 0, 0, 1]  # seven own rows, then the expert's
 

@@ -11,7 +11,7 @@ import torch
 
 from tandem.common.errors import ConfigError
 from tandem.common.objectives import OBJECTIVES
-from tandem.learner.losses.advantages import Baseline
+from tandem.common.objectives.keys import Baseline
 from tandem.learner.losses.ratios import k3, log_ratio, ppo_clip
 from tandem.learner.losses.shaping import shaped
 from tandem.learner.objectives import REGISTRY, Grpo, make, register
