@@ -47,6 +47,10 @@ def run(folder: Path, steps: int, staleness: int, dtype: str) -> tuple[str, floa
     def every(name: str) -> list[float]:
         return [record[name] for record in records if record.get(name) is not None]
 
+    for log in sorted((folder / "logs").glob("rollout-*.log")):
+        for text in log.read_text(encoding="utf-8").splitlines():
+            if "isn't what the learner published" in text:
+                print(text, flush=True)
     failed = sum(every("weights/checks_failed"))
     learner = sum(every("time/score")) / max(sum(every("time/total")), 1e-9)
     line = (

@@ -320,6 +320,25 @@ def test_a_sample_that_is_less_certain_than_those_before_is_no_alarm(
     assert not check._greatest(SAMPLED, [row], [1], [recorded], [far], "recorded").passes
 
 
+@pytest.mark.parametrize(("moved", "passes"), [(1, True), (2, False)])
+def test_a_token_of_one_sample_alone_is_rounding_and_in_most_it_is_not(
+    moved: int, passes: bool, engine_of: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(engine_of("torch-direct"), tiny)
+    present = commit_check._of_version
+
+    def rounded(*args: Any, **rest: Any) -> Any:
+        samples = present(*args, **rest)
+        for _, sample, start, _ in samples[:moved]:
+            sample.logprobs[start] -= 2.0
+        return samples
+
+    plant: Callable[[Any], Any] = lambda engine: monkeypatch.setattr(  # noqa: E731
+        commit_check, "_of_version", rounded
+    )
+    assert bench.run(plant=plant)[SAMPLED].passes is passes
+
+
 def test_a_small_difference_everywhere_is_found_by_its_mean(engine_of: Any, tiny: Any) -> None:
     bench = Bench(engine_of("torch-direct"), tiny, dtypes=("bfloat16",))
     # As rounding would be: some in the checks that pass, three times as much in the one that fails.
