@@ -28,6 +28,8 @@ ABANDONED_SECONDS = 60.0
 """No live rollout worker for so long: nobody will evaluate."""
 DEADLINE_SECONDS = 3600.0
 """For one evaluation that is waited for."""
+WHOLE = ".whole"
+"""Ends the id of a last evaluation of the whole set after one of a part at the same step."""
 
 
 class Evaluations:
@@ -74,29 +76,40 @@ class Evaluations:
             return settings.at_end
         return settings.every > 0 and step % settings.every == 0
 
-    def request(self, step: int, total: int) -> list[str]:
-        """Asks for the evaluation of every held-out set, if one is due; returns their ids."""
-        if not self._sets or not self.due(step, total):
+    def request(self, step: int, total: int, *, is_last: bool = False) -> list[str]:
+        """Asks for the evaluation of every held-out set, if one is due; returns their ids.
+
+        Args:
+            step: whose weights are evaluated.
+            total: the most steps that the run may take.
+            is_last: The run ends with this step. A run that is set in passes may do so before its
+                last possible step, and may then have asked for a part of the set already.
+        """
+        is_last = is_last or step >= total
+        if not self._sets or not self.due(step, step if is_last else total):
             return []
-        whole = step == 0 or step >= total
+        asked_before = is_last and step < total and self.due(step, total)
         ids = []
         for name in self._sets:
-            if f"{name}@{step}" in self._told:
+            whole = self._limits[name]
+            part = min((n for n in (whole, self._settings.limit) if n is not None), default=None)
+            limit = whole if step == 0 or is_last else part
+            id_ = f"{name}@{step}{WHOLE if asked_before and limit != part else ''}"
+            if id_ in self._told:
                 continue
-            limits = [self._limits[name], None if whole else self._settings.limit]
             self._runs.request_evaluation(
                 EvaluationRequest(
-                    id=f"{name}@{step}",
+                    id=id_,
                     set_name=name,
                     step=step,
-                    limit=min((limit for limit in limits if limit is not None), default=None),
+                    limit=limit,
                     temperature=self._settings.temperature,
                     samples=self._settings.samples,
-                    final=step >= total,
+                    final=is_last,
                 ),
                 self._term,
             )
-            ids.append(f"{name}@{step}")
+            ids.append(id_)
         self._open += [name for name in ids if name not in self._open]
         return ids
 
@@ -185,7 +198,7 @@ def told_in(path: Path) -> set[str]:
 def record_of(result: EvaluationResult) -> dict[str, Any]:
     """The metrics of a result, and ``step``, the one of the weights that it measured."""
     name = f"eval/{result.set_name}"
-    due = result.id.rpartition("@")[2]
+    due = result.id.rpartition("@")[2].removesuffix(WHOLE)
     several = result.samples > 1 and result.pass_rate is not None
     found: dict[str, Any] = {
         "step": result.step,

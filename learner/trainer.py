@@ -245,8 +245,7 @@ class Trainer:
 
     def _finish(self) -> None:
         self._saver.save(self._step)
-        # A run that is set in passes may end before its greatest number of steps.
-        self._evaluations.request(self._step, self._step)
+        self._evaluations.request(self._step, self._source.total_steps, is_last=True)
         self._publish()
         base = Path(resolve(self._config.model.path))
         with self._clock.doing("export"):
@@ -353,11 +352,13 @@ class Trainer:
             compared = self._config.learner.objective.least_verdicts > 1
             described = describe(step, batch.groups, compared=compared)
             metrics = {**outcome.metrics, **described}
-            self._reporter.samples(step, batch.groups)
         with clock.doing("journal"):
             noted()
         with clock.doing("confirm"):
             self._source.confirm(step, self._term)
+        # Only now, since a learner whose term is over fails at the confirmation.
+        with clock.doing("metrics"):
+            self._reporter.samples(step, batch.groups)
         too_long = self._idle.saw(outcome.metrics)
         idle = {"train/idle_steps": float(self._idle.steps)}
         self._reporter.step(self._version, {**metrics, **idle}, self._weights())

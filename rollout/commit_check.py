@@ -372,9 +372,9 @@ class CommitCheck:
         if running is None:
             return []
         await self._steps(STEPS_AFTER, running.samples)
-        await self._engine.abort([running.request.group_id])
         try:
             async with asyncio.timeout(self._seconds):
+                await self._engine.abort([running.request.group_id])
                 samples = await running.samples
         except TimeoutError:
             return []

@@ -93,6 +93,28 @@ def test_first_and_last_use_the_whole_set_and_those_between_a_part(
     }
 
 
+def test_a_run_that_ends_early_where_a_part_was_asked_for_asks_for_the_whole_set(
+    make: Make, store: Store
+) -> None:
+    evaluations = make()
+    found = {}
+    for is_last in (False, True, True):
+        for _ in evaluations.request(2, 100, is_last=is_last):
+            request = claim(store, 2)
+            if request is not None:
+                found[request.id] = (request.limit, request.final)
+                answer(store, request)
+    assert found == {
+        "heldout@2": (10, False),
+        "hard@2": (5, False),
+        "heldout@2.whole": (None, True),
+    }
+    results = {result.id: record_of(result) for result in evaluations.arrived()}
+    assert results.keys() == found.keys()
+    assert all(record["eval/due"] == 2 for record in results.values())
+    assert make().request(3, 100, is_last=True) == ["heldout@3", "hard@3"]
+
+
 def test_what_is_switched_off_is_not_asked_for(make: Make) -> None:
     evaluations = make(at_start=False, at_end=False, every=0)
     assert [evaluations.request(step, 4) for step in range(5)] == [[]] * 5
