@@ -288,7 +288,7 @@ def test_the_bound_follows_what_earlier_checks_found() -> None:
     assert noise.bound == first
     for size in (0.3, 0.1, 0.2):
         noise.add(size)
-    assert noise.bound == pytest.approx(commit_check.TIMES * 0.2)
+    assert noise.bound == pytest.approx(commit_check.TIMES["bfloat16"] * 0.2)
     for _ in range(200):
         noise.add(1e-5)
     assert noise.bound == least
@@ -350,6 +350,24 @@ def test_a_small_difference_everywhere_is_found_by_its_mean(engine_of: Any, tiny
     assert found.mean > found.mean_bound
     assert not found.passes
     assert "in the mean 0.1" in str(found)
+
+
+@pytest.mark.parametrize(("tokens", "passes"), [(1, True), (8, False)])
+def test_in_half_precision_one_token_may_round_far_and_many_may_not(
+    tokens: int, passes: bool, engine_of: Any, tiny: Any
+) -> None:
+    bench = Bench(engine_of("torch-direct"), tiny, dtypes=("bfloat16",))
+    noise = torch.Generator().manual_seed(0)
+    off = torch.rand((ROWS, LENGTH - 1), generator=noise) * 2 - 1
+    # The median of the greatest is 0.4, that of the mean 0.2.
+    bench.first = figures(tiny.model(), lambda found: found + 0.4 * off)
+
+    def far(found: torch.Tensor) -> torch.Tensor:
+        found = found + 0.4 * off
+        found[0, :tokens] -= 12.0
+        return found
+
+    assert bench.run(scored=figures(bench.learner, far))[GIVEN].passes is passes
 
 
 def test_a_figure_that_is_no_number_is_a_difference(engine_of: Any, tiny: Any) -> None:
