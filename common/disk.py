@@ -117,7 +117,7 @@ def persist(path: Path, write: Callable[[], T]) -> T:
         except OSError as error:
             if not is_full(error):
                 raise
-            wait = wait or Wait(path)
+            wait = wait or SpaceWait(path)
             wait.go_on()
             continue
         if wait is not None:
@@ -133,13 +133,13 @@ def await_room(folder: Path, nbytes: int = ROOM) -> None:
     """
     wait = None
     while not has_room(folder, nbytes):
-        wait = wait or Wait(folder, nbytes)
+        wait = wait or SpaceWait(folder, nbytes)
         wait.go_on()
     if wait is not None:
         wait.over()
 
 
-class Wait:
+class SpaceWait:
     """One wait for space."""
 
     def __init__(self, path: Path, nbytes: int = 0) -> None:

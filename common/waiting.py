@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import time
+from collections.abc import Callable
 
 
 class Wait:
     """One wait for one party.
 
+    ``who`` and ``what`` may be written anew while it lasts: the next sentence has them.
+
     Args:
-        who: member that is waited for.
+        who: party that is waited for.
         what: what it should do, as in "acknowledge version 1.7".
         seconds: until the deadline.
     """
@@ -19,27 +21,37 @@ class Wait:
         self.who = who
         self.what = what
         self.seconds = seconds
+        self.restart()
+
+    def restart(self) -> None:
+        """Counts the deadline from now: the party has made progress."""
         self._since = time.monotonic()
-        self._told = False
+        self._warned = False
 
     @property
     def next_look(self) -> float:
         """``time.monotonic()`` at which :meth:`expired` has something to do."""
-        return self._since + self.seconds * (1.0 if self._told else 0.5)
+        return self._since + self.seconds * (1.0 if self._warned else 0.5)
+
+    @property
+    def pause(self) -> float:
+        """Seconds until then, at least 0."""
+        return max(0.0, self.next_look - time.monotonic())
 
     @property
     def waited(self) -> float:
         """Seconds since it began."""
         return time.monotonic() - self._since
 
-    def expired(self, log: logging.Logger) -> bool:
-        """True past the deadline; logs once at half of it."""
+    def expired(self, tell: Callable[[str], object] | None) -> bool:
+        """True past the deadline; tells once at half of it, if there is anybody to tell."""
         waited = self.waited
-        if not self._told and waited >= self.seconds * 0.5:
-            self._told = True
-            log.warning(
-                f"waiting for {self.who} to {self.what}: {waited:.1f} s of {self.seconds:.1f} s"
-            )
+        if not self._warned and waited >= self.seconds * 0.5:
+            self._warned = True
+            if tell is not None:
+                tell(
+                    f"waiting for {self.who} to {self.what}: {waited:.1f} s of {self.seconds:.1f} s"
+                )
         return waited >= self.seconds
 
     def __str__(self) -> str:

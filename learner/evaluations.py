@@ -17,6 +17,7 @@ from typing import Any
 
 from ..common.config import Config
 from ..common.parts import parts
+from ..common.waiting import Wait
 from ..replay.members import Members
 from ..replay.store import EvaluationRequest, EvaluationResult, RunStore
 
@@ -147,9 +148,8 @@ class Evaluations:
         Gives up at the deadline, when the process is to drain, and when no rollout worker has
         been there for a minute.
         """
-        start = seen = time.monotonic()
-        looked = 0.0
-        told = False
+        wait = Wait("a rollout worker", "evaluate", deadline)
+        seen, looked = time.monotonic(), 0.0
         while any(name in self._open for name in ids):
             for result in self.arrived():
                 got(result)
@@ -162,7 +162,10 @@ class Evaluations:
                 if self._members.live("rollout") or not self._members.live():
                     seen = now
             waited = ", ".join(name for name in ids if name in self._open)
-            if waited and (now - start > deadline or now - seen > ABANDONED_SECONDS):
+            if not waited:
+                continue
+            wait.what = f"evaluate {waited}"
+            if wait.expired(log.warning) or now - seen > ABANDONED_SECONDS:
                 why = (
                     f"no rollout worker has been there for {ABANDONED_SECONDS:.0f} s"
                     if now - seen > ABANDONED_SECONDS
@@ -170,11 +173,7 @@ class Evaluations:
                 )
                 log.warning(f"goes on without the evaluation {waited}: {why}")
                 return False
-            if waited and not told and now - start > deadline / 2:
-                told = True
-                log.warning(f"has waited {now - start:.0f} s for a worker to evaluate {waited}")
-            if waited:
-                time.sleep(0.02)
+            time.sleep(0.02)
         return True
 
 

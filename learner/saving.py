@@ -44,7 +44,7 @@ def write_with_room(
     Raises:
         DiskFull: there was no room for too long.
     """
-    wait = disk.Wait(folder, nbytes)
+    wait = disk.SpaceWait(folder, nbytes)
     while True:
         with leader.waiting():
             disk.await_room(folder, nbytes)

@@ -33,6 +33,7 @@ from redis.retry import Retry
 from ..common import disk
 from ..common.errors import FencedError, RefusedError, StoreError
 from ..common.run_folder import JoinInfo
+from ..common.waiting import Wait
 
 log = logging.getLogger("tandem.replay")
 
@@ -164,35 +165,30 @@ class Store:
 
     def persist(self, what: str, operation: Callable[[], T], deadline: float = DEADLINE) -> T:
         """Runs ``operation`` until it is done or ``deadline`` seconds have passed."""
-        begun, full = time.monotonic(), 0.0
+        wait = Wait(f"Redis at {self.address}", f"answer ({what})", deadline)
         # A short wait is its caller's to tell of.
-        pause, told_half = 0.005, deadline < TOLD_FROM
+        tell = log.warning if deadline >= TOLD_FROM else None
+        pause, full = 0.005, 0.0
         while True:
             try:
                 return operation()
             except (AuthenticationError, AuthorizationError) as error:
                 raise self._refused(error) from None
             except _WAITS as error:
-                waited = time.monotonic() - begun - full
-                if waited >= deadline:
+                wait.what = f"answer ({what}; {_cause(error)})"
+                if wait.expired(tell):
                     raise StoreError(
-                        f"Redis at {self.address} did not answer ({what}) for {waited:.0f} s: "
-                        f"{_cause(error)}. Is the run's redis-server up? `tandem start` on the "
-                        f"same run folder brings it back with all that it held"
+                        f"{wait}. Is the run's redis-server up? `tandem start` on the same run "
+                        f"folder brings it back with all that it held"
                     ) from None
-                if waited >= deadline / 2 and not told_half:
-                    told_half = True
-                    log.warning(
-                        f"waiting for Redis at {self.address} for {waited:.0f} s ({what}): "
-                        f"{_cause(error)}; giving up after {deadline:.0f} s"
-                    )
-                time.sleep(min(pause, max(0.0, deadline - waited)))
+                time.sleep(min(pause, wait.pause))
                 pause = min(2 * pause, LARGEST_PAUSE)
             except ResponseError as error:
                 if not _disk_is_full(error):
                     raise told(error, self.address) from None
                 # No deadline counts this time: `tandem start` ends a run that waits for too long.
                 full += self._await_disk(what, error, full, deadline)
+                wait.restart()
             except DataError as error:
                 raise StoreError(f"{what}: Redis can't be sent this: {error}") from None
 

@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from ..common.config import RewardConfig
 from ..common.errors import DeadlineError
 from ..common.records import FinishReason, Group, Verdict
+from ..common.waiting import Wait
 from .answers.comparison import decide
 from .answers.texts import read_gold
 from .components.registry import Graded
@@ -423,24 +424,16 @@ class Grader:
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         """Polls until ``ready``; the deadline counts from the last request that ended."""
         limit = START_SECONDS + 4 * self._outside.longest_deadline
-        ended, since, told = self._recent.total, time.monotonic(), False
+        wait, ended = Wait("graders", "end a request", limit), self._recent.total
         while not ready():
             self.pump(1.0)
-            now = time.monotonic()
             if self._recent.total != ended:
-                ended, since = self._recent.total, now
-            spent = now - since
-            if spent > limit:
-                raise DeadlineError(
-                    f"grading {what}: no request ended in {limit:.0f} s, and "
-                    f"{self.in_flight} are left: graders {self.grader_pids()}"
-                )
-            if spent > limit / 2 and not told:
-                told = True
-                logger.warning(
-                    f"still grading {what} after {spent:.0f} s: waiting for graders "
-                    f"{self.grader_pids()} with {self.in_flight} requests left"
-                )
+                ended = self._recent.total
+                wait.restart()
+            wait.who = f"graders {self.grader_pids()}"
+            wait.what = f"end one of {self.in_flight} requests ({what})"
+            if wait.expired(logger.warning):
+                raise DeadlineError(str(wait))
 
     def _restarted(self, restart: Restart) -> None:
         if restart.reason == "recycled":

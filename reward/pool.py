@@ -27,6 +27,7 @@ from ..common.records import Group, GroupReceipt, GroupSubmission
 from ..common.run_folder import JoinInfo, RunFolder
 from ..common.sockets import Authenticator, bind_router, is_loopback, new_keys
 from ..common.telemetry import Clock
+from ..common.waiting import Wait
 from ..replay.connection import Store, connect
 from ..replay.ledger import Ledger
 from ..replay.members import Members
@@ -82,13 +83,13 @@ class Pool:
         self._counts: Counter[str] = Counter()
         self._clock = Clock()
         self._seconds = 0.0
-        self._stopping = 0.0
+        self._drain: Wait | None = None
         self._alarmed = -ALARM_SECONDS
 
     def stop(self) -> None:
         """Accept nothing more, finish what is in flight, end."""
-        if not self._stopping:
-            self._stopping = time.monotonic()
+        if self._drain is None:
+            self._drain = Wait("graders", "end", self._drain_seconds)
 
     def run(self, wake: int) -> None:
         """Serves until :meth:`stop`; ``wake`` is a descriptor that signals make readable."""
@@ -98,7 +99,6 @@ class Pool:
         poller.register(wake, zmq.POLLIN)
         listening = True
         next_beat = time.monotonic()
-        told = False
         while True:
             now = time.monotonic()
             if now >= next_beat:
@@ -106,32 +106,29 @@ class Pool:
                 with self._clock.doing("report"):
                     self._beat(self._stats())
             full = len(self._work) >= GROUPS_IN_FLIGHT
-            if listening and (self._stopping or full):
+            if listening and (self._drain or full):
                 poller.unregister(self._router)
                 listening = False
-            elif not listening and not self._stopping and not full:
+            elif not listening and not self._drain and not full:
                 poller.register(self._router, zmq.POLLIN)
                 listening = True
-            if self._stopping:
+            if self._drain:
                 if not self._work:
                     return
-                left = self._stopping + self._drain_seconds - now
-                if left <= 0:
+                self._drain.what = f"finish {len(self._work)} groups"
+                if self._drain.expired(logger.warning):
                     logger.warning(
                         f"leaving with {len(self._work)} groups ungraded after "
                         f"{self._drain_seconds:.0f} s: their workers send them again"
                     )
                     return
-                if left < self._drain_seconds / 2 and not told:
-                    told = True
-                    logger.info(f"draining: waiting for graders with {len(self._work)} groups")
             due = self._grader.next_deadline()
             until = next_beat if due is None else min(next_beat, due)
             with self._clock.doing("wait/groups" if not self._work else "wait/graders"):
                 events = dict(poller.poll(int(max(0.0, until - now) * 1000) + 1))
             if wake in events:
                 os.read(wake, 4096)
-            if self._router in events and not self._stopping:
+            if self._router in events and not self._drain:
                 with self._clock.doing("grade"):
                     self._receive()
             if self._grader.fileno() in events or (due is not None and time.monotonic() >= due):

@@ -24,6 +24,7 @@ from ..common.errors import DeadlineError, StoreError, WireError
 from ..common.mailbox import Mailbox
 from ..common.records import CommitResult, Group, GroupReceipt, GroupSubmission
 from ..common.sockets import CurveKeys, connect_dealer
+from ..common.waiting import Wait
 
 log = logging.getLogger("tandem.rollout")
 
@@ -214,17 +215,15 @@ class Submitter:
             DeadlineError: some are missing after ``deadline`` seconds; says how many, and who
                 was waited for.
         """
-        half = deadline / 2
+        wait = Wait(self._whom(), "acknowledge the last finished groups", deadline)
         with self._changed:
-            if self._changed.wait_for(lambda: self._open == 0, half):
-                return
-            log.warning(f"{self._open} groups still wait for a receipt from {self._whom()}")
-            if self._changed.wait_for(lambda: self._open == 0, deadline - half):
-                return
-            raise DeadlineError(
-                f"{self._open} finished groups had no receipt from {self._whom()} after "
-                f"{deadline:.0f} s; their leases go to another worker when they expire"
-            )
+            while not self._changed.wait_for(lambda: self._open == 0, wait.pause):
+                wait.who = self._whom()
+                if wait.expired(log.warning):
+                    raise DeadlineError(
+                        f"{self._open} finished groups had no receipt from {wait.who} after "
+                        f"{deadline:.0f} s; their leases go to another worker when they expire"
+                    )
 
     def stats(self) -> SubmissionStats:
         """A copy of the counters."""

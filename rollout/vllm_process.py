@@ -31,6 +31,7 @@ from pydantic import ValidationError
 
 from ..common.config import VLLM_RANKS, VLLM_SETTINGS
 from ..common.errors import ConfigError, DeadlineError, TandemError
+from ..common.waiting import Wait
 from ..common.weights.shared_memory import remove_left_behind
 from . import vllm_version
 from .vllm_extension import OWNER
@@ -101,22 +102,20 @@ class VllmProcess:
         self._strangers = set(psutil.Process().children(recursive=True))
         self._thread = threading.Thread(target=self._main, args=(ready,), name="vllm", daemon=True)
         self._thread.start()
-        half = self._start_seconds / 2
+        wait = Wait("vLLM", "start", self._start_seconds)
+        started = asyncio.wrap_future(ready)
         try:
-            try:
-                await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(ready)), half)
-            except TimeoutError:
-                log.warning(f"waiting for vLLM to start, {half:.0f} s more")
-                await asyncio.wait_for(asyncio.wrap_future(ready), half)
-        except TimeoutError:
-            await asyncio.to_thread(self._kill)
-            raise DeadlineError(
-                f"vLLM didn't start within {self._start_seconds:.0f} s: its messages are above; a "
-                f"large model on a slow disk may need a longer rollout.vllm.start_seconds"
-            ) from None
+            while not (await asyncio.wait([started], timeout=wait.pause))[0]:
+                if wait.expired(log.warning):
+                    await asyncio.to_thread(self._kill)
+                    raise DeadlineError(
+                        f"{wait}: its messages are above; a large model on a slow disk may need a "
+                        f"longer rollout.vllm.start_seconds"
+                    )
         except asyncio.CancelledError:
             self._kill(0.0)
             raise
+        started.result()
         log.info(f"vLLM started in {time.monotonic() - since:.1f} s")
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -232,7 +232,7 @@ class WeightReceiver:
             ):
                 self._ask()
         wait, job = self._wait, self._job
-        if wait is not None and job is not None and wait.expired(log):
+        if wait is not None and job is not None and wait.expired(log.warning):
             if wait.who == "the engine":
                 end_half_loaded(
                     f"{wait}: the engine may hold half of {job.version}, so this process ends"

@@ -212,13 +212,13 @@ class Transfers:
     def _look(self) -> None:
         """Deadlines, and offers that may be made."""
         for peer in list(self._peers.values()):
-            if peer.silence.expired(log):
+            if peer.silence.expired(log.warning):
                 reason = f"not heard of for {peer.silence.seconds:.1f} s (stopped or dead)"
                 if peer.transfer is not None:
                     reason += f" while it should {peer.transfer.wait.what}"
                 self._forget(peer, reason)
                 log.warning(f"{peer.member}: {reason}; it is served again when it speaks")
-            elif peer.transfer is not None and peer.transfer.wait.expired(log):
+            elif peer.transfer is not None and peer.transfer.wait.expired(log.warning):
                 self._fail(peer, str(peer.transfer.wait))
         for peer in list(self._peers.values()):
             if peer.idle and self._behind(peer):

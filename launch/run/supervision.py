@@ -26,6 +26,7 @@ from types import FrameType
 
 from ...common.disk import DiskFull, is_full, try_append
 from ...common.errors import ConfigError, RunFailedError, TandemError
+from ...common.waiting import Wait
 from ..wording import shown
 from .disk_watch import DiskWatch
 from .parts import Part, ProcessSpec, described, exit_of, last_lines, now, signal_name
@@ -368,14 +369,12 @@ class Supervisor:
             if part.before_end is not None and self._revive(part):
                 part.before_end()
             part.terminate()
-        now_ = time.monotonic()
-        end, half = now_ + seconds, now_ + seconds / 2
-        while any(part.alive() for part in parts) and now_ < end and len(self._stops) <= 1:
+        wait = Wait("", "end", seconds)
+        while len(self._stops) <= 1:
+            wait.who = ", ".join(part.name for part in parts if part.alive())
+            if not wait.who or wait.expired(self._say):
+                break
             self._wait(0.1)
-            before, now_ = now_, time.monotonic()
-            if before < half <= now_ and any(part.alive() for part in parts):
-                names = ", ".join(part.name for part in parts if part.alive())
-                self._say(f"waiting for {names} to end, {end - now_:.0f} s more")
         late = [spec.name for part in parts for spec in part.running()]
         if len(self._stops) <= 1:
             for name in late:

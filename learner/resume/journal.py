@@ -13,7 +13,8 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +24,7 @@ from ...common.errors import DamagedError, FencedError, StoreError
 from ...common.parts import part_of, whole_end
 from ...common.plain import damaged
 from ...common.run_folder import sync_folder
+from ...common.waiting import Wait
 from .journal_file import (
     WAY_OUT,
     Chain,
@@ -43,7 +45,7 @@ DISK_SECONDS = 300.0
 _OUTCOMES = ("", "applied", "quarantined")
 _GIVEN_UP = bytes([0, 0, *range(2, 256)])
 """Outcomes after a resume below them: quarantined stays, since the same samples would fail again."""
-Wait = Callable[[], None]
+UntilOnDisk = Callable[[], None]
 """Returns once a record is on disk."""
 
 
@@ -214,7 +216,7 @@ class Journal(History):
         self._term = 0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
-    def row(self, term: int, step: int, row: dict[str, Any]) -> Wait:
+    def row(self, term: int, step: int, row: dict[str, Any]) -> UntilOnDisk:
         """Writes a step's row unless it stands there; the callable waits until it is on disk.
 
         Raises:
@@ -227,11 +229,11 @@ class Journal(History):
             raise StoreError(f"step {step} can't follow step {self.last_step} in {self.path}")
         return self._append("row", term, step, digest_of(row), row=row)
 
-    def applied(self, term: int, step: int, counts: Mapping[str, int] | None = None) -> Wait:
+    def applied(self, term: int, step: int, counts: Mapping[str, int] | None = None) -> UntilOnDisk:
         """The step's update is in the weights; ``counts``: what was trained on, by name."""
         return self._append("applied", term, step, self.digest(step), **(counts or {}))
 
-    def quarantined(self, term: int, step: int, reason: str) -> Wait:
+    def quarantined(self, term: int, step: int, reason: str) -> UntilOnDisk:
         """The step used its number and changed nothing."""
         return self._append("quarantined", term, step, self.digest(step), reason=reason)
 
@@ -287,7 +289,7 @@ class Journal(History):
         self.chain = replace(self.chain, segments=segments)
         self._last = (0, 0)
 
-    def _append(self, kind: str, term: int, step: int, digest: str, **more: Any) -> Wait:
+    def _append(self, kind: str, term: int, step: int, digest: str, **more: Any) -> UntilOnDisk:
         if self._file is None:
             if self.chain.segments:
                 raise StoreError(f"{self.path} has records: say first where term {term} goes on")
@@ -311,24 +313,16 @@ class Journal(History):
             StoreError: the disk doesn't answer.
             DiskFull: it had no space for too long.
         """
-        if not self._done(written):
-            log.warning(
-                f"waiting for the disk to take a record of {self.path} for {DISK_SECONDS / 2:.0f} s"
-            )
-            if not self._done(written):
+        wait = Wait("the disk", f"take a record of {self.path}", DISK_SECONDS)
+        while not futures.wait([written], timeout=wait.pause).done:
+            if disk.free_bytes(self.path.parent) < disk.ROOM:
+                wait.restart()  # the writer says itself how long it waits for space
+            elif wait.expired(log.warning):
                 raise StoreError(
-                    f"{self.path}: the disk hasn't taken a record in {DISK_SECONDS:.0f} s: look "
-                    f"whether its file system is there and has room; the run goes on from the "
-                    f"journal when it is started again"
+                    f"{wait}: look whether its file system is there and has room; the run goes on "
+                    f"from the journal when it is started again"
                 )
         written.result()
-
-    def _done(self, written: Future[None]) -> bool:
-        """Whether it is on disk soon; what the writer waits for on a full disk doesn't count."""
-        while not wait([written], timeout=DISK_SECONDS / 2).done:
-            if disk.free_bytes(self.path.parent) >= disk.ROOM:
-                return False
-        return True
 
     def _write(self, line: bytes) -> None:
         assert self._file is not None

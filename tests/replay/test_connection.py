@@ -28,7 +28,7 @@ def test_no_password_is_told_at_once(server: Any):
 
 def test_a_server_that_never_comes_up_ends_in_an_error_with_its_address(own_server: Any):
     own_server.stop()
-    with pytest.raises(StoreError, match=f"127.0.0.1:{own_server.port} did not answer"):
+    with pytest.raises(StoreError, match=f"127.0.0.1:{own_server.port} didn't answer"):
         connect(own_server.join(), deadline=0.2)
 
 

@@ -149,10 +149,10 @@ def test_a_run_whose_redis_does_not_answer_is_told_from_its_folder(
     try:
         made = look(folder, folder.join)
         assert (made.state, made.step, made.members) == ("running", 7, ())
-        assert "did not answer" in made.problem
+        assert "didn't answer" in made.problem
     finally:
         lock.release()
-    with pytest.raises(StoreError, match="did not answer"):
+    with pytest.raises(StoreError, match="didn't answer"):
         look(None, folder.join)
 
 

@@ -141,5 +141,5 @@ def test_an_alarm_of_the_learner_is_told_once_live_and_after_the_end() -> None:
 
 
 def test_why_the_figures_are_old_is_told() -> None:
-    made = assemble(KNOWN, History(), facts(), problem="Redis at h:1 did not answer", now=NOW)
-    assert any("did not answer" in line.plain for line in draw(made, 80))
+    made = assemble(KNOWN, History(), facts(), problem="Redis at h:1 didn't answer", now=NOW)
+    assert any("didn't answer" in line.plain for line in draw(made, 80))

@@ -45,11 +45,11 @@ def test_a_disk_that_takes_nothing_is_an_error_and_no_endless_wait(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(journals, "DISK_SECONDS", 0.02)
-    journal = Journal(path)
+    journal = filled(path, 1)
     answers = threading.Event()
     monkeypatch.setattr(os, "fsync", lambda _: answers.wait(20))
-    written = journal.row(1, 1, row(1))
-    with pytest.raises(StoreError, match="the disk hasn't taken a record"):
+    written = journal.row(1, 2, row(2))
+    with pytest.raises(StoreError, match=r"the disk didn't take a record of .*journal\.jsonl"):
         written()
     assert "waiting for the disk" in caplog.text
     answers.set()
