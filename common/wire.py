@@ -53,7 +53,6 @@ def _to_array(annotation: Any, value: Any) -> Any:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_from_numpy)
-_REGISTERED: set[type] = set()
 _BODY = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 
 
@@ -71,7 +70,7 @@ def encode(record: Any) -> bytes:
     """
     cls: Any = type(record)
     kind = cls.__name__
-    if not issubclass(cls, Record) and cls not in _REGISTERED:
+    if not issubclass(cls, Record):
         raise WireError(f"a {kind} is no record: only a Record travels")
     try:
         body = _ENCODER.encode((kind, record))
@@ -131,9 +130,3 @@ def decode(data: bytes | memoryview, expected: type[R]) -> R:
 
 def _refused(why: str) -> WireError:
     return WireError(f"refused message: {why}")
-
-
-def register(cls: type[R]) -> type[R]:
-    """Lets a dataclass travel."""
-    _REGISTERED.add(cls)
-    return cls

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from ..errors import WeightsError
-from .manifest import WeightManifest
+from .manifest import Layout, WeightManifest
 
 BYTES_PER_SECOND = 50e6
 """Slowest rate at which a bucket may come; gloo on loopback was seen at 130 to 560 MB/s."""
@@ -149,9 +149,9 @@ class Way(ABC):
         return None
 
 
-def cut(buffer: torch.Tensor, manifest: WeightManifest) -> list[torch.Tensor]:
+def cut(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """The buckets of a flat buffer."""
-    return [buffer[b.offset : b.offset + b.nbytes] for b in manifest.buckets]
+    return [buffer[bucket] for bucket in layout.buckets]
 
 
 class MeetingPoint:

@@ -63,7 +63,7 @@ class Gloo(Way):
         """Receives from rank 0."""
         buffer, segment = own(manifest.total_bytes)
         self._meet(at)
-        full = self._transfer(cut(buffer, manifest), seconds, "receive")
+        full = self._transfer(cut(buffer, manifest.layout), seconds, "receive")
         return Arrival(buffer=buffer, segment=segment, full=full)
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ class Nccl(Way):
         deadline = time.monotonic() + seconds
         buffer, segment = own(manifest.total_bytes)
         self._meet(at)
-        full = self._received(cut(buffer, manifest), deadline)
+        full = self._received(cut(buffer, manifest.layout), deadline)
         return Arrival(buffer=buffer, segment=segment, full=full)
 
     def close(self) -> None:

@@ -19,25 +19,27 @@ so that a message that is lost costs seconds and no round hangs on it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, get_args
+
+import msgspec
 
 from ..errors import WeightsError, WireError
-from ..plain import Record, read_record
+from ..plain import Count, Record, read_record
 from ..records import Version
 from ..sockets import CurveKeys
-from ..wire import decode, encode, register
+from ..wire import decode, encode
 from .manifest import WeightManifest
 
 ROLE = "learner"
 """The role under which a learner announces itself in the registry."""
 
+Port = Annotated[int, msgspec.Meta(gt=0, lt=65_536)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+
+class Ask(Record, frozen=True, kw_only=True):
     """Worker: I am alive, hold this version, and take the newest one that I don't hold."""
 
     run_id: str
@@ -61,9 +63,7 @@ class Ask:
     :func:`~tandem.common.weights.shared_memory.shared_memory_name`."""
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class Offer(Record, frozen=True, kw_only=True):
     """Learner: this is the newest version, to be had in this way."""
 
     round: str
@@ -81,9 +81,7 @@ RENAME = "none"
 """The way of a version whose content the worker holds already: it only takes the new name."""
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Open:
+class Open(Record, frozen=True, kw_only=True):
     """Learner: meet me here, in a channel for this version. Sent only to a worker that has taken the
     offer up."""
 
@@ -93,45 +91,34 @@ class Open:
     """Random name of the channel and key prefix at the meeting point."""
     host: str
     """Address of the meeting point."""
-    port: int
+    port: Port
     """Port of the meeting point."""
-    rank: int
+    rank: Count
     """The worker's rank; the learner's is 0."""
-    world_size: int
-    """Ranks of the channel."""
+    world_size: Annotated[int, msgspec.Meta(gt=0, le=65_536)]
+    """Ranks of the channel, the learner's among them."""
 
     def __post_init__(self) -> None:
-        if not (0 < self.port < 65536 and 0 <= self.rank < self.world_size <= 65536):
-            raise ValueError(
-                f"rank {self.rank} of {self.world_size} can't meet at port {self.port}"
-            )
+        if self.rank >= self.world_size:
+            raise ValueError(f"there is no rank {self.rank} in a channel of {self.world_size}")
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class Loaded(Record, frozen=True, kw_only=True):
     """Worker: the engine serves it."""
 
     round: str
     """Of the offer."""
     version: Version
     """What it serves now."""
-    fetched: float
+    fetched: Seconds
     """Seconds from the offer until every checksum was right."""
-    seconds: float
+    seconds: Seconds
     """Seconds from then on until the engine served it."""
-    paused: float
+    paused: Seconds
     """Seconds of these in which it sampled nothing on account of it."""
 
-    def __post_init__(self) -> None:
-        for seconds in (self.fetched, self.seconds, self.paused):
-            if not 0.0 <= seconds < math.inf:
-                raise ValueError(f"a transfer can't take {seconds} s")
 
-
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class Refused(Record, frozen=True, kw_only=True):
     """Worker: I gave the round up and still serve my old version."""
 
     round: str
@@ -142,9 +129,7 @@ class Refused:
     """For a person."""
 
 
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Withdraw:
+class Withdraw(Record, frozen=True, kw_only=True):
     """Learner: the round is off."""
 
     round: str
@@ -155,9 +140,7 @@ class Withdraw:
 
 Message = Ask | Offer | Open | Loaded | Refused | Withdraw
 
-_KINDS: dict[bytes, Any] = {
-    cls.__name__.encode(): cls for cls in (Ask, Offer, Open, Loaded, Refused, Withdraw)
-}
+_KINDS: dict[bytes, Any] = {cls.__name__.encode(): cls for cls in get_args(Message)}
 
 
 def pack(message: Message) -> list[bytes]:

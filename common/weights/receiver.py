@@ -36,7 +36,7 @@ from .job import (
     Target,
     end_half_loaded,
 )
-from .manifest import check_manifest, first_difference
+from .manifest import Layout, check_manifest, first_difference
 from .protocol import (
     RENAME,
     ROLE,
@@ -134,7 +134,7 @@ class WeightReceiver:
         self._landing = Landing()
         self._ways: dict[str, Way] = {}
         self._is_open = False
-        self._fitting = ""
+        self._fitting: Layout | None = None
 
     # Public.
 
@@ -412,7 +412,7 @@ class WeightReceiver:
         try:
             check_manifest(manifest)
             if manifest.layout != self._fitting:
-                reason = first_difference(self._target.specs, manifest.params)
+                reason = first_difference(self._target.specs, manifest.layout.tensors)
         except WeightsError as error:
             return str(error)
         if reason is None:

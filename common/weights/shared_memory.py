@@ -201,7 +201,7 @@ class SharedMemory(Way):
         """Maps the segment, or finds it mapped."""
         place = str(at)
         buffer = self._mapped.get(place, manifest.total_bytes)
-        return Arrival(buffer=buffer, segment=place, full=range(len(manifest.buckets)))
+        return Arrival(buffer=buffer, segment=place, full=range(len(manifest.checksums)))
 
 
 def _place(needed: int, folders: Sequence[Path]) -> Path:

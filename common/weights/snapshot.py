@@ -5,7 +5,7 @@
     weights/LATEST              name of the newest one
     weights/3.120/              term 3, step 120
         model.safetensors       as transformers and vLLM read it
-        manifest.json           layout, checksums, digests
+        manifest.json           layout, checksums, digest
 
 A folder is written beside, synced and renamed, so that it is there whole or not at all.
 """
@@ -58,7 +58,7 @@ class Snapshot(Way):
         """Reads it into the worker's own buffer."""
         buffer, segment = own(manifest.total_bytes)
         read(Path(str(at)), manifest, buffer)
-        return Arrival(buffer=buffer, segment=segment, full=range(len(manifest.buckets)))
+        return Arrival(buffer=buffer, segment=segment, full=range(len(manifest.checksums)))
 
 
 def name_of(version: Version) -> str:
@@ -87,7 +87,7 @@ def write(folder: Path, manifest: WeightManifest, buffer: torch.Tensor) -> Path:
     try:
         if not target.is_dir():
             beside.mkdir(parents=True)
-            save_file(dict(views(buffer, manifest.params)), beside / MODEL, {"format": "pt"})
+            save_file(dict(views(buffer, manifest.layout)), beside / MODEL, {"format": "pt"})
             (beside / MANIFEST).write_bytes(msgspec.json.encode(manifest))
             for file in beside.iterdir():
                 _sync(file)
@@ -124,7 +124,7 @@ def read(place: Path, manifest: WeightManifest, buffer: torch.Tensor) -> None:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             there = set(file.keys())
-            for name, view in views(buffer, manifest.params):
+            for name, view in views(buffer, manifest.layout):
                 if name not in there:
                     raise WeightsError(f"{path} lacks {name}")
                 tensor = file.get_tensor(name)

@@ -22,9 +22,7 @@ from .manifest import (
     Layout,
     ScoredRows,
     SegmentPlace,
-    TensorEntry,
     WeightManifest,
-    damage,
     make_manifest,
     plan,
     restamped,
@@ -60,13 +58,13 @@ def flat_buffer(total_bytes: int) -> torch.Tensor:
     return torch.zeros(total_bytes, dtype=torch.uint8)
 
 
-def views(buffer: torch.Tensor, params: Sequence[TensorEntry]) -> list[tuple[str, torch.Tensor]]:
+def views(buffer: torch.Tensor, layout: Layout) -> list[tuple[str, torch.Tensor]]:
     """(name, view) of every tensor, sharing the buffer's memory."""
     found: list[tuple[str, torch.Tensor]] = []
-    for p in params:
-        dtype: torch.dtype = getattr(torch, p.dtype)
-        piece = buffer[p.offset : p.offset + p.nbytes]
-        found.append((p.name, piece.view(dtype).view(p.shape)))
+    for tensor, offset in zip(layout.tensors, layout.offsets, strict=False):
+        dtype: torch.dtype = getattr(torch, tensor.dtype)
+        piece = buffer[offset : offset + tensor.nbytes]
+        found.append((tensor.name, piece.view(dtype).view(tensor.shape)))
     return found
 
 
@@ -90,7 +88,7 @@ class _Sums:
 
     def __init__(self, buffer: torch.Tensor, layout: Layout) -> None:
         self._bytes = buffer.numpy().data
-        self._ends = [offset + nbytes for offset, nbytes in layout.ranges]
+        self._ends = [bucket.stop for bucket in layout.buckets]
         self._digests = [xxhash.xxh3_64() for _ in self._ends]
         self._summed = 0
 
@@ -120,7 +118,7 @@ def handed_over(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Segment
     layout = plan(((name, tensor.shape, tensor.dtype) for name, tensor in content), 1 << 30)
     segment = Segment(layout.total_bytes)
     try:
-        copies = views(segment.buffer, layout.params)
+        copies = views(segment.buffer, layout)
         for (_, tensor), (_, copy) in zip(content, copies, strict=True):
             copy.copy_(tensor)
         yield SegmentPlace(path=str(segment.path), nbytes=layout.total_bytes, layout=layout.text)
@@ -143,7 +141,7 @@ class StagingSlot:
         self.segment: Segment | None = None
         self.buffer = self._shared_buffer() if shared else flat_buffer(layout.total_bytes)
         self._pinned = pin and self._pin()
-        self.tensors = views(self.buffer, layout.params)
+        self.tensors = views(self.buffer, layout)
         self.version: Version | None = None
         self.scored: ScoredRows | None = None
         """What the version makes of some rows; travels with it and with its re-stamps."""
@@ -176,7 +174,7 @@ class StagingSlot:
         if tensor.is_cuda:
             view.copy_(tensor, non_blocking=True)
             return
-        offset, size = self.layout.params[index].offset, view.element_size()
+        offset, size = self.layout.offsets[index], view.element_size()
         source, target = tensor.detach().reshape(-1), view.view(-1)
         step = CHUNK_BYTES // size
         for start in range(0, target.numel(), step):
@@ -209,7 +207,7 @@ class StagingSlot:
         """The buckets, once all has been copied."""
         if self.copied is not None:
             _await_event(self.copied, "the copy of the weights out of the model")
-        return [self.buffer[offset : offset + nbytes] for offset, nbytes in self.layout.ranges]
+        return cut(self.buffer, self.layout)
 
     def parcel(self, run_id: str, version: Version) -> Parcel:
         """The version as ways carry it."""
@@ -392,7 +390,7 @@ class Landing:
     def __init__(self) -> None:
         self._own: torch.Tensor | None = None
         self._segment: Segment | None = None
-        self._views: dict[int, tuple[torch.Tensor, str, StagedTensors]] = {}
+        self._views: dict[int, tuple[torch.Tensor, Layout, StagedTensors]] = {}
 
     def fetch(
         self, way: Way, manifest: WeightManifest, at: Meeting | str, seconds: float
@@ -410,12 +408,17 @@ class Landing:
             WeightsError: it isn't to be had.
         """
         arrival = way.fetch(manifest, at, self._own_buffer, seconds)
-        pieces = cut(arrival.buffer, manifest)
+        buckets = manifest.layout.buckets
         for index in arrival.full:
-            problem = damage(manifest, index, checksum(pieces[index]))
-            if problem is not None:
-                raise DamagedError(problem)
-        return self._tensors(arrival.buffer, arrival.segment, manifest.layout, manifest.params)
+            bucket, expected = buckets[index], manifest.checksums[index]
+            found = checksum(arrival.buffer[bucket])
+            if found != expected:
+                raise DamagedError(
+                    f"bucket {index} of version {manifest.version} (bytes {bucket.start:,} to "
+                    f"{bucket.stop:,}) was damaged: its checksum is {found:016x}, the manifest's is "
+                    f"{expected:016x}"
+                )
+        return self._tensors(arrival.buffer, arrival.segment, manifest.layout)
 
     def close(self) -> None:
         """Removes the file of the own buffer."""
@@ -436,14 +439,12 @@ class Landing:
                 self._own = flat_buffer(nbytes)
         return self._own, str(self._segment.path) if self._segment is not None else ""
 
-    def _tensors(
-        self, buffer: torch.Tensor, segment: str, layout: str, params: Sequence[TensorEntry]
-    ) -> StagedTensors:
+    def _tensors(self, buffer: torch.Tensor, segment: str, layout: Layout) -> StagedTensors:
         """Views of a buffer, which are kept for its next version."""
         known = self._views.get(id(buffer))
         if known is None or known[0] is not buffer or known[1] != layout:
-            place = SegmentPlace(path=segment, nbytes=buffer.numel(), layout=layout)
-            tensors = StagedTensors(views(buffer, params), place if segment else None)
+            place = SegmentPlace(path=segment, nbytes=buffer.numel(), layout=layout.text)
+            tensors = StagedTensors(views(buffer, layout), place if segment else None)
             if len(self._views) >= 4:
                 # Views hold their memory: those of buffers that are no longer in use go.
                 self._views.clear()

@@ -228,7 +228,7 @@ def measure_shared_memory(folder: Path, pairs: int) -> dict[str, Any]:
     layout = plan(((n, tuple(p.shape), p.dtype) for n, p in named), BUCKET)
     # The same bytes: what was never written to would be read from the kernel's one page of zeros.
     source = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-    for (_, tensor), (_, view) in zip(named, views(source, layout.params), strict=True):
+    for (_, tensor), (_, view) in zip(named, views(source, layout), strict=True):
         view.copy_(tensor)
     target = torch.zeros_like(source)
     with tempfile.TemporaryDirectory() as redis, running(Path(redis)) as server:
@@ -312,10 +312,10 @@ async def measure_pause(case: Case, folder: Path, pairs: int) -> dict[str, Any]:
     from tandem.common.weights.manifest import SegmentPlace
 
     segment = Segment(layout.total_bytes)
-    for (_, tensor), (_, view) in zip(named, views(segment.buffer, layout.params), strict=True):
+    for (_, tensor), (_, view) in zip(named, views(segment.buffer, layout), strict=True):
         view.copy_(tensor)
     place = SegmentPlace(path=str(segment.path), nbytes=layout.total_bytes, layout=layout.text)
-    tensors = dict(views(map_segment(segment.path, layout.total_bytes), layout.params))
+    tensors = dict(views(map_segment(segment.path, layout.total_bytes), layout))
     names = iter(range(1 << 30))
     step = iter(range(1, 1 << 30))
 

@@ -94,7 +94,7 @@ def a_manifest(step: int = 3) -> manifest.WeightManifest:
         ],
         512,
     )
-    sums = [2**63 + 5 * i for i in range(len(layout.ranges))]
+    sums = [2**63 + 5 * i for i in range(layout.bucket_count)]
     scored = ScoredRows(rows=((3, 1, 2), (5, 6)), logprobs=((-0.5, -2.0), (-7.25,)))
     return manifest.make_manifest("run", Version(term=1, step=step), layout, sums, scored)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any, TypeVar
 
+import msgspec
 import zmq
 from weight_processes import model, specs_of
 
@@ -64,7 +64,7 @@ class RawLearner:
         for index, (_, tensor) in enumerate(named):
             slot.put(index, tensor)
         parcel = slot.parcel(self.run_id, version)
-        manifest = dataclasses.replace(parcel.manifest, **(changes or {}))
+        manifest = msgspec.structs.replace(parcel.manifest, **(changes or {}))
         self.send(Offer(round=name, manifest=manifest, way="shared_memory", place=parcel.segment))
 
     def close(self) -> None:

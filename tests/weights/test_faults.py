@@ -275,10 +275,10 @@ def test_an_offer_that_goes_back_is_refused(run: Any, raw: RawLearner) -> None:
     ("changes", "told"),
     [
         ({"run_id": "another"}, "belongs to run another"),
-        ({"content": "0" * 64}, "wrong content digest"),
+        ({"checksums": (1, 2, 3)}, "wrong digest"),
         ({"version": v(7)}, "wrong digest"),
     ],
-    ids=["of another run", "content that isn't named", "version that isn't named"],
+    ids=["of another run", "checksums that aren't named", "version that isn't named"],
 )
 def test_an_offer_that_is_not_what_it_says_is_refused(
     run: Any, raw: RawLearner, changes: dict[str, Any], told: str

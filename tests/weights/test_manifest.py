@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import socket
 
+import msgspec
 import pytest
 import torch
 
 from tandem.common.errors import ConfigError, WeightsError, WireError
 from tandem.common.records import Version
 from tandem.common.sockets import local_address
-from tandem.common.weights.channel import Pair
+from tandem.common.weights.channel import Pair, cut
 from tandem.common.weights.manifest import (
     ALIGNMENT,
     WeightManifest,
@@ -39,20 +40,22 @@ V1 = Version(term=1, step=1)
 
 def manifest() -> WeightManifest:
     layout = plan(SPECS, 512)
-    return make_manifest("run", V1, layout, list(range(len(layout.ranges))))
+    return make_manifest("run", V1, layout, list(range(layout.bucket_count)))
 
 
 def test_tensors_are_aligned_and_buckets_cover_the_buffer() -> None:
     layout = plan(SPECS, 512)
-    assert all(p.offset % ALIGNMENT == 0 for p in layout.params)
-    assert sum(nbytes for _, nbytes in layout.ranges) == layout.total_bytes
-    assert max(nbytes for _, nbytes in layout.ranges) <= 512
+    assert all(offset % ALIGNMENT == 0 for offset in layout.offsets)
+    sizes = [bucket.stop - bucket.start for bucket in layout.buckets]
+    assert len(sizes) == layout.bucket_count
+    assert sum(sizes) == layout.total_bytes
+    assert max(sizes) <= 512
 
 
 def test_views_share_the_buffer_and_have_the_shapes() -> None:
     layout = plan(SPECS, 512)
     buffer = flat_buffer(layout.total_bytes)
-    named = dict(views(buffer, layout.params))
+    named = dict(views(buffer, layout))
     assert [(n, tuple(t.shape), t.dtype) for n, t in named.items()] == [
         ("a", (3, 5), torch.float32),
         ("b", (), torch.bfloat16),
@@ -64,7 +67,7 @@ def test_views_share_the_buffer_and_have_the_shapes() -> None:
 
 def test_a_layout_survives_its_text() -> None:
     layout = plan(SPECS, 512)
-    assert read_layout(layout.text) == layout.params
+    assert read_layout(layout.text) == layout
 
 
 def test_a_manifest_survives_the_wire() -> None:
@@ -85,17 +88,34 @@ def test_an_unknown_message_is_refused() -> None:
         {"version": Version(term=1, step=2)},
         {"run_id": "other"},
         {"digest": "0" * 64},
-        {"content": "0" * 64},
-        {"total_bytes": 1 << 20},
-        {"layout": "float32 3x5 0 60 a\n"},
-        {"layout": "float32 3x5 13 60 a\n"},
-        {"layout": "float32 3x5 0 61 a\n"},
-        {"layout": "nonsense\n"},
+        {"checksums": (1, 0, 2)},
+        {"checksums": (0, 1)},
+        {"layout": plan(SPECS, 1024)},
+        {"layout": plan(SPECS[::-1], 512)},
     ],
 )
 def test_a_changed_manifest_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(WeightsError):
-        check_manifest(dataclasses.replace(manifest(), **change))
+        check_manifest(msgspec.structs.replace(manifest(), **change))
+
+
+@pytest.mark.parametrize(
+    ("layout", "complaint"),
+    [
+        ({"tensors": [["a", [3], "float31"]], "bucket_bytes": 512}, "a has dtype float31"),
+        ({"tensors": [["a", [-3], "int8"]], "bucket_bytes": 512}, "Expected `int` >= 0"),
+        ({"tensors": [["a", [1] * 9, "int8"]], "bucket_bytes": 512}, "length <= 8"),
+        ({"tensors": [["a", [3], "int8"]] * 2, "bucket_bytes": 512}, "a comes twice"),
+        ({"tensors": [["a", [3], "int8"]], "bucket_bytes": 100}, "can't have 100 bytes"),
+        ({"tensors": [], "bucket_bytes": 512}, "no parameters"),
+        ({"tensors": [["a", [3]]], "bucket_bytes": 512}, "length 3"),
+    ],
+)
+def test_a_layout_that_no_buffer_can_have_is_refused(
+    layout: dict[str, object], complaint: str
+) -> None:
+    with pytest.raises(WeightsError, match=complaint):
+        read_layout(json.dumps(layout))
 
 
 def test_a_restamp_keeps_the_content_and_changes_the_digest() -> None:
@@ -119,7 +139,7 @@ def test_a_restamp_keeps_the_content_and_changes_the_digest() -> None:
 def test_the_first_difference_is_named(
     expected: list[tuple[str, tuple[int, ...], str]], told: str | None
 ) -> None:
-    found = first_difference(expected, manifest().params)
+    found = first_difference(expected, manifest().layout.tensors)
     assert (found is None) if told is None else (found is not None and told in found)
 
 
@@ -154,8 +174,7 @@ def test_a_copy_has_every_bit_and_the_checksums_of_its_buckets() -> None:
             assert torch.equal(view, tensor.to(view.dtype))
         found = slot.manifest_of("run", V1)
         check_manifest(found)
-        pieces = [slot.buffer[b.offset : b.offset + b.nbytes] for b in found.buckets]
-        assert [b.checksum for b in found.buckets] == [checksum(piece) for piece in pieces]
+        assert list(found.checksums) == [checksum(piece) for piece in cut(slot.buffer, layout)]
 
 
 @pytest.mark.parametrize(
