@@ -27,9 +27,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -39,28 +38,20 @@ from ..common.errors import TandemError
 from ..common.records import Float32Array, Sample, SamplingParams, Version
 from ..common.weights.manifest import ScoredRows
 from .engine import Engine, GroupRequest, Scorer
+from .rounding import (
+    BOUNDS,
+    GIVEN,
+    LEFT_OUT,
+    MEAN,
+    RAN_ON,
+    REMEMBERED,
+    SAMPLED,
+    UNCERTAIN_TIMES,
+    Noise,
+)
 
 log = logging.getLogger("tandem.rollout")
 
-GIVEN, SAMPLED, RAN_ON = "given rows", "samples", "samples that ran on"
-MEAN = "mean of the given rows"
-BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
-    GIVEN: {"float32": (3e-3, 3e-2), "float16": (0.1, 4.0), "bfloat16": (0.5, 32.0)},
-    MEAN: {"float32": (6e-5, 1e-3), "float16": (5e-3, 0.1), "bfloat16": (0.03, 1.0)},
-    SAMPLED: {"float32": (1e-3, 1e-2), "float16": (0.05, 0.5), "bfloat16": (0.1, 2.0)},
-    RAN_ON: {"float32": (3e-4, 3e-3), "float16": (0.05, 0.5), "bfloat16": (0.1, 2.0)},
-}
-"""Nats that always pass for rounding, and those that pass in a first check and at most. Given rows are
-random, so that their tokens have log-probs of -10 to -30: the difference of logits that bf16 rounds
-to one part in 256, and of a long tail in any dtype."""
-TIMES = {"float32": 10.0, "float16": 40.0, "bfloat16": 40.0}
-"""Of given rows a greatest difference of so many times the median of the earlier ones is no rounding."""
-SAMPLE_TIMES, MEAN_TIMES = 10.0, 3.0
-"""The same of samples and of the mean."""
-LEFT_OUT = 20
-"""One of so many differences, the greatest ones, isn't in the mean."""
-REMEMBERED = 64
-"""Earlier differences of which the median is taken."""
 SAMPLES, TOKENS = 3, 8
 """What is drawn in a check: so many samples of so many tokens."""
 RUN_ON_SAMPLES = 4
@@ -79,49 +70,6 @@ LONGEST_RUN_ON = 256
 LOOK_SECONDS = 0.001
 LARGEST = 1e9
 """Told in place of infinity."""
-
-
-class Noise:
-    """What differences of one kind pass for rounding.
-
-    >>> noise = Noise(RAN_ON, "float32")
-    >>> noise.bound
-    0.003
-    >>> noise.add(1e-4)
-    >>> round(noise.bound, 6)
-    0.001
-    """
-
-    def __init__(self, kind: str, dtype: str, first: float | None = None) -> None:
-        """No check was made yet.
-
-        Args:
-            kind: of the difference.
-            dtype: the coarser one of learner's and engine's.
-            first: what passes of given rows in a first check; the other kinds' follow. None = by
-                the dtype.
-        """
-        least, most = BOUNDS[kind][dtype]
-        self._first = most if first is None else most * first / BOUNDS[GIVEN][dtype][1]
-        self._least = min(least, self._first)
-        self._times = {GIVEN: TIMES[dtype], MEAN: MEAN_TIMES}.get(kind, SAMPLE_TIMES)
-        self._seen: deque[float] = deque(maxlen=REMEMBERED)
-
-    @property
-    def bound(self) -> float:
-        """Greatest difference, nats, that the next check lets pass."""
-        if not self._seen:
-            return self._first
-        return min(self._first, max(self._least, self._times * self.usual))
-
-    @property
-    def usual(self) -> float:
-        """Median of what was found, nats; 0 before a check."""
-        return median(self._seen) if self._seen else 0.0
-
-    def add(self, difference: float) -> None:
-        """A check has passed."""
-        self._seen.append(difference)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +164,7 @@ class CommitCheck:
         self._runs_on = runs_on
         self._seconds = seconds
         dtype = max(dtypes, key=lambda name: BOUNDS[GIVEN][name])
+        self._uncertain = UNCERTAIN_TIMES[dtype]
         self._noise = {kind: Noise(kind, dtype, bound or None) for kind in BOUNDS}
         self._prompt: NDArray[np.int32] | None = None
         self._asked = 0
@@ -437,7 +386,7 @@ class CommitCheck:
         bound = self._noise[kind].bound
         if kind != GIVEN:
             # A trained model's samples are nearly certain, and so without rounding, until one isn't.
-            bound = max(bound, self._noise[GIVEN].usual)
+            bound = max(bound, self._uncertain * self._noise[GIVEN].usual)
         return Difference(
             kind=kind,
             size=worst,

@@ -22,17 +22,9 @@ from tandem.common.records import SamplingParams, Version
 from tandem.common.weights.manifest import ScoredRows
 from tandem.learner.scored import LENGTH, ROWS, fixed_rows
 from tandem.rollout import batch, commit_check, vllm_requests
-from tandem.rollout.commit_check import (
-    BOUNDS,
-    GIVEN,
-    MEAN,
-    RAN_ON,
-    SAMPLED,
-    CommitCheck,
-    Difference,
-    Noise,
-)
+from tandem.rollout.commit_check import CommitCheck, Difference
 from tandem.rollout.engine import NamedWeights
+from tandem.rollout.rounding import BOUNDS, GIVEN, MEAN, RAN_ON, SAMPLED, TIMES, Noise
 from tandem.rollout.torch_engine import TorchEngine
 
 LR = 5e-4
@@ -288,7 +280,7 @@ def test_the_bound_follows_what_earlier_checks_found() -> None:
     assert noise.bound == first
     for size in (0.3, 0.1, 0.2):
         noise.add(size)
-    assert noise.bound == pytest.approx(commit_check.TIMES["bfloat16"] * 0.2)
+    assert noise.bound == pytest.approx(TIMES["bfloat16"] * 0.2)
     for _ in range(200):
         noise.add(1e-5)
     assert noise.bound == least
@@ -315,7 +307,7 @@ def test_a_sample_that_is_less_certain_than_those_before_is_no_alarm(
         check._noise[GIVEN].add(0.5)
         check._noise[SAMPLED].add(0.0)
     row, recorded = np.array([3, 4, 5], np.int32), np.array([-1.0, -0.2])
-    near, far = np.array([-1.3, -0.2], np.float32), np.array([-1.6, -0.2], np.float32)
+    near, far = np.array([-2.9, -0.2], np.float32), np.array([-3.1, -0.2], np.float32)
     assert check._greatest(SAMPLED, [row], [1], [recorded], [near], "recorded").passes
     assert not check._greatest(SAMPLED, [row], [1], [recorded], [far], "recorded").passes
 
