@@ -1,12 +1,13 @@
-"""False alarms of the check of new weights, and what it costs learner and workers.
+"""False alarms of the check of new weights and of the ratio check, and what the former costs.
 
     .venv/bin/python tests/benchmarks/commit_check.py                  # 1,000 updates of each
     .venv/bin/python tests/benchmarks/commit_check.py --steps 100 --staleness 1 --dtype float32
 
 Runs the whole system (``tandem start miniature``) at each staleness with engines in each dtype, and
 prints for each run how many versions were checked, how many failed, how near to their bound the
-others came, and the share of the learner's and the engines' time that it took. A run lasts some
-minutes; one failed check ends with exit status 1.
+others came, in how many updates the ratio check alarmed, and the share of the learner's and the
+engines' time that the check of new weights took. A run lasts some minutes; one false alarm ends with
+exit status 1.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SETTINGS = (
 
 
 def run(folder: Path, steps: int, staleness: int, dtype: str) -> tuple[str, float]:
-    """A line of the table, and how many checks failed."""
+    """A line of the table, and how many false alarms there were."""
     own = [f"replay.max_staleness={staleness}", f"rollout.dtype={dtype}"]
     if staleness > 1:
         # Samples then run on while the weights change.
@@ -52,14 +53,15 @@ def run(folder: Path, steps: int, staleness: int, dtype: str) -> tuple[str, floa
             if "isn't what the learner published" in text:
                 print(text, flush=True)
     failed = sum(every("weights/checks_failed"))
+    alarms = sum(alarm > 0 for alarm in every("ratio/alarm"))
     learner = sum(every("time/score")) / max(sum(every("time/total")), 1e-9)
     line = (
         f"{staleness:>9} {dtype:>9} {len(records):>8} {sum(every('weights/checks')):>7.0f} "
-        f"{failed:>7.0f} {max(every('weights/check_nearness'), default=0.0):>8.2f} "
+        f"{failed:>7.0f} {alarms:>7} {max(every('weights/check_nearness'), default=0.0):>8.2f} "
         f"{1e3 * statistics.median(every('time/score')):>9.1f} {learner:>8.1%} "
         f"{1e3 * statistics.median(every('weights/check_seconds')):>9.1f}"
     )
-    return line, failed
+    return line, failed + alarms
 
 
 def main() -> int:
@@ -70,8 +72,8 @@ def main() -> int:
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     arguments = parser.parse_args()
     print(
-        f"{'staleness':>9} {'engines':>9} {'updates':>8} {'checks':>7} {'failed':>7} {'nearest':>8} "
-        f"{'learner':>12} {'':>5} {'worker':>9}\n{'':>53} {'ms':>9} {'of time':>8} {'ms':>9}"
+        f"{'staleness':>9} {'engines':>9} {'updates':>8} {'checks':>7} {'failed':>7} {'ratios':>7} {'nearest':>8} "
+        f"{'learner':>12} {'':>5} {'worker':>9}\n{'':>61} {'ms':>9} {'of time':>8} {'ms':>9}"
     )
     failures = 0.0
     with tempfile.TemporaryDirectory() as folder:
