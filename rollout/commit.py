@@ -17,8 +17,8 @@ from .commit_check import CommitCheck
 from .engine import Engine, NamedWeights
 
 if TYPE_CHECKING:
+    from ..common.weights.job import StagedTensors
     from ..common.weights.manifest import ScoredRows
-    from ..common.weights.staging import StagedTensors
 
 log = logging.getLogger("tandem.rollout")
 

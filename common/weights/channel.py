@@ -6,20 +6,27 @@ A way is one file of this folder with one class: :meth:`Way.obstacle` says wheth
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 
+from ..config import WeightsConfig
 from ..errors import WeightsError
+from ..waiting import Wait
 from .manifest import Layout, WeightManifest
+from .protocol import Meeting
 
+log = logging.getLogger("tandem.weights")
+
+POLL_SECONDS = 0.001
 BYTES_PER_SECOND = 50e6
 """Slowest rate at which a bucket may come; gloo on loopback was seen at 130 to 560 MB/s."""
 LEAST_BUCKET_SECONDS = 5.0
@@ -38,33 +45,13 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """Where and as whom a process enters a channel."""
-
-    host: str
-    """Address of the meeting point."""
-    port: int
-    """Its port."""
-    channel: str
-    """Random name of the channel; key prefix at the meeting point."""
-    rank: int
-    """0 is the learner."""
-    world_size: int
-    """Ranks, the learner included."""
-    seconds: float
-    """Deadline for the other ranks to enter."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
     """One version as the learner hands it to a way."""
 
     manifest: WeightManifest
     """What it is."""
-    pieces: Sequence[torch.Tensor]
-    """Its buckets, uint8 in the host's memory."""
     buffer: torch.Tensor
-    """``[total_bytes]`` uint8: all of them."""
+    """``[total_bytes]`` uint8 in the host's memory."""
     segment: str
     """File in shared memory that the buffer is; empty where it is none."""
 
@@ -88,11 +75,12 @@ OwnBuffer = Callable[[int], tuple[torch.Tensor, str]]
 class Way(ABC):
     """One end of one way; all its calls come from one thread.
 
-    A call completes or raises :class:`~tandem.common.errors.WeightsError` by its deadline; after an
-    error the object is closed and not used again. Calls release the GIL while they wait.
+    A call completes or raises :class:`~tandem.common.errors.WeightsError` by its deadline,
+    ``weights.stage_seconds`` for the bytes; after an error the object is closed and not used again.
+    Calls release the GIL while they wait.
 
     Args:
-        interface: address that a channel binds.
+        settings: the run's ``weights`` section.
         device: GPU through which buckets may pass.
     """
 
@@ -101,8 +89,8 @@ class Way(ABC):
     is_channel: ClassVar[bool] = False
     """Both ends take part at the same time, once they have met; for one version."""
 
-    def __init__(self, interface: str, device: torch.device) -> None:
-        self.interface = interface
+    def __init__(self, settings: WeightsConfig, device: torch.device) -> None:
+        self.settings = settings
         self.device = device
 
     @classmethod
@@ -111,29 +99,25 @@ class Way(ABC):
         """Why a pair can't use this way, and the way out; empty where it can."""
 
     @abstractmethod
-    def offer(self, parcel: Parcel, at: Meeting | str, seconds: float) -> str:
+    def offer(self, parcel: Parcel, at: Meeting | str) -> str:
         """The learner's end: makes a version available, or sends it.
 
         Args:
             parcel: the version.
             at: the meeting of a channel, or the folder of snapshots; empty where there is neither.
-            seconds: deadline for the bytes.
 
         Returns:
             What the worker's :meth:`fetch` needs to know; empty for a channel.
         """
 
     @abstractmethod
-    def fetch(
-        self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer, seconds: float
-    ) -> Arrival:
+    def fetch(self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer) -> Arrival:
         """The worker's end; whoever calls it checks the buckets.
 
         Args:
             manifest: of the version.
             at: the meeting of a channel, else what :meth:`offer` returned.
             own: called by ways that need memory for the bytes.
-            seconds: deadline for the bytes.
         """
 
     def close(self) -> None:
@@ -147,6 +131,67 @@ class Way(ABC):
         leave such a thread behind and go on without it.
         """
         return None
+
+
+class ProcessGroupWay(Way):
+    """A channel that is a process group of its own, apart from torch's default group and any other."""
+
+    is_channel: ClassVar[bool] = True
+
+    def __init__(self, settings: WeightsConfig, device: torch.device) -> None:
+        super().__init__(settings, device)
+        # torch's stubs leave out what is defined in C++.
+        self._group: Any = None
+
+    def offer(self, parcel: Parcel, at: Meeting | str) -> str:
+        """Sends every bucket to every other rank."""
+        assert isinstance(at, Meeting)
+        self._meet(at)
+        for _ in self._transfer(cut(parcel.buffer, parcel.manifest.layout), "send"):
+            pass
+        return ""
+
+    def fetch(self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer) -> Arrival:
+        """Receives every bucket from rank 0."""
+        assert isinstance(at, Meeting)
+        buffer, segment = own(manifest.total_bytes)
+        self._meet(at)
+        full = self._transfer(cut(buffer, manifest.layout), "receive")
+        return Arrival(buffer=buffer, segment=segment, full=full)
+
+    @abstractmethod
+    def _meet(self, at: Meeting) -> None:
+        """Makes the group, within ``weights.open_seconds``."""
+
+    @abstractmethod
+    def _transfer(self, pieces: Sequence[torch.Tensor], verb: str) -> Iterator[int]:
+        """Sends or receives pieces ``[n]`` uint8; yields the index of each that is through."""
+
+    def _begin(self, verb: str, piece: torch.Tensor, tag: int) -> Any:
+        """Begins to send or receive a piece."""
+        group = self._group
+        if group is None:
+            raise WeightsError(f"the {self.name} channel isn't open")
+        if group.size() > 2:
+            # A tree: rank 0 sends each byte to some, who pass it on.
+            options = BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            return group.broadcast([piece], options)
+        if verb == "send":
+            return group.send([piece], 1, tag)
+        return group.recv([piece], 0, tag)
+
+
+def await_event(event: torch.cuda.Event, wait: Wait) -> None:
+    """Polls, because a CUDA event can't be waited for with a deadline.
+
+    Raises:
+        WeightsError: it didn't come by the deadline.
+    """
+    while not event.query():
+        if wait.expired(log.warning):
+            raise WeightsError(str(wait))
+        time.sleep(POLL_SECONDS)
 
 
 def cut(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
@@ -184,7 +229,7 @@ class MeetingPoint:
         self._store = None
 
 
-def enter(meeting: Meeting) -> PrefixStore:
+def enter(meeting: Meeting, seconds: float) -> PrefixStore:
     """A connection to a channel's meeting point.
 
     Raises:
@@ -197,7 +242,7 @@ def enter(meeting: Meeting) -> PrefixStore:
             meeting.port,
             None,
             is_master=False,
-            timeout=timedelta(seconds=max(0.1, meeting.seconds)),
+            timeout=timedelta(seconds=max(0.1, seconds)),
             wait_for_workers=False,
         )
     except (RuntimeError, ValueError) as error:

@@ -6,18 +6,19 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import WeightsConfig
 from ..errors import TandemError
 from ..records import Version
-from .channel import Meeting, MeetingPoint, Way
+from ..sockets import local_address
+from .channel import MeetingPoint, Parcel, Way
 from .manifest import WeightManifest
-from .protocol import Open
+from .protocol import Meeting, Offer
 from .snapshot import Snapshot
 from .staging import Pin, StagingSlots
-from .ways import MakeWay
+from .ways import WAYS, MakeWay
 
 GATHER_SECONDS = 2.0
 """A broadcast waits so long for its members to take the offer up, then goes on with those that did."""
@@ -27,27 +28,14 @@ GATHER_SECONDS = 2.0
 class Channel:
     """Carries one version to one worker, or to several at once."""
 
-    round: str
-    """Of all its members' transfers."""
-    manifest: WeightManifest
-    """What is sent."""
-    way: str
-    """By what."""
+    offer: Offer
+    """The offer that all its members were made."""
     pin: Pin
     """Holds the buffer until all is sent."""
     until: float
     """``monotonic`` at which a broadcast goes on with the members that are there."""
-    members: set[bytes]
-    """Workers that were made the offer."""
-    ready: set[bytes] = field(default_factory=set)
-    """Those that have taken it up."""
     end: Way | None = None
     """The learner's end, once it is open."""
-
-    def waits_for(self, active: set[bytes]) -> bool:
-        """Whether it isn't opened yet for the sake of a member that may still take the offer up."""
-        patient = len(self.members) == 1 or time.monotonic() < self.until
-        return patient and not active <= self.ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +56,7 @@ class SnapshotWritten:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFailed:
-    """It doesn't."""
+    """A version couldn't be written to the disk."""
 
     problem: str
 
@@ -77,35 +65,27 @@ Carried = Sent | SnapshotWritten | SnapshotFailed
 
 
 class Couriers:
-    """Begins channels and snapshots; each tells of its end through the mailbox. For one thread.
+    """Begins channels and snapshots, for one thread; the end of each is posted.
 
     Args:
-        run_id: of the run.
-        settings: the run's ``weights`` section.
-        slots: where versions lie.
-        make_way: makes one end of a way.
-        interface: address that channels bind.
-        snapshot_folder: where snapshots lie.
+        snapshots: folder in which snapshots are written.
         post: takes what has been carried.
     """
 
     def __init__(
         self,
         *,
-        run_id: str,
         settings: WeightsConfig,
         slots: StagingSlots,
         make_way: MakeWay,
-        interface: str,
-        snapshot_folder: Path,
+        snapshots: Path,
         post: Callable[[Carried], None],
     ) -> None:
-        self._run_id = run_id
         self._settings = settings
         self._slots = slots
         self._make_way = make_way
-        self._interface = interface
-        self._snapshot_folder = snapshot_folder
+        self._interface = local_address(settings.interface)
+        self._snapshots = str(snapshots)
         self._post = post
         self._snapshot_due: tuple[Pin, Version] | None = None
         self._snapshot_writing: Version | None = None
@@ -114,64 +94,56 @@ class Couriers:
 
     # Channels.
 
-    def join(
-        self, identity: bytes, round_id: str, manifest: WeightManifest, way: str, pin: Pin
-    ) -> Channel:
+    def channel_for(self, offer: Offer, pin: Pin) -> Channel:
         """The channel by which a worker is to get a version: with ``weights.topology=broadcast``
         that of others who are offered the same, where nothing has been sent yet."""
         for channel in self.channels.values() if self._settings.topology == "broadcast" else ():
-            if channel.end is None and (channel.way, channel.manifest) == (way, manifest):
-                channel.members.add(identity)
+            theirs = channel.offer
+            if channel.end is None and (theirs.way, theirs.manifest) == (offer.way, offer.manifest):
                 return channel
-        channel = self.channels[round_id] = Channel(
-            round=round_id,
-            manifest=manifest,
-            way=way,
-            pin=pin.again(),
-            until=time.monotonic() + min(GATHER_SECONDS, self._settings.open_seconds),
-            members={identity},
-        )
+        until = time.monotonic() + min(GATHER_SECONDS, self._settings.open_seconds)
+        channel = Channel(offer=offer, pin=pin.again(), until=until)
+        self.channels[offer.round] = channel
         return channel
 
-    def open(self, channel: Channel, members: list[bytes]) -> dict[bytes, Open]:
-        """Begins to send to these members, who are to be told where to meet.
+    def place(self, way: str, parcel: Parcel) -> str:
+        """Where a worker finds a version; empty for a channel, which is opened once it wants it."""
+        if WAYS[way].is_channel:
+            return ""
+        return self._make_way(way, self._settings, self._slots.device).offer(parcel, "")
+
+    def open(self, channel: Channel, members: int) -> list[Meeting]:
+        """Begins to send to so many members; returns where each is to meet the learner.
 
         Raises:
             TandemError: no channel can be made.
         """
         try:
             point = MeetingPoint(self._interface)
-            channel.end = self._make_way(channel.way, self._interface, self._slots.device)
+            channel.end = self._make_way(channel.offer.way, self._settings, self._slots.device)
         except (RuntimeError, OSError) as error:
             raise TandemError(f"no channel can be made: {error}") from None
-        meeting = Meeting(
-            host=point.host,
-            port=point.port,
-            channel=secrets.token_hex(8),
-            rank=0,
-            world_size=1 + len(members),
-            seconds=self._settings.open_seconds,
+        name = secrets.token_hex(8)
+        own, *theirs = (
+            Meeting(
+                host=point.host,
+                port=point.port,
+                channel=name,
+                rank=rank,
+                world_size=1 + members,
+            )
+            for rank in range(1 + members)
         )
-        arguments = (channel, channel.end, point, meeting)
+        arguments = (channel, channel.end, point, own)
         threading.Thread(
             target=self._carry, args=arguments, name="weights-channel", daemon=True
         ).start()
-        return {
-            identity: Open(
-                round=channel.round,
-                channel=meeting.channel,
-                host=meeting.host,
-                port=meeting.port,
-                rank=rank,
-                world_size=meeting.world_size,
-            )
-            for rank, identity in enumerate(members, start=1)
-        }
+        return theirs
 
     def leave(self, channel: Channel) -> None:
         """Nobody waits for its bytes any more. A thread that waits inside ends with its deadline, or
         when the other side closes; until then it keeps the slot pinned."""
-        self.channels.pop(channel.round, None)
+        self.channels.pop(channel.offer.round, None)
         if channel.end is None:
             channel.pin.release()
         else:
@@ -180,8 +152,7 @@ class Couriers:
     def _carry(self, channel: Channel, end: Way, point: MeetingPoint, meeting: Meeting) -> None:
         problem = ""
         try:
-            parcel = channel.pin.slot.parcel(self._run_id, channel.manifest.version)
-            end.offer(parcel, meeting, self._settings.stage_seconds)
+            end.offer(channel.pin.slot.parcel(channel.offer.manifest.version), meeting)
         except (TandemError, RuntimeError) as error:
             problem = str(error)
         end.close()
@@ -192,8 +163,8 @@ class Couriers:
     # Snapshots.
 
     def ask_for_snapshot(self) -> None:
-        """Of the newest version. Latest wins: one that isn't begun when another is asked for isn't
-        written."""
+        """Has the newest version written. Latest wins: one that isn't begun when another is asked
+        for isn't written."""
         pinned = self._slots.pin_newest()
         if pinned is None:
             return
@@ -219,10 +190,9 @@ class Couriers:
 
     def _write_snapshot(self, pin: Pin, version: Version) -> None:
         try:
-            way = self._make_way(Snapshot.name, self._interface, self._slots.device)
-            parcel = pin.slot.parcel(self._run_id, version)
-            place = way.offer(parcel, str(self._snapshot_folder), self._settings.stage_seconds)
-            self._post(SnapshotWritten(parcel.manifest, place))
+            way = self._make_way(Snapshot.name, self._settings, self._slots.device)
+            parcel = pin.slot.parcel(version)
+            self._post(SnapshotWritten(parcel.manifest, way.offer(parcel, self._snapshots)))
         except (TandemError, RuntimeError, OSError) as error:
             self._post(SnapshotFailed(str(error)))
         finally:

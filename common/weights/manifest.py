@@ -46,7 +46,7 @@ ITEM_BYTES = {
 """Bytes of one element of each dtype that can travel."""
 
 MOST_TOKENS = 65_536
-"""Of all scored rows together; more are refused when they are read."""
+"""Most tokens of all scored rows together; more are refused when they are read."""
 
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 

@@ -81,33 +81,40 @@ RENAME = "none"
 """The way of a version whose content the worker holds already: it only takes the new name."""
 
 
-class Open(Record, frozen=True, kw_only=True):
-    """Learner: meet me here, in a channel for this version. Sent only to a worker that has taken the
-    offer up."""
+class Meeting(Record, frozen=True, kw_only=True):
+    """Where and as whom a process enters a channel."""
 
-    round: str
-    """Of the offer."""
-    channel: str
-    """Random name of the channel and key prefix at the meeting point."""
     host: str
     """Address of the meeting point."""
     port: Port
     """Port of the meeting point."""
+    channel: str
+    """Random name of the channel; key prefix at the meeting point."""
     rank: Count
-    """The worker's rank; the learner's is 0."""
+    """Rank of the process; the learner's is 0."""
     world_size: Annotated[int, msgspec.Meta(gt=0, le=65_536)]
-    """Ranks of the channel, the learner's among them."""
+    """Ranks, the learner's among them."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
             raise ValueError(f"there is no rank {self.rank} in a channel of {self.world_size}")
 
 
+class Open(Record, frozen=True, kw_only=True):
+    """Learner: meet me here, in a channel for this version. Sent only to a worker that has taken the
+    offer up."""
+
+    round: str
+    """Round of the offer."""
+    meeting: Meeting
+    """Where."""
+
+
 class Loaded(Record, frozen=True, kw_only=True):
     """Worker: the engine serves it."""
 
     round: str
-    """Of the offer."""
+    """Round of the offer."""
     version: Version
     """What it serves now."""
     fetched: Seconds
@@ -122,7 +129,7 @@ class Refused(Record, frozen=True, kw_only=True):
     """Worker: I gave the round up and still serve my old version."""
 
     round: str
-    """Of the offer."""
+    """Round of the offer."""
     stage: str
     """Where: offer, fetch, verify, load or wait."""
     reason: str
@@ -133,7 +140,7 @@ class Withdraw(Record, frozen=True, kw_only=True):
     """Learner: the round is off."""
 
     round: str
-    """Of the offer."""
+    """Round of the offer."""
     reason: str
     """For a person."""
 
@@ -172,9 +179,7 @@ def refusal(
     Args:
         run_id: the receiver's run.
         term: newest term that the receiver knows of.
-        held: what it serves.
-        offered_run: run of the offer.
-        offered: version of the offer.
+        held: what the receiver serves.
     """
     if offered_run != run_id:
         return f"version {offered} belongs to run {offered_run}, this worker to run {run_id}"
@@ -226,7 +231,7 @@ class LearnerAddress(Record, frozen=True, kw_only=True):
     member: str
     """Member id of the learner."""
     term: int
-    """Its term."""
+    """Term of the learner."""
     endpoint: str
     """ZeroMQ endpoint of its ROUTER."""
     public_key: str
@@ -234,14 +239,10 @@ class LearnerAddress(Record, frozen=True, kw_only=True):
 
     def info(self) -> dict[str, Any]:
         """As it stands in the registry."""
-        return {
-            "endpoint": self.endpoint,
-            "public_key": self.public_key,
-            "term": self.term,
-        }
+        return {name: getattr(self, name) for name in _ANNOUNCED}
 
 
-_TOLD = ("term", "endpoint", "public_key")
+_ANNOUNCED = ("term", "endpoint", "public_key")
 
 
 def newest_learner(members: Iterable[RegisteredMember]) -> LearnerAddress | None:
@@ -261,7 +262,7 @@ def newest_learner(members: Iterable[RegisteredMember]) -> LearnerAddress | None
             found.append(
                 read_record(
                     LearnerAddress,
-                    {"member": m.member} | {name: m.info.get(name) for name in _TOLD},
+                    {"member": m.member} | {name: m.info.get(name) for name in _ANNOUNCED},
                     f"the address of {m.member} in the registry",
                     WeightsError,
                     "its next heartbeat replaces it",

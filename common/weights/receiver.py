@@ -23,15 +23,14 @@ from ..errors import StoreError, WeightsError, WireError
 from ..mailbox import Mailbox
 from ..records import Version
 from ..sockets import check_address, connect_dealer
-from ..waiting import Wait
-from .channel import Meeting, Way
+from .channel import Way
 from .job import (
+    ENGINE,
     Checked,
+    Ended,
     Failed,
-    Fetched,
     Job,
-    Loading,
-    Progress,
+    Landing,
     Serving,
     Target,
     end_half_loaded,
@@ -55,7 +54,6 @@ from .protocol import (
     unpack,
 )
 from .shared_memory import remove_left_behind, shared_memory_name
-from .staging import Landing
 from .ways import WAYS, MakeWay, device_name, make_way, offered_ways
 
 log = logging.getLogger("tandem.rollout.weights")
@@ -79,18 +77,14 @@ class Stop:
     """The end."""
 
 
-Event = Found | Stop | Progress
+Event = Found | Stop | Ended
 
 
 class WeightReceiver:
     """Keeps one engine on the learner's newest version.
 
     Args:
-        membership: this worker's.
-        config: the run's.
-        target: the engine.
         current_term: newest term that has begun, from the ledger; asked before every load.
-        make_way: makes one end of a way.
     """
 
     def __init__(
@@ -130,10 +124,8 @@ class WeightReceiver:
         self._round = ""
         self._job: Job | None = None
         self._is_checking = False
-        self._wait: Wait | None = None
         self._landing = Landing()
         self._ways: dict[str, Way] = {}
-        self._is_open = False
         self._fitting: Layout | None = None
 
     # Public.
@@ -162,10 +154,7 @@ class WeightReceiver:
             "state": "idle" if job is None else "loading" if job.is_loading else "fetching",
             "learner": self._address.member if self._address else None,
             **self._counts,
-            "stage_seconds": self._seconds["stage"],
-            "commit_seconds": self._seconds["commit"],
-            "pause_seconds": self._seconds["pause"],
-            "paused_seconds": self._seconds["paused"],
+            **{f"{name}_seconds": seconds for name, seconds in self._seconds.items()},
         }
 
     def close(self) -> None:
@@ -220,8 +209,8 @@ class WeightReceiver:
             poller.register(self._dealer, POLLIN | (0 if self._greeted else POLLOUT))
             if self._greeted:
                 times.append(self._next_ask)
-        if self._wait is not None:
-            times.append(self._wait.next_look)
+        if self._job is not None:
+            times.append(self._job.wait.next_look)
         ready = dict(poller.poll(max(0, int((min(times) - now) * 1000) + 1)))
         for event in self._mailbox.take() if self._mailbox.fd in ready else ():
             self._on_event(event)
@@ -231,12 +220,10 @@ class WeightReceiver:
                 self._greeted and time.monotonic() >= self._next_ask
             ):
                 self._ask()
-        wait, job = self._wait, self._job
-        if wait is not None and job is not None and wait.expired(log.warning):
-            if wait.who == "the engine":
-                end_half_loaded(
-                    f"{wait}: the engine may hold half of {job.version}, so this process ends"
-                )
+        wait = self._job.wait if self._job is not None else None
+        if wait is not None and wait.expired(log.warning):
+            if wait.who == ENGINE:
+                end_half_loaded(f"{wait} and may hold half of it, so this process ends")
             self._give_up("wait", str(wait))
 
     def _on_event(self, event: Event) -> None:
@@ -245,17 +232,6 @@ class WeightReceiver:
                 self._on_learner(address)
             case Stop():
                 pass
-            case Fetched(job, seconds):
-                if job.offer.way != RENAME:
-                    self._counts["bytes"] += job.offer.manifest.total_bytes
-                    self._seconds["stage"] = seconds
-                if job is self._job:
-                    what = "say which term has begun"
-                    self._wait = Wait("the ledger", what, self._settings.commit_seconds)
-            case Loading(job):
-                self._wait = Wait(
-                    "the engine", f"load {job.version}", self._settings.commit_seconds
-                )
             case Serving():
                 self._on_serving(event)
             case Checked(passed):
@@ -276,8 +252,11 @@ class WeightReceiver:
         offer, message = event.job.offer, event.loaded
         self._version = message.version
         self._content = offer.manifest.content
-        self._job = self._wait = None
+        self._job = None
         self._is_checking = event.is_checked
+        if offer.way != RENAME:
+            self._counts["bytes"] += offer.manifest.total_bytes
+            self._seconds["stage"] = message.fetched
         self._seconds |= {"commit": message.seconds, "pause": message.paused}
         self._seconds["paused"] += message.paused
         self._counts["restamped" if offer.way == RENAME else "committed"] += 1
@@ -371,26 +350,30 @@ class WeightReceiver:
         # The learner has given the earlier round up; its word of that may have been lost.
         self._give_up("wait", f"superseded by round {offer.round}")
         self._round = offer.round
-        self._is_open = False
         objection = self._objection(offer)
         if objection is not None:
             self._refuse(offer.round, "offer", objection)
             self._ask()
             return
         self._term = max(self._term, offer.manifest.version.term)
-        job = self._job = Job(offer, self._target, self._current_term, self._mailbox.post)
+        job = self._job = Job(
+            offer,
+            self._address.member if self._address else "the learner",
+            self._settings,
+            self._target,
+            self._current_term,
+            self._mailbox.post,
+        )
         if offer.way == RENAME:
-            self._begin(job, None, "")
-        elif WAYS[offer.way].is_channel:
-            self._expect("open a weight channel", self._settings.open_seconds)
-        else:
+            job.begin(self._landing, None, "")
+        elif not WAYS[offer.way].is_channel:
             if offer.way not in self._ways:
                 self._ways[offer.way] = self._made(offer.way)
-            self._begin(job, self._ways[offer.way], offer.place)
+            job.begin(self._landing, self._ways[offer.way], offer.place)
         self._ask()
 
     def _made(self, name: str) -> Way:
-        return self._make_way(name, self._settings.interface, self._device)
+        return self._make_way(name, self._settings, self._device)
 
     def _objection(self, offer: Offer) -> str | None:
         """Why an offer isn't taken up; None where it is."""
@@ -421,28 +404,8 @@ class WeightReceiver:
 
     def _on_open(self, message: Open) -> None:
         job = self._job
-        if job is None or job.offer.round != message.round or self._is_open:
-            return
-        self._is_open = True
-        meeting = Meeting(
-            host=message.host,
-            port=message.port,
-            channel=message.channel,
-            rank=message.rank,
-            world_size=message.world_size,
-            seconds=self._settings.open_seconds,
-        )
-        self._begin(job, self._made(job.offer.way), meeting)
-
-    def _begin(self, job: Job, way: Way | None, at: Meeting | str) -> None:
-        seconds = self._settings.stage_seconds
-        more = at.seconds if isinstance(at, Meeting) else 0.0
-        self._expect(f"send version {job.version}", seconds + more)
-        job.begin(self._landing, way, at, seconds)
-
-    def _expect(self, what: str, seconds: float) -> None:
-        who = self._address.member if self._address else "the learner"
-        self._wait = Wait(who, what, seconds)
+        if job is not None and job.offer.round == message.round and not job.is_begun:
+            job.begin(self._landing, self._made(job.offer.way), message.meeting)
 
     def _refuse(self, round_id: str, stage: str, reason: str) -> None:
         self._counts["refused"] += 1
@@ -460,7 +423,7 @@ class WeightReceiver:
         """Ends what is under way; False where the engine loads it already."""
         if self._job is None or not self._job.drop():
             return False
-        self._job = self._wait = None
+        self._job = None
         self._counts["failed"] += 1
         if not keep_landing:
             # Its thread may still be inside a channel, whose bytes arrive in its buffer.

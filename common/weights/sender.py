@@ -24,7 +24,7 @@ from ..config import Config
 from ..errors import StoreError, WeightsError
 from ..mailbox import Mailbox
 from ..records import Version
-from ..sockets import Authenticator, bind_router, local_address, new_keys
+from ..sockets import Authenticator, bind_router, new_keys
 from .couriers import Couriers
 from .manifest import Layout, ScoredRows, plan
 from .protocol import ROLE, LearnerAddress, Membership
@@ -50,10 +50,6 @@ class WeightSender:
     whenever it asks, whether or not training goes on.
 
     Args:
-        membership: this learner's.
-        config: the run's.
-        term: this learner's.
-        make_way: makes one end of a way.
         silent_seconds: silence after which a worker is given up.
         snapshot_folder: where snapshots lie unless ``weights.snapshot_folder`` names a place.
     """
@@ -78,8 +74,6 @@ class WeightSender:
         self._make_way = make_way
         self._silent_seconds = silent_seconds
         self._bind = config.launch.bind
-        self._interface = local_address(config.weights.interface)
-
         named = config.weights.snapshot_folder
         if named is not None:
             self._snapshot_folder = Path(named).expanduser().absolute()
@@ -94,7 +88,7 @@ class WeightSender:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._mailbox: Mailbox[Event] = Mailbox()
         self._stopping = threading.Event()
-        self._slots = StagingSlots()
+        self._slots = StagingSlots(self._run_id)
         self._layout: Layout | None = None
         self._pin = False
         self._last: Version | None = None
@@ -122,12 +116,10 @@ class WeightSender:
             router=router,
             mailbox=self._mailbox,
             couriers=Couriers(
-                run_id=self._run_id,
                 settings=self._settings,
                 slots=self._slots,
                 make_way=self._make_way,
-                interface=self._interface,
-                snapshot_folder=self._snapshot_folder,
+                snapshots=self._snapshot_folder,
                 post=self._mailbox.post,
             ),
             silent_seconds=self._silent_seconds,
@@ -202,27 +194,15 @@ class WeightSender:
         """Counters since the start and the last times, for metrics.
 
         ``copy_seconds``: of the training thread, last publication. ``latency_seconds``: from
-        the end of the last copy to the last COMMITTED of that version. ``transfers``: each live
+        the end of the last copy to the last Loaded of that version. ``transfers``: each live
         worker's last one.
         """
-        found: dict[str, Any] = {
+        return {
             "published": self._published,
             "superseded": self._slots.superseded,
             "buffers": len(self._slots),
             "copy_seconds": self._copy_seconds,
-        }
-        service = self._service
-        if service is None:
-            return found
-        with service.served:
-            members = {m: [v.term, v.step] if v else None for m, v in service.held.items()}
-            transfers = dict(service.last)
-        return {
-            **found,
-            **service.counts,
-            "members": members,
-            "transfers": transfers,
-            "latency_seconds": service.latency,
+            **(self._service.stats() if self._service is not None else {}),
         }
 
     def close(self) -> None:
@@ -237,9 +217,6 @@ class WeightSender:
             self._registry.leave(self._member)
         except StoreError as error:
             log.warning(f"left without taking {self._member} out of the registry: {error}")
-        if self._service is not None:
-            with self._service.served:
-                self._service.served.notify_all()
         self._slots.close()
         if not any(thread.is_alive() for thread in self._threads):
             self._mailbox.close()
@@ -264,21 +241,19 @@ class WeightSender:
         self, parameters: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterable[tuple[str, torch.Tensor]]:
         """Plans the buffer from the first publication."""
+        # The size of the buffer is known only at the end, and a gather's tensors are gone once the
+        # next is asked for: this once they are copied twice.
+        gathered = not isinstance(parameters, list | tuple)
         device = torch.device("cpu")
-
-        def out(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-            nonlocal device
-            device = tensor.device
-            # The size of the buffer is known only at the end, and a gather's tensors are gone once
-            # the next is asked for: this once they are copied twice.
-            return name, tensor.detach().to("cpu", self._wire_dtype(tensor), copy=True)
-
-        keep = isinstance(parameters, list | tuple)
-        items = list(parameters) if keep else [out(*item) for item in parameters]
-        specs = ((n, t.shape, self._wire_dtype(t)) for n, t in items)
+        items: list[tuple[str, torch.Tensor]] = []
+        for name, tensor in parameters:
+            if tensor.is_cuda:
+                device = tensor.device
+            if gathered:
+                tensor = tensor.detach().to("cpu", self._wire_dtype(tensor), copy=True)
+            items.append((name, tensor))
+        specs = ((name, t.shape, self._wire_dtype(t)) for name, t in items)
         self._layout = plan(specs, self._settings.bucket_mb << 20)
-        if items[0][1].is_cuda:
-            device = items[0][1].device
         self._pin = device.type == "cuda"
         if self._may_use_nccl:
             self._slots.device = device

@@ -22,9 +22,11 @@ from typing import ClassVar
 
 import torch
 
+from ..config import WeightsConfig
 from ..errors import WeightsError
-from .channel import Arrival, Meeting, OwnBuffer, Pair, Parcel, Way
+from .channel import Arrival, OwnBuffer, Pair, Parcel, Way
 from .manifest import WeightManifest
+from .protocol import Meeting
 
 PREFIX = "tandem-weights-"
 SUFFIX = ".buffer"
@@ -177,8 +179,8 @@ class SharedMemory(Way):
 
     name: ClassVar[str] = "shared_memory"
 
-    def __init__(self, interface: str, device: torch.device) -> None:
-        super().__init__(interface, device)
+    def __init__(self, settings: WeightsConfig, device: torch.device) -> None:
+        super().__init__(settings, device)
         self._mapped = Mappings()
 
     @classmethod
@@ -191,13 +193,11 @@ class SharedMemory(Way):
             "without --ipc=host, two users) with room in it: set weights.transport=auto"
         )
 
-    def offer(self, parcel: Parcel, at: Meeting | str, seconds: float) -> str:
+    def offer(self, parcel: Parcel, at: Meeting | str) -> str:
         """The segment's file."""
         return parcel.segment
 
-    def fetch(
-        self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer, seconds: float
-    ) -> Arrival:
+    def fetch(self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer) -> Arrival:
         """Maps the segment, or finds it mapped."""
         place = str(at)
         buffer = self._mapped.get(place, manifest.total_bytes)

@@ -25,9 +25,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..errors import WeightsError
-from ..records import Version
-from .channel import Arrival, Meeting, OwnBuffer, Pair, Parcel, Way
+from .channel import Arrival, OwnBuffer, Pair, Parcel, Way
 from .manifest import WeightManifest
+from .protocol import Meeting
 from .staging import views
 
 KEPT = 2
@@ -48,40 +48,27 @@ class Snapshot(Way):
         """There is none that could be seen from here: the worker says whether it sees the folder."""
         return ""
 
-    def offer(self, parcel: Parcel, at: Meeting | str, seconds: float) -> str:
+    def offer(self, parcel: Parcel, at: Meeting | str) -> str:
         """Writes it; returns its folder."""
         return str(write(Path(str(at)), parcel.manifest, parcel.buffer))
 
-    def fetch(
-        self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer, seconds: float
-    ) -> Arrival:
+    def fetch(self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer) -> Arrival:
         """Reads it into the worker's own buffer."""
         buffer, segment = own(manifest.total_bytes)
         read(Path(str(at)), manifest, buffer)
         return Arrival(buffer=buffer, segment=segment, full=range(len(manifest.checksums)))
 
 
-def name_of(version: Version) -> str:
-    """The folder's name of a version.
-
-    >>> name_of(Version(term=3, step=120))
-    '3.120'
-    """
-    return f"{version.term}.{version.step}"
-
-
 def write(folder: Path, manifest: WeightManifest, buffer: torch.Tensor) -> Path:
     """Writes a version, points ``LATEST`` to it and removes old ones; returns its folder.
 
     Args:
-        folder: of the run's snapshots; made if need be.
-        manifest: of the version.
-        buffer: ``[total_bytes]`` uint8 on the CPU, as the manifest lays it out.
+        folder: the folder of all snapshots; made if need be.
 
     Raises:
         WeightsError: it couldn't be written; the folder has what it had before.
     """
-    name = name_of(manifest.version)
+    name = str(manifest.version)
     target = folder / name
     beside = folder / f".{name}.{secrets.token_hex(4)}"
     try:
@@ -110,11 +97,6 @@ def write(folder: Path, manifest: WeightManifest, buffer: torch.Tensor) -> Path:
 
 def read(place: Path, manifest: WeightManifest, buffer: torch.Tensor) -> None:
     """Fills a flat buffer from a snapshot; the caller checks the buckets' sums.
-
-    Args:
-        place: the snapshot's folder.
-        manifest: what the buffer should hold.
-        buffer: ``[total_bytes]`` uint8.
 
     Raises:
         WeightsError: it can't be read, or holds something else.

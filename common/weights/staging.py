@@ -10,14 +10,15 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 import xxhash
 
 from ..errors import WeightsError
 from ..records import Version
-from .channel import Meeting, Parcel, Way, cut
+from ..waiting import Wait
+from .channel import Parcel, await_event
 from .manifest import (
     Layout,
     ScoredRows,
@@ -33,24 +34,8 @@ log = logging.getLogger("tandem.learner.weights")
 
 COPY_SECONDS = 60.0
 """Deadline for a copy within the host that is under way."""
-POLL_SECONDS = 0.001
 CHUNK_BYTES = 1 << 20
 """xxhash holds the GIL; in pieces of 1 MB (about 0.1 ms) other threads get their turn."""
-
-
-class StagedTensors(list[tuple[str, torch.Tensor]]):
-    """(name, view) of a version's tensors, and where other processes can map their buffer.
-
-    Args:
-        items: The tensors, in the manifest's order.
-        place: None where other processes can't see them.
-    """
-
-    def __init__(
-        self, items: Sequence[tuple[str, torch.Tensor]] = (), place: SegmentPlace | None = None
-    ) -> None:
-        super().__init__(items)
-        self.place = place
 
 
 def flat_buffer(total_bytes: int) -> torch.Tensor:
@@ -79,10 +64,6 @@ def checksum(data: torch.Tensor) -> int:
     return digest.intdigest()
 
 
-class DamagedError(WeightsError):
-    """A bucket whose checksum is wrong."""
-
-
 class _Sums:
     """Checksums of a buffer's buckets, taken as it is filled from its first byte on."""
 
@@ -101,7 +82,7 @@ class _Sums:
                 self._summed = stop
 
     def all(self) -> list[int]:
-        """Of each bucket, once all bytes are there."""
+        """The checksum of each bucket, once all bytes are there."""
         self.up_to(self._ends[-1])
         return [digest.intdigest() for digest in self._digests]
 
@@ -130,13 +111,17 @@ class StagingSlot:
     """One buffer of the learner's with the version that it holds.
 
     Args:
+        run_id: the run.
         layout: where each tensor lies.
         shared: it lies in shared memory where there is room, so that workers of this host may map
             it.
         pin: a GPU copies to and from it.
     """
 
-    def __init__(self, layout: Layout, *, shared: bool = True, pin: bool = False) -> None:
+    def __init__(
+        self, run_id: str, layout: Layout, *, shared: bool = True, pin: bool = False
+    ) -> None:
+        self._run_id = run_id
         self.layout = layout
         self.segment: Segment | None = None
         self.buffer = self._shared_buffer() if shared else flat_buffer(layout.total_bytes)
@@ -189,34 +174,27 @@ class StagingSlot:
         if self.segment is not None:
             self.segment.close()
 
-    def manifest_of(self, run_id: str, version: Version) -> WeightManifest:
-        """Checksums of what a GPU has copied are taken when the first worker is to be sent them.
+    def parcel(self, version: Version) -> Parcel:
+        """What the slot holds, under a version's name, as ways carry it. Checksums of what a GPU has
+        copied are taken when the first worker is to be sent them.
 
-        Args:
-            run_id: of the run.
-            version: that the weights go by.
+        Raises:
+            WeightsError: a GPU's copy didn't end in time.
         """
         with self._summing:
             if self._manifest is None:
-                self.pieces()
+                if self.copied is not None:
+                    what = "copy the weights out of the model"
+                    await_event(self.copied, Wait("the GPU", what, COPY_SECONDS))
                 sums = self._sums.all()
-                self._manifest = make_manifest(run_id, version, self.layout, sums, self.scored)
-            return restamped(self._manifest, version)
-
-    def pieces(self) -> list[torch.Tensor]:
-        """The buckets, once all has been copied."""
-        if self.copied is not None:
-            _await_event(self.copied, "the copy of the weights out of the model")
-        return cut(self.buffer, self.layout)
-
-    def parcel(self, run_id: str, version: Version) -> Parcel:
-        """The version as ways carry it."""
-        return Parcel(
-            manifest=self.manifest_of(run_id, version),
-            pieces=self.pieces(),
-            buffer=self.buffer,
-            segment=str(self.segment.path) if self.segment is not None else "",
-        )
+                self._manifest = make_manifest(
+                    self._run_id, version, self.layout, sums, self.scored
+                )
+            return Parcel(
+                manifest=restamped(self._manifest, version),
+                buffer=self.buffer,
+                segment=str(self.segment.path) if self.segment is not None else "",
+            )
 
     def _shared_buffer(self) -> torch.Tensor:
         try:
@@ -233,15 +211,6 @@ class StagingSlot:
         if int(status) != 0:
             log.info(f"{nbytes:,} bytes of memory can't be pinned (CUDA {status})")
         return int(status) == 0
-
-
-def _await_event(event: torch.cuda.Event, what: str) -> None:
-    """Polls, because a CUDA event can't be waited for with a deadline."""
-    end = time.monotonic() + COPY_SECONDS
-    while not event.query():
-        if time.monotonic() > end:
-            raise WeightsError(f"{what} didn't end within {COPY_SECONDS:.0f} s")
-        time.sleep(POLL_SECONDS)
 
 
 class Pin:
@@ -278,7 +247,8 @@ class StagingSlots:
     is held for microseconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
         self.device = torch.device("cpu")
         """The learner's GPU through which buckets may pass."""
         self.superseded = 0
@@ -320,7 +290,7 @@ class StagingSlots:
                 slot.reset()
                 slot.pins += 1
                 return slot
-        slot = StagingSlot(layout, shared=shared, pin=pin)
+        slot = StagingSlot(self._run_id, layout, shared=shared, pin=pin)
         slot.pins += 1
         with self._lock:
             self._slots.append(slot)
@@ -379,74 +349,3 @@ class StagingSlots:
     def _count_superseded(self) -> None:
         if self._newest is not None and not self._newest.started:
             self.superseded += 1
-
-
-class Landing:
-    """Where versions arrive and wait, checked, until they are loaded; each overwrites the one before.
-
-    One thread at a time uses it: the next job's has another one where a thread is left behind.
-    """
-
-    def __init__(self) -> None:
-        self._own: torch.Tensor | None = None
-        self._segment: Segment | None = None
-        self._views: dict[int, tuple[torch.Tensor, Layout, StagedTensors]] = {}
-
-    def fetch(
-        self, way: Way, manifest: WeightManifest, at: Meeting | str, seconds: float
-    ) -> StagedTensors:
-        """A version, every bucket of it checked.
-
-        Args:
-            way: one end of it.
-            manifest: of the version.
-            at: where, see :meth:`Way.fetch`.
-            seconds: deadline for the bytes.
-
-        Raises:
-            DamagedError: a checksum is wrong.
-            WeightsError: it isn't to be had.
-        """
-        arrival = way.fetch(manifest, at, self._own_buffer, seconds)
-        buckets = manifest.layout.buckets
-        for index in arrival.full:
-            bucket, expected = buckets[index], manifest.checksums[index]
-            found = checksum(arrival.buffer[bucket])
-            if found != expected:
-                raise DamagedError(
-                    f"bucket {index} of version {manifest.version} (bytes {bucket.start:,} to "
-                    f"{bucket.stop:,}) was damaged: its checksum is {found:016x}, the manifest's is "
-                    f"{expected:016x}"
-                )
-        return self._tensors(arrival.buffer, arrival.segment, manifest.layout)
-
-    def close(self) -> None:
-        """Removes the file of the own buffer."""
-        if self._segment is not None:
-            self._segment.close()
-
-    def _own_buffer(self, nbytes: int) -> tuple[torch.Tensor, str]:
-        """This worker's own buffer, in shared memory where there is room: an engine in another
-        process loads it from there."""
-        if self._own is None or self._own.numel() != nbytes:
-            self.close()
-            self._segment = None
-            try:
-                self._segment = Segment(nbytes)
-                self._own = self._segment.buffer
-            except (WeightsError, OSError) as error:
-                log.info(f"weights are staged in memory that isn't shared: {error}")
-                self._own = flat_buffer(nbytes)
-        return self._own, str(self._segment.path) if self._segment is not None else ""
-
-    def _tensors(self, buffer: torch.Tensor, segment: str, layout: Layout) -> StagedTensors:
-        """Views of a buffer, which are kept for its next version."""
-        known = self._views.get(id(buffer))
-        if known is None or known[0] is not buffer or known[1] != layout:
-            place = SegmentPlace(path=segment, nbytes=buffer.numel(), layout=layout.text)
-            tensors = StagedTensors(views(buffer, layout), place if segment else None)
-            if len(self._views) >= 4:
-                # Views hold their memory: those of buffers that are no longer in use go.
-                self._views.clear()
-            known = self._views[id(buffer)] = (buffer, layout, tensors)
-        return known[2]

@@ -8,7 +8,6 @@ serves several (``weights.topology=broadcast``), it costs theirs, and the next i
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any, assert_never
@@ -22,7 +21,6 @@ from ..records import Version
 from ..waiting import Wait
 from .channel import Pair
 from .couriers import Carried, Channel, Couriers, Sent, SnapshotFailed, SnapshotWritten
-from .manifest import WeightManifest
 from .protocol import (
     RENAME,
     Ask,
@@ -37,7 +35,7 @@ from .protocol import (
 )
 from .shared_memory import SharedMemory, shared_memory_name
 from .snapshot import Snapshot
-from .staging import Pin, StagingSlots
+from .staging import Pin, StagingSlot, StagingSlots
 from .ways import WAYS, device_name, possible_ways
 
 log = logging.getLogger("tandem.learner.weights")
@@ -67,18 +65,20 @@ Event = Published | Stop | Carried
 class Transfer:
     """One version on its way to one worker."""
 
-    round: str
-    """Names it on the wire."""
-    manifest: WeightManifest
-    way: str
+    offer: Offer
+    """What the worker was told."""
     pin: Pin
+    """Holds the version's buffer."""
     published: float
     """``perf_counter`` at the end of the copy out of the model."""
     wait: Wait
     """What the worker should do next."""
+    channel: Channel | None
+    """What carries the bytes, where the way is a channel."""
     begun: float = field(default_factory=time.perf_counter)
     """``perf_counter`` at the offer."""
     taken_up: bool = False
+    """The worker has answered the offer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,12 +96,15 @@ class Peer:
     content: str = ""
     """Content digest of what it serves."""
     transfer: Transfer | None = None
+    """What it is being sent."""
     failures: int = 0
     """Transfers that failed; they decide on the way that ``auto`` takes."""
     next_try: float = 0.0
     """``monotonic`` before which nothing is offered."""
     pause: float = FIRST_PAUSE
     """Seconds until the next attempt after a failure."""
+    last: dict[str, Any] | None = None
+    """Figures of the last transfer, for reports."""
 
     @property
     def member(self) -> str:
@@ -118,13 +121,8 @@ class Transfers:
     """Offers published versions to the workers that hold another one.
 
     Args:
-        run_id: of the run.
-        member: the learner's.
-        settings: the run's ``weights`` section.
-        slots: the versions to serve.
+        member: the learner's member id.
         router: bound control socket; closed by :meth:`serve`.
-        mailbox: wakes the thread.
-        couriers: carry the bytes.
         silent_seconds: silence after which a worker is given up.
     """
 
@@ -149,21 +147,25 @@ class Transfers:
         self._couriers = couriers
         self._silent_seconds = silent_seconds
         self._peers: dict[bytes, Peer] = {}
-        self._rounds = 0
         self._last_snapshot: SnapshotWritten | None = None
         self._stopping = False
 
-        self.served = threading.Condition()
-        """Guards :attr:`held`, and is notified when it changes."""
-        self.held: dict[str, Version | None] = {}
-        """What each live worker holds."""
-        self.last: dict[str, dict[str, Any]] = {}
-        """Each live worker's last transfer, for reports."""
-        self.latency = 0.0
-        """From the end of the last copy to the last Loaded of that version, seconds."""
-        self.counts = dict.fromkeys(
+        self._latency = 0.0
+        self._counts = dict.fromkeys(
             ("rounds", "committed", "failed", "refused", "bytes", "snapshots", "broadcasts"), 0
         )
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, and of each live worker what it holds and its last transfer."""
+        peers = list(self._peers.copy().values())
+        return {
+            **self._counts,
+            "members": {
+                p.member: [p.version.term, p.version.step] if p.version else None for p in peers
+            },
+            "transfers": {p.member: p.last for p in peers if p.last is not None},
+            "latency_seconds": self._latency,
+        }
 
     def serve(self) -> None:
         """Until Stop is posted."""
@@ -182,7 +184,7 @@ class Transfers:
             for peer in self._peers.values():
                 if peer.transfer is not None:
                     reason = f"{self._member} is shutting down"
-                    self._send(peer, Withdraw(round=peer.transfer.round, reason=reason))
+                    self._send(peer, Withdraw(round=peer.transfer.offer.round, reason=reason))
             for channel in list(self._couriers.channels.values()):
                 self._couriers.leave(channel)
             # The last messages should leave before the socket is closed.
@@ -192,11 +194,9 @@ class Transfers:
         """Seconds until something is due."""
         now = time.monotonic()
         times = [now + 1.0]
-        times += [
-            channel.until
-            for channel in self._couriers.channels.values()
-            if channel.end is None and len(channel.members) > 1
-        ]
+        if self._settings.topology == "broadcast":
+            channels = self._couriers.channels.values()
+            times += [channel.until for channel in channels if channel.end is None]
         for peer in self._peers.values():
             times.append(peer.silence.next_look)
             if peer.transfer is not None:
@@ -239,12 +239,13 @@ class Transfers:
             case Stop():
                 self._stopping = True
             case Sent(channel, problem):
-                self._couriers.channels.pop(channel.round, None)
+                self._couriers.channels.pop(channel.offer.round, None)
                 if problem:
-                    self._fail_all(channel, problem)
+                    for peer in self._members_of(channel):
+                        self._fail(peer, problem)
             case SnapshotWritten():
                 self._last_snapshot = event
-                self.counts["snapshots"] += 1
+                self._counts["snapshots"] += 1
                 self._couriers.write_next_snapshot()
                 for peer in self._peers.values():
                     peer.next_try = min(peer.next_try, time.monotonic())
@@ -279,17 +280,16 @@ class Transfers:
         if peer is None:
             # What it asks for follows within a second and begins anew.
             return
-        peer.silence = self._silence(peer.member)
+        peer.silence.restart()
         transfer = peer.transfer
-        if transfer is None or message.round != transfer.round:
+        if transfer is None or message.round != transfer.offer.round:
             return
         match message:
             case Loaded():
                 self._on_loaded(peer, transfer, message)
             case Refused(stage=stage, reason=reason):
-                self.counts["refused"] += 1
-                told = f"{peer.member} refused at {stage}: {reason}"
-                self._fail(peer, told, tell=False)
+                self._counts["refused"] += 1
+                self._fail(peer, f"{peer.member} refused at {stage}: {reason}", tell=False)
             case Offer() | Open() | Withdraw():
                 log.warning(f"{peer.member} sent a {type(message).__name__}: only learners do")
             case _:
@@ -302,9 +302,6 @@ class Transfers:
             # Its queue is full, so it reads nothing; its deadline will say so.
             log.debug(f"{peer.member} takes no messages")
 
-    def _silence(self, member: str) -> Wait:
-        return Wait(member, "say that it is alive", self._silent_seconds)
-
     def _on_ask(self, identity: bytes, ask: Ask) -> None:
         if ask.run_id != self._run_id:
             log.warning(f"{ask.member} belongs to run {ask.run_id}: ignored")
@@ -314,29 +311,27 @@ class Transfers:
             for other in list(self._peers.values()):
                 if other.member == ask.member:
                     self._forget(other, "a newer process of that name has joined")
-            peer = Peer(identity=identity, ask=ask, silence=self._silence(ask.member))
-            self._peers[identity] = peer
+            silence = Wait(ask.member, "say that it is alive", self._silent_seconds)
+            peer = self._peers[identity] = Peer(identity=identity, ask=ask, silence=silence)
             log.info(f"{peer.member} joined with version {ask.version or 'none'}")
         peer.ask = ask
-        peer.silence = self._silence(peer.member)
+        peer.silence.restart()
         transfer = peer.transfer
-        if transfer is not None and ask.round != transfer.round:
+        if transfer is not None and ask.round != transfer.offer.round:
             if time.perf_counter() - transfer.begun > LOST_SECONDS:
                 self._fail(peer, f"{peer.member} didn't get the offer")
         elif transfer is not None and not ask.busy:
             self._settle(peer, transfer, ask.version)
         elif transfer is not None and not transfer.taken_up:
             transfer.taken_up = True
-            self._on_taken_up(peer, transfer)
+            if transfer.channel is None:
+                self._expect_loaded(peer, transfer)
+            else:
+                # Its own deadline begins when the others are there.
+                transfer.wait = Wait(peer.member, "wait", self._settings.open_seconds)
         if peer.transfer is None:
             peer.version = ask.version
             peer.content = ask.content
-        self._note_held(peer)
-
-    def _note_held(self, peer: Peer) -> None:
-        with self.served:
-            self.held[peer.member] = peer.version
-            self.served.notify_all()
 
     # A transfer's beginning.
 
@@ -346,34 +341,29 @@ class Transfers:
             return
         pin, version, published = pinned
         try:
-            made = self._made(peer, pin, version)
+            offer = self._best_offer(peer, pin.slot, version)
         except (WeightsError, RuntimeError) as error:
             self._postpone(peer)
             log.warning(f"{peer.member} can't be sent version {version}: {error}")
-            made = None
-        if made is None:
+            offer = None
+        if offer is None:
             pin.release()
             return
-        manifest, way, place = made
         pin.slot.started = True
-        self._rounds += 1
-        self.counts["rounds"] += 1
-        round_id = f"{manifest.version}/{self._rounds}"
-        if way in WAYS and WAYS[way].is_channel:
-            channel = self._couriers.join(peer.identity, round_id, manifest, way, pin)
-            round_id = channel.round
-        what = f"acknowledge version {manifest.version}"
+        self._counts["rounds"] += 1
+        channel = None
+        if offer.way in WAYS and WAYS[offer.way].is_channel:
+            channel = self._couriers.channel_for(offer, pin)
+            offer = channel.offer
+        what = f"acknowledge version {offer.manifest.version}"
         wait = Wait(peer.member, what, self._settings.open_seconds)
         peer.transfer = Transfer(
-            round=round_id, manifest=manifest, way=way, pin=pin, published=published, wait=wait
+            offer=offer, pin=pin, published=published, wait=wait, channel=channel
         )
-        self._send(peer, Offer(round=round_id, manifest=manifest, way=way, place=place))
+        self._send(peer, offer)
 
-    def _made(
-        self, peer: Peer, pin: Pin, version: Version
-    ) -> tuple[WeightManifest, str, str] | None:
-        """What is to be offered: the manifest, the way and the place; None where it isn't there yet."""
-        slot = pin.slot
+    def _best_offer(self, peer: Peer, slot: StagingSlot, version: Version) -> Offer | None:
+        """By the best way of the pair that hasn't failed too often; None where it isn't there yet."""
         memory = shared_memory_name()
         pair = Pair(
             sender=device_name(self._slots.device),
@@ -391,97 +381,85 @@ class Transfers:
                 peer.next_try = time.monotonic() + 1.0
                 return None
             # Where versions follow faster than the disk takes them it isn't the newest.
-            if written.manifest.content != peer.content:
-                return written.manifest, way, written.place
-        parcel = slot.parcel(self._run_id, version)
-        if parcel.manifest.content == peer.content:
-            return parcel.manifest, RENAME, ""
-        place = parcel.segment if way == SharedMemory.name else ""
-        return parcel.manifest, way, place
-
-    def _on_taken_up(self, peer: Peer, transfer: Transfer) -> None:
-        channel = self._couriers.channels.get(transfer.round)
-        if channel is not None:
-            channel.ready.add(peer.identity)
-            # Its own deadline begins when the others are there.
-            transfer.wait = Wait(peer.member, "wait", self._settings.open_seconds)
+            manifest, place = written.manifest, written.place
         else:
-            self._expect_loaded(peer, transfer)
+            parcel = slot.parcel(version)
+            manifest, place = parcel.manifest, self._couriers.place(way, parcel)
+        if manifest.content == peer.content:
+            way, place = RENAME, ""
+        name = f"{manifest.version}/{self._counts['rounds'] + 1}"
+        return Offer(round=name, manifest=manifest, way=way, place=place)
 
     def _expect_loaded(self, peer: Peer, transfer: Transfer, more: float = 0.0) -> None:
-        what = f"fetch, check and load version {transfer.manifest.version}"
+        what = f"fetch, check and load version {transfer.offer.manifest.version}"
         seconds = more + self._settings.stage_seconds + self._settings.commit_seconds
         transfer.wait = Wait(peer.member, what, seconds)
 
+    def _members_of(self, channel: Channel) -> list[Peer]:
+        """The workers that were offered what this channel carries, and haven't failed."""
+        peers = self._peers.values()
+        return [p for p in peers if p.transfer is not None and p.transfer.channel is channel]
+
     def _mind(self, channel: Channel) -> None:
         """Opens a channel once all its members have taken the offer up or their time is over."""
-        active = {
-            identity: (peer, peer.transfer)
-            for identity in channel.members
-            if (peer := self._peers.get(identity)) is not None
-            and peer.transfer is not None
-            and peer.transfer.round == channel.round
-        }
-        if not active:
+        members = self._members_of(channel)
+        late = [p for p in members if p.transfer is not None and not p.transfer.taken_up]
+        if channel.end is None and late and len(members) > 1 and time.monotonic() >= channel.until:
+            for peer in late:
+                version = channel.offer.manifest.version
+                who = f"{peer.member} didn't acknowledge version {version}"
+                self._fail(peer, f"{who} in time for the broadcast")
+            members, late = self._members_of(channel), []
+        if not members:
             self._couriers.leave(channel)
-            return
-        if channel.end is not None or channel.waits_for(set(active)):
-            return
-        for identity in active.keys() - channel.ready:
-            peer, _ = active.pop(identity)
-            who = f"{peer.member} didn't acknowledge version {channel.manifest.version}"
-            self._fail(peer, f"{who} in time for the broadcast")
-        if not active:
-            self._couriers.leave(channel)
-            return
+        elif channel.end is None and not late:
+            self._open(channel, members)
+
+    def _open(self, channel: Channel, members: list[Peer]) -> None:
         try:
-            told = self._couriers.open(channel, list(active))
+            meetings = self._couriers.open(channel, len(members))
         except TandemError as error:
             self._couriers.leave(channel)
-            self._fail_all(channel, str(error))
+            for peer in members:
+                self._fail(peer, str(error))
             return
-        self.counts["broadcasts"] += len(channel.members) > 1
-        for identity, (peer, transfer) in active.items():
-            self._expect_loaded(peer, transfer, self._settings.open_seconds)
-            self._send(peer, told[identity])
-
-    def _fail_all(self, channel: Channel, problem: str) -> None:
-        for identity in channel.members:
-            peer = self._peers.get(identity)
-            if peer is not None and peer.transfer and peer.transfer.round == channel.round:
-                self._fail(peer, problem)
+        self._counts["broadcasts"] += len(members) > 1
+        for peer, meeting in zip(members, meetings, strict=True):
+            assert peer.transfer is not None
+            self._expect_loaded(peer, peer.transfer, self._settings.open_seconds)
+            self._send(peer, Open(round=channel.offer.round, meeting=meeting))
 
     # A transfer's end.
 
     def _on_loaded(self, peer: Peer, transfer: Transfer, message: Loaded) -> None:
+        manifest, way = transfer.offer.manifest, transfer.offer.way
         peer.version = message.version
-        peer.content = transfer.manifest.content
+        peer.content = manifest.content
         peer.transfer = None
         peer.pause = FIRST_PAUSE
         peer.failures -= peer.failures % FAILURES_EACH
         peer.next_try = 0.0
         transfer.pin.release()
-        self.latency = time.perf_counter() - transfer.published
-        self.counts["committed"] += 1
-        nbytes = transfer.manifest.total_bytes if transfer.way != RENAME else 0
-        self.counts["bytes"] += nbytes
+        self._latency = time.perf_counter() - transfer.published
+        self._counts["committed"] += 1
+        nbytes = manifest.total_bytes if way != RENAME else 0
+        self._counts["bytes"] += nbytes
         arrived = transfer.begun - transfer.published + message.fetched
-        self.last[peer.member] = {
+        peer.last = {
             "version": [message.version.term, message.version.step],
-            "transport": transfer.way,
+            "transport": way,
             "seconds": round(message.fetched, 6),
             "gb_per_second": round(nbytes / max(message.fetched, 1e-9) / 1e9, 4),
             "pause_seconds": round(message.paused, 6),
             "arrival_seconds": round(arrived, 6),
-            "latency_seconds": round(self.latency, 6),
+            "latency_seconds": round(self._latency, 6),
         }
-        self._note_held(peer)
 
     def _settle(self, peer: Peer, transfer: Transfer, version: Version | None) -> None:
         """Ends a transfer of whose end the worker's word was lost."""
-        if version is not None and version == transfer.manifest.version:
+        if version is not None and version == transfer.offer.manifest.version:
             lost = Loaded(
-                round=transfer.round, version=version, fetched=0.0, seconds=0.0, paused=0.0
+                round=transfer.offer.round, version=version, fetched=0.0, seconds=0.0, paused=0.0
             )
             self._on_loaded(peer, transfer, lost)
         else:
@@ -500,21 +478,17 @@ class Transfers:
         if transfer is None:
             return
         # Whoever refused reads no more; of whoever was given up nothing is known.
-        transfer.pin.release(retire=tell and transfer.way == SharedMemory.name)
-        self.counts["failed"] += 1
+        transfer.pin.release(retire=tell and transfer.offer.way == SharedMemory.name)
+        self._counts["failed"] += 1
         peer.failures += 1
         if tell:
-            self._send(peer, Withdraw(round=transfer.round, reason=reason[:1000]))
+            self._send(peer, Withdraw(round=transfer.offer.round, reason=reason[:1000]))
         pause = self._postpone(peer)
         log.warning(
             f"{peer.member} stays on {peer.version or 'no version'}, not "
-            f"{transfer.manifest.version}: {reason}; again in {pause:.1f} s"
+            f"{transfer.offer.manifest.version}: {reason}; again in {pause:.1f} s"
         )
 
     def _forget(self, peer: Peer, reason: str) -> None:
         self._fail(peer, reason)
         self._peers.pop(peer.identity, None)
-        with self.served:
-            self.held.pop(peer.member, None)
-            self.last.pop(peer.member, None)
-            self.served.notify_all()

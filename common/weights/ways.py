@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..config import WeightsConfig
 from ..errors import WeightsError
 from .channel import Pair, Way
 from .gloo import Gloo
@@ -17,20 +18,13 @@ WAYS: dict[str, type[Way]] = {way.name: way for way in (Nccl, SharedMemory, Gloo
 """By name, in the order in which ``auto`` takes them."""
 
 
-MakeWay = Callable[[str, str, torch.device], Way]
-"""Makes one end of a way from its name, the interface of channels and a GPU."""
+MakeWay = Callable[[str, WeightsConfig, torch.device], Way]
+"""Makes one end of a way from a name of :data:`WAYS`, the ``weights`` section and a GPU."""
 
 
-def make_way(name: str, interface: str, device: torch.device) -> Way:
-    """One end of the named way.
-
-    Raises:
-        WeightsError: an unknown name.
-    """
-    way = WAYS.get(name)
-    if way is None:
-        raise WeightsError(f"unknown transport {name!r} (known: {', '.join(WAYS)})")
-    return way(interface, device)
+def make_way(name: str, settings: WeightsConfig, device: torch.device) -> Way:
+    """One end of the named way."""
+    return WAYS[name](settings, device)
 
 
 def possible_ways(setting: str, pair: Pair, offered: Sequence[str]) -> tuple[str, ...]:

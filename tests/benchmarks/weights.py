@@ -9,7 +9,7 @@ case            ours                                        bare
 gloo            the transport: buckets from one process to  one gloo broadcast of the same bytes
                 another, each checked as it arrives         between two processes
 shared memory   a whole publication: gather, checksums,     copying the same bytes into a buffer
-                PREPARE, mapping, checking, STAGED          that is there, and one such checksum
+                offer, mapping, checking                    that is there, and one such checksum
 pause           vLLM loads a version with requests in       ``reload_weights`` in vLLM's worker,
                 flight: nothing is sampled meanwhile        of tensors in its memory, at rest
 ==============  ==========================================  =====================================
@@ -49,10 +49,11 @@ from tandem.common.config import Config, ModelConfig, RolloutConfig, build  # no
 from tandem.common.models import load_model  # noqa: E402
 from tandem.common.records import SamplingParams, Version  # noqa: E402
 from tandem.common.run_folder import JoinInfo  # noqa: E402
-from tandem.common.weights.channel import Meeting, MeetingPoint, enter  # noqa: E402
+from tandem.common.weights.channel import MeetingPoint, enter  # noqa: E402
 from tandem.common.weights.gloo import Gloo  # noqa: E402
 from tandem.common.weights.job import Target  # noqa: E402
 from tandem.common.weights.manifest import plan  # noqa: E402
+from tandem.common.weights.protocol import Meeting  # noqa: E402
 from tandem.common.weights.receiver import WeightReceiver  # noqa: E402
 from tandem.common.weights.sender import WeightSender  # noqa: E402
 from tandem.common.weights.shared_memory import Segment, map_segment  # noqa: E402
@@ -109,7 +110,7 @@ def gloo_side(pipe: Connection, host: str, port: int) -> None:
             group = bare_group(host, port, channel + "-bare", 1)
         elif order == "ours":
             assert transport is not None
-            for index in transport._transfer(pieces, SECONDS, "receive"):
+            for index in transport._transfer(pieces, "receive"):
                 if checksum(pieces[index]) != sums[index]:
                     raise SystemExit("a bucket was damaged")
         elif order == "bare":
@@ -136,14 +137,14 @@ def worker_side(pipe: Connection, join: JoinInfo, specs: list[Any]) -> None:
 
 def met(host: str, port: int, channel: str, rank: int) -> Gloo:
     """The transport, once both ends have met."""
-    transport = Gloo("127.0.0.1", torch.device("cpu"))
+    transport = Gloo(settings("gloo").weights, torch.device("cpu"))
     transport._meet(meeting(host, port, channel, rank))
     return transport
 
 
 def meeting(host: str, port: int, channel: str, rank: int) -> Meeting:
     """Of two."""
-    return Meeting(host=host, port=port, channel=channel, rank=rank, world_size=2, seconds=SECONDS)
+    return Meeting(host=host, port=port, channel=channel, rank=rank, world_size=2)
 
 
 def bare_group(host: str, port: int, channel: str, rank: int) -> Any:
@@ -152,7 +153,7 @@ def bare_group(host: str, port: int, channel: str, rank: int) -> Any:
 
     from torch.distributed import ProcessGroupGloo
 
-    store = enter(meeting(host, port, channel, rank))
+    store = enter(meeting(host, port, channel, rank), SECONDS)
     return ProcessGroupGloo(store, rank, 2, timedelta(seconds=SECONDS))
 
 
@@ -205,7 +206,7 @@ def measure_gloo(nbytes: int, pairs: int) -> dict[str, Any]:
 
     def ours() -> float:
         pipe.send(("ours",))
-        seconds = timed(lambda: (list(transport._transfer(pieces, SECONDS, "send")), pipe.recv()))
+        seconds = timed(lambda: (list(transport._transfer(pieces, "send")), pipe.recv()))
         return seconds
 
     def bare() -> float:
@@ -221,7 +222,7 @@ def measure_gloo(nbytes: int, pairs: int) -> dict[str, Any]:
 
 
 def measure_shared_memory(folder: Path, pairs: int) -> dict[str, Any]:
-    """A publication until it is STAGED, beside a copy and one checksum."""
+    """A publication until it is checked, beside a copy and one checksum."""
     model = load_model(str(folder), dtype="float32", attention="sdpa", device="cpu")
     named = [(name, p.detach()) for name, p in model.named_parameters()]
     specs = [(name, tuple(p.shape), "float32") for name, p in named]

@@ -146,7 +146,10 @@ MESSAGES: list[Any] = [
         memory="m",
     ),
     protocol.Offer(round="r", manifest=a_manifest(), way="gloo", place=""),
-    protocol.Open(round="r", channel="c", host="127.0.0.1", port=5, rank=1, world_size=2),
+    protocol.Open(
+        round="r",
+        meeting=protocol.Meeting(channel="c", host="127.0.0.1", port=5, rank=1, world_size=2),
+    ),
     protocol.Loaded(
         round="r", version=Version(term=1, step=2), fetched=0.25, seconds=0.5, paused=0.125
     ),

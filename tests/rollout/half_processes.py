@@ -21,7 +21,7 @@ import update_processes
 from update_processes import Learner, Worker
 
 from tandem.common.records import Version
-from tandem.common.weights.staging import StagedTensors
+from tandem.common.weights.job import StagedTensors
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -139,7 +139,7 @@ class TestWithoutVllm:
                 taken.append(tensors)
 
         taken: list[Any] = []
-        slot = StagingSlot(plan([("a", (3, 4), "float32")], 1 << 20))
+        slot = StagingSlot("run", plan([("a", (3, 4), "float32")], 1 << 20))
         there = (str(slot.segment.path), slot.buffer.numel(), slot.layout.text)
         rank = Loads()
         assert rank.tandem_stage("first", *there) == ("first", 1, "")
@@ -195,7 +195,7 @@ class TestWithoutVllm:
         assert facts.end_tokens == {tiny.EOS}
 
     def test_a_loader_that_writes_into_weights_gets_the_next_ones_as_they_are(self) -> None:
-        slot = StagingSlot(plan([("a", (3, 4), "float32")], 1 << 20))
+        slot = StagingSlot("run", plan([("a", (3, 4), "float32")], 1 << 20))
         extension = WorkerExtension()
         for value in range(3):
             slot.buffer.view(torch.float32).fill_(value)
@@ -252,7 +252,7 @@ class TestLoading:
     ) -> None:
         new = tiny.model(seed=1)
         named = list(tiny.weights(new).items())
-        slot = StagingSlot(plan([(n, p.shape, p.dtype) for n, p in named], 1 << 20))
+        slot = StagingSlot("run", plan([(n, p.shape, p.dtype) for n, p in named], 1 << 20))
         for (_, view), (_, tensor) in zip(slot.tensors, named, strict=True):
             view.copy_(tensor)
         assert slot.segment is not None

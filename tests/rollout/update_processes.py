@@ -28,10 +28,9 @@ from tandem.common.config import Config, build
 from tandem.common.models import load_tokenizer, resolve
 from tandem.common.records import SamplingParams, Version
 from tandem.common.run_folder import JoinInfo
-from tandem.common.weights.job import Target
+from tandem.common.weights.job import StagedTensors, Target
 from tandem.common.weights.receiver import WeightReceiver
 from tandem.common.weights.sender import WeightSender
-from tandem.common.weights.staging import StagedTensors
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger
 from tandem.replay.members import membership

@@ -13,10 +13,9 @@ from weight_processes import as_bytes
 from tandem.common.errors import WeightsError
 from tandem.common.records import Version
 from tandem.common.run_folder import JoinInfo
-from tandem.common.weights import staging
-from tandem.common.weights.job import Target
+from tandem.common.weights import job
+from tandem.common.weights.job import StagedTensors, Target
 from tandem.common.weights.receiver import WeightReceiver
-from tandem.common.weights.staging import StagedTensors
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger
 from tandem.replay.members import membership
@@ -75,14 +74,14 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
         holds("staged")
         return ledger.term()
 
-    checksum = staging.checksum
+    checksum = job.checksum
 
     def checked(data: torch.Tensor) -> int:
         found = checksum(data)
         holds("bucket")
         return found
 
-    staging.checksum = checked
+    job.checksum = checked
     receiver = WeightReceiver(
         membership(store, member),
         options["config"],

@@ -63,7 +63,7 @@ def main() -> None:
                 columns = measure(run, shapes)
             finally:
                 run.close()
-            told = []
+            summaries = []
             for name, values in zip(("copy", "served", "background CPU"), columns, strict=True):
                 ordered = sorted(values)
                 least, middle, most = (
@@ -71,8 +71,8 @@ def main() -> None:
                     ordered[len(ordered) // 2],
                     ordered[-len(ordered) // 10],
                 )
-                told.append(f"{name} {least:.2f} / {middle:.2f} / {most:.2f}")
-            print(f"{title}: ms least / median / p90: {'; '.join(told)}")
+                summaries.append(f"{name} {least:.2f} / {middle:.2f} / {most:.2f}")
+            print(f"{title}: ms least / median / p90: {'; '.join(summaries)}")
 
 
 if __name__ == "__main__":

@@ -59,11 +59,11 @@ class RawLearner:
     def offer(self, name: str, version: Version, changes: dict[str, Any] | None = None) -> None:
         """Offers ``model(step)`` as a version, with changes of the manifest."""
         named = model(version.step, big=True)
-        slot = StagingSlot(plan(specs_of(named), 1 << 20))
+        slot = StagingSlot(self.run_id, plan(specs_of(named), 1 << 20))
         self._slots.append(slot)
         for index, (_, tensor) in enumerate(named):
             slot.put(index, tensor)
-        parcel = slot.parcel(self.run_id, version)
+        parcel = slot.parcel(version)
         manifest = msgspec.structs.replace(parcel.manifest, **(changes or {}))
         self.send(Offer(round=name, manifest=manifest, way="shared_memory", place=parcel.segment))
 

@@ -192,15 +192,15 @@ def test_a_flipped_byte_is_refused_and_the_next_version_arrives(
         # The worker has read the first of its buckets, and the last one not yet.
         publisher._slots._newest.buffer[-1] ^= 1
     held.pipe.send("go on")
-    told = "rollout-0 stays on no version", "refused at verify", "was damaged"
-    setting.run.lines.wait_for(*told)
+    complaint = "rollout-0 stays on no version", "refused at verify", "was damaged"
+    setting.run.lines.wait_for(*complaint)
     publish(publisher, 2)
     assert ends_on(held, v(2))
     publish(publisher, 3, 4, others=(held,))
 
 
 @pytest.mark.parametrize(
-    ("specs", "told"),
+    ("specs", "complaint"),
     [
         (
             [(n, (5, 12) if n == "head.weight" else s, d) for n, s, d in BIG],
@@ -212,13 +212,13 @@ def test_a_flipped_byte_is_refused_and_the_next_version_arrives(
     ids=["wrong shape", "name missing", "name too many"],
 )
 def test_weights_that_do_not_fit_one_worker_are_served_to_the_others(
-    setting: Setting, specs: list[Any], told: str
+    setting: Setting, specs: list[Any], complaint: str
 ) -> None:
     publisher = setting.publisher()
     other = setting.worker("rollout-1")
     unfit = setting.worker(specs=specs)
     publish(publisher, 1, others=(other,))
-    setting.run.lines.wait_for("rollout-0 stays on no version", "refused at offer", told)
+    setting.run.lines.wait_for("rollout-0 stays on no version", "refused at offer", complaint)
     publish(publisher, 2, 3, others=(other,))
     assert not unfit.pipe.poll()
     wait_served(publisher, v(3), 20)
@@ -272,7 +272,7 @@ def test_an_offer_that_goes_back_is_refused(run: Any, raw: RawLearner) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "complaint"),
     [
         ({"run_id": "another"}, "belongs to run another"),
         ({"checksums": (1, 2, 3)}, "wrong digest"),
@@ -281,14 +281,14 @@ def test_an_offer_that_goes_back_is_refused(run: Any, raw: RawLearner) -> None:
     ids=["of another run", "checksums that aren't named", "version that isn't named"],
 )
 def test_an_offer_that_is_not_what_it_says_is_refused(
-    run: Any, raw: RawLearner, changes: dict[str, Any], told: str
+    run: Any, raw: RawLearner, changes: dict[str, Any], complaint: str
 ) -> None:
     worker = Setting(run, "shared_memory").worker()
     raw.expect(Ask)
     raw.offer("a", v(1), changes)
     refused = raw.expect(Refused)
     assert (refused.round, refused.stage) == ("a", "offer")
-    assert told in refused.reason
+    assert complaint in refused.reason
     assert raw.expect(Ask).version is None
     loaded(raw, worker, "b", v(1))
 

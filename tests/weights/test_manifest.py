@@ -127,7 +127,7 @@ def test_a_restamp_keeps_the_content_and_changes_the_digest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("expected", "told"),
+    ("expected", "complaint"),
     [
         (SPECS[::-1], None),
         ([*SPECS, ("z", (1,), "float32")], "z is missing"),
@@ -137,10 +137,10 @@ def test_a_restamp_keeps_the_content_and_changes_the_digest() -> None:
     ],
 )
 def test_the_first_difference_is_named(
-    expected: list[tuple[str, tuple[int, ...], str]], told: str | None
+    expected: list[tuple[str, tuple[int, ...], str]], complaint: str | None
 ) -> None:
     found = first_difference(expected, manifest().layout.tensors)
-    assert (found is None) if told is None else (found is not None and told in found)
+    assert (found is None) if complaint is None else (found is not None and complaint in found)
 
 
 def test_a_checksum_sees_a_flipped_bit_and_swapped_words() -> None:
@@ -165,20 +165,20 @@ def test_a_copy_has_every_bit_and_the_checksums_of_its_buckets() -> None:
     ]
     dtypes = ["float32", "float32", "bfloat16", "float32"]
     layout = plan([(n, t.shape, d) for (n, t), d in zip(tensors, dtypes, strict=True)], 1 << 20)
-    slot = StagingSlot(layout, shared=False)
+    slot = StagingSlot("run", layout, shared=False)
     for _ in range(2):
         slot.reset()
         for index, (_, tensor) in enumerate(tensors):
             slot.put(index, tensor)
         for (_, view), (_, tensor) in zip(slot.tensors, tensors, strict=True):
             assert torch.equal(view, tensor.to(view.dtype))
-        found = slot.manifest_of("run", V1)
+        found = slot.parcel(V1).manifest
         check_manifest(found)
         assert list(found.checksums) == [checksum(piece) for piece in cut(slot.buffer, layout)]
 
 
 @pytest.mark.parametrize(
-    ("term", "held", "run_id", "offered", "told"),
+    ("term", "held", "run_id", "offered", "complaint"),
     [
         (1, None, "run", (1, 0), None),
         (1, (1, 3), "run", (1, 4), None),
@@ -190,7 +190,11 @@ def test_a_copy_has_every_bit_and_the_checksums_of_its_buckets() -> None:
     ],
 )
 def test_which_versions_are_taken_up(
-    term: int, held: tuple[int, int] | None, run_id: str, offered: tuple[int, int], told: str | None
+    term: int,
+    held: tuple[int, int] | None,
+    run_id: str,
+    offered: tuple[int, int],
+    complaint: str | None,
 ) -> None:
     found = refusal(
         run_id="run",
@@ -199,7 +203,7 @@ def test_which_versions_are_taken_up(
         offered_run=run_id,
         offered=Version(term=offered[0], step=offered[1]),
     )
-    assert (found is None) if told is None else (found is not None and told in found)
+    assert (found is None) if complaint is None else (found is not None and complaint in found)
 
 
 def test_the_newest_term_is_the_learner() -> None:

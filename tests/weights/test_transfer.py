@@ -281,21 +281,23 @@ def test_another_layout_is_refused_by_name(run: Any) -> None:
 
 def test_what_the_learner_scored_goes_with_a_version_and_with_its_restamps(run: Any) -> None:
     publisher = run.publisher()
-    told = [ScoredRows(rows=((3, 1, 2),), logprobs=((-0.5, -float(step)),)) for step in range(3)]
+    scored_at = [
+        ScoredRows(rows=((3, 1, 2),), logprobs=((-0.5, -float(step)),)) for step in range(3)
+    ]
 
     def offered() -> tuple[Version, ScoredRows | None]:
         """To a worker that joins now."""
         pin, version, _ = publisher._slots.pin_newest(begin=False)
-        scored = pin.slot.manifest_of("run", version).scored
+        scored = pin.slot.parcel(version).manifest.scored
         pin.release()
         return version, scored
 
-    publisher.publish(v(1), model(1), told[1])
-    assert offered() == (v(1), told[1])
+    publisher.publish(v(1), model(1), scored_at[1])
+    assert offered() == (v(1), scored_at[1])
     publisher.restamp(v(2))
-    assert offered() == (v(2), told[1])
-    publisher.publish(v(3), model(3), told[2])
-    assert offered() == (v(3), told[2])
+    assert offered() == (v(2), scored_at[1])
+    publisher.publish(v(3), model(3), scored_at[2])
+    assert offered() == (v(3), scored_at[2])
     # Its buffer had another version's before.
     publisher.publish(v(4), model(4))
     assert offered() == (v(4), None)

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from tandem.common.config import Config, build
+from tandem.common.config import Config, WeightsConfig, build
 from tandem.common.errors import WeightsError
 from tandem.common.records import Version
 from tandem.common.run_folder import JoinInfo
 from tandem.common.weights import shared_memory
-from tandem.common.weights.channel import Meeting, Parcel, Way
+from tandem.common.weights.channel import Parcel, Way
 from tandem.common.weights.gloo import Gloo
 from tandem.common.weights.job import Target
+from tandem.common.weights.protocol import Meeting
 from tandem.common.weights.receiver import WeightReceiver
 from tandem.common.weights.sender import WeightSender
 from tandem.replay.connection import connect
@@ -64,13 +65,14 @@ class FlippedByte(Gloo):
 
     damaged = 0
 
-    def offer(self, parcel: Parcel, at: Meeting | str, seconds: float) -> str:
+    def offer(self, parcel: Parcel, at: Meeting | str) -> str:
         if FlippedByte.damaged == 0:
             FlippedByte.damaged = 1
-            pieces = [piece.clone() for piece in parcel.pieces]
-            pieces[-1][17] ^= 1
-            parcel = dataclasses.replace(parcel, pieces=pieces)
-        return super().offer(parcel, at, seconds)
+            last = parcel.manifest.layout.buckets[-1]
+            buffer = parcel.buffer.clone()
+            buffer[last.start + 17] ^= 1
+            parcel = dataclasses.replace(parcel, buffer=buffer)
+        return super().offer(parcel, at)
 
 
 class StopsHalfWay:
@@ -79,18 +81,16 @@ class StopsHalfWay:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
-    def __call__(self, name: str, interface: str, device: torch.device) -> Way:
+    def __call__(self, name: str, settings: WeightsConfig, device: torch.device) -> Way:
         pipe = self._pipe
 
         class Half(Gloo):
-            def _transfer(
-                self, pieces: Sequence[torch.Tensor], seconds: float, verb: str
-            ) -> Iterator[int]:
-                yield from super()._transfer(pieces[:1], seconds, verb)
+            def _transfer(self, pieces: Sequence[torch.Tensor], verb: str) -> Iterator[int]:
+                yield from super()._transfer(pieces[:1], verb)
                 pipe.send("half")
                 threading.Event().wait(60)
 
-        return Half(interface, device)
+        return Half(settings, device)
 
 
 def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any]) -> None:
