@@ -256,6 +256,13 @@ class Sample(Record, frozen=True, kw_only=True, eq=False):
                 raise ValueError(f"a sample of {length} tokens has a span to its token {span.end}")
 
     @property
+    def has_verdict(self) -> bool:
+        """Whether it has a verdict to learn from. Without a reward it has none: no component that
+        pays had anything to say of it."""
+        verdict = self.verdict
+        return verdict is not None and not verdict.leaves_baseline and self.reward is not None
+
+    @property
     def oldest_step(self) -> int | None:
         """Step of the version that sampled the oldest own token; None without own tokens."""
         return min((s.step for s in self.spans if s.end > s.start), default=None)

@@ -34,7 +34,8 @@ from ..common.telemetry import Clock
 from ..common.weights.manifest import ScoredRows
 from ..common.weights.sender import WeightSender
 from ..replay.connection import Store
-from ..replay.ledger import Ledger, Waiting
+from ..replay.ledger import Ledger
+from ..replay.ledger_records import Waiting
 from ..replay.members import Members, membership
 from ..replay.store import EvaluationResult, RunStore
 from .evaluations import Evaluations, told_in

@@ -12,17 +12,6 @@ from typing import Literal
 
 from .rules import Limits, may_lease
 
-__all__ = [
-    "Cut",
-    "age",
-    "asked_for",
-    "cut",
-    "has_no_more_rows",
-    "is_stale",
-    "must_not_pass_over",
-    "window_allows",
-]
-
 NO_PLACES: Mapping[int, float] = MappingProxyType({})
 
 

@@ -15,18 +15,15 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-import xxhash
 from redis.exceptions import OutOfMemoryError
 
-from ..common import wire
-from ..common.errors import DamagedError, StoreError
-from ..common.records import CommitResult, Group, Sample, Verdict, Version
+from ..common.errors import StoreError
+from ..common.records import CommitResult, Group, Version
 from .answers import (
     read_created,
     read_dead_letters,
@@ -36,37 +33,17 @@ from .answers import (
     read_take,
     read_waiting,
 )
-from .connection import DEADLINE, Store, told
-from .ledger_records import (
-    Lease,
-    LeaseReply,
-    LedgerSettings,
-    Receipt,
-    Row,
-    RowEntry,
-    Waiting,
-)
+from .connection import DEADLINE, Command, Store, told
+from .ledger_records import Lease, LeaseReply, LedgerSettings, Receipt, Row, Waiting
 from .order import Order
+from .payloads import Payload, chunks, group_of, payload_name
 from .rules import leases_stop
-
-__all__ = [
-    "REJECTIONS",
-    "Lease",
-    "LeaseReply",
-    "Ledger",
-    "LedgerSettings",
-    "Receipt",
-    "Row",
-    "RowEntry",
-    "Waiting",
-]
+from .store import RunStore
 
 log = logging.getLogger("tandem.replay")
 
 PAYLOAD_SECONDS = 600
 """Life of a payload that no commit has kept."""
-CHUNK_BYTES = 16 << 20
-"""Most payload bytes of one round trip."""
 COMMITS_PER_BATCH = 64
 """As many answers as the scripts keep for a caller."""
 TRIM_BUDGET = 2000
@@ -168,8 +145,7 @@ class Ledger:
         ids = self._problem_ids.get(source)
         if ids is None:
             name, size, _ = self.settings.sources[source]
-            raw = self.store.call("zrange", self.store.key(f"problem_ids:{name}"), 0, -1)
-            ids = [r.decode() for r in raw]
+            ids = RunStore(self.store).problem_ids(name)
             if len(ids) != size:
                 raise StoreError(
                     f"source {name!r} has {len(ids)} problems in Redis, and the ledger was made "
@@ -275,16 +251,20 @@ class Ledger:
             A final receipt for each. With fewer own verdicts than ``least_verdicts``: rejected (ungraded).
         """
         receipts: list[Receipt | None] = [None] * len(groups)
-        prepared = [(i, *self._prepare(group)) for i, group in enumerate(groups)]
+        prepared = [
+            (place, Payload.of(group, self.order.serial(group.group_id)))
+            for place, group in enumerate(groups)
+        ]
         begun = time.monotonic()
         pause = 0.01
         while prepared:
             again = []
-            for chunk in _chunks(prepared, [len(p[1]) for p in prepared], COMMITS_PER_BATCH):
-                commands = []
-                for _, payload, name, args in chunk:
-                    commands.append(("SET", name, payload, "EX", PAYLOAD_SECONDS, "NX"))
-                    commands.append(self.store.command("commit", *args))
+            for chunk in chunks(prepared, lambda item: len(item[1].data), COMMITS_PER_BATCH):
+                commands: list[Command] = []
+                for _, payload in chunk:
+                    name = self.store.key(payload.name)
+                    commands.append(("SET", name, payload.data, "EX", PAYLOAD_SECONDS, "NX"))
+                    commands.append(self.store.command("commit", *payload.arguments))
                 results = self.store.batch(commands)
                 for item, put, said in zip(chunk, results[::2], results[1::2], strict=True):
                     if isinstance(said, Exception) and not isinstance(said, OutOfMemoryError):
@@ -313,35 +293,6 @@ class Ledger:
                 pause = min(2 * pause, 0.5)
             prepared = again
         return [receipt for receipt in receipts if receipt is not None]
-
-    def _prepare(self, group: Group) -> tuple[bytes, str, tuple[Any, ...]]:
-        payload = wire.encode(group)
-        digest = xxhash.xxh3_64_hexdigest(payload)
-        own_rows = [place for place, s in enumerate(group.samples) if _is_row(s)]
-        rewards = [
-            reward
-            for place in own_rows
-            if (reward := group.samples[place].reward) is not None and math.isfinite(reward)
-        ]
-        correct = sum(s.verdict is Verdict.CORRECT for s in group.samples)
-        oldest = group.oldest_step
-        name = self.store.key(f"payload:{group.group_id}:{group.attempt}:{digest}")
-        args = (
-            self.order.serial(group.group_id),
-            group.attempt,
-            group.group_id,
-            digest,
-            len(payload),
-            "" if oldest is None else oldest,
-            len(group.samples),
-            len(own_rows),
-            repr(float(min(rewards))) if rewards else "",
-            repr(float(max(rewards))) if rewards else "",
-            json.dumps(list(group.trace_ids)),
-            correct,
-            json.dumps(own_rows),
-        )
-        return payload, name, args
 
     # -- the learner's side ----------------------------------------------------------------
 
@@ -378,21 +329,10 @@ class Ledger:
             DamagedError: a payload is gone or isn't the one that the row names.
         """
         groups: list[Group] = []
-        for chunk in _chunks(row.ids, [entry.nbytes for entry in row.ids], len(row.ids)):
-            names = [self.store.key(f"payload:{e.group_id}:{e.attempt}:{e.digest}") for e in chunk]
-            for entry, payload in zip(chunk, self.store.call("mget", names), strict=True):
-                if payload is None:
-                    raise DamagedError(
-                        f"the samples of group {entry.group_id} (row {row.step}) are gone from "
-                        f"Redis: resume from a checkpoint at or past step {row.step}"
-                    )
-                if xxhash.xxh3_64_hexdigest(payload) != entry.digest:
-                    raise DamagedError(
-                        f"the samples of group {entry.group_id} (row {row.step}) are not the ones "
-                        f"that the row was made of, their digest isn't {entry.digest}: restore redis/ "
-                        f"from a copy of the run's folder"
-                    )
-                groups.append(wire.decode(payload, Group))
+        for chunk in chunks(row.ids, lambda entry: entry.nbytes, len(row.ids)):
+            names = [self.store.key(payload_name(e.group_id, e.attempt, e.digest)) for e in chunk]
+            found = self.store.call("mget", names)
+            groups += [group_of(e, row.step, data) for e, data in zip(chunk, found, strict=True)]
         return groups
 
     def confirm(self, step: int, term: int) -> None:
@@ -495,23 +435,3 @@ class Ledger:
             used, most = int(info["used_memory"]), int(info.get("maxmemory", 0))
             self._memory = (now, used, most)
         return used, most
-
-
-def _is_row(sample: Sample) -> bool:
-    """Whether a sample has a verdict to learn from. Without a reward it has none: no component
-    that pays had anything to say of it."""
-    verdict = sample.verdict
-    return verdict is not None and not verdict.leaves_baseline and sample.reward is not None
-
-
-def _chunks(items: Sequence[Any], sizes: Sequence[int], most: int) -> list[list[Any]]:
-    """Splits items into runs of at most ``most`` and at most ``CHUNK_BYTES`` (or one item)."""
-    chunks: list[list[Any]] = []
-    total = 0
-    for item, size in zip(items, sizes, strict=True):
-        if not chunks or len(chunks[-1]) >= most or total + size > CHUNK_BYTES:
-            chunks.append([])
-            total = 0
-        chunks[-1].append(item)
-        total += size
-    return chunks

@@ -18,43 +18,6 @@ from enum import StrEnum
 from typing import Literal
 
 from ..common.config.choices import LEASES_STOP_SHARE
-from .mixing import choose_replaced, choose_traces, mix
-
-__all__ = [
-    "LEASES_STOP_SHARE",
-    "PLACE",
-    "RETAINED_SHARE",
-    "SILENCE_MS",
-    "Limits",
-    "Release",
-    "checkpoint_is_due",
-    "choose_replaced",
-    "choose_traces",
-    "commit_verdict",
-    "counts_as_failed",
-    "expected_step",
-    "first_times",
-    "goes_on",
-    "is_expired",
-    "is_fenced",
-    "is_given_up",
-    "leases_stop",
-    "may_lease",
-    "mix",
-    "moved_on_by",
-    "next_term",
-    "next_to_lease",
-    "place_behind",
-    "rank",
-    "reasserted",
-    "renewed",
-    "rows_let_go",
-    "skipped",
-    "step_needed",
-    "why_not_durable",
-    "why_not_leased",
-    "why_not_retried",
-]
 
 PLACE = 2.0**-20
 """Between two groups that were put back."""
@@ -94,7 +57,7 @@ class Limits:
     group_size: int = 1
     """G."""
     seed: int = 0
-    """Of the run; keys what :func:`mix` draws."""
+    """Of the run; keys what :func:`~tandem.replay.mixing.mix` draws."""
     traces_when: str = "always"
     """``always`` or ``all_failed``: when traces are rows of their groups."""
     least_verdicts: int = 2
@@ -156,11 +119,6 @@ def may_lease(
     sampled by version w or a newer one, has the age n − 1 − w.
     """
     return journalled + rank // groups_per_step - held_step <= max_staleness
-
-
-def step_needed(journalled: int, rank: int, groups_per_step: int, max_staleness: int) -> int:
-    """The least version step that a worker must hold to be leased a group of this rank."""
-    return journalled + rank // groups_per_step - max_staleness
 
 
 def leases_stop(used: int, leased: int, group_bytes: int, maxmemory: int) -> bool:

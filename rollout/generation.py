@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from ..common.config import Config
 from ..common.errors import StoreError, TandemError, WireError
 from ..common.records import FinishReason, Sample
-from ..replay.ledger import Lease, Ledger
+from ..replay.ledger import Ledger
+from ..replay.ledger_records import Lease
 from .commit_check import CommitCheck
 from .engine import Engine, FinishedGroup
 from .leases import HeldGroup, Leases

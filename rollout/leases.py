@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from ..common.config import Config
 from ..common.errors import StoreError
 from ..common.records import Group, Problem, Sample, SamplingParams, Version
-from ..replay.ledger import Lease, LeaseReply, Ledger
-from ..replay.rules import choose_traces
+from ..replay.ledger import Ledger
+from ..replay.ledger_records import Lease, LeaseReply
+from ..replay.mixing import choose_traces
 from ..replay.store import RunStore
 from .engine import GroupRequest, no_tokens
 from .prefixes import Prefixes, prefixes

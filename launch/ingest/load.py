@@ -9,7 +9,8 @@ from ...common import models
 from ...common.config import Config, to_yaml
 from ...common.config.choices import own_rows
 from ...common.errors import StoreError
-from ...replay.ledger import Ledger, LedgerSettings
+from ...replay.ledger import Ledger
+from ...replay.ledger_records import LedgerSettings
 from ...replay.store import RunStore
 from ..plan.placement import workers_of
 from .prepare import Prepared

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...common.records import FinishReason, Sample, Source, Verdict
 from ..losses.advantages import EQUAL_REWARDS
-from ..rows.groups import MixedGroup, has_verdict
+from ..rows.groups import MixedGroup
 
 # Looked up once: an enum's members are slow to reach, and this runs for every sample.
 _CORRECT = Verdict.CORRECT
@@ -68,7 +68,7 @@ def _histogram(ages: Sequence[int]) -> dict[str, float]:
 
 
 def _rewards(groups: Sequence[MixedGroup], samples: Sequence[Sample]) -> dict[str, float]:
-    counted = [s for s in samples if has_verdict(s)]
+    counted = [s for s in samples if s.has_verdict]
     found = {"reward/graded": len(counted) / len(samples)}
     if counted:
         found["reward/mean"] = _mean([s.reward for s in counted])
@@ -83,7 +83,7 @@ def _rewards(groups: Sequence[MixedGroup], samples: Sequence[Sample]) -> dict[st
             found[f"reward/verdict_{verdict.value}"] = verdicts.count(verdict) / len(verdicts)
     equal, equal_accuracy, solved, unsolved = [], [], [], []
     for mixed in groups:
-        own, experts = [s for s in mixed.group.samples if has_verdict(s)], mixed.traces
+        own, experts = [s for s in mixed.group.samples if s.has_verdict], mixed.traces
         rewards = [s.reward for s in own] + [t.reward for t in experts if t.reward is not None]
         right = [s.verdict is _CORRECT for s in own]
         both = right + [t.verdict is _CORRECT for t in experts]

@@ -23,7 +23,6 @@ from ...common.records import (
     Sample,
     SamplingParams,
     Source,
-    Verdict,
 )
 from .rows import Rows, ragged
 
@@ -33,7 +32,6 @@ NO_LAG = -1
 # Looked up once: an enum's members are slow to reach, and this runs for every sample.
 _OWN, _EXPERT, _ENVIRONMENT = Source.OWN, Source.EXPERT, Source.ENVIRONMENT
 _STOP, _DEADLINE = FinishReason.STOP, FinishReason.DEADLINE
-_NO_VERDICT = frozenset({None, *(v for v in Verdict if v.leaves_baseline)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,11 +130,6 @@ def rows_of(
     return rows.with_advantages(rows.rewards, baseline)
 
 
-def has_verdict(sample: Sample) -> bool:
-    """Whether a sample has a verdict to learn from."""
-    return sample.verdict not in _NO_VERDICT and sample.reward is not None
-
-
 def _samples(mixed: MixedGroup, temperature: float) -> Iterator[Sample]:
     """A group's own samples, then its traces: samples that another model wrote."""
     if not len(mixed.group.prompt_tokens):
@@ -166,7 +159,7 @@ def _samples(mixed: MixedGroup, temperature: float) -> Iterator[Sample]:
 
 
 def _is_row(sample: Sample) -> bool:
-    if not has_verdict(sample) or not len(sample.tokens):
+    if not sample.has_verdict or not len(sample.tokens):
         return False
     # Without its behaviour log-prob an own token has no ratio. The sum is finite in nearly
     # every case, and then each term is.

@@ -19,7 +19,8 @@ from ...common.errors import DataError, StoreError
 from ...common.records import ExpertTrace, Group
 from ...common.seeds import keyed_generator
 from ...replay import rules
-from ...replay.ledger import Ledger, Row, Waiting
+from ...replay.ledger import Ledger
+from ...replay.ledger_records import Row, Waiting
 from ...replay.store import RunStore
 from ..resume.journal import Journal
 from .groups import MixedGroup

@@ -45,7 +45,8 @@ from tandem.common.records import (
 )
 from tandem.common.weights.sender import WeightSender
 from tandem.replay.connection import connect
-from tandem.replay.ledger import Ledger, LedgerSettings
+from tandem.replay.ledger import Ledger
+from tandem.replay.ledger_records import LedgerSettings
 from tandem.replay.members import Members, membership
 from tandem.replay.store import RunStore
 from tandem.rollout.engine import GroupRequest

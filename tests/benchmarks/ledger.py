@@ -56,7 +56,8 @@ from tandem.common.records import (  # noqa: E402
 )
 from tandem.common.run_folder import JoinInfo  # noqa: E402
 from tandem.replay.connection import connect  # noqa: E402
-from tandem.replay.ledger import Ledger, LedgerSettings, Row  # noqa: E402
+from tandem.replay.ledger import Ledger  # noqa: E402
+from tandem.replay.ledger_records import LedgerSettings, Row  # noqa: E402
 from tandem.replay.store import RunStore  # noqa: E402
 
 WRITERS = 4

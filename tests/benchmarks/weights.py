@@ -59,7 +59,8 @@ from tandem.common.weights.sender import WeightSender  # noqa: E402
 from tandem.common.weights.shared_memory import Segment, map_segment  # noqa: E402
 from tandem.common.weights.staging import checksum, views  # noqa: E402
 from tandem.replay.connection import connect  # noqa: E402
-from tandem.replay.ledger import Ledger, LedgerSettings  # noqa: E402
+from tandem.replay.ledger import Ledger  # noqa: E402
+from tandem.replay.ledger_records import LedgerSettings  # noqa: E402
 from tandem.replay.members import membership  # noqa: E402
 from tandem.rollout.vllm_extension import WorkerExtension  # noqa: E402
 

@@ -20,7 +20,8 @@ from tandem.common.records import (
     VersionSpan,
 )
 from tandem.replay.connection import Store
-from tandem.replay.ledger import Lease, Ledger, LedgerSettings
+from tandem.replay.ledger import Ledger
+from tandem.replay.ledger_records import Lease, LedgerSettings
 from tandem.replay.members import Members
 from tandem.replay.store import (
     EVALUATION_FAILURES,

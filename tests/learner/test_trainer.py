@@ -30,7 +30,7 @@ from tandem.common.config import to_yaml
 from tandem.common.errors import RunFailedError
 from tandem.common.records import Group, Version
 from tandem.learner.resume.journal import read, trained
-from tandem.replay.ledger import Lease
+from tandem.replay.ledger_records import Lease
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow

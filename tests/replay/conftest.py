@@ -21,7 +21,8 @@ from tandem.common.records import (
     VersionSpan,
 )
 from tandem.replay.connection import Store, connect
-from tandem.replay.ledger import Lease, Ledger, LedgerSettings, Row
+from tandem.replay.ledger import Ledger
+from tandem.replay.ledger_records import Lease, LedgerSettings, Row
 from tandem.replay.store import RunStore
 
 # Makes the files beside the tests importable, whichever way pytest imports these.

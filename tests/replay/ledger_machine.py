@@ -20,7 +20,8 @@ from tandem.common.errors import FencedError, StoreError
 from tandem.common.run_folder import JoinInfo
 from tandem.replay import connection
 from tandem.replay.connection import Command
-from tandem.replay.ledger import REJECTIONS, Ledger, LedgerSettings
+from tandem.replay.ledger import REJECTIONS, Ledger
+from tandem.replay.ledger_records import LedgerSettings
 from tandem.replay.members import Members
 from tandem.replay.rules import Limits
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.replay import cutting, rules
+from tandem.replay.mixing import mix
 from tandem.replay.rules import Limits, Release
 
 Row = dict[str, Any]
@@ -348,7 +349,7 @@ class LedgerModel:
         for serial in done.row:
             group = self.live.pop(serial)
             assert group.attempt is not None
-            traces, replaced = rules.mix(
+            traces, replaced = mix(
                 group.traces,
                 when=self.limits.traces_when,
                 correct=group.correct,

@@ -9,13 +9,13 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import xxhash
 from ledger_machine import WORKERS, Handed, LedgerMachine
 
-from tandem.common import wire
 from tandem.common.records import Verdict, Version
 from tandem.replay.dead_letters import retry
-from tandem.replay.ledger import Ledger, LedgerSettings, Row, Waiting
+from tandem.replay.ledger import Ledger
+from tandem.replay.ledger_records import LedgerSettings, Row, Waiting
+from tandem.replay.payloads import Payload
 
 
 def of_samples(group: Any) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Moves(LedgerMachine):
                 step = 0
             group = self.group(one.serial, one.attempt + shift, step, verdicts, flavour)
             groups.append(group)
-            payload = wire.encode(group)
+            payload = Payload.of(group, one.serial)
             asked.append((one, group, payload, step))
 
         def model() -> list[tuple[str, str]]:
@@ -85,8 +85,8 @@ class Moves(LedgerMachine):
                 self.model.commit(
                     one.serial,
                     group.attempt,
-                    digest=xxhash.xxh3_64_hexdigest(payload),
-                    nbytes=len(payload),
+                    digest=payload.digest,
+                    nbytes=len(payload.data),
                     oldest=step,
                     verdicts=verdicts,
                     traces=group.trace_ids,
@@ -124,14 +124,16 @@ class Moves(LedgerMachine):
 
     def commit_without_payload(self, one: Handed, flavour: int) -> None:
         group = self.group(one.serial, one.attempt, one.held, 2, flavour)
-        payload, _, args = self.learner._prepare(group)
+        payload = Payload.of(group, one.serial)
         self.both(
-            lambda: self.learner.store.script("commit", *args).decode().partition(" ")[0],
+            lambda: (
+                self.learner.store.script("commit", *payload.arguments).decode().partition(" ")[0]
+            ),
             lambda: self.model.commit(
                 one.serial,
                 one.attempt,
-                digest=xxhash.xxh3_64_hexdigest(payload),
-                nbytes=len(payload),
+                digest=payload.digest,
+                nbytes=len(payload.data),
                 oldest=one.held,
                 verdicts=2,
                 traces=group.trace_ids,

@@ -12,7 +12,7 @@ from tandem.common.errors import StoreError
 from tandem.common.records import Version
 from tandem.replay import rules
 from tandem.replay.dead_letters import retry
-from tandem.replay.ledger import Lease, Row
+from tandem.replay.ledger_records import Lease, Row
 
 Worlds = Callable[..., Any]
 

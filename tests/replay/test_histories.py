@@ -11,7 +11,8 @@ import pytest
 
 from tandem.common.records import Version
 from tandem.replay import cutting, rules
-from tandem.replay.ledger import Lease, Ledger, Row
+from tandem.replay.ledger import Ledger
+from tandem.replay.ledger_records import Lease, Row
 
 Worlds = Callable[..., Any]
 STEPS = 10

@@ -10,16 +10,22 @@ from typing import Any
 import pytest
 
 from tandem.common.errors import FencedError, StoreError
-from tandem.common.records import CommitResult, Verdict, Version
+from tandem.common.records import CommitResult, Group, Verdict, Version
 from tandem.replay.connection import Store
-from tandem.replay.ledger import Ledger, LedgerSettings, Row, Waiting
+from tandem.replay.ledger import Ledger
+from tandem.replay.ledger_records import LedgerSettings, Row, Waiting
 from tandem.replay.order import Order
+from tandem.replay.payloads import Payload
 
 Worlds = Callable[..., Any]
 
 
 def ids(row: Row) -> list[str]:
     return [entry.group_id for entry in row.ids]
+
+
+def payload_of(w: Any, group: Group) -> Payload:
+    return Payload.of(group, w.ledger.order.serial(group.group_id))
 
 
 # -- create ------------------------------------------------------------------------------------
@@ -304,9 +310,9 @@ def test_a_commit_repeated_because_its_answer_was_lost_gets_its_first_answer(
 ):
     w = world()
     (lease,) = w.lease()
-    payload, name, args = w.ledger._prepare(make.graded(lease))
-    w.store.redis.set(name, payload)
-    command = w.store.command("commit", *args)
+    payload = payload_of(w, make.graded(lease))
+    w.store.redis.set(w.store.key(payload.name), payload.data)
+    command = w.store.command("commit", *payload.arguments)
     answers = [w.store.redis.execute_command(*command) for _ in range(2)]
     assert answers == [b"committed", b"committed"]
 
@@ -399,8 +405,8 @@ def test_a_group_that_was_never_leased_is_rejected(world: Worlds, make: Any):
 def test_a_commit_without_its_payload_changes_nothing(world: Worlds, make: Any):
     w = world()
     (lease,) = w.lease()
-    _, _, args = w.ledger._prepare(make.graded(lease))
-    assert w.store.script("commit", *args) == b"resend"
+    arguments = payload_of(w, make.graded(lease)).arguments
+    assert w.store.script("commit", *arguments) == b"resend"
     assert w.ledger.state_of(lease.group_id) == "leased"
 
 
@@ -458,7 +464,7 @@ def test_fetched_groups_are_the_ones_committed_in_the_row_order(world: Worlds):
 
 
 def test_large_rows_are_fetched_in_chunks(world: Worlds, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tandem.replay.ledger.CHUNK_BYTES", 1500)
+    monkeypatch.setattr("tandem.replay.payloads.CHUNK_BYTES", 1500)
     w = world(groups_per_step=5)
     row = w.step(1)
     assert [g.group_id for g in w.ledger.fetch(row)] == ids(row)

@@ -11,7 +11,8 @@ import pytest
 
 from tandem.common.records import Version
 from tandem.replay.connection import Store, connect, script_names, script_source
-from tandem.replay.ledger import Ledger, Row
+from tandem.replay.ledger import Ledger
+from tandem.replay.ledger_records import Row
 from tandem.replay.members import Members
 
 Worlds = Callable[..., Any]

@@ -13,7 +13,8 @@ from tandem.common.errors import StoreError
 from tandem.common.records import Version
 from tandem.replay.answers import read_take
 from tandem.replay.connection import Store, connect
-from tandem.replay.ledger import Ledger, Row
+from tandem.replay.ledger import Ledger
+from tandem.replay.ledger_records import Row
 from tandem.replay.members import Members
 from tandem.replay.store import EvaluationRequest, EvaluationResult, RunStore
 

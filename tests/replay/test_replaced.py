@@ -10,7 +10,8 @@ import pytest
 
 from tandem.common.errors import StoreError
 from tandem.common.records import Sample, Verdict
-from tandem.replay.ledger import Ledger, Row, RowEntry
+from tandem.replay.ledger import Ledger
+from tandem.replay.ledger_records import Row, RowEntry
 from tandem.replay.mixing import choose_replaced, mix
 
 GROUP_SIZE = 4

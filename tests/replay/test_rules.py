@@ -39,12 +39,6 @@ def test_a_group_admitted_is_never_stale_at_the_step_that_its_rank_promises():
                     assert rules.may_lease(journalled, rank, 4, held, staleness) is not stale
 
 
-def test_the_step_needed_is_the_least_that_is_admitted():
-    needed = rules.step_needed(5, 9, 8, 1)
-    assert rules.may_lease(5, 9, 8, needed, 1)
-    assert not rules.may_lease(5, 9, 8, needed - 1, 1)
-
-
 def test_age_counts_steps_between_the_oldest_token_and_the_weights_that_train_on_it():
     assert cutting.age(step=8, oldest_token_step=7) == 0
     assert cutting.age(step=8, oldest_token_step=5) == 2

@@ -29,7 +29,8 @@ from tandem.common.records import (
 from tandem.common.run_folder import JoinInfo, RunFolder
 from tandem.common.sockets import CurveKeys, connect_dealer, new_keys
 from tandem.replay.connection import Store, connect
-from tandem.replay.ledger import Lease, Ledger, LedgerSettings, Row
+from tandem.replay.ledger import Ledger
+from tandem.replay.ledger_records import Lease, LedgerSettings, Row
 from tandem.replay.members import Member, Members
 from tandem.replay.store import RunStore
 from tandem.reward.reading import modes

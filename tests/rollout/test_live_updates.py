@@ -25,7 +25,8 @@ from tandem.common.records import Version
 from tandem.common.weights.job import EXIT_HALF_LOADED
 from tandem.launch.miniature.problems import draw
 from tandem.replay.connection import connect
-from tandem.replay.ledger import Ledger, LedgerSettings
+from tandem.replay.ledger import Ledger
+from tandem.replay.ledger_records import LedgerSettings
 
 TRANSPORTS = ("gloo", "shared_memory")
 UPDATES = 20

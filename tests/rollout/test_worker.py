@@ -35,7 +35,8 @@ from tandem.common.telemetry import Clock
 from tandem.common.weights.manifest import ScoredRows
 from tandem.learner.scored import fixed_rows
 from tandem.replay.connection import connect
-from tandem.replay.ledger import Ledger, LedgerSettings, Row
+from tandem.replay.ledger import Ledger
+from tandem.replay.ledger_records import LedgerSettings, Row
 from tandem.replay.members import Members, membership
 from tandem.replay.store import EvaluationRequest, RunStore
 

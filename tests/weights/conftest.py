@@ -28,7 +28,8 @@ from tandem.common.run_folder import JoinInfo  # noqa: E402
 from tandem.common.weights.sender import WeightSender  # noqa: E402
 from tandem.common.weights.shared_memory import remove_left_behind  # noqa: E402
 from tandem.replay.connection import Store, connect  # noqa: E402
-from tandem.replay.ledger import Ledger, LedgerSettings  # noqa: E402
+from tandem.replay.ledger import Ledger  # noqa: E402
+from tandem.replay.ledger_records import LedgerSettings  # noqa: E402
 from tandem.replay.members import membership  # noqa: E402
 
 CONTEXT = multiprocessing.get_context("forkserver")

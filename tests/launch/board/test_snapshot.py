@@ -21,7 +21,8 @@ from tandem.launch.board.page import more
 from tandem.launch.board.snapshot import Known, Queues
 from tandem.launch.host.folder_lock import FolderLock
 from tandem.replay.connection import Store, connect
-from tandem.replay.ledger import Ledger, LedgerSettings
+from tandem.replay.ledger import Ledger
+from tandem.replay.ledger_records import LedgerSettings
 from tandem.replay.members import Members
 from tandem.replay.store import RunStore
 

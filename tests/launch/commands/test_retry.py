@@ -15,7 +15,8 @@ from tandem.common.records import Problem, Version
 from tandem.common.run_folder import RunFolder, read_join, write_private
 from tandem.launch.cli import main
 from tandem.replay.connection import connect
-from tandem.replay.ledger import Ledger, LedgerSettings
+from tandem.replay.ledger import Ledger
+from tandem.replay.ledger_records import LedgerSettings
 from tandem.replay.store import RunStore
 
 

@@ -30,7 +30,8 @@ from tandem.launch.ingest.rows import broken
 from tandem.launch.miniature.parquet import SCHEMA, write
 from tandem.launch.run.presets import load
 from tandem.replay.connection import connect
-from tandem.replay.ledger import Ledger, LedgerSettings
+from tandem.replay.ledger import Ledger
+from tandem.replay.ledger_records import LedgerSettings
 from tandem.replay.store import RunStore
 
 

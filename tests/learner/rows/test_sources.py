@@ -15,7 +15,7 @@ from tandem.common.records import Verdict, Version
 from tandem.learner.metrics.reports import describe, text_of
 from tandem.learner.resume.journal import Journal
 from tandem.learner.rows.sources import LedgerSource, OfflineSource
-from tandem.replay.ledger import Waiting
+from tandem.replay.ledger_records import Waiting
 
 
 @pytest.fixture
