@@ -77,7 +77,11 @@ def settings(transport: str) -> Config:
     tree = {
         "run": {"steps": 1},
         "data": {"train": [{"path": "unused"}]},
-        "weights": {"transport": transport, "bucket_mb": BUCKET >> 20},
+        "weights": {
+            "transport": transport,
+            "bucket_mb": BUCKET >> 20,
+            "open_seconds": SECONDS,
+        },
     }
     return build(tree)
 
