@@ -1,6 +1,6 @@
-"""The ``tandem`` command: finds the sub-command, and tells a user's error as one line.
+"""The ``tandem`` command: finds the sub-command, and shows a user's error as one line.
 
-Nothing heavy is imported before the sub-command is known; ``tandem --help`` answers at once.
+Nothing heavy is imported before the sub-command is known, so that ``tandem --help`` answers at once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .wording import nearest
 
 COMMANDS: dict[str, str] = {
     "start": "start or resume a whole run on this host",
-    "plan": "what a preset will want of a node: memory, time, processes; starts nothing",
-    "doctor": "what this machine lacks for a preset, and the command that mends it",
+    "plan": "what a preset needs of a node: memory, time, processes; starts nothing",
+    "doctor": "what this machine lacks for a preset, and the command that fixes it",
     "offline": "train on stored expert traces, without rollout workers",
     "evaluate": "accuracy of a model on a held-out set",
     "grade": "grade completions in a file, by any mode and reward",
     "status": "where a run stands: ledger, members, versions, restarts, memory, disk",
     "retry": "put groups that were given up back into the ledger",
-    "export": "write the model of a run's newest checkpoint, also where the run can't go on",
+    "export": "write the model of a run's newest checkpoint, even if the run can't go on",
     "track": "send a run's metrics to W&B or TensorBoard",
     "stop": "drain and checkpoint a run, as Ctrl-C in its terminal does",
     "rollout": "one rollout worker, by hand or on another host",
@@ -38,17 +38,17 @@ COMMANDS: dict[str, str] = {
     "config": "print the resolved settings of a preset, with their meaning",
     "make-miniature": "write the miniature's problems and traces, or make its base model",
 }
-"""Sub-command to its help line; ``commands/<name>.py`` holds it."""
+"""Sub-command to its line in the help; ``commands/<name>.py`` implements it."""
 
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, *disk.FULL)
-"""Why a system refuses the use of a file, where a user can do something about it."""
+"""Errors of the system that a user can do something about."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are told like every other user error."""
+    """An argument parser whose errors are shown like every other user error."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises instead of printing usage and leaving."""
+        """Raises ``ConfigError`` instead of printing the usage and exiting."""
         raise ConfigError(f"{message} (`{self.prog} --help` lists what it takes)")
 
 
@@ -65,7 +65,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "`tandem COMMAND --help` has the options of one.",
+            "`tandem COMMAND --help` shows the options of one.",
         ]
     )
 
@@ -74,7 +74,7 @@ def dispatch(arguments: Sequence[str]) -> int:
     """Runs one sub-command and returns its exit code.
 
     Raises:
-        TandemError: what the user should read as one line.
+        TandemError: the user should read its message as one line.
     """
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
@@ -94,7 +94,7 @@ def dispatch(arguments: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point: returns the exit code; a user's error is one line on standard error."""
+    """Runs the command line and returns the exit code; a user's error is one line on standard error."""
     guard_output()
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
@@ -106,12 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output went away (`| head`). Python would complain again at exit.
+        # Whoever read our output has gone (`| head`). Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         if disk.is_full(error) and error.filename is None:
-            # Standard output, which Python would complain of again at exit.
+            # Python would complain about standard output again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             print(f"tandem: the output can't be written: {error.strerror}", file=sys.stderr)
             return 1

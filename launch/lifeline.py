@@ -3,10 +3,10 @@
 ``python -P -m tandem.launch.lifeline PARENT_PID role ARGS…`` runs a tandem sub-command;
 ``… PARENT_PID exec PROGRAM ARGS…`` becomes another program (redis-server).
 
-Linux delivers a signal of our choice at the parent's death (``PR_SET_PDEATHSIG``, prctl(2)); it
-survives ``exec``. Roles get SIGKILL: everything that they had acknowledged is in Redis or in the
-journal. redis-server gets SIGTERM, so that it writes out what the kernel doesn't hold yet.
-Elsewhere a thread looks whether the parent is still there.
+Linux delivers a signal of our choice when the parent dies (``PR_SET_PDEATHSIG``, prctl(2)), and
+this setting survives ``exec``. Roles get SIGKILL: everything that they had acknowledged is in Redis
+or in the journal. redis-server gets SIGTERM, so that it writes out what the kernel doesn't hold yet.
+Elsewhere a thread checks whether the parent is still there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def tie_to(parent: int, death_signal: signal.Signals) -> None:
-    """Makes this process get ``death_signal`` when ``parent`` dies; leaves if it has already."""
+    """Makes this process get ``death_signal`` when ``parent`` dies; exits if it is dead already."""
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None, use_errno=True).prctl
         if prctl(PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0):
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         tie_to(int(parent), signal.SIGTERM)
         os.execv(rest[0], rest)
     tie_to(int(parent), signal.SIGKILL)
-    # The supervisor hears Ctrl-C and tells its children by SIGTERM.
+    # On Ctrl-C the supervisor sends its children SIGTERM itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from .cli import main as tandem
 

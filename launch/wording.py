@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def human(count: float) -> str:
-    """Bytes.
+    """A number of bytes with its unit.
 
     >>> human(3 << 29)
     '1.5 GB'
@@ -23,7 +23,7 @@ def human(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, as minutes or hours.
+    """Seconds as minutes or hours.
 
     >>> duration(75)
     '1:15'
@@ -55,6 +55,6 @@ def shown_tandem() -> str:
 
 
 def nearest(word: str, valid: Sequence[str]) -> str:
-    """`` (did you mean …?)`` in brackets, or all valid words where none is near."""
+    """`` (did you mean …?)``, or all valid words if none is close."""
     close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else f" (there are: {', '.join(valid)})"

@@ -9,14 +9,12 @@ from .options import add_preset_words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Preset and overrides."""
     add_preset_words(parser, default="miniature")
     parser.add_argument("--plain", action="store_true", help="YAML without the comments")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the tree."""
     from ...common.config import to_yaml
     from ..run.presets import load, split
     from .settings import commented

@@ -1,4 +1,4 @@
-"""What this machine has and lacks for a preset, and the command that mends it. Changes nothing."""
+"""What this machine has and lacks for a preset, and the command that fixes it. Changes nothing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ MARKS = {"ok": "ok", "note": "-", "missing": "MISSING"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The preset."""
     add_preset_words(parser, default="miniature")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what was found; 0 where the preset could run here, else 1."""
+    """Returns 0 if the preset could run here, else 1."""
     from ..host.requirements import examine, missing
     from ..plan.hardware import machine
     from ..run.presets import load, split
@@ -50,17 +49,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _others(but: str, here: Machine) -> dict[str, list[Finding]]:
-    """What every other preset lacks here."""
+    """What this machine lacks for each of the other presets."""
     from ..host.requirements import examine, missing
     from ..run.presets import load, names
 
-    found = {}
+    lacking = {}
     for name in names():
         if name != but:
             config = load(name).resolve([])
             folder = Path(config.run.dir or "runs").absolute()
-            found[name] = missing(examine(config, here, folder, beside=False))
-    return found
+            lacking[name] = missing(examine(config, here, folder, beside=False))
+    return lacking
 
 
 def _lines(name: str, found: list[Finding], others: dict[str, list[Finding]]) -> list[str]:
@@ -79,6 +78,6 @@ def _lines(name: str, found: list[Finding], others: dict[str, list[Finding]]) ->
     names = ", ".join(dict.fromkeys(finding.name for finding in lacking))
     lines += ["", f"{name} could run here" if not lacking else f"{name} lacks: {names}"]
     for other, short in others.items():
-        told = ", ".join(dict.fromkeys(finding.name for finding in short))
-        lines.append(f"  {other}: {'lacks ' + told if short else 'could run here'}")
+        short_names = ", ".join(dict.fromkeys(finding.name for finding in short))
+        lines.append(f"  {other}: {'lacks ' + short_names if short else 'could run here'}")
     return lines

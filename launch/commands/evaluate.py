@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 _SAMPLING = {
     "temperature": (float, "0 takes the most likely token"),
-    "top_p": (float, "nucleus that tokens are sampled from, in (0, 1]"),
-    "samples": (int, "responses a problem; their mean is reported"),
+    "top_p": (float, "share of the probability that tokens are sampled from, in (0, 1]"),
+    "samples": (int, "responses per problem; their mean accuracy is reported"),
 }
-"""Settings of the section ``evaluate`` that are options as well."""
+"""Settings of the section ``evaluate`` that are also options."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Model and data, both taken from a run where they aren't given."""
+    """Adds the options; a run provides model and data if they aren't given."""
     parser.add_argument(
         "words",
         nargs="*",
@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluates and prints the figures."""
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigError(f"--limit {arguments.limit}: at least 1 problem is needed")
     config, folder = _config(arguments)
@@ -63,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if model is None:
         raise ConfigError("name the model with --model DIR, or a run with --run DIR")
     data, name = _data(arguments, config, folder)
-    # Read when torch is loaded, below.
+    # The environment is read when torch is loaded, below.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
     from ..host.preflight import check_model
@@ -107,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> tuple[Config, RunFolder | None]:
-    """Settings of the evaluation, and the run's folder where there is one."""
+    """The settings to evaluate with, and the run's folder if there is a run."""
     from ...common.config import build, read_yaml
     from ..run.presets import load, split
 

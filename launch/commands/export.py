@@ -1,4 +1,4 @@
-"""Write the model of a run's newest whole checkpoint as a Hugging Face folder; changes nothing."""
+"""Write the model of a run's newest whole checkpoint as a Hugging Face folder; changes nothing else."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from .options import existing, newest_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The run, where to, and of which step."""
     parser.add_argument("dir", metavar="DIR", nargs="?", help="default: the newest in runs/")
     parser.add_argument("--run", metavar="DIR", help="the same")
     parser.add_argument("--out", metavar="DIR", help="default: DIR/model-of-step-N")
-    parser.add_argument("--step", type=int, help="of the newest checkpoint up to this step")
+    parser.add_argument("--step", type=int, help="newest checkpoint up to this step")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Needs neither Redis nor the journal, so that it works where a run can't go on."""
+    """Uses neither Redis nor the journal, so that it works even if the run can't go on."""
     from ...common.config import build, read_yaml
     from ...learner.exporting import export
     from ..host.redis_server import choose_port

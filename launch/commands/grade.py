@@ -1,7 +1,7 @@
 """Grades completions in a file through the graders of the reward pool.
 
 Every row of IN (JSON lines: id, completion, gold) is written to OUT with verdict, reward,
-components, extracted and seconds. A run that was stopped goes on where OUT ends.
+components, extracted and seconds. A run that was stopped continues where OUT ends.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ if TYPE_CHECKING:
     from .grade_rows import Reader, Row
 
 IN_FLIGHT = 2_048
-"""Rows read ahead of the first that isn't graded."""
+"""Rows that may be read ahead of the first ungraded one."""
 BAR = 24
-"""Columns of the progress bar."""
+"""Width of the progress bar, in columns."""
 DRAW_SECONDS = 0.2
-"""Between two drawings of it."""
+"""Time between two drawings of the bar."""
 TELL_SECONDS = 30.0
-"""Between two lines of progress, where there is no terminal."""
+"""Time between two lines of progress if there is no terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is graded, and by which reward."""
     parser.add_argument("input", metavar="IN.jsonl", help="rows to grade; - reads standard input")
     parser.add_argument(
         "words",
@@ -56,11 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "repeat it for several",
     )
     parser.add_argument("--run", metavar="DIR", help="the reward of this run")
-    parser.add_argument("--fresh", action="store_true", help="grade anew what OUT already has")
+    parser.add_argument("--fresh", action="store_true", help="grade again what OUT already has")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Grades; 130 when interrupted, with what was graded by then in OUT."""
+    """Returns 130 if interrupted; OUT then has the rows graded so far."""
     from ...reward.grading import Grader
 
     config = _reward(arguments)
@@ -109,7 +108,7 @@ def _stopped(arguments: argparse.Namespace, rows: int) -> str:
 
 
 def _reward(arguments: argparse.Namespace) -> RewardConfig:
-    """The reward that is asked for."""
+    """The reward section of the run, preset or options that were named."""
 
     from ...common.config import build, parse_yaml, read_yaml, yaml_text
     from ..run.presets import load, split
@@ -145,7 +144,7 @@ class _Source:
         return Reader(name, needs_gold=self._grader.needs_verdict, has_tests=self._grader.has_tests)
 
     def check(self) -> int | None:
-        """Rows of a file; None of standard input, whose rows are checked as they come."""
+        """Number of rows in a file; None for standard input, whose rows are checked as they arrive."""
         if self._name == "-":
             return None
         with self.open() as lines:
@@ -161,7 +160,7 @@ class _Source:
 
 
 class _Out:
-    """The output: rows in the order of the input, each whole on its line."""
+    """The output: rows in the order of the input, one whole row per line."""
 
     def __init__(self, name: str, grader: Grader, *, fresh: bool) -> None:
         from ...common.telemetry import JsonLines
@@ -179,7 +178,7 @@ class _Out:
             raise DataError(f"{name} can't be written: {error.strerror}") from None
 
     def resume(self, reader: Reader, lines: IO[bytes], tally: _Tally) -> int:
-        """Rows that are there already, which must be those that the input begins with."""
+        """Counts the rows that are there already, which must match the beginning of the input."""
         from ...common.telemetry import read_json_lines
 
         assert self.path is not None
@@ -215,7 +214,7 @@ class _Out:
 def _graded(
     grader: Grader, rows: Iterator[Row], skip: int, progress: _Progress
 ) -> Iterator[tuple[Row, Grade]]:
-    """Every row with its grade, in order; reads ahead so that all graders have work."""
+    """Yields rows with their grades, in order; reads ahead so that all graders have work."""
     from .grade_rows import batches
 
     waiting: deque[tuple[list[Row], list[Grade]]] = deque()
@@ -224,9 +223,9 @@ def _graded(
     def finished() -> Iterator[tuple[Row, Grade]]:
         nonlocal count
         while waiting and waiting[0][1]:
-            found, grades = waiting.popleft()
-            count -= len(found)
-            for row, grade in zip(found, grades, strict=True):
+            finished_rows, grades = waiting.popleft()
+            count -= len(finished_rows)
+            for row, grade in zip(finished_rows, grades, strict=True):
                 progress.add()
                 yield row, grade
 
@@ -247,7 +246,7 @@ def _graded(
 
 
 class _Progress:
-    """A bar on a terminal, else a line now and then."""
+    """A bar on a terminal, otherwise a line now and then."""
 
     def __init__(self, stream: IO[str], total: int | None, done: int) -> None:
         # The bar goes back to the beginning of its line.
@@ -267,7 +266,7 @@ class _Progress:
         self.turn()
 
     def turn(self) -> bool:
-        """Draws where it is time; always False."""
+        """Draws if it is time to; always returns False."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + (DRAW_SECONDS if self._live else TELL_SECONDS)
@@ -291,7 +290,7 @@ class _Progress:
 
 
 class _Tally:
-    """Counts by verdict."""
+    """Counts and reward sums by verdict."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -307,10 +306,10 @@ class _Tally:
         components: Mapping[str, float | None],
     ) -> None:
         self.rows += 1
-        told = verdict if has_gold and verdict else "no gold"
-        self._verdicts[told] += 1
+        kind = verdict if has_gold and verdict else "no gold"
+        self._verdicts[kind] += 1
         if reward is not None:
-            self._rewards.setdefault(told, []).append(reward)
+            self._rewards.setdefault(kind, []).append(reward)
         for name, value in components.items():
             values = self._components.setdefault(name, [])
             if value is not None:

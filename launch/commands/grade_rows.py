@@ -1,9 +1,9 @@
-"""Rows of ``tandem grade``: what one must hold, how it becomes an item, what is written of it.
+"""Rows of ``tandem grade``: what they must hold, how they become grade items, and what is written for them.
 
-A row is a JSON object on a line of its own: ``id``, ``completion`` and, where an answer is asked
-for, ``gold``. ``prompt``, ``data_source``, ``finish_reason``, ``completion_ids``, ``group`` and
-``extra`` are taken where they are there; any other key is a column for functions of the user's
-own, as a key of ``extra`` is. Rows of one ``group`` stand one after the other.
+A row is a JSON object on its own line: ``id``, ``completion`` and, if the reward compares answers,
+``gold``. ``prompt``, ``data_source``, ``finish_reason``, ``completion_ids``, ``group`` and ``extra``
+are optional. Any other key is a column for the user's own functions, as is any key of ``extra``.
+Rows of one ``group`` must follow one another.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ...common.records import FinishReason
 from ...reward.grading import Grade, GradeItem
 
 ADDED = ("verdict", "reward", "components", "extracted", "seconds", "grader")
-"""Keys of a row that was graded."""
+"""Keys that grading adds to a row."""
 OWN_KEYS = frozenset(
     (
         *("id", "completion", "gold", "prompt", "data_source", "finish_reason"),
         *("completion_ids", "group", "extra", *ADDED),
     )
 )
-"""Keys that are no columns."""
+"""Keys that aren't columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,20 +37,20 @@ class Row:
     line: int
     """The line's number, from 1."""
     raw: Mapping[str, Any]
-    """The row as it came."""
+    """The row as it was read."""
     item: GradeItem
-    """What is graded of it."""
+    """The part of the row that is graded."""
     has_gold: bool
-    """Whether it brings an answer, or tests."""
+    """Whether it has a gold answer, or tests."""
 
 
 class Reader:
-    """Reads rows and says which line is wrong, and how.
+    """Reads rows; its errors say which line is wrong, and how.
 
     Args:
-        name: of the input, for errors.
-        needs_gold: whether the reward asks for an answer.
-        has_tests: whether a row's columns hold tests, which stand for an answer.
+        name: name of the input, for errors.
+        needs_gold: whether the reward compares with a gold answer.
+        has_tests: whether a row's columns hold tests, which stand in for a gold answer.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Reader:
         self._group = ""
 
     def rows(self, lines: Iterable[bytes]) -> Iterator[Row]:
-        """Rows of lines; empty lines are passed over.
+        """Yields the rows of these lines, skipping empty lines.
 
         Raises:
             DataError: a line isn't a row, or lacks a key.
@@ -118,7 +118,7 @@ class Reader:
 
 
 def _text(where: str, key: str, value: object) -> str:
-    """Text, a number as text, or the content of the last message of a conversation."""
+    """A text, a number as text, or the content of the last message of a conversation."""
     if isinstance(value, list) and value and isinstance(value[-1], dict):
         value = value[-1].get("content")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -144,7 +144,7 @@ def _tokens(where: str, value: object) -> Any:
 
 
 def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Rows that are graded together: those of one group, each other one alone."""
+    """Groups the rows that are graded together: those of one group; any other row alone."""
     batch: list[Row] = []
     for row in rows:
         if batch and (not row.item.group or row.item.group != batch[-1].item.group):
@@ -156,7 +156,7 @@ def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def graded(row: Row, grade: Grade, grader: str) -> dict[str, Any]:
-    """A row with what was found of it; ``verdict`` is null where it brings no answer."""
+    """A row with its results; ``verdict`` is null if the row has no gold answer."""
     return {
         **row.raw,
         "verdict": grade.verdict.value if row.has_gold else None,

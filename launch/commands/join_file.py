@@ -17,7 +17,6 @@ from .options import existing, newest_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The run and where to write."""
     parser.add_argument("out", metavar="FILE", help="the file to write")
     parser.add_argument(
         "--run", metavar="DIR", help="the run's folder (default: the newest in runs/)"
@@ -28,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes it."""
     folder = existing(arguments.run) if arguments.run else newest_run()
     join = read_join(folder.join)
     out = Path(arguments.out)

@@ -10,9 +10,9 @@ from .roles import run_role
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of a role, and its place among the ranks."""
+    """Adds the options of a role, and this rank's place among the ranks."""
     add_role_arguments(parser)
-    parser.add_argument("--rank", type=int, default=0, help="of this process, from 0")
+    parser.add_argument("--rank", type=int, default=0, help="rank of this process, from 0")
     parser.add_argument("--world-size", type=int, default=1, help="number of ranks")
     parser.add_argument(
         "--master-port",
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Works until the run has ended or it is told to drain."""
+    """Works until the run has ended or it is asked to drain."""
     if not 0 <= arguments.rank < arguments.world_size:
         raise ConfigError(
             f"--rank {arguments.rank} is none of --world-size {arguments.world_size}: "

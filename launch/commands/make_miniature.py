@@ -8,24 +8,22 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to make."""
     parser.add_argument("out", metavar="DIR", nargs="?", help="folder for the parquet files")
     parser.add_argument(
         "--setting", choices=("hard", "easy"), default="hard", help="chains of 8, or of 4"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the training problems")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the training problems")
     parser.add_argument("--traces", type=int, default=4, help="expert traces (hard)")
-    parser.add_argument("--fresh", type=int, default=1200, help="problems without one")
+    parser.add_argument("--fresh", type=int, default=1200, help="problems without a trace")
     parser.add_argument(
-        "--base", metavar="DIR", help="make the base model into this folder (minutes)"
+        "--base", metavar="DIR", help="make the base model in this folder (takes minutes)"
     )
     parser.add_argument(
-        "--base-seed", type=int, default=1, help="of the base model; the one that is shipped has 1"
+        "--base-seed", type=int, default=1, help="seed of the base model; the shipped one has 1"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes files."""
     from ...common.errors import ConfigError
 
     if arguments.out is None and arguments.base is None:

@@ -25,6 +25,26 @@ def add_preset_words(parser: argparse.ArgumentParser, *, default: str) -> None:
     )
 
 
+def add_start_options(parser: argparse.ArgumentParser, *, default: str) -> None:
+    """``[PRESET] [KEY=VALUE …] [--fresh] [--plain] [--dry-run]``."""
+    add_preset_words(parser, default=default)
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="start over: an existing run's folder is moved aside (<dir>.1, …), never deleted",
+    )
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="lines instead of the live view (as without a terminal, or with TERM=dumb)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the processes, their GPUs, commands and memory; start and write nothing",
+    )
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     """``--run DIR`` or ``--join FILE``."""
     parser.add_argument("--run", metavar="DIR", help="the run's folder, on this host")
@@ -32,7 +52,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def locate(arguments: argparse.Namespace) -> tuple[JoinInfo, RunFolder | None]:
-    """How to join the run that ``--run`` or ``--join`` names, and its folder where there is one.
+    """How to join the run that ``--run`` or ``--join`` names, and its folder if it is on this host.
 
     Raises:
         ConfigError: both or neither were given.
@@ -47,11 +67,7 @@ def locate(arguments: argparse.Namespace) -> tuple[JoinInfo, RunFolder | None]:
 
 
 def existing(path: str) -> RunFolder:
-    """The folder of a run that was started before.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The folder of a run that was started before; raises ``DataError`` if it isn't one."""
     folder = RunFolder(path)
     if not folder.run_json.exists():
         raise DataError(f"{path} is no run's folder (it has no run.json)")
@@ -62,7 +78,7 @@ def newest_run(runs: Path = Path("runs")) -> RunFolder:
     """The folder under ``runs/`` whose run was started or changed last.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no run.
     """
     found = sorted(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
     if not found:

@@ -1,4 +1,4 @@
-"""What a preset will want of a node: memory on every GPU, time of a step, processes. Starts nothing."""
+"""What a preset needs of a node: memory on every GPU, time of a step, processes. Starts nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from .options import add_preset_words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Preset, and the node to plan for."""
     add_preset_words(parser, default="miniature")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of the node")
     parser.add_argument(
@@ -25,18 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--spread",
         type=float,
         metavar="S",
-        help="standard deviation of the logarithm of a response's length; 0 = all are equally long",
+        help="standard deviation of the logarithm of a response's length; 0: all have the same length",
     )
     parser.add_argument(
         "--splits",
         action="store_true",
         help="every split of the GPUs between learner and engines, at every staleness bound from 0 to 8",
     )
-    parser.add_argument("--json", action="store_true", help="as JSON: bytes and seconds")
+    parser.add_argument("--json", action="store_true", help="as JSON, in bytes and seconds")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan."""
     from ...common.run_folder import RunFolder
     from ..plan import planning, text
     from ..plan.hardware import machine
@@ -77,14 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
     placement = planning.for_node(config, planned_for)
     plan = planning.make(preset.name, config, planned_for, placement, **lengths)
     if arguments.json:
-        told = {**plan.as_dict(), "run": str(folder.path)}
+        as_json = {**plan.as_dict(), "run": str(folder.path)}
         specs = dry_run.specs(config, folder, placement)
-        for process, spec in zip(told["processes"], specs, strict=True):
+        for process, spec in zip(as_json["processes"], specs, strict=True):
             process["threads"] = spec.threads
             process["command"] = command_of(spec, dry_run.PARENT)
             process["environment"] = environment_of(spec)
             process["log"] = str(spec.log)
-        print(json.dumps(told, indent=1))
+        print(json.dumps(as_json, indent=1))
     else:
         lines = [*text.whole(plan), "", *dry_run.processes(plan, folder, placement)]
         print("\n".join(lines))

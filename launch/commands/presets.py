@@ -6,11 +6,10 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No arguments."""
+    """Adds nothing: the command has no arguments."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints one line for each."""
     from ..run.presets import load, names
 
     width = max(map(len, names())) + 2

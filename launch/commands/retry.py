@@ -1,7 +1,7 @@
 """Put dead letters back: groups that were given up after too many failed attempts are leased again.
 
-They come behind the groups that are on their way, with no failures; `tandem status` lists them.
-Exits with 1 where a group that was named is no dead letter.
+They queue behind the groups that are already under way, and their failures no longer count;
+`tandem status` lists them. Exits with 1 if a named group is not a dead letter.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from ...replay.ledger import Ledger
 
 ANSWER_SECONDS = 8.0
-"""For Redis to answer a person."""
+"""How long Redis may take to answer; a person is waiting."""
 GROUP_ID = re.compile(r"\d+-\d+")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The run and the groups."""
     parser.add_argument(
         "words",
         metavar="[DIR] [GROUP ...]",
@@ -34,14 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="every dead letter of the run")
     parser.add_argument(
-        "--run", metavar="DIR", help="the run's folder, also where it looks like 0-12"
+        "--run", metavar="DIR", help="the run's folder, even if its name looks like 0-12"
     )
     parser.add_argument("--join", metavar="FILE", help="the file that `tandem join-file` wrote")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Puts them back and tells of each."""
     folder, join, groups = _asked(arguments)
     if folder is not None:
         _refuse_stopped(folder)
@@ -62,12 +60,12 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         store.close()
     if arguments.json:
-        told = {
+        as_json = {
             "returned": [dead.get(name, {"group_id": name}) for name in done.returned],
             "refused": [{"group_id": name, "why": why} for name, why in done.refused.items()],
             "quarantined_rows": rows,
         }
-        print(json.dumps(told, indent=1))
+        print(json.dumps(as_json, indent=1))
     else:
         for name in done.returned:
             print(f"{name:<10} put back  {_before(dead.get(name, {}))}".rstrip())
@@ -80,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"row only"
             )
         print(f"{len(done.returned):,} group(s) put back, {len(done.refused):,} not")
-    # With --all another one may have been quicker; that is no mistake of the user's.
+    # With --all, somebody else may have been quicker; that is no mistake of the user's.
     return 1 if done.refused and not arguments.all else 0
 
 
@@ -107,11 +105,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[RunFolder | None, JoinInfo, l
 
 
 def _refuse_stopped(folder: RunFolder) -> None:
-    """A stopped run's own Redis is down.
-
-    Raises:
-        StoreError: it is stopped or finished; says what to do.
-    """
+    """Raises ``StoreError`` with the way out if the run is stopped or finished, so that its own Redis is down."""
     from ..board.look import known_of, uses_own_redis
 
     known = known_of(folder)
@@ -129,7 +123,7 @@ def _refuse_stopped(folder: RunFolder) -> None:
 
 
 def _dead_letters(ledger: Ledger) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Groups that were given up by id, and quarantined rows."""
+    """Dead letters by group id, and quarantined rows."""
     letters = ledger.dead_letters()
     groups = {str(one["group_id"]): one for one in letters if "group_id" in one}
     return groups, [one for one in letters if "group_id" not in one]

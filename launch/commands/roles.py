@@ -21,7 +21,7 @@ ENTRY = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every role takes."""
+    """Adds the options that every role takes."""
     add_run(parser)
     parser.add_argument(
         "--name", metavar="ID", help="member id (default: role, host and process id)"
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_role(role: str, arguments: argparse.Namespace, **extra: Any) -> NoReturn:
-    """Joins the run and works until it has ended, or SIGTERM or Ctrl-C asks to drain; then exits.
+    """Joins the run and works until it has ended, or SIGTERM or Ctrl-C asks it to drain; then exits.
 
     Raises:
         TandemError: the run can't be joined.
@@ -47,12 +47,12 @@ def run_role(role: str, arguments: argparse.Namespace, **extra: Any) -> NoReturn
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         _ctrl_c_drains()
     threads = {"rollout": config.rollout.threads, "learner": config.learner.threads}.get(role, 1)
-    # Read when numerical libraries are loaded, which is below.
+    # The environment is read when numerical libraries are loaded, below.
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(variable, str(threads))
     entry = importlib.import_module(ENTRY[role])
     code = int(entry.main(join, config, name=name, folder=folder, **extra))
-    # Everything is written and closed. A native thread that still waits for a peer (gloo can't be
+    # Everything is written and closed. A native thread still waiting for a peer (gloo can't be
     # woken) would abort the interpreter's own shutdown and turn success into a SIGABRT.
     logging.shutdown()
     sys.stdout.flush()
@@ -61,7 +61,7 @@ def run_role(role: str, arguments: argparse.Namespace, **extra: Any) -> NoReturn
 
 
 def _ctrl_c_drains() -> None:
-    """The first Ctrl-C in a role's own terminal is a SIGTERM, the second ends it."""
+    """Makes the first Ctrl-C in a role's own terminal a SIGTERM; the second one ends the role."""
 
     def first(number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -9,10 +9,9 @@ from .roles import run_role
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of a role."""
     add_role_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Works until the run has ended or it is told to drain."""
+    """Works until the run has ended or it is asked to drain."""
     return run_role("rollout", arguments)

@@ -1,4 +1,4 @@
-"""The settings with their meaning: the docstrings of the config's fields as YAML comments."""
+"""A config as YAML with comments, which are the docstrings of its fields."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from ...common.config import yaml_text
 
 
 def meanings(section: type) -> dict[str, str]:
-    """Field to the docstring that stands under it, in the class or in one that it derives from, on one
-    line."""
-    found: dict[str, str] = {}
+    """Field to the docstring below it, in the class or in one that it derives from, on one line."""
+    texts: dict[str, str] = {}
     for kind in reversed(section.__mro__):
         if not (is_dataclass(kind) or (issubclass(kind, BaseModel) and kind is not BaseModel)):
             continue
@@ -27,17 +26,17 @@ def meanings(section: type) -> dict[str, str]:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 field = node.target.id
             elif field and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                found[field] = " ".join(str(node.value.value).split()).replace("``", "")
+                texts[field] = " ".join(str(node.value.value).split()).replace("``", "")
                 field = None
             else:
                 field = None
-    return found
+    return texts
 
 
 def commented(section: Any, indent: str = "") -> str:
-    """A config as YAML that reads back as the same tree, each key under its meaning."""
+    """A config as YAML that reads back as the same tree, with each key below its meaning."""
     lines: list[str] = []
-    told = meanings(type(section))
+    texts = meanings(type(section))
     for name in _names(section):
         value = getattr(section, name)
         if isinstance(value, BaseModel) or is_dataclass(value):
@@ -46,9 +45,9 @@ def commented(section: Any, indent: str = "") -> str:
             lines.append(f"{indent}{name}:  # {about}")
             lines.append(commented(value, indent + "  ").rstrip("\n"))
             continue
-        if name in told:
+        if name in texts:
             lines += textwrap.wrap(
-                told[name].replace(":mod:", "").replace("`", ""),
+                texts[name].replace(":mod:", "").replace("`", ""),
                 width=96,
                 initial_indent=f"{indent}# ",
                 subsequent_indent=f"{indent}# ",

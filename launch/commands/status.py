@@ -12,7 +12,6 @@ from .options import existing, newest_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The run."""
     parser.add_argument("dir", metavar="DIR", nargs="?", help="default: the newest in runs/")
     parser.add_argument("--run", metavar="DIR", help="the same")
     parser.add_argument("--join", metavar="FILE", help="the file that `tandem join-file` wrote")
@@ -20,7 +19,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints it."""
     from ..board.inspection import inspect
     from ..board.look import ANSWER_SECONDS, look
 

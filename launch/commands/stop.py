@@ -14,15 +14,14 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The run."""
     parser.add_argument("run", metavar="DIR", nargs="?", help="default: the newest in runs/")
     parser.add_argument(
-        "--wait", type=float, default=120.0, metavar="SECONDS", help="for its end (default: 120)"
+        "--wait", type=float, default=120.0, metavar="SECONDS", help="for it to end (default: 120)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Sends SIGTERM to the supervisor and waits for its end."""
+    """Sends SIGTERM to the supervisor and waits for it to end."""
     import psutil
 
     from ..host.folder_lock import supervisor_of
@@ -37,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         process = psutil.Process(pid)
         process.terminate()
     except psutil.NoSuchProcess:
-        print(f"{folder.path}: it came to its end just now")
+        print(f"{folder.path}: it has just ended by itself")
         return 0
     while _goes_on(process):
         if time.monotonic() - began > arguments.wait:
@@ -51,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _goes_on(process: psutil.Process) -> bool:
-    """Whether it hasn't ended; one whose parent doesn't ask how it ended has, all the same."""
+    """Whether a process is still running; a zombie isn't, even if its parent hasn't reaped it."""
     import psutil
 
     try:

@@ -1,4 +1,4 @@
-"""Send a run's metrics to Weights & Biases or TensorBoard: while it goes on, or afterwards."""
+"""Send a run's metrics to Weights & Biases or TensorBoard, while it runs or afterwards."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from ..trackers.tracker import Tracker
 
 END_SECONDS = 40.0
-"""For the last records and uploads, once a run has ended."""
+"""Time for the last records and uploads once a run has ended."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The run, and where to."""
     parser.add_argument("dir", metavar="DIR", nargs="?", help="default: the newest in runs/")
     parser.add_argument("--run", metavar="DIR", help="the same")
     parser.add_argument("--to", choices=("wandb", "tensorboard"), required=True)
@@ -31,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--offline", action="store_true", help="wandb: keep it here, to be synchronised later"
     )
     parser.add_argument(
-        "--follow", action="store_true", help="go on as records come, until SIGTERM or Ctrl-C"
+        "--follow", action="store_true", help="keep sending new records until SIGTERM or Ctrl-C"
     )
 
 
@@ -52,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     record = folder.read_run()
     wandb_id = wandb_id_of(record, folder.path)
     if arguments.to == "wandb" and wandb_id != record["run_id"]:
-        # The run of a copy is new there, and gets every record.
+        # To the tracker, a copy of a run is a new run and gets every record.
         state = folder.trackers / f"{wandb_id}.json"
     sent = Sent.read(state)
     tracker, where = _tracker(arguments, config, folder, sent, wandb_id)
@@ -69,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _end(stop: threading.Event) -> None:
-    """Ends at the next look; a library that hangs in a call doesn't hold the run's end up."""
+    """Asks the loop to end; a library that hangs in a call doesn't delay the end of the run."""
     stop.set()
     last = threading.Timer(END_SECONDS, os._exit, (1,))
     last.daemon = True
@@ -113,10 +112,10 @@ def _tracker(
     except wandb.errors.CommError as error:
         if mode == "offline":
             raise
-        told = " ".join(str(error).split())[:200]
-        print(f"W&B goes offline, its server can't be used: {told}", file=sys.stderr, flush=True)
+        reason = " ".join(str(error).split())[:200]
+        print(f"W&B goes offline, its server can't be used: {reason}", file=sys.stderr, flush=True)
         mode = "offline"
-        # Its service holds the id until it ends.
+        # wandb's service holds the id until it ends.
         wandb.teardown()
         wandb_run = make(mode=mode)
     synced = f"wandb sync {shown(folder.wandb)}/offline-run-*"

@@ -1,5 +1,7 @@
-"""What a config names that has to be there on this host: grading modes, reward components, modules of the
-user's own. Looked at before a run starts; nothing of it is called, and no module is imported."""
+"""Checks that what a config names exists on this host: grading modes, reward components, the user's modules.
+
+It runs before a run starts; it imports no module and calls nothing.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def check_named(config: Config) -> None:
 
 
 def _own(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Key, import path and process of what is the user's own."""
+    """Yields key, import path and the importing process for each function of the user's own."""
     name = config.learner.objective.name
     if is_import_path(name):
         yield "learner.objective.name", name, "learner-0"

@@ -1,8 +1,8 @@
-"""Whether the run's disk is full, as the supervisor sees it: it says so, and for how long it waits.
+"""Watches the run's disk for the supervisor: says when it is full, and how long the run will wait.
 
-The processes wait for space each by itself (:mod:`tandem.common.disk`), and their logs lie on the
-disk that is full. So it is the supervisor that tells of it, that starts nothing again meanwhile,
-and that ends the run where there is no space for too long.
+Each process waits for space by itself (:mod:`tandem.common.disk`), but its log is on the full disk.
+So the supervisor is the one that tells the user, that restarts nothing in the meantime, and that
+ends the run when there has been no space for too long.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path
 from ...common import disk
 
 LOOK_SECONDS = 1.0
-"""Between two looks."""
+"""Time between two checks."""
 
 
 class DiskWatch:
-    """One folder's disk.
+    """Watches the disk of one folder.
 
     Args:
-        folder: of the run.
-        patience: seconds without space after which the run is to drain.
-        say: tells the user.
+        folder: the run's folder.
+        patience: seconds without space after which the run is drained.
+        say: prints a line for the user.
         shown: the folder as the user would type it.
     """
 
@@ -40,12 +40,12 @@ class DiskWatch:
         self._since: float | None = None
 
     def suspect(self, path: Path) -> None:
-        """A file couldn't be written: the next look is a close one."""
+        """Notes that a file couldn't be written, so that the next check tries to write."""
         self._suspect = path
         self._looked = -LOOK_SECONDS
 
     def full(self) -> bool:
-        """Whether the disk is full; looks at most once a second, and tells of each change."""
+        """Whether the disk is full; checks at most once a second and reports each change."""
         now = time.monotonic()
         if now - self._looked < LOOK_SECONDS:
             return self._since is not None
@@ -54,7 +54,7 @@ class DiskWatch:
         is_full = doubtful and not disk.has_room(self._folder)
         if is_full and self._since is None:
             self._since = now
-            self._say(f"{self._said()}: the run waits for space, {self._patience:.0f} s at most")
+            self._say(f"{self._problem()}: the run waits for space, {self._patience:.0f} s at most")
         elif not is_full and self._since is not None:
             self._say(
                 f"there is space again in {self._shown} after {now - self._since:.0f} s: the run "
@@ -65,18 +65,18 @@ class DiskWatch:
         return is_full
 
     def overdue(self) -> str:
-        """Why the run must end: there has been no space for too long. Empty where it needn't."""
+        """Why the run must end because it has had no space for too long; empty while it needn't end."""
         if not self.full() or self._since is None:
             return ""
         waited = time.monotonic() - self._since
         if waited < self._patience:
             return ""
         return (
-            f"{self._said()}, for {waited:.0f} s (launch.full_disk_seconds={self._patience:g}): "
+            f"{self._problem()}, for {waited:.0f} s (launch.full_disk_seconds={self._patience:g}): "
             f"make room, and the same command goes on from the last checkpoint"
         )
 
-    def _said(self) -> str:
+    def _problem(self) -> str:
         free = disk.free_bytes(self._folder) / 1e6
         file = self._suspect or self._folder / "journal.jsonl"
         others = ", redis/, checkpoints/ and logs/" if self._suspect is None else ""
@@ -88,8 +88,8 @@ class DiskWatch:
 
     def _looks_full(self) -> bool:
         try:
-            found = os.statvfs(self._folder)
+            stat = os.statvfs(self._folder)
         except OSError:
             return False
-        no_files = found.f_files > 0 and found.f_favail == 0
-        return found.f_bavail * found.f_frsize < disk.ROOM or no_files
+        no_files = stat.f_files > 0 and stat.f_favail == 0
+        return stat.f_bavail * stat.f_frsize < disk.ROOM or no_files

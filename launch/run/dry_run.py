@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from ...common.config import Config
 
 PORT = "PORT"
-"""Stands for a port that is chosen when a process is started."""
+"""Placeholder for a port that is chosen when a process starts."""
 PARENT = "$$"
-"""Stands for the pid that a process lives and dies with; in a shell it is the shell's."""
+"""Placeholder for the pid whose end ends a process; in a shell it expands to the shell's own."""
 
 
 def dry_run(words: Sequence[str], *, fresh: bool, offline: bool) -> int:
     """Prints every process with its GPUs, command and memory; starts and writes nothing.
 
-    The exit code is 0 also where this machine couldn't run it: the plan says why.
+    The exit code is 0 even if this machine couldn't run the preset: the plan says why.
 
     Raises:
-        ConfigError: the settings can't be run on any machine.
-        DataError: the run's folder is of another run or damaged.
+        ConfigError: no machine could run these settings.
+        DataError: the run's folder belongs to another run or is damaged.
     """
     preset, opening = open_words(words, fresh=fresh, offline=offline)
     config = opening.config
@@ -61,7 +61,7 @@ def dry_run(words: Sequence[str], *, fresh: bool, offline: bool) -> int:
 
 
 def specs(config: Config, folder: RunFolder, placement: Placement) -> list[ProcessSpec]:
-    """How the job would start each process, in the order of the plan's."""
+    """How the job would start each process, in the plan's order."""
     redis = []
     if config.replay.redis_url is None:
         redis = [started.redis(folder, _redis_program(), str(folder.redis / "redis.conf"))]
@@ -82,7 +82,7 @@ def _redis_program() -> str:
 
 
 def _command(spec: ProcessSpec) -> str:
-    """A command line, with what is particular in its environment."""
+    """A command line, with the variables that are added to its environment."""
     particular = {"OMP_NUM_THREADS": str(spec.threads), **spec.environment}
     before = [f"{key}={shlex.quote(value)}" for key, value in particular.items()]
     words = command_of(spec, PARENT)
@@ -129,9 +129,9 @@ def _what(config: Config, planned: Planned) -> Iterable[str]:
         name = {"torch": "the torch engine", "vllm": "vLLM"}.get(planned.engine, planned.engine)
         yield f"{name} in {config.engine_dtype}"
     if planned.zero_stage is not None:
-        asked = config.learner.zero_stage
-        same = planned.zero_stage == asked
-        why = "" if same else f" (zero_stage={asked} divides nothing on one float32 rank)"
+        stage = config.learner.zero_stage
+        same = planned.zero_stage == stage
+        why = "" if same else f" (zero_stage={stage} divides nothing on one float32 rank)"
         yield f"ZeRO-{planned.zero_stage} in {config.model.dtype}{why}"
 
 
@@ -168,6 +168,5 @@ def _redis(plan: Plan, url: str | None) -> str:
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Two columns, indented."""
     width = max(len(name) for name, _ in rows) + 2
     return [f"  {name:<{width}}{value}" for name, value in rows]

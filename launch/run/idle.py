@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from ...replay.store import RunStore
 
 EVERY_SECONDS = 2.0
-"""Between two looks; the roles report about as often, each on the time since its last report."""
+"""Time between two reads; each report covers the time since the role's last one, about as long."""
 
 
 class IdleShares:
-    """Seconds waited and in all, by role. A report counts once, for the time that it covers."""
+    """Seconds waited and seconds in all, by role; each report counts once."""
 
     def __init__(self) -> None:
         self._waited: dict[str, float] = {}
@@ -25,7 +25,7 @@ class IdleShares:
         self._seen: dict[str, float] = {}
 
     def add(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes in reports; those that were seen before change nothing."""
+        """Adds reports, skipping those that were added before."""
         for member, report in reports.items():
             moment = float(report.get("time") or 0.0)
             since = self._seen.get(member)
@@ -41,7 +41,7 @@ class IdleShares:
             self._total[role] = self._total.get(role, 0.0) + float(clock["total"])
 
     def shares(self) -> dict[str, float]:
-        """Share of its time that each role waited."""
+        """Returns the share of its time that each role waited."""
         return {
             role: round(self._waited[role] / total, 4)
             for role, total in sorted(self._total.items())
@@ -66,11 +66,10 @@ class ReportWatch:
                 reports = self._runs.reports()
             except TandemError:
                 continue  # Redis is away; the supervisor brings it back and says so.
-            # What an earlier life of the run has left there is not of this one.
+            # Reports from before this start of the run don't count.
             self.idle.add({m: r for m, r in reports.items() if float(r.get("time") or 0) > began})
 
     def stop(self) -> dict[str, float]:
-        """Ends the thread and returns the shares."""
         self._end.set()
         self._thread.join(EVERY_SECONDS)
         return self.idle.shares()

@@ -37,13 +37,13 @@ def run_job(words: Sequence[str], *, fresh: bool, offline: bool, plain: bool = F
     """Runs ``tandem start`` (or ``offline``) and returns the exit code.
 
     Args:
-        words: Preset and settings.
-        fresh: Move an old folder aside.
-        offline: Train on stored traces.
-        plain: Print lines, even where a live view could be drawn.
+        words: preset and settings.
+        fresh: move an old folder aside.
+        offline: train on stored traces.
+        plain: print lines, even where a live view could be drawn.
 
     Raises:
-        TandemError: what the user should read; the run's folder can be resumed.
+        TandemError: the message is for the user; the run's folder can be resumed.
     """
     disk.keep_streams()
     terminal = Terminal(plain=plain)
@@ -64,13 +64,13 @@ def run_job(words: Sequence[str], *, fresh: bool, offline: bool, plain: bool = F
 
 def _results_of(folder: RunFolder) -> str:
     try:
-        found = read_object(folder.summary.read_bytes(), str(folder.summary), DataError)
+        results = read_object(folder.summary.read_bytes(), str(folder.summary), DataError)
     except (OSError, DataError):
         return ""
-    before, after = found.get("accuracy_before"), found.get("accuracy_after")
+    before, after = results.get("accuracy_before"), results.get("accuracy_after")
     if not isinstance(before, int | float) or not isinstance(after, int | float):
-        return f" ({found.get('steps')} steps)"
-    return f" ({found.get('steps')} steps, accuracy {100 * before:.1f}% -> {100 * after:.1f}%)"
+        return f" ({results.get('steps')} steps)"
+    return f" ({results.get('steps')} steps, accuracy {100 * before:.1f}% -> {100 * after:.1f}%)"
 
 
 class Job:
@@ -92,10 +92,10 @@ class Job:
         self._digest = ""
 
     def run(self) -> int:
-        """Sees the run to its end."""
+        """Runs the job to its end and returns the exit code."""
         if self._opening.kind is Kind.RESUMED or self._opening.set_aside is not None:
-            # Before seconds are spent on reading: does another process have it? ``--fresh`` must not
-            # move a folder from under a run that goes on in it, nor may two move it at once.
+            # Taken before any time is spent on reading: ``--fresh`` must not move the folder of a run that
+            # is going on, nor may two processes move it at once.
             self._lock.take()
         try:
             return self._checked()
@@ -118,7 +118,7 @@ class Job:
         if not resumed:
             check_disk(config, self._folder.path, model)
         found = self._read_data()
-        # --- from here on things are written and started ---
+        # --- from here on files are written and processes started ---
         if not resumed:
             make_folder(self._opening, self._lock, self._say)
         else:
@@ -155,7 +155,7 @@ class Job:
     # --- data ----------------------------------------------------------------------------
 
     def _read_data(self) -> Found | None:
-        """Reads and checks the data in a process of their own; None where Redis holds them already."""
+        """Reads and checks the data in a process of its own; None if Redis holds them already."""
         from ..ingest.prepare import inputs_digest
 
         self._digest = inputs_digest(self._config, self._folder)
@@ -210,7 +210,7 @@ class Job:
         return 128 + int(running.signal_seen or signal.SIGHUP)
 
     def _again(self) -> str:
-        """The command that goes on, as a shell in the working directory takes it."""
+        """The command that continues the run, as a shell in the working directory takes it."""
         command = "offline" if self._config.learner.source == "offline" else "start"
         own = self._preset.path.parent != FOLDER
         preset = shown(self._preset.path) if own else self._preset.name
@@ -223,7 +223,7 @@ class Job:
         from ..board.report import Drawing
 
         last_step, findings = running.step(), running.findings
-        # The run's parts have ended: from here on nothing is kept from waiting for space.
+        # The run's parts have ended, so waiting for space delays nothing else.
         disk.await_room(self._folder.path)
         if self._config.learner.source == "offline":
             findings.evaluations += offline_evaluation.evaluate(

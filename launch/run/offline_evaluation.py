@@ -24,14 +24,12 @@ def evaluate(
     known: Sequence[dict[str, Any]],
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """The results that the config asks for and that aren't known yet.
+    """Computes the results that the config asks for and that aren't known yet.
 
     Args:
-        config: Of the run.
-        folder: Its folder.
-        last_step: The step of the model that it ended with.
-        known: Results of a worker that evaluated during the run.
-        say: Told what is done.
+        last_step: the step of the run's final model.
+        known: results of a worker that evaluated during the run.
+        say: prints a line for the user.
 
     Raises:
         TandemError: somebody stopped it.

@@ -43,7 +43,7 @@ OWN_ENTRIES = frozenset(
         "trackers",
     ]
 )
-"""What a run's folder may hold before its ``run.json`` is written."""
+"""Entries that a run's folder may hold before its ``run.json`` is written."""
 
 
 class Kind(Enum):
@@ -59,17 +59,15 @@ class Opening:
     """A folder and the config that a run in it would have. Nothing has been written yet."""
 
     kind: Kind
-    """New, to be resumed, or finished."""
     folder: RunFolder
-    """The run's folder."""
     config: Config
     """The config that will be saved."""
     overrides: tuple[str, ...]
-    """All that were ever given for this run, in order."""
+    """All overrides ever given for this run, in order."""
     changed: dict[str, tuple[Any, Any]]
-    """Settings that differ from the saved ones: old and new."""
+    """Settings that differ from the saved ones: key to old and new value."""
     run: dict[str, Any]
-    """``run.json`` as it is; empty for a new run."""
+    """Content of ``run.json``; empty for a new run."""
     set_aside: Path | None
     """The path to which ``--fresh`` will move the old folder."""
 
@@ -80,13 +78,14 @@ class Opening:
 
 
 def open_words(words: Sequence[str], *, fresh: bool, offline: bool) -> tuple[Preset, Opening]:
-    """The preset that words of a command line name, and its folder; writes nothing. Says on standard error
-    what of the preset the run doesn't read.
+    """The preset that the words of a command line name, and its folder; writes nothing.
+
+    Keys of the preset that the run doesn't read are listed on standard error.
 
     Args:
-        words: A preset (by default the miniature's) and settings.
-        fresh: An old folder is to be moved aside.
-        offline: The preset must train on stored traces.
+        words: a preset (by default the miniature) and settings.
+        fresh: an old folder is to be moved aside.
+        offline: the preset must train on stored traces.
 
     Raises:
         ConfigError: as :func:`open_folder`; or the preset trains on rollouts.
@@ -105,16 +104,16 @@ def open_words(words: Sequence[str], *, fresh: bool, offline: bool) -> tuple[Pre
 
 
 def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Opening:
-    """Looks at the folder that a preset and overrides name, and writes nothing.
+    """Examines the folder that a preset and overrides name; writes nothing.
 
-    A resumed run starts from its preset with the overrides that it was given before; new ones
-    go over them. So a bare ``tandem start`` goes on with ``run.steps=20`` if that is how the
-    run was started.
+    A resumed run starts from its preset with all overrides that it was given before; new ones
+    go on top. So a bare ``tandem start`` continues with ``run.steps=20`` if the run was started
+    that way.
 
     Raises:
-        ConfigError: a setting changed that a resumed run may not change; lists all of them. Or
-            settings would do nothing, or fail once the run is under way.
-        DataError: the folder holds something else than a run.
+        ConfigError: settings changed that a resumed run may not change (the message lists all of
+            them), would do nothing, or would fail once the run is under way.
+        DataError: the folder holds something other than a run.
     """
     config = preset.resolve(overrides)
     assert config.run.dir is not None
@@ -189,9 +188,9 @@ def _refuse_choices(preset: Preset, overrides: Sequence[str], config: Config) ->
 
 
 def _objective_as_begun(saved: Config, config: Config, words: Sequence[str]) -> list[str]:
-    """What a run has of its preset that the objective's name would set otherwise, as overrides.
+    """Overrides that keep what a run has from its preset where the objective's name would set it otherwise.
 
-    Older versions left a preset's settings to whatever objective was named over it.
+    Older versions kept a preset's settings under whatever objective was named over it.
     """
     from ...common.objectives import sets
 
@@ -212,10 +211,10 @@ def _objective_as_begun(saved: Config, config: Config, words: Sequence[str]) -> 
 
 
 def _given_before(preset: Preset, run: dict[str, Any]) -> list[str]:
-    """The overrides that a run was started and resumed with, if it was with this preset.
+    """The overrides that a run was started and resumed with, if it was started from this preset.
 
-    Where its preset's file is gone, as on another machine, one of the same name is it. The folder is
-    the one that was named this time, wherever the run was before.
+    If the preset's file is gone, as on another machine, a preset of the same name counts as the same.
+    ``run.dir`` is left out: the folder is the one named this time, wherever the run was before.
     """
     path = Path(str(run.get("preset_path")))
     moved = run.get("preset") == preset.name and not path.exists()
@@ -226,7 +225,7 @@ def _given_before(preset: Preset, run: dict[str, Any]) -> list[str]:
 
 
 def _is_finished(run: dict[str, Any], changed: dict[str, tuple[Any, Any]]) -> bool:
-    """Whether a run is over: one that was given more steps or passes goes on."""
+    """Whether a run is over; one that was given more steps or passes continues."""
     if run.get("state") != "finished":
         return False
     for key in ("run.steps", "run.passes"):
@@ -247,9 +246,9 @@ def _saved(folder: RunFolder) -> Config:
     try:
         return build(read_yaml(folder.config), stored=True)
     except ConfigError as error:
-        said = str(error)
-        named = folder.config.name in said
-        raise ConfigError(said if named else f"{shown(folder.config)}: {said}") from None
+        message = str(error)
+        named = folder.config.name in message
+        raise ConfigError(message if named else f"{shown(folder.config)}: {message}") from None
 
 
 def _differences(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
@@ -258,10 +257,10 @@ def _differences(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
     replay = config.replay.model_copy(
         update={"redis_url": without_password(config.replay.redis_url)}
     )
-    found = differences(saved, config.model_copy(update={"replay": replay}))
-    # The same folder may be written in several ways; that it is the same was seen by opening it.
-    found.pop("run.dir", None)
-    return found
+    changed = differences(saved, config.model_copy(update={"replay": replay}))
+    # One folder can be written in several ways; opening it has shown that it is the same.
+    changed.pop("run.dir", None)
+    return changed
 
 
 def _frozen(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
@@ -296,15 +295,15 @@ def _refuse_foreign(folder: RunFolder) -> None:
 
 
 def make_folder(opening: Opening, lock: FolderLock, say: Callable[[str], None]) -> None:
-    """Makes a new run's folder and takes its lock; what lies there is moved aside first.
+    """Makes a new run's folder and takes its lock; an old folder is moved aside first.
 
     Args:
-        opening: Of a folder that is new, or whose run is started over.
-        lock: Of the folder; held where the old folder is to be moved.
-        say: Told where the old folder is now.
+        opening: a folder that is new, or whose run is started over.
+        lock: the folder's lock, already held if the old folder is to be moved.
+        say: prints where the old folder is now.
 
     Raises:
-        TandemError: another process has begun a run there meanwhile.
+        TandemError: another process has begun a run there in the meantime.
     """
     folder = opening.folder
     begun_elsewhere = TandemError(
@@ -314,7 +313,7 @@ def make_folder(opening: Opening, lock: FolderLock, say: Callable[[str], None]) 
     if opening.set_aside is not None:
         if not folder.read_run():
             raise begun_elsewhere
-        # Its lock is held: no run goes on in it, and nobody else moves it.
+        # Its lock is held: no run is using it, and nobody else can move it.
         aside = free_name(folder.path)
         os.rename(folder.path, aside)
         lock.release()

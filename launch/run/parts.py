@@ -1,7 +1,7 @@
-"""A part of a run: the processes that live and die as one, how they are started, and how they end.
+"""A part of a run: the processes that live and die together, how they start and how they end.
 
 A part is redis-server, a reward pool, a rollout worker, or all ranks of the learner. Each process has
-a session of its own, so that a Ctrl-C in the terminal reaches the supervisor alone, and its output is
+a session of its own, so that Ctrl-C in the terminal reaches only the supervisor, and its output is
 appended to ``logs/<name>.log``.
 """
 
@@ -19,7 +19,7 @@ from enum import IntEnum
 from pathlib import Path
 
 REAP_SECONDS = 10.0
-"""A killed process that is still there after so long is left behind, and the user is told of it."""
+"""A killed process that is still there after this long is left behind, and the user is told."""
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -43,40 +43,40 @@ class ProcessSpec:
     """How to start one process."""
 
     name: str
-    """Names its log, and the member in the registry."""
+    """Also names its log, and the member in the registry."""
     arguments: tuple[str, ...]
-    """For :mod:`tandem.launch.lifeline`: a tandem sub-command, or ``exec`` and a program."""
+    """Arguments of :mod:`tandem.launch.lifeline`: a tandem sub-command, or ``exec`` and a program."""
     log: Path
     """The file to which its output is appended."""
     threads: int = 1
     """CPU threads of numerical libraries."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to the supervisor's own environment."""
+    """Variables that are added to the supervisor's own environment."""
     pass_fds: tuple[int, ...] = ()
-    """Descriptors that it inherits."""
+    """File descriptors that it inherits."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Part:
-    """What lives and dies as one."""
+    """Processes that live and die together."""
 
     name: str
     """``learner``, ``rollout-0``, ``reward-0`` or ``redis``."""
     stage: int
     """Parts are drained in the order of their stages."""
     specs: Callable[[], Sequence[ProcessSpec]]
-    """Called at every start: a learner takes a fresh port each time."""
+    """Called at every start, because a learner takes a new port each time."""
     on_start: Callable[[list[int]], None] | None = None
     """Called with the process ids after every start."""
     before_end: Callable[[], None] | None = None
-    """Called once before the part is told to end, for last words with it. If the part is dead just
-    then, it is started once more for them, unless it can't be kept alive."""
+    """Called once before the part is asked to end, for a last exchange with it. If the part is dead
+    at that moment, it is started once more for this, unless it can't be kept alive."""
     may_finish: bool = False
-    """Its exit with code 0 can mean that the run has finished."""
+    """Whether its exit with code 0 can mean that the run has finished."""
     dispensable: bool = False
-    """The run goes on without it when it dies: the user is told once, and it isn't started again."""
+    """Whether the run goes on without it when it dies: the user is told once, and it isn't restarted."""
     processes: list[tuple[ProcessSpec, subprocess.Popen[bytes]]] = field(default_factory=list)
-    """Running, or not yet reaped."""
+    """Processes that are running or not yet reaped."""
     deaths: int = 0
     """Deaths since progress was last seen."""
     progress_at_death: int = -1
@@ -85,7 +85,7 @@ class Part:
     """Monotonic time of its next start; None while it runs."""
 
     def start(self) -> None:
-        """Starts its processes; raises ``OSError`` where one can't be started."""
+        """Starts its processes; raises ``OSError`` if one can't be started."""
         self.due = None
         for spec in self.specs():
             self.processes.append((spec, _spawn(spec)))
@@ -93,15 +93,15 @@ class Part:
             self.on_start([process.pid for _, process in self.processes])
 
     def alive(self) -> bool:
-        """True while any of its processes runs."""
+        """Whether any of its processes is running."""
         return any(exit_of(process) is None for _, process in self.processes)
 
     def running(self) -> list[ProcessSpec]:
-        """Those of its processes that run."""
+        """Returns the processes that are running."""
         return [spec for spec, process in self.processes if exit_of(process) is None]
 
     def terminate(self) -> None:
-        """Sends SIGTERM to its processes alone: each knows best how to tell its own children."""
+        """Sends SIGTERM to its processes but not to their children, which they end themselves."""
         for _, process in self.processes:
             if exit_of(process) is None:
                 process.send_signal(signal.SIGTERM)
@@ -116,22 +116,22 @@ class Part:
             try:
                 process.wait(REAP_SECONDS)
             except subprocess.TimeoutExpired:
-                # Inside a call of the kernel that doesn't end: a dead disk, a wedged GPU.
+                # It is inside a kernel call that doesn't return: a dead disk, a wedged GPU.
                 say(
-                    f"{spec.name} (pid {process.pid}) was killed and has not gone in "
+                    f"{spec.name} (pid {process.pid}) was killed but is still there after "
                     f"{REAP_SECONDS:.0f} s: look at its disk and its GPU (dmesg)"
                 )
         self.processes = []
 
 
 def command_of(spec: ProcessSpec, parent: str) -> list[str]:
-    """The command line of a process; ``parent`` is the pid that it lives and dies with."""
+    """The command line of a process; it ends when process ``parent`` does."""
     # -P: a file of the user's working directory must not shadow a library's module.
     return [sys.executable, "-P", "-m", "tandem.launch.lifeline", parent, *spec.arguments]
 
 
 def environment_of(spec: ProcessSpec) -> dict[str, str]:
-    """What is added to the environment of a process."""
+    """The variables that are added to the environment of a process."""
     threads = dict.fromkeys(THREAD_VARIABLES, str(spec.threads))
     more = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     return {**threads, **more, **spec.environment}
@@ -146,7 +146,7 @@ def _spawn(spec: ProcessSpec) -> subprocess.Popen[bytes]:
     }
     environment.update(environment_of(spec))
     with open(spec.log, "ab", buffering=0) as log:
-        with contextlib.suppress(OSError):  # On a full disk the log does without.
+        with contextlib.suppress(OSError):  # On a full disk this line is left out.
             log.write(f"=== {now()} {spec.name}\n".encode())
         return subprocess.Popen(
             command_of(spec, str(os.getpid())),
@@ -162,33 +162,33 @@ def _spawn(spec: ProcessSpec) -> subprocess.Popen[bytes]:
 def exit_of(process: subprocess.Popen[bytes]) -> int | None:
     """Exit code (negative: signal) of a process that has ended, without reaping it.
 
-    While it is a zombie its process group's id can't be used again, so that :meth:`Part.reap` can
-    end what it left behind.
+    While the process is a zombie, the id of its process group can't be reused, so that
+    :meth:`Part.reap` can still end what it left behind.
     """
     if process.returncode is not None:
         return process.returncode
     try:
-        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        status = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return process.poll()
-    if found is None:
+    if status is None:
         return None
-    killed = found.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-    return -found.si_status if killed else found.si_status
+    killed = status.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+    return -status.si_status if killed else status.si_status
 
 
 def signal_name(code: int) -> int | str:
-    """An exit code as it is recorded: signals by their name."""
+    """An exit code as it is recorded: signals by name."""
     return signal.Signals(-code).name if code < 0 else code
 
 
 def described(code: int) -> str:
-    """How a process ended, as the rest of a sentence."""
+    """How a process ended, as a predicate for a sentence."""
     return f"was killed by {signal_name(code)}" if code < 0 else f"ended with exit code {code}"
 
 
 def last_lines(path: Path, count: int = 12) -> str:
-    """The end of a log, indented."""
+    """The last lines of a log, indented."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.path.getsize(path) - 16384))

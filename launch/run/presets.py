@@ -30,23 +30,22 @@ class Preset:
     """One preset, its inheritance resolved."""
 
     name: str
-    """Names the run's folder: ``runs/<name>``."""
+    """Also names the run's folder: ``runs/<name>``."""
     path: Path
-    """The preset's file."""
     about: str
-    """One line."""
+    """One line for ``tandem presets``."""
     untested: bool
     """Nobody has run it yet."""
     tree: Mapping[str, Any]
     """Sections of the config."""
 
     def resolve(self, overrides: Sequence[str], *, before: Sequence[str] = ()) -> Config:
-        """The validated config, ``run.dir`` filled in.
+        """Returns the validated config, with ``run.dir`` filled in.
 
         Args:
-            overrides: ``a.b=c``.
-            before: Overrides of the run's earlier starts, over which those are put. They count as the
-                preset's own: what the run's objective and engine don't read is left out.
+            overrides: settings of the form ``a.b=c``.
+            before: overrides of the run's earlier starts, which ``overrides`` go over. They count as the
+                preset's own: keys that the run's objective and engine don't read are left out.
 
         Raises:
             ConfigError: an unknown key, a wrong type, or values that don't go together.
@@ -65,7 +64,7 @@ class Preset:
         return config
 
     def tell_unread(self, overrides: Sequence[str]) -> None:
-        """Says on standard error what of it the objective and the engine of the config don't read."""
+        """Lists on standard error the preset's keys that the config's objective and engine don't read."""
         from ...common.config import unread_keys
 
         if unread := unread_keys(self.tree, overrides):
@@ -77,15 +76,15 @@ class Preset:
 
 
 def names() -> list[str]:
-    """Presets that are shipped, sorted."""
+    """Names of the presets that are shipped, sorted."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def load(name: str, *, beside: Path | None = None, seen: tuple[Path, ...] = ()) -> Preset:
-    """Reads a preset by its name or its file's path.
+    """Reads a preset by its name or by its file's path.
 
     Raises:
-        ConfigError: there is none; it isn't a YAML mapping; it inherits from itself.
+        ConfigError: there is no such preset, it isn't a YAML mapping, or it inherits from itself.
     """
     from ...common.config import read_yaml
 
@@ -114,14 +113,14 @@ def load(name: str, *, beside: Path | None = None, seen: tuple[Path, ...] = ()) 
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """A preset's tree over that of its base, of which it takes what its objective and engine read."""
+    """Puts a preset's tree over its base's, from which it takes what its objective and engine read."""
     from ...common.config import of_kinds
 
     return merged(of_kinds(below, merged(below, above)), above)
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Two trees as one: mappings are merged key by key, everything else is replaced.
+    """Merges two trees: mappings key by key; anything else is replaced.
 
     >>> merged({"run": {"seed": 0, "steps": 2}}, {"run": {"steps": 9}})
     {'run': {'seed': 0, 'steps': 9}}
@@ -137,10 +136,10 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def split(words: Sequence[str], default: str) -> tuple[str, list[str]]:
-    """``[preset] [a.b=c …]`` as the preset's name and the overrides.
+    """Splits ``[preset] [a.b=c …]`` into the preset's name and the overrides.
 
     Raises:
-        ConfigError: more than one word that isn't an override.
+        ConfigError: more than one word isn't an override.
     """
     overrides = [word for word in words if "=" in word]
     rest = [word for word in words if "=" not in word]

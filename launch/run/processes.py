@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def parts(config: Config, folder: RunFolder, placement: Placement) -> list[Part]:
-    """All parts of a run but its redis-server."""
+    """All parts of a run except its redis-server."""
     made = [
         Part(
             name="learner",
             stage=Stage.LEARNER,
-            # A new port for every life: the old one may linger in a half-closed rendezvous.
+            # Each start gets a new port: the old one may linger in a half-closed rendezvous.
             specs=lambda: learner(config, folder, placement, str(choose_port("127.0.0.1", None))),
             may_finish=True,
         )
@@ -46,7 +46,7 @@ def parts(config: Config, folder: RunFolder, placement: Placement) -> list[Part]
 def learner(
     config: Config, folder: RunFolder, placement: Placement, port: str
 ) -> list[ProcessSpec]:
-    """Every rank; ``port`` is that of their rendezvous."""
+    """Specifications of all ranks; ``port`` is the port of their rendezvous."""
     ranks = config.learner.ranks
     return [
         _role(
@@ -62,7 +62,6 @@ def learner(
 
 
 def rollout(config: Config, folder: RunFolder, placement: Placement) -> list[ProcessSpec]:
-    """Every rollout worker."""
     return [
         _role(
             folder,
@@ -76,13 +75,13 @@ def rollout(config: Config, folder: RunFolder, placement: Placement) -> list[Pro
 
 
 def reward(config: Config, folder: RunFolder) -> list[ProcessSpec]:
-    """Every reward pool; offline nothing is graded while a run goes on."""
+    """Specifications of the reward pools; offline there are none, since nothing is graded during a run."""
     pools = config.reward.pools if config.learner.source == "ledger" else 0
     return [_role(folder, "reward", index) for index in range(pools)]
 
 
 def trackers(config: Config, folder: RunFolder) -> list[ProcessSpec]:
-    """One process for each of W&B and TensorBoard that is on: none can harm the other or the run."""
+    """One process each for W&B and TensorBoard if they are on: neither can harm the other or the run."""
     return [
         ProcessSpec(
             name=name,
@@ -95,7 +94,6 @@ def trackers(config: Config, folder: RunFolder) -> list[ProcessSpec]:
 
 
 def redis(folder: RunFolder, program: str, conf: str) -> ProcessSpec:
-    """The run's own redis-server."""
     return ProcessSpec(
         name="redis", arguments=("exec", program, conf), log=folder.logs / "redis.log"
     )

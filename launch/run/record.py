@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from .presets import Preset
 
 ALIVE_SECONDS = 10.0
-"""Between two signs of life of the supervisor."""
+"""Time between two signs of life of the supervisor."""
 
 
 class RunRecord:
-    """The content of ``run.json`` and the clock of this life of the run.
+    """The content of ``run.json``, and the clock of this start of the run.
 
     Args:
-        opening: The folder as it was opened.
-        began: When this life began, seconds since the epoch.
+        opening: the folder as it was opened.
+        began: when this start began, in seconds since the epoch.
     """
 
     def __init__(self, opening: Opening, began: float) -> None:
@@ -34,20 +34,19 @@ class RunRecord:
         self._content: dict[str, Any] = dict(opening.run)
 
     def get(self, key: str) -> Any:
-        """A value; None where there is none yet."""
+        """A value; None if it hasn't been written yet."""
         return self._content.get(key)
 
     def content(self) -> Mapping[str, Any]:
-        """All of it."""
         return self._content
 
     def begin(self, preset: Preset, opening: Opening, port: int) -> None:
-        """Writes that this life begins."""
+        """Records the start."""
         known = self._content if self._content.get("run_id") == opening.run_id else {}
         self._content.setdefault("created", time.time())
         self.write(
             run_id=opening.run_id,
-            # Found before the record says that the run lies here.
+            # Must be looked up before the record says that the run is here.
             wandb_id=wandb_id_of({"run_id": opening.run_id, **known}, self._folder.path),
             preset=preset.name,
             preset_path=str(preset.path),
@@ -60,18 +59,18 @@ class RunRecord:
         )
 
     def note(self, **changes: Any) -> None:
-        """Takes changes in, which are written with the next ones."""
+        """Keeps changes, which are written with the next ones."""
         self._content |= changes
 
     def write(self, **changes: Any) -> None:
-        """Takes changes in and replaces the file; raises ``OSError`` where the disk is full."""
+        """Makes changes and replaces the file; raises ``OSError`` if the disk is full."""
         self._content |= changes
-        # Were the supervisor killed, its time up to here would count.
+        # Keeps the time up to here if the supervisor is killed.
         self._content["alive"] = time.time()
         self._folder.write_run(self._content)
 
     def try_write(self, **changes: Any) -> bool:
-        """The same; False where the disk is full, and the file stays as it was."""
+        """Like :meth:`write`, but returns False if the disk is full; the file then stays as it was."""
         try:
             self.write(**changes)
         except OSError as error:
@@ -87,16 +86,16 @@ class RunRecord:
 
     @property
     def earlier_seconds(self) -> float:
-        """Seconds of the run's earlier lives."""
+        """Seconds that the run was up before this start."""
         return float(self._content.get("wall_seconds") or 0.0)
 
     def all_seconds(self) -> float:
-        """Seconds of this life up to now and of the earlier ones."""
+        """Seconds that the run has been up, over all starts."""
         return self.earlier_seconds + time.time() - self.began
 
 
 def _without_password(word: str) -> str:
-    """An override as it may be kept, however it names ``replay.redis_url``."""
+    """An override as it may be stored: the password in ``replay.redis_url`` is removed."""
     from ...common.config import parse_override
 
     key, value = parse_override(word)

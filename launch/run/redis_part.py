@@ -1,4 +1,4 @@
-"""The Redis of a run: one that the run starts in its own folder, or one that ``replay.redis_url`` names."""
+"""The Redis of a run: one that the run starts in its own folder, or the one that ``replay.redis_url`` names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .supervision import Supervisor
 
 REDIS_SECONDS = 120.0
-"""For redis-server to load its append-only file and answer."""
+"""How long redis-server may take to load its append-only file and answer."""
 
 
 def where(
@@ -33,7 +33,7 @@ def where(
 ) -> tuple[JoinInfo, Config]:
     """How the run's Redis will be joined, and the config without a password.
 
-    An external Redis is asked here already; nothing is written or started.
+    An external Redis is contacted here; nothing is written or started.
 
     Raises:
         StoreError: the external Redis can't be used.
@@ -57,10 +57,10 @@ def where(
         return join, config.model_copy(update={"replay": replay})
     redis_server.find()
     bind = config.launch.bind
-    # Where every address is bound, this host's own processes use loopback.
+    # If every address is bound, this host's own processes use loopback.
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind)
     if moved and kept is not None:
-        # A copy and its original must not be taken for one another, whoever comes up first.
+        # A copy and its original must never be mistaken for each other, whichever starts first.
         say(
             f"note: this folder was {before}: Redis gets another password and port here, and "
             f"members on other hosts need a new file from `tandem join-file`"
@@ -87,15 +87,13 @@ def part(
     before_end: Callable[[], None],
     say: Callable[[str], None],
 ) -> Part | None:
-    """The run's own redis-server; None where the run uses an external one.
+    """The run's own redis-server; None if the run uses an external one.
 
     Args:
-        config: Of the run.
-        folder: Its folder, where the server keeps its file.
-        join: Port and password.
-        lock: The folder's lock, which the server inherits.
-        before_end: Called while the server can be asked for the last time.
-        say: Told what had to be mended.
+        join: its port and password.
+        lock: the folder's lock, which the server inherits.
+        before_end: called while the server can still be queried.
+        say: prints what had to be repaired.
     """
     if config.replay.redis_url is not None:
         return None
@@ -120,10 +118,10 @@ def part(
 def await_ready(
     server: Part | None, supervisor: Supervisor, folder: RunFolder, join: JoinInfo
 ) -> str | None:
-    """Starts the server where there is one, and waits until Redis answers.
+    """Starts the run's own server, if it has one, and waits until Redis answers.
 
     Returns:
-        The version of Redis; None where somebody wants the run to stop meanwhile.
+        The version of Redis; None if somebody asks the run to stop in the meantime.
 
     Raises:
         DamagedError: the server can't read its file.
@@ -143,7 +141,7 @@ def await_ready(
         if supervisor.stop_requested:
             return None
         if redis_server.says_damaged(last_lines(log)):
-            # DeepSpeed isn't loaded in every supervisor.
+            # Imported here so that not every supervisor loads DeepSpeed.
             from ...learner.resume.checkpoints import what_is_left
 
             raise DamagedError(

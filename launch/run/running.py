@@ -1,4 +1,4 @@
-"""A run while its processes run: supervises them, says how it gets on, and asks Redis before the end."""
+"""A run while its processes run: supervises them, reports progress, and queries Redis before the end."""
 
 from __future__ import annotations
 
@@ -32,20 +32,12 @@ if TYPE_CHECKING:
     from .record import RunRecord
 
 ASK_SECONDS = 0.5
-"""For Redis to answer the supervisor while the run goes on: it is the supervisor who brings a dead
-Redis back, so it must not wait for one."""
+"""How long Redis may take to answer the supervisor during the run. The supervisor is the one that
+restarts a dead Redis, so it must not wait for it."""
 
 
 class Running:
-    """The processes of one run, from redis-server's start to the last one's end.
-
-    Args:
-        config: Of the run.
-        folder: Its folder, which is made.
-        preset: Name of the preset, to be shown.
-        record: ``run.json``.
-        terminal: Where it says what happens.
-    """
+    """The processes of one run, from redis-server's start to the last one's end."""
 
     def __init__(
         self,
@@ -56,7 +48,7 @@ class Running:
         terminal: Terminal,
     ) -> None:
         self.findings = Findings()
-        """What Redis has told for the summary."""
+        """Figures from Redis for the summary."""
         self._config = config
         self._folder = folder
         self._record = record
@@ -83,7 +75,7 @@ class Running:
             folder.metrics,
             total=config.run.steps,
             every=config.log.every,
-            # The view shows the same figures, and better.
+            # The live view shows the same figures.
             say=lambda line: None if terminal.drawing else self._say(line),
             restarts=lambda: len(self._supervisor.restarts),
         )
@@ -106,7 +98,6 @@ class Running:
 
     @property
     def signal_seen(self) -> int | None:
-        """The first signal that asked the run to stop."""
         return self._supervisor.signal_seen
 
     def step(self) -> int:
@@ -124,10 +115,9 @@ class Running:
         """Starts Redis, fills it, starts the parts and supervises them to their end.
 
         Args:
-            join: How Redis is joined.
-            lock: The folder's, which redis-server inherits.
-            fill: Puts problems and traces into Redis.
-            parts: All but Redis.
+            lock: the folder's lock, which redis-server inherits.
+            fill: puts problems and traces into Redis.
+            parts: all parts except Redis.
 
         Raises:
             TandemError: the run can't go on; it can be resumed.
@@ -142,7 +132,7 @@ class Running:
                 supervisor.drain()
                 return Outcome.STOPPED
             self._record.note(redis_version=version)
-            # Redis may die while problems are put into it, too.
+            # Redis may also die while problems are put into it.
             supervisor.watch_during(lambda: self._fill(join, fill))
             if self._terminal.live and self._store is not None:
                 self._look.ask(self._store)
@@ -162,7 +152,7 @@ class Running:
             return outcome
 
     def end(self) -> None:
-        """Ends the view and whatever still asks Redis; does nothing the second time."""
+        """Ends the view and everything that still queries Redis; may be called twice."""
         self._terminal.end_live()
         self._look.stop()
         if self._reports is not None:
@@ -171,7 +161,7 @@ class Running:
             self._store.close()
 
     def write_stopped(self) -> None:
-        """Writes that the run is stopped, and for how long it was up."""
+        """Records that the run is stopped, and for how long it was up."""
         self._write_state("stopped")
 
     def _fill(self, join: JoinInfo, fill: Callable[[Store], None]) -> None:
@@ -210,7 +200,7 @@ class Running:
             return str(error)
 
     def _ask_last(self) -> None:
-        """Reads from Redis what the summary tells, while it is still there."""
+        """Reads the summary's figures from Redis while it is still up."""
         from ...replay.ledger import Ledger
         from ...replay.store import RunStore
 
@@ -218,20 +208,20 @@ class Running:
         if self._store is None or self.findings.complete:
             return
         runs, ledger = RunStore(self._store), Ledger(self._store, "supervisor")
-        found = self.findings
+        findings = self.findings
         if self._reports is not None:
-            found.idle = self._reports.stop()
+            findings.idle = self._reports.stop()
         try:
-            found.counts = ledger.counts()
-            found.evaluations = [structs.asdict(result) for result in runs.evaluations()]
-            found.grader_restarts = runs.restarts()
-            found.dead_letters = ledger.dead_letters()
-            found.complete = True
+            findings.counts = ledger.counts()
+            findings.evaluations = [structs.asdict(result) for result in runs.evaluations()]
+            findings.grader_restarts = runs.restarts()
+            findings.dead_letters = ledger.dead_letters()
+            findings.complete = True
         except TandemError as error:
             self._say(f"the ledger's figures couldn't be read at the end: {error}")
 
     def _write_state(self, state: str) -> None:
-        """Writes ``run.json``; on a full disk it stays as it is, and the user is told."""
+        """Writes ``run.json``; on a full disk the file stays as it is, and the user is told."""
         changes: dict[str, object] = {"state": state}
         if state == "stopped":
             changes["wall_seconds"] = self._record.all_seconds()

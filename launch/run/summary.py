@@ -1,4 +1,4 @@
-"""``summary.json``: what a finished run has reached and what it took; and the lines that tell it."""
+"""``summary.json``: what a finished run has achieved and what it took, and the table that shows it."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ PACKAGES = (
     "pyarrow",
     "pydantic",
 )
-"""Whose versions a result may depend on."""
+"""Packages whose versions a result may depend on."""
 
 
 @dataclass(slots=True)
 class Findings:
-    """What was asked of Redis before it ended, for the summary."""
+    """Figures that were read from Redis before it ended, for the summary."""
 
     counts: dict[str, int] = field(default_factory=dict)
     """Groups by ledger state."""
@@ -55,11 +55,10 @@ class Findings:
     grader_restarts: list[dict[str, Any]] = field(default_factory=list)
     """Restarts of graders, as the pools counted them."""
     dead_letters: list[dict[str, Any]] = field(default_factory=list)
-    """Groups given up."""
     idle: dict[str, float] = field(default_factory=dict)
     """Share of its time that each role waited."""
     complete: bool = False
-    """All of it was read."""
+    """Whether everything was read."""
 
 
 def make(
@@ -71,7 +70,6 @@ def make(
     wall_seconds: float,
     machine: Machine,
 ) -> dict[str, Any]:
-    """The summary as plain data."""
     course = Course()
     for one in read_parts(folder.metrics, log.warning):
         course.add(one)
@@ -120,30 +118,29 @@ COURSE = (
     "train/loss",
     "replay/staleness_mean",
 )
-"""Metrics of which the summary tells how they began and how they ended."""
+"""Metrics whose values at the beginning and at the end are in the summary."""
 
 
 ENDS = 20
-"""Steps at the beginning and at the end that it tells of, at most."""
+"""Number of steps at each end that are averaged, at most."""
 
 
 class Course:
-    """What a summary needs of the metrics, taken record by record."""
+    """The summary's figures from the metrics, added record by record."""
 
     def __init__(self) -> None:
         self.steps = 0
         """The last step."""
         self.staleness = 0
-        """The oldest sample's age at any step."""
+        """The age of the oldest sample at any step, in versions."""
         self.trained: dict[int, tuple[int, int]] = {}
-        """Samples and tokens of each step."""
+        """Step to its numbers of samples and tokens."""
         self._total = self._waited = 0.0
         self._counts: Counter[str] = Counter()
         self._firsts: dict[str, list[float]] = {name: [] for name in COURSE}
         self._lasts: dict[str, deque[float]] = {name: deque(maxlen=ENDS) for name in COURSE}
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Takes one record in."""
         step = int(record.get("step") or 0)
         self.steps = max(self.steps, step)
         self.staleness = max(self.staleness, int(record.get(STALEST) or 0))
@@ -161,16 +158,16 @@ class Course:
                 self._lasts[name].append(value)
 
     def ends(self) -> dict[str, list[float]]:
-        """Of each metric of :data:`COURSE` its means over the first and over the last steps.
+        """Means of each metric of :data:`COURSE` over its first and over its last steps.
 
-        "The first steps" are a tenth of those that have it, 20 at most and one at least.
+        Each end is a tenth of the steps that have the metric, at least 1 and at most 20.
         """
-        found = {}
+        means = {}
         for name, total in self._counts.items():
             count = min(ENDS, max(1, total // 10))
             ends = self._firsts[name][:count], list(self._lasts[name])[-count:]
-            found[name] = [sum(end) / len(end) for end in ends]
-        return found
+            means[name] = [sum(end) / len(end) for end in ends]
+        return means
 
     def idle(self) -> dict[str, float]:
         """Share of its steps' time that the learner waited, as each step recorded it."""
@@ -182,15 +179,15 @@ def _sum(record: Mapping[str, Any], keys: Sequence[str]) -> float:
 
 
 def _at(results: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any] | None:
-    """The result of a step over the most problems."""
+    """The result of a step that covers the most problems."""
     there = [result for result in results if result.get("step") == step]
     return max(there, key=lambda result: int(result.get("problems") or 0), default=None)
 
 
 def _trained(folder: RunFolder, course: Course) -> tuple[int, int]:
-    """Samples and tokens that were trained on: the journal's.
+    """Samples and tokens that were trained on, from the journal.
 
-    Of a run without one, and of steps whose record in it is without them, the metrics'.
+    The metrics fill in for a run without a journal and for steps that the journal has no numbers of.
     """
     counts: Mapping[int, tuple[int, int] | None] = course.trained
     if parts(folder.journal):
@@ -215,40 +212,39 @@ def _grader_restarts(counted: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of :data:`PACKAGES`."""
-    found = {}
+    """Installed versions of :data:`PACKAGES`, by package."""
+    installed = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def write(folder: RunFolder, summary: Mapping[str, Any]) -> None:
-    """Writes ``summary.json``."""
     write_atomic(folder.summary, json.dumps(summary, indent=1) + "\n")
 
 
-TOLD = (
+CHANGES = (
     ("reward/mean", "reward", "{:.3f}"),
     ("reward/zero_variance", "groups without signal", "{:.0%}"),
     ("rollout/length_mean", "response length", "{:,.1f}"),
     ("train/entropy", "entropy", "{:.3f}"),
     ("train/loss", "loss", "{:.4f}"),
 )
-"""Rows of the table that go from the first steps to the last: metric, name, format."""
+"""Rows of the table that compare the first steps with the last: metric, label, format."""
 
 
 def table(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
-    """A few lines for a person."""
+    """The summary as a few lines of text."""
     rows = [("steps", f"{summary['steps']}")]
     if summary["accuracy_after"] is not None:
         before = summary["accuracy_before"]
         came = f"{100 * before:.1f}% -> " if before is not None else ""
         now, over = 100 * summary["accuracy_after"], summary["evaluation_problems"]
         rows.append(("held-out accuracy", f"{came}{now:.1f}% ({over} problems)"))
-    for metric, name, form in TOLD:
+    for metric, name, form in CHANGES:
         if metric in summary["course"]:
             began, ended = (form.format(value) for value in summary["course"][metric])
             rows.append((name, f"{began} -> {ended}"))
@@ -277,8 +273,8 @@ def table(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
 
 
 def next_command(config: Config, preset: str, machine: Machine) -> str:
-    """What to run next on this machine."""
-    # In a clone the command isn't on PATH, and the script does its own set-up.
+    """Suggests what to run next on this machine."""
+    # In a clone the command isn't on PATH, and the script sets itself up.
     start = "bash launch/start_all.sh" if Path("launch/start_all.sh").exists() else "tandem start"
     if len(machine.gpus) >= 8 and not preset.startswith("qwen"):
         return f"{start} qwen2.5-math-7b-luffy-8gpu  (8 GPUs are here; see its data first)"
