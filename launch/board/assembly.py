@@ -1,6 +1,6 @@
 """Puts a snapshot together: a pure function of what was read elsewhere, and of the clock.
 
-What was read: the history of ``metrics.jsonl``, a look into Redis, the restarts.
+Its inputs are the history of ``metrics.jsonl``, a look into Redis, and the restarts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from .history import Evaluated, History, first_number
 from .snapshot import Grading, Known, MemberStanding, Queues, RoleStanding, Snapshot, Staleness
 
 FRESH_SECONDS = 15.0
-"""A report that is older tells of a process that is gone."""
+"""A process whose report is older than this is taken to be gone."""
 LONGEST_WAIT = 10.0
-"""A wait under way counts at most so many seconds: as long as idle shares look back."""
+"""A wait that is still going on counts for at most this long: idle shares look back as far."""
 BUSY = 0.05
-"""A role that waits for less than this share of its time waits for nobody worth naming."""
+"""A role that waits for less than this share of its time isn't said to wait for anybody."""
 
 WAITS: Mapping[str, tuple[str, str]] = {
     "batch": ("rollout", "the next batch"),
@@ -30,7 +30,7 @@ WAITS: Mapping[str, tuple[str, str]] = {
     "graders": ("graders", "verdicts"),
     "admission": ("learner", "the next step"),
 }
-"""What a process that is in the activity ``wait/<name>`` waits for: who, and what of them."""
+"""Activity ``wait/<name>`` of a process to the role that it waits for and what it needs from it."""
 
 
 def assemble(
@@ -43,16 +43,16 @@ def assemble(
     problem: str = "",
     now: float,
 ) -> Snapshot:
-    """Puts together what was read.
+    """Builds the snapshot.
 
     Args:
-        known: What the folder says.
-        history: Of ``metrics.jsonl``; empty where the folder is on another host.
-        facts: A look into Redis; None where there is none.
-        activity: Of the reports in the latest looks; None = of ``facts`` alone.
-        restarts: That the supervisor noted.
-        problem: Why ``facts`` is old or missing.
-        now: Seconds since the epoch.
+        known: what the folder says.
+        history: from ``metrics.jsonl``; empty if the folder is on another host.
+        facts: a look into Redis; None if there is none.
+        activity: from the reports of the latest looks; None = from ``facts`` alone.
+        restarts: noted by the supervisor.
+        problem: why ``facts`` is old or missing.
+        now: seconds since the epoch.
     """
     if activity is None:
         activity = Activity()
@@ -117,7 +117,7 @@ def _state(known: Known, facts: Facts | None) -> str | None:
 
 
 def _fresh(facts: Facts | None, now: float) -> dict[str, Mapping[str, Any]]:
-    """Reports of processes that are there."""
+    """Reports of processes that are still there."""
     if facts is None:
         return {}
     heard = {member.member for member in facts.members if member.age < FRESH_SECONDS}
@@ -129,7 +129,7 @@ def _fresh(facts: Facts | None, now: float) -> dict[str, Mapping[str, Any]]:
 
 
 def _alarms(fresh: Mapping[str, Mapping[str, Any]], history: History) -> tuple[str, ...]:
-    """The learner's is in the run's metrics, where the folder is at hand, of all its lives."""
+    """Alarms of the pools, and of the learner since the run began if its metrics are at hand."""
     reports = {m: r for m, r in sorted(fresh.items()) if r.get("alarm")}
     if history.alarm:
         reports = {m: r for m, r in reports.items() if r.get("role") != "learner"}
@@ -138,16 +138,16 @@ def _alarms(fresh: Mapping[str, Mapping[str, Any]], history: History) -> tuple[s
 
 
 def _evaluations(facts: Facts | None, history: History) -> tuple[Evaluated, ...]:
-    found = {(one.step, one.set): one for one in history.evaluations}
+    by_key = {(one.step, one.set): one for one in history.evaluations}
     for result in facts.evaluations if facts else ():
-        # The learner writes a result into the metrics only when it next looks.
-        found[(result.step, result.set_name)] = Evaluated(
+        # The learner copies a result into the metrics only at its next step.
+        by_key[(result.step, result.set_name)] = Evaluated(
             set=result.set_name,
             step=result.step,
             accuracy=result.accuracy,
             problems=result.problems,
         )
-    return tuple(found[key] for key in sorted(found))
+    return tuple(by_key[key] for key in sorted(by_key))
 
 
 def _grading(fresh: Mapping[str, Mapping[str, Any]]) -> Grading | None:
@@ -197,16 +197,16 @@ def _members(
 ) -> tuple[MemberStanding, ...]:
     if facts is None:
         return ()
-    found = []
+    members = []
     for member in facts.members:
         report = fresh.get(member.member, {})
         version = member.info.get("version") or report.get("version")
         seconds = _seconds(member.member, member.role, report, activity, history, now)
-        found.append(
+        members.append(
             MemberStanding(
                 member=member.member,
                 role=member.role,
-                # Heartbeats go on growing old while Redis can't be asked.
+                # Heartbeats keep ageing while Redis can't be asked.
                 age=round(member.age + max(0.0, now - facts.time), 1),
                 pid=member.info.get("pid") or report.get("pid"),
                 host=member.info.get("host") or report.get("host"),
@@ -216,7 +216,7 @@ def _members(
                 tokens_per_second=first_number(report, "tokens_per_second"),
             )
         )
-    return tuple(found)
+    return tuple(members)
 
 
 def _seconds(
@@ -230,7 +230,7 @@ def _seconds(
     """A member's recent seconds by activity, with ``total``."""
     if role != "learner":
         return activity.seconds(member)
-    # The learner's reports tell of its last step alone; the metrics have them all.
+    # The learner's report covers only its last step; the metrics cover all of them.
     seconds = history.learner_seconds() or activity.seconds(member)
     moment = history.last("time")
     since = min(now - moment, LONGEST_WAIT) if moment is not None else 0.0
@@ -248,7 +248,7 @@ def _roles(
     facts: Facts | None,
     now: float,
 ) -> tuple[RoleStanding, ...]:
-    found = []
+    roles = []
     for role in ("learner", "rollout", "reward"):
         of_role = [m for m in members if m.role == role]
         if not of_role:
@@ -270,16 +270,16 @@ def _roles(
                 what = own[0].removeprefix("admission: ")
             if longest == "batch" and facts and not facts.waiting_for:
                 whom, what = "", "its source"
-        found.append(
+        roles.append(
             RoleStanding(
                 role=role, members=len(of_role), idle=idle, waits_for=whom, waits_what=what
             )
         )
-    return tuple(found)
+    return tuple(roles)
 
 
 def _summed(idle: Mapping[str, float]) -> tuple[RoleStanding, ...]:
-    """Of a finished run."""
+    """The roles of a finished run, from its summary."""
     return tuple(
         RoleStanding(role=role, members=0, idle=share, waits_for="", waits_what="")
         for role, share in idle.items()
@@ -287,7 +287,7 @@ def _summed(idle: Mapping[str, float]) -> tuple[RoleStanding, ...]:
 
 
 def _share(seconds: Mapping[str, float]) -> float | None:
-    """Share of the time in activities named ``wait/…``."""
+    """Share of the time spent in activities named ``wait/…``."""
     total = seconds.get("total")
     if not total:
         return None

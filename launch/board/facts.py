@@ -1,4 +1,4 @@
-"""Asks Redis what it knows of a run: the ledger's counts, the members, their reports, evaluations."""
+"""Reads from Redis what it knows of a run: the ledger's counts, members, their reports, evaluations."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ...replay.connection import Store
 
 EVERY_SECONDS = 1.0
-"""Between two looks of the live view; the roles report every second or two."""
+"""Time between two looks of the live view; the roles report every second or two."""
 HEARD_WITHIN = 60.0
-"""A member that was not heard of for so many seconds is shown no more."""
+"""A member that hasn't been heard of for this long is no longer shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,37 +27,37 @@ class Facts:
     """One look into Redis."""
 
     time: float
-    """When, seconds since the epoch, by this host's clock."""
+    """When it was taken, in seconds since the epoch by this host's clock."""
     state: str
     """running, draining, finished or failed."""
     counts: Mapping[str, int]
     """Groups by state in the ledger."""
     journalled: int
-    """Rows written."""
+    """Number of rows that were journalled."""
     term: int
     """The newest learner's term."""
     limit: int
     """``replay.max_staleness``."""
     steps: int | None
-    """Steps of the run, where it ends after steps."""
+    """Steps of the run, if their number is set."""
     waiting_for: str
     """Whom the next row waits for, in one line."""
     members: tuple[Member, ...]
-    """Heard of within :data:`HEARD_WITHIN`."""
+    """Members heard of within :data:`HEARD_WITHIN`."""
     reports: Mapping[str, Mapping[str, Any]]
-    """The newest report of every member that ever was."""
+    """The newest report of every member there ever was."""
     evaluations: tuple[EvaluationResult, ...]
     """Evaluations that are done."""
     evaluations_open: int
-    """Asked for and not done."""
+    """Evaluations that were requested and aren't done."""
     grader_restarts: int
     """Restarts of graders, as the pools counted them."""
     dead_letters: tuple[Mapping[str, Any], ...] = ()
-    """Groups given up, where they were asked for."""
+    """Groups that were given up, if they were asked for."""
 
 
 def ask(store: Store, *, dead_letters: bool = False) -> Facts:
-    """Asks; a few small round trips.
+    """Looks into Redis with a few small round trips.
 
     Raises:
         StoreError: Redis doesn't answer, or holds no ledger of the run.
@@ -83,10 +83,9 @@ def ask(store: Store, *, dead_letters: bool = False) -> Facts:
 
 
 class Activity:
-    """Seconds by activity of every member, over its latest reports.
+    """Seconds by activity of every member, over its latest reports; each report counts once.
 
-    Learner, worker and pool tell it each in its own way; this is the one place that reads all
-    three. A report counts once.
+    Learner, worker and pool each report them in their own form; only this class reads all three.
     """
 
     def __init__(self, seconds: float = 10.0) -> None:
@@ -94,7 +93,7 @@ class Activity:
         self._kept: dict[str, list[tuple[float, dict[str, float]]]] = {}
 
     def add(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
-        """Takes in reports; those that were seen before change nothing."""
+        """Adds reports, skipping those that were added before."""
         for member, report in reports.items():
             moment = float(report.get("time") or 0.0)
             kept = self._kept.setdefault(member, [])
@@ -105,7 +104,7 @@ class Activity:
                 kept.pop(0)
 
     def seconds(self, member: str) -> dict[str, float]:
-        """Its recent seconds by activity, with ``total``; empty where nothing is known."""
+        """A member's recent seconds by activity, with ``total``; empty if nothing is known."""
         added: dict[str, float] = {}
         for _, seconds in self._kept.get(member, ()):
             for activity, spent in seconds.items():
@@ -114,7 +113,7 @@ class Activity:
 
 
 def seconds_of(report: Mapping[str, Any]) -> dict[str, float]:
-    """A report's seconds by activity, with ``total``; empty where it tells none."""
+    """A report's seconds by activity, with ``total``; empty if the report has none."""
     clock = report.get("clock") or report.get("seconds")
     if not isinstance(clock, Mapping) or not clock.get("total"):
         return {}
@@ -122,15 +121,14 @@ def seconds_of(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 class FactsWatch:
-    """A thread that asks Redis every second, so that nobody who draws or supervises waits."""
+    """A thread that looks into Redis every second, so that neither view nor supervisor waits."""
 
     def __init__(self, store: Store) -> None:
         self.facts: Facts | None = None
         """The newest look; None before the first."""
         self.problem = ""
-        """Why there is no newer one; empty where there is."""
+        """Why there is no newer look; empty if there is one."""
         self.activity = Activity()
-        """Of what was seen."""
         self._store = store
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="facts", daemon=True)
@@ -145,13 +143,13 @@ class FactsWatch:
         try:
             facts = ask(self._store)
         except TandemError as error:
-            # Redis is away; the supervisor brings it back and says so.
+            # Redis is away; the supervisor restarts it and says so.
             self.problem = str(error)
         else:
             self.activity.add(facts.reports)
             self.facts, self.problem = facts, ""
 
     def stop(self) -> None:
-        """Looks once more and ends the thread; one that Redis doesn't answer is left behind."""
+        """Looks once more and ends the thread; a thread that Redis doesn't answer is left behind."""
         self._end.set()
         self._thread.join(EVERY_SECONDS)

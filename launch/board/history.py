@@ -1,4 +1,4 @@
-"""What ``metrics.jsonl`` tells of a run, kept small: the recent steps and every evaluation."""
+"""The part of ``metrics.jsonl`` that people look at, kept small: recent steps and every evaluation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ...common.ratio_check import alarm_of
 
 _AGE = re.compile("[0-9]{1,4}")
 WINDOW = 20
-"""Steps that recent means and paces are taken over."""
+"""Number of steps that recent means and paces are taken over."""
 SHARE = "replay/staleness_share_"
-"""Metrics of the staleness histogram begin with this; the age follows."""
+"""Prefix of the staleness histogram's metrics; the age follows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,48 +25,45 @@ class Evaluated:
     """One evaluation of a held-out set."""
 
     set: str
-    """The set's name."""
     step: int
     """The step of the weights."""
     accuracy: float
-    """0 to 1."""
+    """Share of right answers, 0 to 1."""
     problems: int
-    """The number of problems."""
 
 
 class History:
-    """Takes the records of ``metrics.jsonl`` in the order in which they stand there."""
+    """Takes the records of ``metrics.jsonl`` in their order in the file."""
 
     def __init__(self) -> None:
         self.step = 0
         """The latest step."""
         self.alarm = ""
-        """The newest alarm of the ratio check, with its step and how many steps had one; empty where
-        none had."""
+        """The newest alarm of the ratio check, with its step and the number of steps with one; empty if
+        there was none."""
         self._alarms = (0, 0)
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
         self._evaluations: dict[tuple[str, int], Evaluated] = {}
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Takes one record in."""
         step = record.get("step")
         if type(step) is not int:
             return
         found = list(_evaluations(record, step))
         if found:
-            # Its step is that of the weights, which may be long past.
+            # The evaluation's step is that of the weights, which may be long past.
             self._evaluations.update({(one.set, one.step): one for one in found})
             return
         recent = self._recent
         if recent and (step <= recent[-1]["step"] or record.get("term") != recent[-1].get("term")):
-            # Another life of the learner: the time in between is nobody's pace.
+            # The learner was restarted: the time in between says nothing about the pace.
             recent.clear()
         recent.append(record)
         self.step = max(self.step, step)
         self.note_alarm(record)
 
     def note_alarm(self, record: Mapping[str, Any]) -> None:
-        """Takes in nothing of a step but its alarm."""
+        """Takes only the alarm from a step's record."""
         alarm, step = alarm_of(record), record.get("step")
         last, count = self._alarms
         # A learner that was killed writes steps again.
@@ -77,15 +74,15 @@ class History:
 
     @property
     def evaluations(self) -> tuple[Evaluated, ...]:
-        """All of them, by step and set."""
+        """All evaluations, by step and set."""
         return tuple(sorted(self._evaluations.values(), key=lambda one: (one.step, one.set)))
 
     def last(self, *names: str) -> float | None:
-        """The newest step's value of the first of these metrics that it has."""
+        """The value, in the newest step, of the first of these metrics that the step has."""
         return first_number(self._recent[-1], *names) if self._recent else None
 
     def values(self, name: str) -> tuple[float, ...]:
-        """A metric's values in the recent steps that have it."""
+        """A metric's values in those recent steps that have it."""
         found = (first_number(record, name) for record in self._recent)
         return tuple(value for value in found if value is not None)
 
@@ -95,7 +92,7 @@ class History:
         return sum(values) / len(values) if values else None
 
     def seconds_per_step(self) -> float | None:
-        """Recent pace; None before the second step of a life of the learner."""
+        """Recent pace; None until the learner has done two steps since its last start."""
         if len(self._recent) < 2:
             return None
         first, last = self._recent[0], self._recent[-1]
@@ -104,11 +101,11 @@ class History:
         return max(1e-6, self._span() / (last["step"] - first["step"]))
 
     def per_second(self, *names: str) -> float | None:
-        """Recent rate of metrics that count what a step did, added up."""
+        """Recent rate per second of metrics that count what a step did, added up."""
         span = self._span()
         if not span:
             return None
-        # What the first step did was done before its moment.
+        # What the first step did was done before the span begins.
         later = list(self._recent)[1:]
         return sum(first_number(record, name) or 0.0 for record in later for name in names) / span
 
@@ -120,7 +117,7 @@ class History:
         return max(0.0, moments[-1] - moments[0])
 
     def staleness(self) -> tuple[float, ...]:
-        """Share of the recent samples by age in steps, from 0 on; empty where nothing tells."""
+        """Share of the recent samples by age in steps, from 0 on; empty if no step recorded it."""
         histograms = [ages for record in self._recent if (ages := _ages(record))]
         if not histograms:
             return ()
@@ -142,14 +139,14 @@ class History:
 
 
 def read(path: Path) -> History:
-    """The history of all parts of a run's metrics; only what it keeps is parsed."""
+    """The history from all parts of a run's metrics; parses only what it keeps."""
     history = History()
     kept: list[bytes] = []
     recent: deque[bytes] = deque()
     for part in parts(path):
         with open(part, "rb") as file:
             for line in file:
-                # A crash of the host may leave the last line cut; the learner writes it again.
+                # A crash of the host may have cut the last line; the learner writes it again.
                 if not line.endswith(b"\n"):
                     break
                 recent.append(line)
@@ -167,7 +164,7 @@ def read(path: Path) -> History:
 
 
 def parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Records of whole lines; a damaged one is left out."""
+    """Records of whole lines; damaged lines are left out."""
     for line in lines:
         try:
             record = json.loads(line)
@@ -178,7 +175,7 @@ def parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def first_number(record: Mapping[str, Any], *keys: str) -> float | None:
-    """The first of some keys that holds a number."""
+    """The value of the first key that holds a number."""
     for key in keys:
         value = record.get(key)
         if _is_number(value):
@@ -187,7 +184,7 @@ def first_number(record: Mapping[str, Any], *keys: str) -> float | None:
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    # None that float() or a sum could fail on: no NaN, no infinity, no whole number without end.
+    # Nothing that float() or a sum could fail on: no NaN, no infinity, no endlessly long integer.
     return isinstance(value, int | float) and -1e300 < value < 1e300
 
 

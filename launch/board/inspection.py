@@ -1,4 +1,4 @@
-"""What ``tandem status`` tells beside the live view's snapshot: asked once, too dear for each frame."""
+"""What ``tandem status`` shows beyond the live view's snapshot: too costly to ask for at every frame."""
 
 from __future__ import annotations
 
@@ -26,36 +26,35 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What was found; None for what couldn't be asked."""
+    """The results; None for what couldn't be asked."""
 
     oldest_lease: OldestLease | None = None
-    """Of those that are out; None also where nothing is leased."""
+    """The oldest lease that is out; None also if nothing is leased."""
     waiting_ages: WaitingAges | None = None
-    """Of the graded groups."""
+    """Ages of the graded groups."""
     memory: MemoryUse | None = None
-    """Of the run's Redis."""
+    """Memory of the run's Redis."""
     disk: DiskUse | None = None
-    """Of the run's folder."""
+    """Disk use of the run's folder."""
     journal: JournalEnd | None = None
-    """Of the learner, as it stands in the folder."""
+    """How far the journal in the folder goes."""
     notes: tuple[str, ...] = ()
-    """Why something is missing, a sentence each."""
+    """Why something is missing, one sentence each."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         return asdict(self)
 
 
 def inspect(
     folder: RunFolder | None, join_file: Path, *, redis_answers: bool, deadline: float
 ) -> Inspection:
-    """Looks closer at a run: into its folder where there is one, into Redis where it answers.
+    """Looks more closely at a run: into its folder if it is here, and into Redis if it answers.
 
     Args:
-        folder: None where the run is on another host.
-        join_file: How to join it.
-        redis_answers: Whether it just did.
-        deadline: Seconds for it to answer again.
+        folder: None if the run is on another host.
+        join_file: how to join it.
+        redis_answers: whether Redis has just answered.
+        deadline: seconds that Redis may take to answer again.
     """
     notes: list[str] = []
 

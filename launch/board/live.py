@@ -1,4 +1,4 @@
-"""What the live view looks at: the supervisor's own figures and, in a thread, Redis."""
+"""The source of the live view: the supervisor's own figures and, through a thread, Redis."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class LiveLook:
-    """Makes a snapshot whenever it is called; never waits for anybody.
+    """Makes a snapshot whenever it is called; never waits.
 
     Args:
-        known: Of the run, as it was when this life began.
-        began: When that was, seconds since the epoch.
-        progress: The supervisor's, whose history is shared.
-        restarts: ``restarts.jsonl``.
-        state: What the supervisor is about.
+        known: what was known of the run when it was started this time.
+        began: when that was, in seconds since the epoch.
+        progress: the supervisor's own, whose history is shared.
+        restarts: path of ``restarts.jsonl``.
+        state: returns the state that the supervisor is in.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class LiveLook:
         self._facts: FactsWatch | None = None
 
     def ask(self, store: Store) -> None:
-        """Asks Redis from now on."""
+        """Starts to look into Redis as well."""
         self._facts = FactsWatch(store)
 
     def __call__(self) -> Snapshot:
@@ -72,6 +72,6 @@ class LiveLook:
             )
 
     def stop(self) -> None:
-        """Asks Redis no more."""
+        """Stops looking into Redis."""
         if self._facts is not None:
             self._facts.stop()

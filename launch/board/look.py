@@ -1,4 +1,4 @@
-"""One look at a run from outside: its folder, and Redis where it is up."""
+"""One look at a run from outside: at its folder, and into Redis if it is up."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .on_disk import read_restarts
 from .snapshot import Known, Snapshot
 
 ANSWER_SECONDS = 8.0
-"""For Redis to answer a person who asks how the run stands."""
+"""How long Redis may take to answer a person who asks how the run stands."""
 
 
 def look(folder: RunFolder | None, join_file: Path) -> Snapshot:
-    """Asks Redis and the folder.
+    """Makes a snapshot from Redis and the folder.
 
-    A run that isn't up is told from its folder alone, and so is one whose Redis doesn't answer,
-    as while it is started again; ``problem`` says so then.
+    If the run isn't up, or its Redis doesn't answer (it may be restarting), the folder alone is
+    used; in the latter case ``problem`` says so.
 
     Raises:
         StoreError: there is no folder, and Redis doesn't answer.
@@ -42,7 +42,7 @@ def look(folder: RunFolder | None, join_file: Path) -> Snapshot:
         except StoreError as error:
             if folder is None:
                 raise
-            # It may have come to its end meanwhile.
+            # The run may have ended in the meantime.
             known = known_of(folder)
             problem = str(error) if known.supervisor is not None else ""
     return assemble(
@@ -56,7 +56,7 @@ def look(folder: RunFolder | None, join_file: Path) -> Snapshot:
 
 
 def known_of(folder: RunFolder) -> Known:
-    """What a run's folder says."""
+    """What a run's folder says about it."""
     record = folder.read_run()
     supervisor = supervisor_of(folder)
     state = record.get("state")
@@ -91,7 +91,7 @@ def _ask(join_file: Path) -> Facts:
 
 
 def uses_own_redis(folder: RunFolder) -> bool:
-    """Whether a run's Redis ends with it."""
+    """Whether a run's Redis ends with the run."""
     return _part(_settings(folder), "replay").get("redis_url") is None
 
 
@@ -99,7 +99,7 @@ def _settings(folder: RunFolder) -> dict[str, Any]:
     try:
         content = parse_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
     except (OSError, ValueError, ConfigError):
-        return {}  # The run was killed before it was written.
+        return {}  # The run was killed before its config was written.
     return content if isinstance(content, dict) else {}
 
 

@@ -29,7 +29,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "data": ("data",),
     "trackers": ("wandb", "tensorboard", "trackers"),
 }
-"""Entries of a run's folder by what they are; ``redis`` is the append-only file. Weights lie in
+"""Kind to entries of a run's folder; ``redis`` is the append-only file. Weights are in
 ``checkpoints`` and, at the end, in ``model``. Journal, metrics and samples are files in parts."""
 
 
@@ -38,9 +38,9 @@ class DiskUse:
     """Bytes of a run's folder."""
 
     parts: dict[str, int]
-    """By what they are (:data:`PARTS`), and ``other``."""
+    """Bytes by kind (:data:`PARTS`), and ``other``."""
     free: int
-    """Left on that disk."""
+    """Bytes left on the folder's disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +50,18 @@ class JournalEnd:
     rows: int
     """The last step that has a row."""
     applied: int
-    """The last step whose update is in the weights, on the present line of history."""
+    """The last step whose update is in the weights, on the current line of history."""
     quarantined: tuple[int, ...]
-    """Steps that used their number and changed nothing."""
+    """Steps that used up their number and changed nothing."""
 
 
 def read_restarts(folder: RunFolder) -> list[dict[str, Any]]:
-    """Deaths that the supervisor saw, in all lives of the run."""
+    """Deaths that the supervisor has seen since the run was first started."""
     return list(read_json_lines(folder.logs / "restarts.jsonl", log.warning))
 
 
 def disk_use(folder: RunFolder) -> DiskUse:
-    """Adds up files as they are now; what goes away meanwhile isn't counted."""
+    """Adds up the files as they are now; a file that disappears in the meantime isn't counted."""
     of = {entry: part for part, entries in PARTS.items() for entry in entries}
     sizes = dict.fromkeys([*PARTS, "other"], 0)
     for path in folder.path.iterdir():
@@ -70,10 +70,10 @@ def disk_use(folder: RunFolder) -> DiskUse:
 
 
 def journal_end(folder: RunFolder) -> JournalEnd | None:
-    """Of a run's journal; None where there is none yet.
+    """The end of a run's journal; None if there is no journal yet.
 
     Raises:
-        StoreError: it is damaged.
+        StoreError: the journal is damaged.
     """
     if not parts(folder.journal):
         return None
@@ -85,7 +85,7 @@ def journal_end(folder: RunFolder) -> JournalEnd | None:
 
 
 def _record(folder: RunFolder, name: str) -> str:
-    """The record that a file is a part of; empty where it is of none."""
+    """The kind of record that a file is a part of; empty if it isn't one."""
     records = {"journal": folder.journal, "metrics": folder.metrics, "samples": folder.samples}
     return next((what for what, path in records.items() if is_part(path, name)), "")
 

@@ -1,4 +1,4 @@
-"""A snapshot printed once, as ``tandem status`` does: the view, then what it has no room for."""
+"""Prints a snapshot once for ``tandem status``: the view, then what it has no room for."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .tty import has_blocks, has_colour, wants_live
 from .view import ASCII, UNICODE, draw
 
 COLUMNS = 100
-"""Where it isn't printed to a terminal."""
+"""Columns, unless it is printed to a terminal."""
 MOST = 10
-"""Restarts and evaluations that are listed, the newest, and groups given up, the first."""
+"""Number of restarts and evaluations (the newest) and of groups given up (the first) that are listed."""
 
 
 def show(snapshot: Snapshot, stream: TextIO, inspection: Inspection | None = None) -> None:
-    """Prints it; in colour on a terminal that has any."""
+    """Prints the snapshot, in colour if the stream is a terminal that has any."""
     live = wants_live(stream)
     columns = os.get_terminal_size(stream.fileno()).columns if live else COLUMNS
     colours: Literal["standard"] | None = "standard" if live and has_colour() else None
@@ -34,7 +34,7 @@ def show(snapshot: Snapshot, stream: TextIO, inspection: Inspection | None = Non
 
 
 def more(snapshot: Snapshot, inspection: Inspection) -> list[str]:
-    """What the view leaves out."""
+    """Lines for what the view leaves out."""
     lines = []
     if snapshot.supervisor:
         lines.append(f"supervisor: process {snapshot.supervisor}")

@@ -1,4 +1,4 @@
-"""Follows ``metrics.jsonl`` and says how the run gets on, in plain lines."""
+"""Follows ``metrics.jsonl`` and reports a run's progress in plain lines."""
 
 from __future__ import annotations
 
@@ -36,18 +36,17 @@ class Progress:
         self._alarm = ""
         self._lock = threading.Lock()
         self.history = History()
-        """What the metrics tell; look at it inside :meth:`reading`."""
+        """What the metrics say; read it inside :meth:`reading`."""
         self.moved = time.monotonic()
-        """When a step was last seen."""
+        """When a step was last seen (monotonic time)."""
         self.skip()
 
     @property
     def step(self) -> int:
-        """The latest step seen."""
         return self.history.step
 
     def skip(self) -> None:
-        """Takes what an earlier life of the run has written without telling of it."""
+        """Reads what was written before this start of the run without reporting it."""
         self._tail.skip()
         self.history = read(self._path)
         self._said_step = self.step
@@ -55,7 +54,7 @@ class Progress:
         self.moved = time.monotonic()
 
     def update(self) -> None:
-        """Reads what is new; prints a line every so many steps."""
+        """Reads what is new; prints a line every ``every`` steps."""
         with self._lock:
             for record in self._tail.records():
                 evaluations = len(self.history.evaluations)
@@ -73,13 +72,12 @@ class Progress:
 
     @contextmanager
     def reading(self) -> Iterator[History]:
-        """The history, which nobody changes meanwhile."""
+        """The history, which nothing changes inside the ``with`` block."""
         self.update()
         with self._lock:
             yield self.history
 
     def line(self, record: Mapping[str, Any]) -> str:
-        """One line for a person."""
         history = self.history
         width = len(str(self._total)) if self._total else 1
         parts = [f"step {self.step:>{width}}" + (f"/{self._total}" if self._total else "")]

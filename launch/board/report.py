@@ -1,7 +1,7 @@
-"""Draws ``report.png`` from a run's metrics: how accuracy, reward, lengths and weights went.
+"""Draws ``report.png`` from a run's metrics: the course of accuracy, reward, lengths and weights.
 
-It is drawn by a process of its own (:class:`Drawing`), so that the run pays nothing for matplotlib
-before its end, and so that nothing that happens there can fail the run::
+It is drawn by a process of its own (:class:`Drawing`), so that matplotlib costs the run nothing
+before its end, and nothing that happens there can make the run fail::
 
     python -m tandem.launch.board.report RUN_FOLDER
 """
@@ -21,13 +21,13 @@ from ...common.parts import read_parts
 from ...common.run_folder import RunFolder
 
 SECONDS = 120.0
-"""For the drawing; matplotlib's first start on a machine looks through all its fonts."""
+"""How long the drawing may take; at its first start on a machine matplotlib reads all fonts."""
 REAP_SECONDS = 10.0
-"""A killed process that is still there after so long is left behind, with a word about it."""
+"""A killed process that is still there after this long is left behind, and the user is told."""
 POINTS = 2000
-"""Steps that a curve is drawn of at most; of a longer run every so many-th."""
+"""Most points of a curve; of a longer run only every n-th step is drawn."""
 SMOOTHED = 40
-"""Steps from which on a curve gets a running mean beside it."""
+"""Number of steps from which a running mean is drawn beside a curve."""
 
 Series = tuple[list[int], list[float]]
 """Steps and values."""
@@ -40,11 +40,11 @@ class Curve:
     metric: str
     """Its name in ``metrics.jsonl``."""
     label: str
-    """In the legend."""
+    """Its name in the legend."""
     colour: str
-    """matplotlib's."""
+    """A colour by matplotlib's name."""
     thin: bool = False
-    """Drawn thin and pale."""
+    """Whether it is drawn thin and pale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +52,12 @@ class Panel:
     """One diagram."""
 
     title: str
-    """Above it."""
     unit: str
-    """Beside it."""
+    """Label of the vertical axis."""
     curves: tuple[Curve, ...]
-    """Those whose metric the run has are drawn."""
+    """Only those whose metric the run has are drawn."""
     logarithmic: bool = False
-    """Of the values' axis, where all of them are positive."""
+    """Whether the vertical axis is logarithmic, if all values are positive."""
 
 
 PANELS = (
@@ -123,7 +122,7 @@ PANELS = (
         ),
     ),
 )
-"""All but the accuracy, whose metrics have the names of the held-out sets."""
+"""All panels but accuracy, whose metrics are named after the held-out sets."""
 
 
 class Drawing:
@@ -132,7 +131,7 @@ class Drawing:
     def __init__(self, folder: RunFolder) -> None:
         command = [sys.executable, "-P", "-m", "tandem.launch.board.report", str(folder.path)]
         self._problem = ""
-        # One of fewer steps would be taken for this one's where the drawing fails.
+        # The report of a shorter run would be mistaken for this run's if the drawing failed.
         folder.report.unlink(missing_ok=True)
         self._process: subprocess.Popen[str] | None = None
         try:
@@ -148,22 +147,22 @@ class Drawing:
             self._problem = str(error)
 
     def wait(self, seconds: float = SECONDS) -> str:
-        """Waits for it; returns why there is no report, or nothing."""
+        """Waits for the drawing; returns why there is no report, or an empty text."""
         if self._process is None:
             return self._problem
         try:
-            _, said = self._process.communicate(timeout=seconds)
+            _, output = self._process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             return f"it took longer than {seconds:.0f} s{self._end()}"
         except KeyboardInterrupt:
             return f"interrupted{self._end()}"
         if self._process.returncode:
-            last = (said.strip() or f"exit code {self._process.returncode}").splitlines()[-1]
+            last = (output.strip() or f"exit code {self._process.returncode}").splitlines()[-1]
             return last[:300]
         return ""
 
     def _end(self) -> str:
-        """Kills it; says so where it doesn't go, as from a call of the kernel on a dead disk."""
+        """Kills the process; says so if it stays, as in a kernel call on a dead disk."""
         assert self._process is not None
         self._process.kill()
         try:
@@ -174,7 +173,7 @@ class Drawing:
 
 
 def draw(folder: RunFolder) -> Path:
-    """Draws it in this process.
+    """Draws the report in this process and returns its path.
 
     Raises:
         DataError: there are no metrics to draw, or matplotlib isn't installed.
@@ -201,7 +200,7 @@ def draw(folder: RunFolder) -> Path:
     for axis in axes[-2:]:
         axis.set_xlabel("step")
     path = folder.report
-    # Beside its place first: whoever looks at it sees a whole picture.
+    # Written under another name first, so that whoever opens it sees a whole picture.
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.png")
     try:
         figure.savefig(temporary, dpi=100)
@@ -212,19 +211,19 @@ def draw(folder: RunFolder) -> Path:
 
 
 def series(metrics: Sequence[Mapping[str, Any]], metric: str) -> Series:
-    """A metric's steps and values, thinned out to :data:`POINTS`."""
-    found = [
+    """Steps and values of a metric, thinned out to :data:`POINTS`."""
+    points = [
         (int(record["step"]), float(value))
         for record in metrics
         if isinstance(value := record.get(metric), int | float) and "step" in record
     ]
-    every = -(-len(found) // POINTS) if found else 1
-    kept = found[::every]
+    stride = -(-len(points) // POINTS) if points else 1
+    kept = points[::stride]
     return [step for step, _ in kept], [value for _, value in kept]
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Of each value and up to ``width − 1`` before it.
+    """The mean of each value and up to ``width − 1`` values before it.
 
     >>> running_mean([1.0, 3.0, 5.0], 2)
     [1.0, 2.0, 4.0]
@@ -309,7 +308,7 @@ def main(arguments: Sequence[str]) -> int:
     (place,) = arguments
     try:
         draw(RunFolder(place))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the run's end tells it in one line
+    except Exception as error:  # noqa: BLE001 - whatever it is, the run's end reports it in one line
         text = " ".join(str(error).split()) or type(error).__name__
         kind = "" if isinstance(error, DataError) else f"{type(error).__name__}: "
         print(kind + text, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""How a run stands at one moment: the one record that the live view and ``tandem status`` tell."""
+"""How a run stands at one moment: the one record that the live view and ``tandem status`` show."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from .history import Evaluated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queues:
-    """Groups on their way, and what else is outstanding."""
+    """Groups on their way, and evaluations that aren't done."""
 
     returned: int = 0
-    """Leased before and free again."""
+    """Groups that were leased before and are free again."""
     leased: int = 0
     """Groups that a worker has."""
     submitted: int = 0
-    """Finished by a worker that awaits a pool's receipt."""
+    """Groups that a worker has finished, and whose receipt from a pool is still to come."""
     grading: int = 0
     """Groups that a pool grades."""
     graded: int = 0
-    """Ready for a batch."""
+    """Groups that are ready for a batch."""
     taken: int = 0
-    """Groups in the batch that is trained on."""
+    """Groups in the batch that is being trained on."""
     evaluations: int = 0
-    """Evaluations asked for and not done."""
+    """Evaluations that were requested and aren't done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staleness:
-    """Age, in steps, of what was trained on lately."""
+    """Age, in steps, of the samples that were trained on recently."""
 
     mean: float | None = None
     """Mean age over the recent steps."""
@@ -40,7 +40,7 @@ class Staleness:
     limit: int | None = None
     """``replay.max_staleness``."""
     shares: tuple[float, ...] = ()
-    """Share of the samples by age, from 0 on; the ninth also holds the older ones."""
+    """Share of the samples by age, from 0 on; the ninth also counts all older ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +50,13 @@ class RoleStanding:
     role: str
     """learner, rollout or reward."""
     members: int
-    """The number of its members that were heard of."""
+    """Number of its members that were heard of."""
     idle: float | None
     """Share of their recent time that they waited."""
     waits_for: str
-    """Whom they wait for most: a role, ``redis`` or ``graders``; empty where they are busy."""
+    """Whom they wait for most: a role, ``redis`` or ``graders``; empty if they are busy."""
     waits_what: str
-    """What of them its members wait for, in words for a person."""
+    """What they need from it, in words for a person."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,43 +64,42 @@ class MemberStanding:
     """One process."""
 
     member: str
-    """The process's id."""
+    """The process's id in the run."""
     role: str
     """learner, rollout or reward."""
     age: float
-    """Seconds since its last heartbeat, by Redis."""
+    """Seconds since its last heartbeat, by Redis's clock."""
     pid: int | None
-    """Process id, on its host."""
+    """Process id on its host."""
     host: str | None
-    """The host on which it runs."""
     version: tuple[int, int] | None
-    """(term, step) of the weights that it holds; None where it holds none."""
+    """(term, step) of the weights that it holds; None if it holds none."""
     idle: float | None
     """Share of its recent time that it waited."""
     waiting_for: str
-    """What the process says that it waits for; empty where it doesn't wait, or doesn't say."""
+    """What the process reports to wait for; empty if it doesn't wait, or doesn't say."""
     tokens_per_second: float | None
-    """Sampled, by its last report."""
+    """Sampled tokens per second, by its last report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grading:
-    """All reward pools together, since their starts where it doesn't say otherwise."""
+    """All reward pools together, since their starts unless stated otherwise."""
 
     samples: int
-    """Graded."""
+    """Number of graded samples."""
     verdicts: Mapping[str, int]
-    """The number of graded samples by verdict."""
+    """Number of graded samples by verdict."""
     to_process: int
     """Answers that a grader process compared."""
     cached: int
     """Answers that took the verdict of an equal one."""
     queued: int
-    """Requests that wait for a process now."""
+    """Requests that are waiting for a process now."""
     queue_wait: float
     """Mean seconds that a request waited for a process."""
     seconds: float
-    """Mean seconds of a request in its process."""
+    """Mean seconds that a request took in its process."""
     hang_share: float
     """Share of the last minute's requests that hung, in the worst pool."""
     crash_share: float
@@ -109,10 +108,10 @@ class Grading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A run at one moment. Figures that nobody has told yet are None or empty."""
+    """A run at one moment. Figures that nobody has reported yet are None or empty."""
 
     time: float
-    """When this snapshot was made, seconds since the epoch."""
+    """When this snapshot was made, in seconds since the epoch."""
     run: str
     """The run's folder, or the join file."""
     preset: str | None = None
@@ -122,31 +121,31 @@ class Snapshot:
     supervisor: int | None = None
     """Process id of its ``tandem start``."""
     elapsed_seconds: float | None = None
-    """Seconds that the run has been up in all its lives."""
+    """Seconds that the run has been up, over all its starts."""
     step: int = 0
-    """The latest that was trained."""
+    """The latest step that was trained."""
     total_steps: int | None = None
-    """The number of steps of the run, where it is known."""
+    """Number of steps of the run, if it is known."""
     seconds_per_step: float | None = None
     """The recent pace."""
     seconds_left: float | None = None
     """Seconds to the last step at the recent pace."""
     reward: float | None = None
-    """Mean of the latest step."""
+    """Mean reward of the latest step."""
     rewards: tuple[float, ...] = ()
-    """Means of the recent steps, oldest first."""
+    """Mean rewards of the recent steps, oldest first."""
     loss: float | None = None
     """The latest step's loss."""
     zero_variance: float | None = None
     """Share of the recent groups without a signal."""
     response_length: float | None = None
-    """Mean of the recent responses, tokens."""
+    """Mean length of the recent responses, in tokens."""
     entropy: float | None = None
-    """The policy's entropy on its own recent tokens, nats a token."""
+    """The policy's entropy on its own recent tokens, in nats per token."""
     evaluations: tuple[Evaluated, ...] = ()
-    """All of them, by step."""
+    """All evaluations, by step."""
     tokens_sampled_per_second: float | None = None
-    """All workers together, by their last reports."""
+    """Rate of all workers together, by their last reports."""
     tokens_trained_per_second: float | None = None
     """The recent rate, expert tokens included."""
     samples_trained_per_second: float | None = None
@@ -166,22 +165,21 @@ class Snapshot:
     grader_restarts: int = 0
     """Restarts of graders, as the pools counted them."""
     grading: Grading | None = None
-    """Of the reward pools."""
+    """What the reward pools have graded."""
     alarms: tuple[str, ...] = ()
     """What a pool or the learner wants a person to look at."""
     dead_letters: tuple[Mapping[str, Any], ...] = ()
-    """Groups given up, where they were asked for."""
+    """Groups that were given up, if they were asked for."""
     journalled: int | None = None
-    """Rows written."""
+    """Number of rows that were journalled."""
     term: int | None = None
     """The newest learner's term."""
     waiting_for: str = ""
     """Whom the next row waits for."""
     problem: str = ""
-    """Why the figures from Redis are old or missing; empty where they aren't."""
+    """Why the figures from Redis are old or missing; empty if they aren't."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         return asdict(self)
 
 
@@ -194,18 +192,18 @@ class Known:
     preset: str | None = None
     """The preset that the run was started with."""
     state: str | None = None
-    """The state that the folder or the supervisor tells."""
+    """The state according to the folder or the supervisor."""
     supervisor: int | None = None
-    """Process id."""
+    """Process id of its ``tandem start``."""
     elapsed_seconds: float | None = None
-    """Seconds that the run has been up in all its lives."""
+    """Seconds that the run has been up, over all its starts."""
     total_steps: int | None = None
     """``run.steps``."""
     limit: int | None = None
     """``replay.max_staleness``."""
     ledger: Mapping[str, int] = field(default_factory=dict)
-    """Groups by state, as the summary of a finished run has them."""
+    """Groups by state, from a finished run's summary."""
     idle: Mapping[str, float] = field(default_factory=dict)
-    """Idle shares by role, as the summary of a finished run has them."""
+    """Idle shares by role, from a finished run's summary."""
     dead_letters: tuple[Mapping[str, Any], ...] = ()
-    """Groups given up, as the summary of a finished run has them."""
+    """Groups that were given up, from a finished run's summary."""

@@ -12,10 +12,10 @@ from .history import parsed
 
 
 class MetricsTail:
-    """Reads the records that are new in files which may also be cut back and replaced.
+    """Reads the records that are new in files that may also be cut back and replaced.
 
     Args:
-        path: The first part of what is followed, see :mod:`tandem.common.parts`.
+        path: the first part of the record, see :mod:`tandem.common.parts`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -25,11 +25,11 @@ class MetricsTail:
         self._inode = -1
 
     def read(self) -> list[dict[str, Any]]:
-        """All that :meth:`records` gives now."""
+        """Returns :meth:`records` as a list."""
         return list(self.records())
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Whole lines since the last call; all of them again after a file was replaced."""
+        """Yields the whole lines since the last call, or all lines again if a file was replaced."""
         there = parts(self._path)
         if not self._is_where_it_was():
             self._part, self._inode = self._path, -1
@@ -43,11 +43,11 @@ class MetricsTail:
                     if not line.endswith(b"\n"):
                         break
                     self._offset += len(line)
-                    # A line that a crash cut in two is left out; the learner repeats its step.
+                    # A line that a crash cut in two is left out; the learner repeats that step.
                     yield from parsed([line])
 
     def skip(self) -> None:
-        """Passes over all that stands there."""
+        """Skips everything that is there."""
         there = parts(self._path)
         if there:
             self._part = there[-1]

@@ -1,4 +1,4 @@
-"""Where a run's supervisor says what happens: plain lines, or a live view below them."""
+"""Where a run's supervisor reports what happens: plain lines, or a live view below them."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from .snapshot import Snapshot
 
 TICK_SECONDS = 0.25
-"""Between two looks at the window's size and at the messages."""
+"""Time between two checks for messages and for the window's size."""
 FRAME_SECONDS = 0.5
 """Least time between two frames."""
 BYTES_PER_SECOND = 1000
-"""Most that is drawn on average: a line of 9,600 baud carries it."""
+"""Most bytes drawn on average, which a 9,600 baud line can carry."""
 AHEAD_SECONDS = 4.0
-"""A message is shown at once where what was drawn lately is no more than so long ahead of that rate."""
+"""A message is shown at once unless recent output is ahead of that rate by more than this."""
 KEPT = 200
-"""Messages that are kept for a window that is drawn anew."""
+"""Number of messages that are kept for redrawing a window."""
 PAUSED_SECONDS = 3.0
-"""A pause that is so much too long was Ctrl-Z: others have written to the window."""
+"""A pause that takes this much too long was Ctrl-Z: others have written to the window."""
 LAST_SECONDS = 2.0
-"""For the terminal to take the last frame."""
+"""How long the terminal may take to accept the last frame."""
 
 
 class Terminal:
-    """Prints lines; remembers that the terminal went away instead of failing.
+    """Prints lines; if the terminal goes away, it remembers this instead of failing.
 
     Between :meth:`go_live` and :meth:`end_live` it draws a view below the lines, in a thread.
     """
@@ -57,12 +57,12 @@ class Terminal:
         self._handler = _Warnings(self.say)
 
     def keep(self, log: Path) -> None:
-        """Appends all that is said to a file as well: nobody may be able to read it here."""
+        """Also appends everything that is said to a file, since nobody may be reading here."""
         self._log = log
         self.note()
 
     def note(self, *lines: str) -> None:
-        """Writes lines to that file alone; what finds no space there is written later."""
+        """Writes lines to that file only; lines that find no space there are written later."""
         now = time.strftime("%H:%M:%S")
         self._unwritten += [f"{now} {printable(line)}\n" for line in lines]
         if self._log is None:
@@ -73,10 +73,10 @@ class Terminal:
                     try_append(file, self._unwritten[0].encode("utf-8", "replace"))
                     self._unwritten.popleft()
         except OSError:
-            pass  # The disk is full, or the folder has gone: what is said is what counts.
+            pass  # The disk is full, or the folder has gone: the user has been told all the same.
 
     def say(self, line: str) -> None:
-        """Prints a line at once, or with the view's next turn."""
+        """Prints a line at once, or with the view's next frame."""
         self.note(line)
         screen = self._screen
         if screen is not None and screen.say(line):
@@ -91,7 +91,7 @@ class Terminal:
             self._lost()
 
     def go_live(self, look: Callable[[], Snapshot]) -> None:
-        """Draws what ``look`` returns from now on; does nothing where that can't be done."""
+        """Draws what ``look`` returns from now on; does nothing if that isn't possible."""
         if not self.live or self.gone or self._screen is not None:
             return
         try:
@@ -104,11 +104,11 @@ class Terminal:
 
     @property
     def drawing(self) -> bool:
-        """Whether a view stands below the lines just now."""
+        """Whether there is a view below the lines at the moment."""
         return self._screen is not None and not self._screen.over
 
     def end_live(self) -> None:
-        """Draws once more and leaves the view standing above what is said next."""
+        """Draws once more and leaves the view standing above the lines that follow."""
         screen, self._screen = self._screen, None
         if screen is not None:
             logging.getLogger().removeHandler(self._handler)
@@ -121,7 +121,7 @@ class Terminal:
 
 
 class _Warnings(logging.Handler):
-    """Warnings, which would otherwise be written across the view."""
+    """Handles warnings, which would otherwise be written across the view."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -132,10 +132,10 @@ class _Warnings(logging.Handler):
 
 
 class Screen:
-    """The thread that draws. Nothing that it meets can hold up or end the run.
+    """The thread that draws. Nothing that happens to it can hold up or end the run.
 
-    The frame stands below the messages, which scroll away above it as ordinary output does. Nothing
-    of the terminal is changed that somebody would have to put back: no alternate screen, no hidden
+    The frame is below the messages, which scroll away above it as ordinary output does. Nothing of
+    the terminal is changed that somebody would have to restore: no alternate screen, no hidden
     cursor, no raw mode. So whatever ends the process, SIGKILL included, leaves a terminal that
     works, with the cursor below the last frame.
     """
@@ -144,7 +144,7 @@ class Screen:
         self, look: Callable[[], Snapshot], said: Sequence[str], lost: Callable[[], None]
     ) -> None:
         self.over = False
-        """Nothing is drawn any more."""
+        """Whether drawing has ended."""
         self._look = look
         self._lost = lost
         self._said = deque((printable(line) for line in said), maxlen=KEPT)
@@ -172,7 +172,7 @@ class Screen:
         self._thread.start()
 
     def say(self, line: str) -> bool:
-        """Takes a message for above the view; False where the view is over."""
+        """Takes a message to show above the view; returns False if the view has ended."""
         with self._lock:
             if self.over:
                 return False
@@ -180,9 +180,9 @@ class Screen:
             return True
 
     def stop(self) -> list[str]:
-        """Draws once more and ends; returns the messages that found no place any more."""
+        """Draws once more and ends; returns the messages that could no longer be shown."""
         self._end.set()
-        # As long as the terminal may take; a thread that hangs in it is left behind.
+        # Waits as long as the terminal may take; a thread that hangs in it is left behind.
         self._thread.join(LAST_SECONDS + 2 * FRAME_SECONDS)
         return self._rest()
 
@@ -222,15 +222,17 @@ class Screen:
             now = time.monotonic()
             before, self._size = self._size, self._tty.size()
             resized = self._size != before
-            # Something else has written to the window, or the terminal has wrapped it in its own
-            # way: Ctrl-Z was pressed, or Enter, which has moved the cursor.
+            # Something else has written to the window, or the terminal has wrapped it its own way:
+            # somebody pressed Ctrl-Z, or Enter, which has moved the cursor.
             anew |= now - ticked > PAUSED_SECONDS or self._tty.typed() or resized
             ticked = now
             if not self._tty.foreground():
                 anew = True
                 self._tty.write("".join(f"{line}\n" for line in self._new_messages()))
                 self._tty.flush()
-            elif self._tty.flush() and not resized:  # Else somebody is dragging the window's edge.
+            elif (
+                self._tty.flush() and not resized
+            ):  # While the window's edge is dragged, nothing is drawn.
                 ahead = AHEAD_SECONDS if self._messages else 0.0
                 if now >= due - ahead:
                     written = self._tty.written
@@ -244,10 +246,10 @@ class Screen:
             self._tty.flush(LAST_SECONDS)
 
     def _draw(self, anew: bool) -> None:
-        """Writes what is new; or the whole window, with the latest messages that find room."""
+        """Writes what is new, or redraws the whole window with the latest messages that fit."""
         columns, rows = self._size
         self._console.size = ConsoleDimensions(columns, rows)
-        # The last column stays free (terminals differ in when they wrap), and a row for the cursor.
+        # The last column stays free (terminals wrap at different points), and one row for the cursor.
         frame = view.draw(self._look(), max(1, columns - 1), max(1, rows - 2), self._glyphs)
         messages = self._new_messages()
         if not anew and not messages and frame == self._frame:
@@ -262,7 +264,7 @@ class Screen:
             self._live.refresh()
 
     def _latest(self, room: int) -> list[str]:
-        """The latest messages that so many rows have room for."""
+        """The latest messages that fit into this many rows."""
         kept: list[str] = []
         for message in reversed(self._said):
             for line in message.split("\n"):
@@ -273,15 +275,15 @@ class Screen:
         return kept
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The frame, and while others will follow an empty line, on which the cursor stands."""
+        """The frame, followed by an empty line for the cursor if more frames will come."""
         yield from self._frame
         if not self._end.is_set():
             yield Text()
 
 
 class _Console(Console):
-    """A console that never hides the cursor, which a process that is killed couldn't show again."""
+    """A console that never hides the cursor, which a killed process couldn't show again."""
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Changes nothing."""
+        """Does nothing."""
         return False

@@ -29,7 +29,7 @@ def wants_live(stream: TextIO, environment: Mapping[str, str] = os.environ) -> b
 
 
 def has_colour(environment: Mapping[str, str] = os.environ) -> bool:
-    """False where NO_COLOR is set to anything (https://no-color.org)."""
+    """False if NO_COLOR is set to anything (https://no-color.org)."""
     return not environment.get("NO_COLOR")
 
 
@@ -41,30 +41,30 @@ def has_blocks(stream: TextIO, environment: Mapping[str, str] = os.environ) -> b
 
 def _large_enough(fd: int) -> bool:
     columns, rows = os.get_terminal_size(fd)
-    # A serial line tells 0 by 0: nothing is known of it.
+    # A serial line reports 0 by 0, which says nothing about it.
     return columns >= SMALLEST[0] and rows >= SMALLEST[1]
 
 
 class Tty:
-    """The terminal behind a descriptor, as a file to write to.
+    """The terminal behind a file descriptor, to write to.
 
-    What the terminal doesn't take yet is kept. Raises ``OSError`` where it has gone away.
+    Text that the terminal doesn't accept yet is kept. Raises ``OSError`` if the terminal is gone.
     """
 
     def __init__(self, fd: int = 1) -> None:
         self._given = fd
         try:
-            # A description of its own: O_NONBLOCK on the one we were given would be the shell's too.
+            # Opened anew: O_NONBLOCK on the descriptor that we were given would apply to the shell too.
             self._fd = os.open(
                 os.ttyname(fd), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
             )
         except OSError:
-            # A terminal of another user (su) or of another mount: what we write may wait then.
+            # The terminal belongs to another user (su) or another mount: writing to it may block.
             self._fd = os.dup(fd)
         self._pending = b""
         self._input = 0
         self.written = 0
-        """Bytes taken so far."""
+        """Bytes that the terminal has accepted so far."""
 
     def size(self) -> tuple[int, int]:
         """Columns and rows."""
@@ -72,14 +72,14 @@ class Tty:
         return size.columns, size.lines
 
     def foreground(self) -> bool:
-        """False while the process is in the background of its shell: then nothing may be drawn."""
+        """False while the process is in its shell's background and must not draw."""
         try:
             return os.tcgetpgrp(self._fd) == os.getpgrp()
         except OSError:
-            return True  # Not our controlling terminal: nobody else's turn to wait for.
+            return True  # Not our controlling terminal, so there is no background.
 
     def typed(self) -> bool:
-        """Whether lines were typed since the last call. They are left for who reads them."""
+        """Whether lines were typed since the last call; they are left for whoever reads them."""
         try:
             answer = fcntl.ioctl(self._given, termios.FIONREAD, b"\0" * 4)
         except OSError:
@@ -88,13 +88,13 @@ class Tty:
         return self._input > before
 
     def write(self, text: str) -> None:
-        """Takes text to be written; :meth:`flush` writes it."""
+        """Queues text; :meth:`flush` writes it."""
         data = text.encode("utf-8", "replace")
         self._pending += data
         self.written += len(data)
 
     def flush(self, patience: float = 0.0) -> bool:
-        """Writes what was taken, waiting so many seconds at most; False where some is left."""
+        """Writes queued text, waiting at most ``patience`` seconds; returns False if some is left."""
         end = time.monotonic() + patience
         while self._pending:
             try:
@@ -109,12 +109,11 @@ class Tty:
         return True
 
     def close(self) -> None:
-        """Closes its own descriptor."""
         os.close(self._fd)
 
 
 def silence(stream: TextIO = sys.stdout) -> None:
-    """Lets what is still written to a stream whose terminal has gone vanish."""
+    """Discards what is still written to a stream whose terminal has gone."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

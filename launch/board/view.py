@@ -12,11 +12,11 @@ from ..wording import duration
 from .snapshot import Grading, MemberStanding, RoleStanding, Snapshot
 
 LABEL = 11
-"""Columns of a line's name."""
+"""Columns of a line's label."""
 SILENT_SECONDS = 10.0
 """A member whose last heartbeat is older is pointed out."""
 NARROWEST = 40
-"""Lines are made for at least so many columns, and cut where there are fewer."""
+"""Lines are laid out for at least this many columns, and cut if there are fewer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +24,15 @@ class Glyphs:
     """What bars and curves are drawn with."""
 
     full: str
-    """The part of a bar that is full."""
+    """The filled part of a bar."""
     empty: str
-    """The part of a bar that is empty."""
+    """The empty part of a bar."""
     curve: str
-    """Heights, lowest first."""
+    """Heights of a curve, lowest first."""
     rule: str
-    """A horizontal line is made of it."""
+    """The character of a horizontal line."""
     dot: str
-    """Between two facts."""
+    """The separator between two facts."""
 
 
 UNICODE = Glyphs(full="━", empty="─", curve="▁▂▃▄▅▆▇█", rule="─", dot="·")
@@ -41,12 +41,12 @@ ASCII = Glyphs(full="#", empty=".", curve="_.-=+*%#", rule="-", dot="|")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line, and how soon it is left out where the window is low."""
+    """One line, and how soon it is left out of a low window."""
 
     text: Text
-    """Without a newline, not wider than the window."""
+    """The line without a newline, no wider than the window."""
     weight: int
-    """0 stays longest."""
+    """Lines with the highest weight are left out first."""
 
 
 def draw(
@@ -55,10 +55,10 @@ def draw(
     """The lines of a snapshot.
 
     Args:
-        snapshot: How the run stands.
-        width: Columns; no line is wider.
-        height: Most lines; the least needed are left out. None = all.
-        glyphs: :data:`ASCII` for a terminal that has no others.
+        snapshot: how the run stands.
+        width: columns; no line is wider.
+        height: most lines; the least important are left out. None = all.
+        glyphs: :data:`ASCII` for a terminal without block characters.
     """
     pen = _Pen(max(width, NARROWEST), glyphs)
     lines = pen.lines(snapshot)
@@ -73,7 +73,7 @@ def draw(
 
 
 def _seen(text: Text) -> Text:
-    """A text without control characters, which could move the cursor; it loses its colours with them."""
+    """A text without control characters, which could move the cursor; it then has no colours either."""
     return text if text.plain.isprintable() else Text(printable(text.plain).replace("\n", " "))
 
 
@@ -83,30 +83,30 @@ class _Pen:
         self._glyphs = glyphs
 
     def lines(self, s: Snapshot) -> list[Line]:
-        found = [
+        lines = [
             Line(text=self._title(s), weight=2),
             Line(text=self._steps(s), weight=0),
             Line(text=self._reward(s), weight=1),
         ]
         if s.evaluations:
-            found.append(Line(text=self._held_out(s), weight=1))
-        found.append(Line(text=self._tokens(s), weight=4))
+            lines.append(Line(text=self._held_out(s), weight=1))
+        lines.append(Line(text=self._tokens(s), weight=4))
         if any(s.ledger.values()):
-            found += [Line(text=t, weight=5 + n) for n, t in enumerate(self._queues(s))]
+            lines += [Line(text=t, weight=5 + n) for n, t in enumerate(self._queues(s))]
         if s.staleness.mean is not None:
-            found.append(Line(text=self._staleness(s), weight=6))
+            lines.append(Line(text=self._staleness(s), weight=6))
         for number, role in enumerate(s.roles):
-            found.append(Line(text=self._role(role, number == 0), weight=3))
-        found += [Line(text=text, weight=7) for text in self._members(s.members)]
+            lines.append(Line(text=self._role(role, number == 0), weight=3))
+        lines += [Line(text=text, weight=7) for text in self._members(s.members)]
         if s.grading is not None and s.grading.to_process:
-            found.append(Line(text=self._grading(s.grading), weight=8))
-        found.append(Line(text=self._restarts(s), weight=2))
+            lines.append(Line(text=self._grading(s.grading), weight=8))
+        lines.append(Line(text=self._restarts(s), weight=2))
         for alarm in s.alarms:
-            found.append(Line(text=self._labelled("alarm").append(alarm, "bold red"), weight=1))
+            lines.append(Line(text=self._labelled("alarm").append(alarm, "bold red"), weight=1))
         if s.problem:
             text = self._labelled("redis").append(s.problem, "yellow")
-            found.append(Line(text=text, weight=1))
-        return found
+            lines.append(Line(text=text, weight=1))
+        return lines
 
     # One line each.
 
@@ -150,12 +150,12 @@ class _Pen:
 
     def _held_out(self, s: Snapshot) -> Text:
         first = s.evaluations[0].set
-        found = [one for one in s.evaluations if one.set == first]
-        last = found[-1]
+        evaluations = [one for one in s.evaluations if one.set == first]
+        last = evaluations[-1]
         text = self._labelled("held-out")
         text.append(f"{last.accuracy:.1%}", "bold green").append(f" at step {last.step:,}")
         text.append(f" ({last.problems:,} problems)  ", "dim")
-        values = [one.accuracy for one in found]
+        values = [one.accuracy for one in evaluations]
         text.append(self._curve(values, max(4, self._width - 62), top=1.0), "green")
         room = (self._width - text.cell_len - 2) // 6
         shown = [f"{100 * value:.1f}" for value in values[-max(0, min(room, 8)) :]]
@@ -211,10 +211,10 @@ class _Pen:
         return text
 
     def _grading(self, grading: Grading) -> Text:
-        asked = grading.to_process + grading.cached
+        compared = grading.to_process + grading.cached
         facts = [
             ("compared", f"{grading.to_process:,}"),
-            ("cached", f"{grading.cached / asked:.0%}"),
+            ("cached", f"{grading.cached / compared:.0%}"),
             ("each", f"{1000 * grading.seconds:.1f} ms"),
             ("waited", f"{1000 * grading.queue_wait:.1f} ms"),
             ("hung", f"{grading.hang_share:.1%}"),
@@ -238,14 +238,14 @@ class _Pen:
         return text
 
     def _members(self, members: Sequence[MemberStanding]) -> list[Text]:
-        """Two lines of them at most, and how many more there are."""
+        """At most two lines of members, and how many more there are."""
         if not members:
             return []
         texts = [self._labelled("processes")]
         for number, member in enumerate(members):
             piece = self._member(member)
             left = len(members) - number
-            # The last line keeps room to say how many are left over.
+            # The last line keeps room for the number of members left over.
             room = self._width - (6 if len(texts) == 2 and left > 1 else 0)
             if texts[-1].cell_len > LABEL:
                 if texts[-1].cell_len + 3 + piece.cell_len <= room:
@@ -296,7 +296,7 @@ class _Pen:
         text.append(self._glyphs.empty * (width - full), "dim")
 
     def _curve(self, values: Sequence[float], width: int, top: float | None = None) -> str:
-        """The newest values as heights, from the lowest (or 0) to the highest (or ``top``)."""
+        """The newest values as heights, from the lowest value (or 0) to the highest (or ``top``)."""
         kept = values[-max(4, width) :]
         low = 0.0 if top is not None else min(kept)
         high = max(top or 0.0, max(kept)) if top is not None else max(kept)

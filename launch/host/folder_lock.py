@@ -1,9 +1,9 @@
 """One owner per run folder: a file lock that the supervisor holds and redis-server inherits.
 
 The lock is ``flock(2)`` on ``<folder>/lock``, so it ends with the last process that has the file
-open, however that process ends. The file's content only tells a person who that is. A
-redis-server that outlived its supervisor is found by it and ended before the folder changes
-hands: two servers must never write one append-only file.
+open, however that process ends. The file's content only tells a person which process that is. The
+lock also leads to a redis-server that outlived its supervisor; it is ended before the folder
+changes hands, since two servers must never write one append-only file.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ class Holder:
     """A process that a lock file names."""
 
     pid: int
-    """Process id."""
     started: float
-    """Its start time, seconds since the epoch: pids are used again."""
+    """Its start time in seconds since the epoch, since pids are reused."""
 
     @classmethod
     def of(cls, pid: int) -> Holder:
-        """The running process ``pid``."""
+        """The holder for the running process ``pid``."""
         return cls(pid=pid, started=psutil.Process(pid).create_time())
 
     def process(self) -> psutil.Process | None:
-        """The process, if it still runs and is the same."""
+        """The process, if it is still running and is the same one."""
         try:
             process = psutil.Process(self.pid)
             # The start time is derived from the boot time, which NTP may shift a little.
@@ -49,8 +48,6 @@ class Holder:
 
 
 class FolderLock:
-    """The lock of one run's folder."""
-
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._descriptor: int | None = None
@@ -60,7 +57,7 @@ class FolderLock:
         """Takes the lock, ending a redis-server that a killed supervisor left behind.
 
         Raises:
-            TandemError: a live process holds it; the message names its pid.
+            TandemError: a live process holds the lock; the message names its pid.
         """
         try:
             descriptor = os.open(self._folder.lock, os.O_RDWR | os.O_CREAT, 0o600)
@@ -106,12 +103,12 @@ class FolderLock:
         self._write()
 
     def fileno(self) -> int:
-        """Descriptor to hand on to redis-server (``pass_fds``)."""
+        """The descriptor to pass on to redis-server (``pass_fds``)."""
         assert self._descriptor is not None, "take() comes first"
         return self._descriptor
 
     def name_redis(self, pid: int) -> None:
-        """Notes the server that inherited the lock."""
+        """Notes the pid of the server that inherited the lock."""
         holder = Holder.of(pid)
         self._content["redis"] = {"pid": holder.pid, "started": holder.started}
         self._write()
@@ -147,18 +144,18 @@ def supervisor_of(folder: RunFolder) -> int | None:
 
 
 def _has_open(pid: int, path: Path) -> bool:
-    """Whether a process holds this very file: a copied folder's lock names the original's owner."""
+    """Whether a process has this very file open: in a copied folder it names the original's owner."""
     try:
         wanted = path.stat()
         held = list(Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
-        return True  # Another system, or another user's process: its word is taken.
+        return True  # Another system, or another user's process: the lock file is believed.
     for descriptor in held:
         try:
-            found = descriptor.stat()
+            status = descriptor.stat()
         except OSError:
             continue
-        if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+        if (status.st_dev, status.st_ino) == (wanted.st_dev, wanted.st_ino):
             return True
     return False
 
@@ -167,7 +164,7 @@ def _read(descriptor: int) -> dict[str, object]:
     try:
         content = json.loads(os.pread(descriptor, 4096, 0))
     except (ValueError, RecursionError):
-        return {}  # Its holder is just writing it, or never got to.
+        return {}  # Its holder is just writing it, or was killed before it could.
     return content if isinstance(content, dict) else {}
 
 
@@ -182,7 +179,7 @@ def _holder(content: dict[str, object], name: str) -> Holder | None:
 
 
 def end_process(holder: Holder, patience: float = 10.0) -> bool:
-    """Ends a process by SIGTERM, then SIGKILL; True if it was there."""
+    """Ends a process by SIGTERM, then SIGKILL; returns whether it was there."""
     process = holder.process()
     if process is None:
         return False

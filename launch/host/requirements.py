@@ -1,7 +1,6 @@
-"""What a preset needs of a machine, what of it is there, and the command that mends what isn't.
+"""What a preset needs of a machine, what is there, and the command that fixes what isn't.
 
-Looks without starting or writing anything, and imports no torch: versions are read from the
-packages' metadata.
+Starts and writes nothing, and imports no torch: versions are read from the packages' metadata.
 """
 
 from __future__ import annotations
@@ -32,13 +31,11 @@ if TYPE_CHECKING:
 def examine(
     config: Config, machine: Machine, folder: Path, *, beside: bool = True
 ) -> list[Finding]:
-    """Everything that a run of this config on this machine may want.
+    """Everything that a run of this config may need on this machine.
 
     Args:
-        config: The preset's.
-        machine: This one.
-        folder: Where the run's folder would be.
-        beside: Also what is the same for every preset.
+        folder: where the run's folder would be.
+        beside: include what is the same for every preset.
     """
     own: list[Callable[[], list[Finding]]] = [
         lambda: _gpus(config, machine),
@@ -70,7 +67,7 @@ def examine(
 
 
 def missing(found: list[Finding]) -> list[Finding]:
-    """Those without which the preset can't run."""
+    """The findings without which the preset can't run."""
     return [finding for finding in found if finding.state == "missing"]
 
 
@@ -84,17 +81,17 @@ def on_gpus(config: Config, machine: Machine) -> bool:
 def _gpus(config: Config, machine: Machine) -> list[Finding]:
     needed = gpus_needed(config)
     driver = surroundings.driver()
-    found = str(machine) + (f", driver {driver}" if driver else "")
+    present = str(machine) + (f", driver {driver}" if driver else "")
     try:
         place(config, machine)
     except TandemError as error:
         if shutil.which("nvidia-smi") is None:
-            found += " (and no nvidia-smi)"
+            present += " (and no nvidia-smi)"
         why, _, mend = str(error).partition(": ")[2].partition(f" ({machine}): ")
-        return [Finding(name="GPUs", found=found, state="missing", why=why, mend=mend)]
+        return [Finding(name="GPUs", found=present, state="missing", why=why, mend=mend)]
     wanted = {"none": "this preset runs on CPUs", "auto": "used where there are enough"}
     why = wanted.get(config.launch.gpus, f"{needed} are needed")
-    return [Finding(name="GPUs", found=found, state="ok", why=why)]
+    return [Finding(name="GPUs", found=present, state="ok", why=why)]
 
 
 def _packages(config: Config, machine: Machine) -> list[Finding]:
@@ -124,28 +121,30 @@ def _packages(config: Config, machine: Machine) -> list[Finding]:
             pip("tensorboard"),
         ),
     ]
-    found = []
+    findings = []
     for name, module, why, needed, mend in wanted:
         there = importlib.util.find_spec(module) is not None
-        # The CPU build of vLLM is a package of another name.
-        told = version(name) or version(f"{name}-cpu") or ("there" if there else "not installed")
+        # The CPU build of vLLM is a package with another name.
+        present = version(name) or version(f"{name}-cpu") or ("there" if there else "not installed")
         state = "ok" if there else "missing" if needed else "note"
         wrong = vllm_version.misfit() if there and name == "vllm" else None
         if wrong is not None:
             state, (why, mend) = "missing" if needed else "note", wrong
-        found.append(
-            Finding(name=name, found=told, state=state, why=why, mend="" if state == "ok" else mend)
+        findings.append(
+            Finding(
+                name=name, found=present, state=state, why=why, mend="" if state == "ok" else mend
+            )
         )
-    return found
+    return findings
 
 
 def _addresses(config: Config) -> list[Finding]:
-    told = f"{config.launch.bind}, weights by {config.weights.interface}"
+    addresses = f"{config.launch.bind}, weights by {config.weights.interface}"
     try:
         check_addresses(config)
     except TandemError as error:
-        return [Finding(name="addresses", found=told, state="missing", why=str(error))]
-    return [Finding(name="addresses", found=told, state="ok")]
+        return [Finding(name="addresses", found=addresses, state="missing", why=str(error))]
+    return [Finding(name="addresses", found=addresses, state="ok")]
 
 
 def _model(config: Config) -> list[Finding]:
@@ -198,13 +197,13 @@ def _data(config: Config, folder: Path) -> list[Finding]:
                 )
             )
             continue
-        told = f"{path} ({count} file{'s' * (count > 1)})"
-        found.append(Finding(name="data", found=told, state="ok"))
+        files = f"{path} ({count} file{'s' * (count > 1)})"
+        found.append(Finding(name="data", found=files, state="ok"))
     return found
 
 
 def disk_wanted(config: Config) -> int:
-    """Bytes on disk, also for a model that isn't here yet: its download comes on top."""
+    """Bytes on disk, including the download of a model that isn't here yet."""
     held = local_folder(config.model.path)
     if held is not None:
         return disk_needed(config, held)
@@ -220,7 +219,7 @@ def _disk(config: Config, folder: Path) -> list[Finding]:
     try:
         needed = disk_wanted(config)
     except TandemError:
-        return []  # The model was told of.
+        return []  # The finding about the model says so.
     free = free_bytes(folder)
     return [
         Finding(

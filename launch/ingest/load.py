@@ -19,8 +19,8 @@ from .prepare import Prepared
 def role_config(config: Config) -> Config:
     """The config as roles read it.
 
-    A model's folder is an absolute path; and where there is no worker to evaluate (offline), the
-    learner must not wait for one: the job evaluates by itself.
+    The model's folder is an absolute path. If there is no worker to evaluate (offline), the learner
+    must not wait for one: the job runs the evaluations itself.
     """
     if not workers_of(config):
         evaluate = config.evaluate.model_copy(update={"at_start": False, "at_end": False})
@@ -34,7 +34,7 @@ def role_config(config: Config) -> Config:
 
 
 def load(ledger: Ledger, runs: RunStore, config: Config, prepared: Prepared) -> None:
-    """Puts everything into Redis and creates the ledger, whose existence says that all is there.
+    """Puts everything into Redis, then creates the ledger, whose existence means that all data are there.
 
     Raises:
         StoreError: Redis holds a ledger of this run with other frozen settings.
@@ -55,7 +55,7 @@ def reload(
     sources: Sequence[tuple[str, int, int]],
     data_digest: str,
 ) -> None:
-    """Joins the ledger of a resumed run, whose data Redis holds; what may change is updated.
+    """Joins the ledger of a resumed run, whose data Redis holds, and updates what may change.
 
     Raises:
         StoreError: Redis holds no ledger of this run, or one with other frozen settings.

@@ -1,6 +1,6 @@
-"""Reads and checks everything that a run's data are made of, and writes nothing into Redis.
+"""Reads and checks all data of a run, and writes nothing into Redis.
 
-So whatever is wrong with the data is told before anything is started.
+So whatever is wrong with the data is reported before anything is started.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .rows import SourceCounts, SourceReader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """All that a run starts from, in memory."""
+    """All data that a run starts from, in memory."""
 
     problems: tuple[Problem, ...]
     """Problems of all sources."""
     traces: tuple[ExpertTrace, ...]
-    """Accepted ones."""
+    """Accepted traces."""
     evaluate: dict[str, tuple[Problem, ...]]
     """Held-out problems by set."""
     sources: tuple[tuple[str, int, int], ...]
-    """``(name, problems, weight)``."""
+    """``(name, problems, weight)`` of each source."""
     data_digest: str
     """Digest of problems and traces."""
     counts: dict[str, SourceCounts]
@@ -46,7 +46,7 @@ class Prepared:
 def data_files(config: Config, folder: RunFolder) -> Iterator[Callable[[str], Path]]:
     """Resolves the config's data paths; the miniature's files are made in a temporary folder.
 
-    They are the same whenever they are made, so that they can be read before the run's folder
+    These files are the same whenever they are made, so that they can be read before the run's folder
     exists, and written there later (:func:`write_miniature`).
     """
     if config.data.miniature is None:
@@ -66,7 +66,7 @@ def data_files(config: Config, folder: RunFolder) -> Iterator[Callable[[str], Pa
 
 
 def write_miniature(config: Config, folder: RunFolder) -> None:
-    """Writes the miniature's parquet files into the run's folder; the same ones change nothing."""
+    """Writes the miniature's parquet files into the run's folder; files that are there already stay."""
     if config.data.miniature is not None:
         _write_miniature(config, folder.data)
 
@@ -88,7 +88,7 @@ def load_tokenizer(path: str) -> Any:
     """The model's tokenizer.
 
     Raises:
-        DataError: it can't be loaded, or names no end token; in one line.
+        DataError: it can't be loaded, or names no end token; the message is one line.
     """
     try:
         tokenizer = models.load_tokenizer(path)
@@ -107,10 +107,10 @@ def load_tokenizer(path: str) -> Any:
 
 
 def inputs_digest(config: Config, folder: RunFolder) -> str:
-    """Digest of everything that :func:`prepare` reads; equal means: Redis holds its result."""
+    """Digest of everything that :func:`prepare` reads; if it is unchanged, Redis holds the result."""
     digest = hashlib.blake2b(digest_size=16)
     tree = config.model_dump(mode="json")
-    # When a trace enters is nothing to what is read, and runs of earlier versions don't have it.
+    # Data are the same whenever a trace enters a group, and older runs lack this setting.
     expert = {name: value for name, value in tree["expert"].items() if name != "when"}
     digest.update(repr((tree["data"], expert, tree["model"]["path"])).encode())
     digest.update(repr((config.rollout.max_new_tokens, config.learner.source)).encode())
@@ -138,13 +138,12 @@ def prepare(
     """Reads and checks everything; writes nothing into the run's folder.
 
     Args:
-        config: of the run.
-        folder: its, where paths may lie.
-        doing: told what is being done, at every row.
+        folder: the run's folder, to which data paths may be relative.
+        doing: called for every row with what is being done.
 
     Raises:
-        DataError: something is wrong with a data set; names file, row and what to do.
-        ConfigError: two sources or sets of one name.
+        DataError: something is wrong with a data set; the message names file, row and way out.
+        ConfigError: two sources or sets have the same name.
     """
     names = [source.short_name for source in config.data.train]
     sets = [one.name for one in config.data.evaluate]
@@ -153,7 +152,7 @@ def prepare(
         if twice:
             raise ConfigError(f"{kind} has two entries named {twice[0]!r}: give each its own name")
     with data_files(config, folder) as resolve:
-        # Reading is quick and most mistakes are found by it; the tokenizer takes seconds to load.
+        # Reading is quick and finds most mistakes; the tokenizer takes seconds to load.
         doing("reading the data files")
         rows = {s.short_name: read_rows(resolve(s.path)) for s in config.data.train}
         held_out = {
@@ -162,7 +161,7 @@ def prepare(
         files = {s.short_name: resolve(s.path) for s in config.data.train}
         files |= {one.name: resolve(one.path) for one in config.data.evaluate}
     tokenizer = load_tokenizer(config.model.path)
-    # The traces are the expert's: what is forced upon own samples isn't forced upon them.
+    # The traces are the expert's: a prefix that is forced on own samples isn't forced on them.
     grader = Grader(config.reward.model_copy(update={"own_reward": None}))
     try:
         reader = SourceReader(config, tokenizer, grader, doing)
@@ -193,7 +192,7 @@ def prepare(
     for problem in problems:
         digest.update(wire.encode(problem))
     for trace in traces:
-        # Not the grades: a newer grader that accepts the same traces leaves the data the same.
+        # Grades are left out: a newer grader that accepts the same traces leaves the data unchanged.
         digest.update(f"{trace.trace_id} {trace.tokenizer_digest} ".encode())
         digest.update(trace.tokens.tobytes())
     return Prepared(
@@ -210,6 +209,6 @@ def prepare(
 
 
 def _left_out(counts: dict[str, SourceCounts], names: Sequence[str]) -> str:
-    """What became of each source's rows, in brackets; nothing where no trace was left out."""
+    """What became of each source's rows, in brackets; empty if no trace was left out."""
     sources = [f"{n}: {c}" for n in names if (c := counts[n]).refused_traces or c.unpaid_traces]
     return f" ({'; '.join(sources)})" if sources else ""

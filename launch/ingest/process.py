@@ -6,9 +6,9 @@ lines over the child's standard input and output::
     -> {"config": …, "folder": …, "tell_seconds": …}      <- {"prepared": {counts, sources, data_digest, traces}}
     -> {"join": PATH}                  <- {"loaded": true}
 
-or ``<- {"error": message, "exit_code": n}`` in place of an answer. While an answer is made, ``<- {"doing":
-text}`` tells every few seconds how far it is. What was read stays in the
-child in between. It ends when its standard input does, hence with its supervisor.
+or ``<- {"error": message, "exit_code": n}`` instead of an answer. Until the answer comes, ``<- {"doing":
+text}`` reports progress every few seconds. What was read stays in the child in between. The child
+ends when its standard input does, and hence with its supervisor.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 TELL_SECONDS = 15.0
-"""Between two lines of how far the reading is."""
+"""Time between two progress messages while data are read."""
 END_SECONDS = 10.0
-"""For the child to end once it has closed its output."""
+"""How long the child may take to end once it has closed its output."""
 
 
 class IngestFailed(TandemError):
-    """What the ingest's own error said."""
+    """The error that the ingest process reported."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -48,24 +48,24 @@ class IngestFailed(TandemError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What was read, in figures."""
+    """A summary of what was read."""
 
     counts: dict[str, str]
     """One line for each source and held-out set."""
     sources: list[tuple[str, int, int]]
-    """``(name, problems, weight)``."""
+    """``(name, problems, weight)`` of each source."""
     data_digest: str
     """Digest of problems and traces."""
     traces: int
-    """Expert traces that enter."""
+    """Number of accepted expert traces."""
 
 
 class IngestProcess:
-    """The supervisor's end."""
+    """The supervisor's end of the ingest process."""
 
     def __init__(self, config: Config, folder: RunFolder, say: Callable[[str], None]) -> None:
         self._say = say
-        # Its errors, should it crash; a file, since nobody reads a pipe meanwhile.
+        # Its error output, should it crash; a file, since nobody reads a pipe in the meantime.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._child = subprocess.Popen(
             [sys.executable, "-P", "-m", "tandem.launch.ingest.process"],
@@ -73,7 +73,7 @@ class IngestProcess:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            # A Ctrl-C in the terminal is the supervisor's to answer.
+            # The supervisor handles Ctrl-C in the terminal.
             start_new_session=True,
         )
         self._first = {
@@ -86,11 +86,11 @@ class IngestProcess:
         """Reads and checks everything; writes nothing.
 
         Raises:
-            IngestFailed: in one line, what is wrong with the data.
+            IngestFailed: what is wrong with the data, in one line.
         """
-        found = self._ask(self._first)["prepared"]
-        sources = [(str(n), int(s), int(w)) for n, s, w in found.pop("sources")]
-        return Found(sources=sources, **found)
+        prepared = self._ask(self._first)["prepared"]
+        sources = [(str(n), int(s), int(w)) for n, s, w in prepared.pop("sources")]
+        return Found(sources=sources, **prepared)
 
     def load(self, join_file: Path) -> None:
         """Puts what was prepared into Redis and creates the ledger."""
@@ -103,7 +103,7 @@ class IngestProcess:
             self._child.stdin.write(json.dumps(question) + "\n")
             self._child.stdin.flush()
         except BrokenPipeError:
-            pass  # It has ended, and may have said why.
+            pass  # The child has ended, and may have said why.
         while line := self._child.stdout.readline():
             answer = read_object(line, "the answer of the ingest", DataError)
             if "doing" not in answer:
@@ -122,7 +122,7 @@ class IngestProcess:
         return answer
 
     def _exit_code(self) -> int:
-        """Of a child that says nothing any more; one that doesn't end either is ended."""
+        """Exit code of a child that says nothing any more; if it doesn't end, it is killed."""
         try:
             return self._child.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -130,14 +130,13 @@ class IngestProcess:
             return self._child.wait()
 
     def close(self) -> None:
-        """Ends the child."""
         self._child.kill()
         self._child.communicate()
         self._errors.close()
 
 
 class _Doing:
-    """Tells every so many seconds what is being done; from a thread, as one row may take long."""
+    """Reports at intervals what is being done; in a thread, since one row may take long."""
 
     def __init__(self, say: Callable[[dict[str, Any]], None], every: float) -> None:
         self._say = say
@@ -153,7 +152,7 @@ class _Doing:
         self._what = what
 
     def end(self) -> None:
-        """Says nothing any more."""
+        """Stops reporting."""
         self._over.set()
         self._thread.join()
 
@@ -164,7 +163,7 @@ class _Doing:
 
 def main(questions: IO[str], answers: IO[str]) -> int:
     """The child's end: serves until its input ends."""
-    # Only tokenizers are wanted of transformers; torch would take four of its five seconds.
+    # Only the tokenizers of transformers are needed; importing torch would take four of its five seconds.
     sys.modules["torch"] = None  # type: ignore[assignment]
     from ...common.config import Config
     from ...replay.connection import connect

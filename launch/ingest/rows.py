@@ -1,4 +1,4 @@
-"""Problems and expert traces of a source's rows: rendered, tokenised, graded, and what is left out of them."""
+"""Turns a source's rows into problems and expert traces: rendered, tokenised, graded; counts those left out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...replay.readers import ProblemRow
 from ...reward.grading import Grade, GradeItem, Grader
 
 OPENERS = ("<think>\n", "<think>")
-"""A trace may repeat the opener that the rendered prompt ends with; it is taken off."""
+"""Openers that the rendered prompt may end with; a trace that repeats one loses it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,17 +30,17 @@ class SourceCounts:
     traces: int = 0
     """Traces that were accepted."""
     long_prompts: int = 0
-    """Dropped: over ``data.max_prompt_tokens``."""
+    """Rows dropped because the prompt is over ``data.max_prompt_tokens``."""
     long_traces: int = 0
-    """Left out: over ``rollout.max_new_tokens``; the problem stays."""
+    """Traces left out because they are over ``rollout.max_new_tokens``; the problem stays."""
     bad_golds: int = 0
-    """Dropped: the grader can't read the gold answer."""
+    """Rows dropped because the grader can't read the gold answer."""
     refused_traces: dict[str, int] = field(default_factory=dict)
-    """Left out by verdict, where it isn't one of ``expert.accept``."""
+    """Traces left out because ``expert.accept`` lacks their verdict, by verdict."""
     unpaid_traces: int = 0
-    """Left out: the grader found them correct and the reward is 0, as where a gate is closed."""
+    """Traces left out because they are correct but their reward is 0, as with a closed gate."""
     unknown_logprobs: int = 0
-    """Traces whose recorded log-probs are of another tokenizer and were left out."""
+    """Traces whose recorded log-probs are from another tokenizer and were left out."""
 
     def __str__(self) -> str:
         parts = [f"{self.problems:,} problems"]
@@ -59,12 +59,12 @@ class SourceCounts:
 
 
 def needs_traces(config: Config) -> bool:
-    """Whether expert traces are used at all: ungraded ones cost nothing."""
+    """Whether expert traces are used at all; if not, they needn't be graded."""
     return config.expert.per_group > 0 or config.learner.source == "offline"
 
 
 class SourceReader:
-    """Makes problems and traces of the rows of one source after another."""
+    """Turns the rows of one source after another into problems and traces."""
 
     def __init__(
         self, config: Config, tokenizer: Any, grader: Grader, doing: Callable[[str], None]
@@ -79,7 +79,7 @@ class SourceReader:
     def read(
         self, name: str, rows: Sequence[ProblemRow], file: Path, *, held_out: bool = False
     ) -> tuple[list[Problem], list[ExpertTrace], SourceCounts]:
-        """Problems and traces of one source, and what was left out."""
+        """Problems and traces of one source, and counts of what was left out."""
         counts = SourceCounts()
         self._doing(f"reading the gold answers of {file.name}")
         bad = self._bad_golds(rows)
@@ -100,7 +100,7 @@ class SourceReader:
             self._doing(f"{file.name}: row {place:,} of {len(rows):,}")
             if row.row in bad:
                 continue
-            # Ten million characters take a tokenizer many seconds.
+            # Ten million characters would take a tokenizer many seconds.
             size = sum(len(message.content) for message in row.prompt)
             if size > data.max_prompt_tokens * self._longest:
                 problem, length = None, f"{size:,} characters"
@@ -165,7 +165,7 @@ class SourceReader:
     def _trace(
         self, problem: Problem, row: ProblemRow, file: Path, counts: SourceCounts
     ) -> ExpertTrace | None:
-        """The row's trace, ungraded; None without one or where it is too long."""
+        """The row's trace, ungraded; None if there is none or it is too long."""
         if row.target is None:
             return None
         text = row.target
@@ -214,7 +214,7 @@ class SourceReader:
                 counts.refused_traces[name] = counts.refused_traces.get(name, 0) + 1
                 continue
             if grade.verdict is Verdict.CORRECT and not grade.reward:
-                # Its row would stand below the baseline, and the expert's tokens be unlearned.
+                # Its row would be below the baseline, so that the expert's tokens would be unlearned.
                 counts.unpaid_traces += 1
                 continue
             accepted.append(
@@ -245,9 +245,9 @@ class SourceReader:
         )
 
     def _bad_golds(self, rows: Sequence[ProblemRow]) -> set[int]:
-        """Rows whose gold answer the grader can't read, or not within its limits."""
+        """Indices of rows whose gold answer the grader can't read, or not within its limits."""
         if not self._grader.needs_verdict:
-            return set()  # Nothing that pays asks for the answer.
+            return set()  # No component compares with the gold answer.
         rows = [row for row in rows if not self._grader.has_tests(row.extra)]
         unique = sorted({row.gold for row in rows})
         bad = self._grader.unreadable_golds(unique)
@@ -257,7 +257,7 @@ class SourceReader:
 
 
 def broken(gold: str) -> bool:
-    """True for a gold answer that is cut or holds nothing to compare.
+    """Whether a gold answer is cut off or holds nothing to compare.
 
     Parsers of mathematics take such a text for a name and compare it letter by letter, so that
     every answer would be wrong.

@@ -10,7 +10,7 @@ greedily or sampled; about two responses in a thousand are right, by a slip that
 rewards alone have nothing to reinforce there, while a few expert traces unlock a skill that is
 already in the weights. What learns on it shows elicitation, not new arithmetic.
 
-This file imports torch and transformers; import it where they are wanted.
+This file imports torch and transformers; import it only where they are needed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CLIP_NORM = 1.0
 STOP_AFTER = 3
 """First step after which a habit chain may stop."""
 STOP_HAZARD = 0.92
-"""Chance to stop after that step, and after each further one."""
+"""Chance to stop after that step, and after each later one."""
 HABIT_SHARE = 0.7
 """Share of the habit phase's batches that teach stopping; the rest keep k <= 3 clean."""
 
@@ -68,8 +68,8 @@ class Phase:
 
 
 SKILL = Phase(updates=2300, muon_lr=0.02, adamw_lr=2e-3, warmup=50, falls=True)
-# The rates of the habit stay: with falling ones and a milder hazard the habit is so shallow that
-# imitating four traces alone undoes most of it, and rewards have less left to show.
+# The habit's rates don't fall: with falling rates and a milder hazard the habit is so shallow that
+# imitating four traces undoes most of it, and rewards have less left to show.
 HABIT = Phase(updates=700, muon_lr=0.008, adamw_lr=8e-4, warmup=20, falls=False)
 
 
@@ -179,7 +179,7 @@ def train(
     ]
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, phase.rate) for o in optimizers]
     model.train()
-    # The loss depends on the batch's k, so that only its mean over many batches can be followed.
+    # The loss depends on the batch's k, so only its mean over many batches shows progress.
     recent: deque[float] = deque(maxlen=100)
     for update in range(phase.updates):
         chains = batches(rng)
@@ -203,7 +203,7 @@ def train(
 def _rows(
     chains: Chains, tokenizer: Callable[..., dict[str, list[list[int]]]]
 ) -> tuple[Tensor, Tensor]:
-    """[B, L] ids and labels, padded at the right; prompts and padding are labelled -100."""
+    """``[B, L]`` ids and labels, padded on the right; prompts and padding are labelled -100."""
     prompts = tokenizer([prompt for prompt, _ in chains])["input_ids"]
     responses = tokenizer([response + EOS for _, response in chains])["input_ids"]
     longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
@@ -218,7 +218,7 @@ def _rows(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """How a model does on some problems of one k."""
+    """How well a model does on some problems of one k."""
 
     right: float
     """Share of responses with the exact form and the right answer."""
@@ -245,12 +245,12 @@ def accuracy(
         temperature=1.0 if sampled else None,
         top_k=0 if sampled else None,
         top_p=1.0 if sampled else None,
-        # Two steps more than a full chain: room to be wrong in, and no more.
+        # Two steps more than a full chain, so that there is room for a wrong answer, and no more.
         max_new_tokens=5 * (problems[0].k + 2) + 13,
     )
     responses = []
     for row in output[:, prompts.shape[1] :].tolist():
-        # A response without an end token was cut off, and is no answer.
+        # A response without an end token was cut off and is no answer.
         responses.append(tokenizer.decode(row[: row.index(EOS_ID)]) if EOS_ID in row else "")
     count = len(problems)
     return Accuracy(
@@ -298,7 +298,7 @@ def report(
     log: Callable[[str], None],
     ks: Iterable[int] = range(1, 11),
 ) -> None:
-    """Logs a table of accuracy and form, a line for each k."""
+    """Logs a table of accuracy and form, one line per k."""
     log(" k   greedy    T=1   well-formed at T=1")
     for k in ks:
         problems = distinct(Random(f"miniature report {k}"), k, problems_per_k)
@@ -308,7 +308,7 @@ def report(
 
 
 def write(model: Qwen2ForCausalLM, out_dir: Path) -> None:
-    """Writes weights, configuration and tokenizer, in a folder beside, then renames it."""
+    """Writes weights, configuration and tokenizer into a temporary folder, then renames it."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
     try:
@@ -332,7 +332,7 @@ def write(model: Qwen2ForCausalLM, out_dir: Path) -> None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One torch thread: at this size two are slower, and sums keep one order."""
+    """Limits torch to one thread: at this size two are slower, and sums keep one order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -35,7 +35,7 @@ class Problem:
     """One chain: ``Problem(start=49, operands=(-6, 8, -3))`` asks for 49-6+8-3, which is 48."""
 
     start: int
-    """The first total, 0..99."""
+    """The first running total, 0..99."""
     operands: tuple[int, ...]
     """[k] Signed operands, each of magnitude 1..9."""
 
@@ -70,7 +70,7 @@ class Problem:
     def response_after(self, steps: int) -> str:
         """The response that stops after ``steps`` operations and answers with that total.
 
-        ``steps < k`` is the bad habit of the base model: well-formed, and wrong for certain.
+        ``steps < k`` is the bad habit of the base model: well-formed, and certainly wrong.
         """
         totals = self.totals
         chain = "".join(
@@ -113,11 +113,11 @@ def draw(rng: Random, k: int) -> Problem:
 def distinct(rng: Random, k: int, count: int, exclude: Collection[Problem] = ()) -> list[Problem]:
     """``count`` problems of ``k`` operations, all different and none of them in ``exclude``.
 
-    Raises ``TandemError`` when so many different problems of this ``k`` may not exist.
+    Raises ``TandemError`` if this many different problems of this ``k`` may not exist.
     """
     seen = {problem.prompt for problem in exclude}
-    # Rejection leaves more than half of the 100 * 18**k chains for every k up to 10; a quarter
-    # keeps the draw below far from the end, where it would go on for ever.
+    # Rejection leaves more than half of the 100 * 18**k chains for every k up to 10; with a quarter
+    # as the limit, the draw below never comes close to running out, where it would go on forever.
     room = MODULUS * (2 * LARGEST_OPERAND) ** k // 4
     if count + len(seen) > room:
         raise TandemError(

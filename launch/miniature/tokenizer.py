@@ -22,7 +22,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "}")
 CHARACTERS = tuple("0123456789+-=? ")
 
 SIZE = 32
-"""Ids in all."""
+"""Number of ids."""
 
 _named = (PAD, EOS, UNKNOWN, *TAGS, *CHARACTERS)
 VOCABULARY = (*_named, *(f"<spare_{i}>" for i in range(SIZE - len(_named))))

@@ -1,1 +1,1 @@
-"""On paper: what a run's parts will hold in memory and how long a step will take."""
+"""Estimates on paper: what a run's processes will hold in memory and how long a step will take."""

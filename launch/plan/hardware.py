@@ -15,23 +15,22 @@ class Gpu:
     """One NVIDIA GPU."""
 
     index: int
-    """As CUDA counts them with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``."""
+    """The index by which CUDA counts it with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``."""
     name: str
-    """Model name."""
     memory_mb: int
     """Total memory, MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a run can be placed on."""
+    """The hardware that a run can be placed on."""
 
     gpus: tuple[Gpu, ...]
-    """Those that ``CUDA_VISIBLE_DEVICES`` leaves visible."""
+    """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves visible."""
     cores: int
-    """That this process may use."""
+    """CPU cores that this process may use."""
     memory_mb: int
-    """Total, MiB."""
+    """Total main memory, MiB."""
 
     def __str__(self) -> str:
         gpus = "no GPU"
@@ -42,7 +41,7 @@ class Machine:
 
 
 def machine() -> Machine:
-    """Looks at this machine; takes a few milliseconds without an NVIDIA driver."""
+    """Inspects this machine; takes a few milliseconds if there is no NVIDIA driver."""
     return Machine(
         gpus=gpus(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
@@ -51,7 +50,7 @@ def machine() -> Machine:
 
 
 def gpus(deadline: float = 20.0) -> tuple[Gpu, ...]:
-    """GPUs that nvidia-smi lists and ``CUDA_VISIBLE_DEVICES`` leaves; none where it fails."""
+    """The GPUs that nvidia-smi lists and ``CUDA_VISIBLE_DEVICES`` leaves; none if nvidia-smi fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ()
@@ -69,21 +68,21 @@ def gpus(deadline: float = 20.0) -> tuple[Gpu, ...]:
 
 
 def parse_gpus(listed: str) -> tuple[Gpu, ...]:
-    """Rows ``index, name, MiB`` of nvidia-smi; rows that aren't (a driver's error) are left out.
+    """Parses rows ``index, name, MiB`` of nvidia-smi; other rows (a driver's error) are skipped.
 
     >>> parse_gpus("0, NVIDIA H100 80GB HBM3, 81559")[0].memory_mb
     81559
     """
-    found = []
+    parsed = []
     for line in listed.splitlines():
         parts = [part.strip() for part in line.split(",")]
         if len(parts) == 3 and parts[0].isdigit() and parts[2].isdigit():
-            found.append(Gpu(index=int(parts[0]), name=parts[1], memory_mb=int(parts[2])))
-    return tuple(found)
+            parsed.append(Gpu(index=int(parts[0]), name=parts[1], memory_mb=int(parts[2])))
+    return tuple(parsed)
 
 
 def visible(gpus: tuple[Gpu, ...], mask: str | None) -> tuple[Gpu, ...]:
-    """What ``CUDA_VISIBLE_DEVICES`` leaves, in its order; UUIDs are not looked up: all stay."""
+    """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, in its order; with UUIDs in it, all GPUs stay."""
     if mask is None:
         return gpus
     by_index = {str(gpu.index): gpu for gpu in gpus}
@@ -93,6 +92,6 @@ def visible(gpus: tuple[Gpu, ...], mask: str | None) -> tuple[Gpu, ...]:
     chosen = []
     for word in wanted:
         if word not in by_index:
-            break  # CUDA stops at the first index that is none.
+            break  # CUDA stops at the first index that doesn't exist.
         chosen.append(by_index[word])
     return tuple(chosen)

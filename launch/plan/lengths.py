@@ -19,14 +19,14 @@ class Lengths:
     """
 
     mean: float
-    """Tokens, after the cut."""
+    """Mean number of tokens, after the cut."""
     limit: int
     """The longest response, in tokens."""
     spread: float
-    """Standard deviation of the logarithm of a length before the cut; 0 = all are equally long."""
+    """Standard deviation of the logarithm of a length before the cut; 0: all have the same length."""
 
     def draw(self, groups: int, samples: int, seed: int) -> np.ndarray:
-        """``[groups, samples]`` int64 lengths in tokens, each at least 1."""
+        """Draws ``[groups, samples]`` int64 lengths in tokens, each at least 1."""
         if self.spread == 0 or self.mean >= self.limit:
             return np.full((groups, samples), max(1, round(self.mean)), np.int64)
         noise = np.random.default_rng(seed).standard_normal((groups, samples))
@@ -34,7 +34,7 @@ class Lengths:
         return np.clip(drawn.round(), 1, self.limit).astype(np.int64)
 
     def _location(self) -> float:
-        """Mean of the logarithm with which the lengths have their mean after the cut."""
+        """The mean of the logarithm that gives the lengths their mean after the cut."""
         low, high = math.log(self.mean) - self.spread**2, math.log(self.limit) + 8 * self.spread
         for _ in range(60):
             middle = (low + high) / 2

@@ -9,7 +9,7 @@ from ..wording import nearest
 from .hardware import Machine
 
 GB = 1 << 30
-"""What is called a GB here, as nvidia-smi counts."""
+"""Bytes of one GB, as nvidia-smi counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,17 +17,17 @@ class Node:
     """GPUs of one kind in one machine."""
 
     gpus: int
-    """How many; 0: the run is on CPUs."""
+    """Number of GPUs; 0 if the run is on CPUs."""
     kind: str
     """Name of the GPU."""
     memory: int
-    """Bytes of one."""
+    """Memory of one GPU, in bytes."""
     flops: float
-    """Dense bf16 multiplications and additions a second."""
+    """Dense bf16 multiplications and additions per second."""
     bandwidth: float
-    """Bytes a second between a GPU's memory and its cores."""
+    """Bytes per second between a GPU's memory and its cores."""
     link: float
-    """Bytes a second from one GPU to another."""
+    """Bytes per second from one GPU to another."""
 
     def __str__(self) -> str:
         if not self.gpus:
@@ -59,8 +59,8 @@ KINDS: dict[str, Node] = {
     "L4": _kind("L4", 24, 121, 300, 32),
     "RTX4090": _kind("RTX4090", 24, 165, 1008, 32),
 }
-"""NVIDIA's data sheets (SXM where there are two): GB, dense bf16 TFLOP/s, GB/s of memory, and
-GB/s one way over NVLink, or over PCIe 4.0 x16 where there is no NVLink."""
+"""NVIDIA's data sheets (SXM if there are two): GB, dense bf16 TFLOP/s, GB/s of memory, and
+GB/s one way over NVLink, or over PCIe 4.0 x16 if there is no NVLink."""
 
 
 def node(
@@ -74,30 +74,30 @@ def node(
     """The node to plan for: as given, else this machine's GPUs, else as many H100 as are needed.
 
     Raises:
-        ConfigError: an unknown kind of GPU.
+        ConfigError: the kind of GPU is unknown.
     """
     if kind is not None and kind.upper() not in KINDS:
         raise ConfigError(f"--gpu {kind} is not known{nearest(kind, list(KINDS))}")
     named = kind.upper() if kind is not None else _like(machine)
-    found = KINDS[named or "H100"]
+    planned = KINDS[named or "H100"]
     count = needed
     if kind is None and machine.gpus and memory_gb is None:
-        found = replace(
-            found,
-            kind=found.kind if named else f"{machine.gpus[0].name} (taken for an H100)",
+        planned = replace(
+            planned,
+            kind=planned.kind if named else f"{machine.gpus[0].name} (taken for an H100)",
             memory=machine.gpus[0].memory_mb << 20,
         )
         count = len(machine.gpus)
     if memory_gb is not None:
-        found = replace(found, memory=int(memory_gb * GB))
-    return replace(found, gpus=count if gpus is None else gpus)
+        planned = replace(planned, memory=int(memory_gb * GB))
+    return replace(planned, gpus=count if gpus is None else gpus)
 
 
 def _like(machine: Machine) -> str | None:
-    """The kind that this machine's first GPU is."""
+    """The kind of this machine's first GPU, if it is known."""
     if not machine.gpus:
         return None
     name = machine.gpus[0].name.upper().replace(" ", "")
     # The longest: an A100 is no A10.
-    found = max((k for k in KINDS if k in name), key=len, default=None)
-    return "A100-40" if found == "A100" and machine.gpus[0].memory_mb < 50_000 else found
+    kind = max((k for k in KINDS if k in name), key=len, default=None)
+    return "A100-40" if kind == "A100" and machine.gpus[0].memory_mb < 50_000 else kind

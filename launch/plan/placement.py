@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Which GPUs each process sees, as indices; empty lists: the run is on CPUs."""
+    """The GPUs that each process sees, as indices; empty if the run is on CPUs."""
 
     learner: tuple[tuple[int, ...], ...]
-    """One entry a rank."""
+    """One entry per rank."""
     rollout: tuple[tuple[int, ...], ...]
-    """One entry a worker."""
+    """One entry per worker."""
 
 
 def gpus_needed(config: Config) -> int:
-    """A GPU for every learner rank and every engine's tensor-parallel rank."""
+    """One GPU for every learner rank and for every engine's tensor-parallel rank."""
     engines = workers_of(config) * config.rollout.gpus_per_worker
     if config.launch.share_gpu:
         return max(config.learner.ranks, engines)
@@ -32,7 +32,7 @@ def gpus_needed(config: Config) -> int:
 
 
 def workers_of(config: Config) -> int:
-    """Rollout workers that are started: offline, one for evaluations during the run, if any."""
+    """Number of rollout workers that are started; offline, one if there are evaluations during the run."""
     if config.learner.source == "ledger":
         return config.rollout.workers
     return min(1, config.rollout.workers) if config.evaluate.every else 0
@@ -47,11 +47,11 @@ def trackers_of(config: Config) -> list[str]:
 def place(config: Config, machine: Machine) -> Placement:
     """Gives the learner's ranks the first GPUs and the engines the next ones.
 
-    With ``launch.share_gpu`` the engines begin at the first one too: a GPU then carries one
-    rank and one engine at most.
+    With ``launch.share_gpu`` the engines begin at the first one too, so that a GPU carries at most
+    one rank and one engine.
 
     Raises:
-        ConfigError: ``launch.gpus=required`` and the machine has fewer than are needed.
+        ConfigError: ``launch.gpus=required``, and the machine has fewer than are needed.
     """
     ranks, workers = config.learner.ranks, workers_of(config)
     each, needed = config.rollout.gpus_per_worker, gpus_needed(config)
@@ -74,7 +74,7 @@ def place(config: Config, machine: Machine) -> Placement:
 
 
 def placed(config: Config, indices: Sequence[int]) -> Placement:
-    """Gives out the GPUs with these indices, of which there are enough."""
+    """Distributes the GPUs with these indices, of which there are enough."""
     ranks, each = config.learner.ranks, config.rollout.gpus_per_worker
     rest = indices if config.launch.share_gpu else indices[ranks:]
     return Placement(

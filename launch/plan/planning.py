@@ -1,6 +1,6 @@
 """The plan of a run on paper: the memory of its processes and the time of a step.
 
-Nothing is started or written, nothing is downloaded, and no GPU is needed to plan for some.
+Nothing is started, written or downloaded, and no GPU is needed to plan for one.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 POOL_BYTES = 200 << 20
 """Main memory of a reward pool's dispatcher, roughly."""
 GRADER_BYTES = 70 << 20
-"""Of one grader, roughly; ``reward.memory_mb`` is its limit."""
+"""Main memory of one grader, roughly; ``reward.memory_mb`` is its limit."""
 SMALL_BYTES = 200 << 20
-"""Of the supervisor, and of a tracker."""
+"""Main memory of the supervisor, and of a tracker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """One process."""
+    """One process of the plan."""
 
     name: str
-    """As the registry and the logs call it, such as ``learner-0``."""
+    """The process's name in the registry and the logs, such as ``learner-0``."""
     gpus: tuple[int, ...]
     """Indices of the GPUs that it sees."""
     holding: Holding | None
-    """What it would hold; None where the model's sizes aren't known."""
+    """The memory that it would hold; None if the model's sizes aren't known."""
     engine: str | None = None
     """``torch``, ``vllm`` or an import path; None unless it is a rollout worker."""
     zero_stage: int | None = None
@@ -53,32 +53,32 @@ class Plan:
     """A whole run on paper."""
 
     name: str
-    """Of the preset."""
+    """Name of the preset."""
     config: Config
-    """Resolved."""
+    """The resolved config."""
     node: Node
-    """What it is planned for."""
+    """The node that it is planned for."""
     device: str
     """``cuda`` or ``cpu``."""
     shape: ModelShape | None
-    """Of the model, where known."""
+    """The model's sizes, if they are known."""
     processes: tuple[Planned, ...]
     """In the order of their start."""
     load: Load
-    """What a step consists of."""
+    """The work of a step."""
     scenario: Scenario | None
-    """What is simulated; None on CPUs, or where the model's sizes aren't known."""
+    """What is simulated; None on CPUs, or if the model's sizes aren't known."""
     problems: tuple[str, ...]
     """Why it wouldn't fit, on paper."""
 
     def by_gpu(self) -> dict[int, dict[str, int]]:
         """GPU to the bytes of every process on it."""
-        found: dict[int, dict[str, int]] = {}
+        by_index: dict[int, dict[str, int]] = {}
         for planned in self.processes:
             for gpu in planned.gpus:
                 if planned.holding is not None:
-                    found.setdefault(gpu, {})[planned.name] = planned.holding.total
-        return dict(sorted(found.items()))
+                    by_index.setdefault(gpu, {})[planned.name] = planned.holding.total
+        return dict(sorted(by_index.items()))
 
     def host(self) -> int:
         """Bytes of main memory that all processes hold."""
@@ -95,7 +95,7 @@ class Plan:
         return max(totals, default=0) / self.node.memory
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: bytes, seconds and tokens as plain numbers."""
+        """Plain data for JSON: bytes, seconds and tokens as numbers."""
         return {
             "preset": self.name,
             "estimate": True,
@@ -129,7 +129,7 @@ class Plan:
 
     def _step(self) -> dict[str, Any]:
         work = self.load
-        found = None if self.scenario is None else asdict(simulate(self.scenario))
+        simulated = None if self.scenario is None else asdict(simulate(self.scenario))
         return {
             "samples": work.samples,
             "rows": work.rows,
@@ -137,7 +137,7 @@ class Plan:
             "response_tokens": work.response,
             "response_spread": work.lengths.spread,
             "max_staleness": self.config.replay.max_staleness,
-            "simulated": found,
+            "simulated": simulated,
         }
 
 
@@ -170,16 +170,16 @@ def make(
     """Plans a run on a node.
 
     Args:
-        name: Of the preset.
-        config: Resolved, with ``run.dir``.
-        node: Its GPUs.
-        placement: Which process gets which.
-        prompt_tokens: Mean prompt; None = a quarter of the limit.
-        response_tokens: Mean response; None = a third of the limit.
-        spread: Of response lengths, see :class:`~.lengths.Lengths`; None = 0.75.
+        name: name of the preset.
+        config: the resolved config, with ``run.dir``.
+        node: its GPUs.
+        placement: which process gets which GPU.
+        prompt_tokens: mean length of a prompt; None = a quarter of the limit.
+        response_tokens: mean length of a response; None = a third of the limit.
+        spread: spread of response lengths, see :class:`~.lengths.Lengths`; None = 0.75.
 
     Raises:
-        DataError: ``model.path`` is no folder and no hub name.
+        DataError: ``model.path`` is neither a folder nor a hub name.
     """
     device = "cuda" if placement.learner and placement.learner[0] else "cpu"
     shape = shape_of(config.model.path)
@@ -203,7 +203,7 @@ def make(
 
 
 def on_paper(config: Config, machine: Machine, node: Node) -> Placement:
-    """The placement on this machine where it suffices, else on GPUs that are only thought of."""
+    """The placement on this machine if it has enough GPUs, else on imagined GPUs."""
     try:
         return place(config, machine)
     except ConfigError:
@@ -214,7 +214,7 @@ def for_node(config: Config, node: Node) -> Placement:
     """The placement on a node of which only the number of GPUs is given.
 
     Raises:
-        ConfigError: it has fewer than the config needs.
+        ConfigError: it has fewer GPUs than the config needs.
     """
     workers = workers_of(config)
     if config.launch.gpus == "none":
@@ -231,14 +231,14 @@ def for_node(config: Config, node: Node) -> Placement:
 
 
 def host_wanted(config: Config, machine: Machine) -> int | None:
-    """Bytes of main memory that a run wants on this machine; None where the model is unknown."""
+    """Bytes of main memory that a run needs on this machine; None if the model is unknown."""
     node = node_for(machine, needed=gpus_needed(config))
     plan = make("", config, node, on_paper(config, machine, node))
     return plan.host() if plan.shape is not None else None
 
 
 def problems_on_paper(config: Config, machine: Machine, placement: Placement) -> tuple[str, ...]:
-    """What a run about to start on GPUs should be told; nothing for one on CPUs."""
+    """Why a run that is about to start on GPUs may not fit; empty for a run on CPUs."""
     if not any(placement.learner):
         return ()
     return make("", config, node_for(machine, needed=gpus_needed(config)), placement).problems
@@ -264,7 +264,7 @@ def _all(
             holding=None if shape is None else memory.engine(config, shape, device, node.memory),
             engine=memory.engine_name(config, device),
         )
-    # Offline nothing is graded while a run goes on.
+    # Offline, nothing is graded during a run.
     for index in range(config.reward.pools if config.learner.source == "ledger" else 0):
         graders = config.reward.graders * GRADER_BYTES
         yield _on_host(f"reward-{index}", {"dispatcher": POOL_BYTES, "graders": graders})
@@ -286,7 +286,7 @@ def _problems(
     if shape is None:
         yield (
             f"the sizes of {config.model.path} aren't known: it is neither on this machine nor in "
-            f"the table of well-known models, so memory and time can't be told"
+            f"the table of well-known models, so memory and time can't be estimated"
         )
         return
     problem = too_long(config, shape)

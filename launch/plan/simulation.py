@@ -1,19 +1,19 @@
-"""A run on paper, event by event: who waits for whom, and how long a step takes.
+"""A simulated run, event by event: who waits for whom, and how long a step takes.
 
-The simulation plays workers, engines, the reward pool and the learner against the ledger's own rules
-(:mod:`tandem.replay.rules` and :mod:`tandem.replay.cutting`, which mirror its scripts). Formulas can't
-tell the time of an asynchronous step: it depends on how long the longest sample holds its row up, on
-how many groups the bound on staleness lets begin meanwhile, and on what new weights cost the samples
-that are under way.
+The simulation runs workers, engines, the reward pool and the learner under the ledger's own rules
+(:mod:`tandem.replay.rules` and :mod:`tandem.replay.cutting`, which mirror its scripts). No formula
+gives the time of an asynchronous step: it depends on how long the longest sample holds up its row, on
+how many groups the staleness bound lets begin in the meantime, and on what new weights cost the
+samples that are under way.
 
     worker    leases when it holds a version and at most ``ahead`` groups, up to ``batch + ahead``
     ledger    admits a group if J + floor(r/B) - w <= eta, and cuts rows in the order of ids
     engine    runs ``slots`` samples at a time; each iteration gives each of them one token
     pool      grades finished groups one after the other
-    learner   takes a row as soon as it is whole, trains, publishes, and takes the next
+    learner   takes a row as soon as it is complete, trains, publishes, and takes the next
     versions  arrive some time after a publication and pause each engine that runs
 
-Failures, evaluations and checkpoints are left out. Where a window lets a row pass over a late group,
+Failures, evaluations and checkpoints are left out. If a window lets a row pass over a late group,
 the row waits for it (``replay.late=wait``).
 """
 
@@ -31,61 +31,61 @@ from ...replay.rules import Limits, why_not_leased
 from .lengths import Lengths
 
 DRAWN = 1024
-"""Groups whose lengths are drawn; the groups after them have the same lengths again."""
+"""Groups whose lengths are drawn; later groups repeat these lengths."""
 GRID = 256
-"""Points of the longest response at which samples end."""
+"""Number of equal parts of the longest response at whose ends samples may end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpeed:
-    """Seconds that one engine takes.
+    """How many seconds one engine takes.
 
     An iteration takes ``host + max(weights + cached_token * context, row * rows)``: memory is read
-    while the arithmetic is done, and the host's work comes on top.
+    during the arithmetic, and the host's work comes on top.
     """
 
     host: float
-    """Of an iteration: scheduling, sampling, detokenising."""
+    """Host time per iteration: scheduling, sampling, detokenising."""
     weights: float = 0.0
-    """Of an iteration: reading the weights."""
+    """Time per iteration to read the weights."""
     cached_token: float = 0.0
-    """Of an iteration: reading the keys and values of one token."""
+    """Time per iteration to read the keys and values of one token."""
     row: float = 0.0
-    """Of an iteration: the arithmetic of one sample's token."""
+    """Time per iteration for the arithmetic of one sample's token."""
     prompt_token: float = 0.0
-    """For computing the keys and values of one token of a prompt, or again after new weights."""
+    """Time to compute the keys and values of one token, of a prompt or again after new weights."""
     load: float = 0.0
-    """For loading new weights; meanwhile nothing is sampled."""
+    """Time to load new weights, during which nothing is sampled."""
 
     def iteration(self, rows: int, context: float) -> float:
-        """Seconds in which each of ``rows`` samples, ``context`` tokens in all, gets a token."""
+        """Seconds in which each of ``rows`` samples, with ``context`` tokens in all, gets one token."""
         return self.host + max(self.weights + self.cached_token * context, self.row * rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSpeed:
-    """Seconds that the learner takes."""
+    """How many seconds the learner takes."""
 
     step: float
-    """Of a step, whatever its row is: the optimizer, the exchange of gradients."""
+    """Fixed time of a step: the optimizer, the exchange of gradients."""
     token: float = 0.0
-    """Per own token of the row."""
+    """Time per own token of the row."""
     publish: float = 0.0
-    """Copying the weights out, between two steps."""
+    """Time to copy the weights out, between two steps."""
     transfer: float = 0.0
-    """From a publication until the workers hold the version."""
+    """Time from a publication until the workers hold the version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """All that a simulated run depends on."""
+    """Everything that a simulated run depends on."""
 
     limits: Limits
-    """Its rules: B, the bound on staleness, the window, the greatest number of leases."""
+    """The ledger's limits: B, the staleness bound, the window, the greatest number of leases."""
     workers: int
     """Rollout workers, each with one engine."""
     samples: int
-    """Own samples of a group."""
+    """Own samples per group."""
     batch: int
     """``rollout.groups_per_batch``."""
     ahead: int
@@ -96,19 +96,19 @@ class Scenario:
     """Whether an engine begins a group only when all its samples have slots, as the torch engine
     does; vLLM begins them one by one."""
     lengths: Lengths
-    """Of responses."""
+    """Lengths of responses, in tokens."""
     prompt: float = 0.0
     """Mean tokens of a prompt, which the samples of a group share."""
     engine: EngineSpeed
-    """Of each engine."""
+    """Speed of each engine."""
     learner: LearnerSpeed
-    """Of all ranks together."""
+    """Speed of all ranks together."""
     recompute: bool = True
     """``rollout.recompute_kv``."""
     every: int = 1
-    """``weights.every``: steps between publications."""
+    """``weights.every``: steps from one publication to the next."""
     graded_a_second: float = math.inf
-    """Samples that the reward pools grade in a second, all graders together."""
+    """Samples that the reward pools grade per second, all graders together."""
     shared: bool = False
     """Whether learner and engines take turns on the same GPUs."""
 
@@ -128,9 +128,9 @@ class Simulated:
     engines_pause: float
     """Share of the engines' time that new weights took."""
     running: float
-    """Samples that an engine ran at a time, on average while it had any."""
+    """Mean number of samples that an engine ran at a time while it had any."""
     tokens_per_second: float
-    """Sampled, all engines together."""
+    """Sampled tokens per second, all engines together."""
     staleness: float
     """Mean age of a group's oldest token when it is trained on, in steps."""
 
@@ -139,7 +139,7 @@ class Simulated:
 class _Group:
     serial: int
     tokens: int
-    """Of all its samples."""
+    """Tokens of all its samples."""
     left: int
     """Samples that haven't ended."""
     oldest: int | None = None
@@ -153,31 +153,31 @@ class _Worker:
     held: int = 0
     """Step of the version that it holds."""
     in_engine: int = 0
-    """Groups."""
+    """Number of groups in the engine."""
     waiting: deque[tuple[_Group, int]] = field(default_factory=deque)
     """Samples that have no slot yet: group and length."""
     running: int = 0
-    """Samples that have one."""
+    """Number of samples that have a slot."""
     ends: list[float] = field(default_factory=list)
     """Heap of the iterations after which samples end."""
     ending: dict[float, list[tuple[_Group, int]]] = field(default_factory=dict)
-    """Which end there: group and length."""
+    """Iteration to the samples that end after it: group and length."""
     context: float = 0.0
     """Tokens of all running samples."""
     iterations: float = 0.0
-    """Done by :attr:`since`."""
+    """Iterations done by :attr:`since`."""
     since: float = 0.0
     """When the engine was last brought up to date, or until when it is paused."""
     iteration: float = 0.0
-    """Seconds of one, until the next change."""
+    """Seconds per iteration, until the next change."""
     event: int = 0
-    """Number of its event that counts; older ones are void."""
+    """Number of its current event; events with older numbers are void."""
     idle: float = 0.0
     """Seconds without a sample."""
     paused: float = 0.0
-    """Seconds in which it loaded weights and computed keys and values again."""
+    """Seconds spent loading weights and computing keys and values again."""
     tokens: float = 0.0
-    """Sampled so far."""
+    """Tokens sampled so far."""
 
 
 class _Run:
@@ -191,7 +191,7 @@ class _Run:
         self.count = 0
         self.order = np.random.default_rng(seed)
         self.lengths = scenario.lengths.draw(DRAWN, scenario.samples, seed).tolist()
-        # Samples end on a grid, so that several end at once and a plan takes seconds.
+        # Samples end on a grid, so that several end at once and a plan takes only seconds.
         self.grain = max(1, scenario.lengths.limit // GRID)
         self.workers = [_Worker() for _ in range(scenario.workers)]
         self.journalled = 0
@@ -213,7 +213,7 @@ class _Run:
         heapq.heappush(self.events, (time, self.count, kind, what))
 
     def until(self, steps: int) -> None:
-        """Goes on until so many steps have begun."""
+        """Runs until this many steps have begun."""
         while len(self.taken) < steps:
             self.now, _, kind, what = heapq.heappop(self.events)
             match kind, what:
@@ -238,7 +238,7 @@ class _Run:
             self.lease(int(index), self.workers[index])
 
     def lease(self, index: int, worker: _Worker) -> None:
-        """What a worker does whenever something has changed."""
+        """Leases groups as a worker does whenever something has changed."""
         scenario = self.scenario
         if worker.in_engine > scenario.ahead:
             return
@@ -266,7 +266,7 @@ class _Run:
             self.schedule(index, worker)
 
     def advance(self, worker: _Worker) -> None:
-        """Brings an engine up to now."""
+        """Brings an engine's state up to the present time."""
         passed = self.now - worker.since
         if passed <= 0:
             return  # It is paused.
@@ -280,7 +280,7 @@ class _Run:
         worker.since = self.now
 
     def fill(self, worker: _Worker) -> None:
-        """Begins as many waiting samples as there are slots."""
+        """Begins as many waiting samples as there are free slots."""
         scenario = self.scenario
         while worker.waiting:
             group, _ = worker.waiting[0]
@@ -306,7 +306,7 @@ class _Run:
         worker.since = max(worker.since, self.now) + seconds
 
     def schedule(self, index: int, worker: _Worker) -> None:
-        """Settles when the engine's next sample ends."""
+        """Schedules the end of the engine's next sample."""
         worker.event += 1
         if not worker.running:
             return
@@ -318,7 +318,7 @@ class _Run:
         self.at(ends, "engine", (index, worker.event))
 
     def finish(self, index: int, worker: _Worker) -> None:
-        """Ends the samples that are whole."""
+        """Ends the samples that are complete."""
         self.advance(worker)
         while worker.ends and worker.ends[0] <= worker.iterations + 1e-6:
             for group, length in worker.ending.pop(heapq.heappop(worker.ends)):
@@ -331,13 +331,13 @@ class _Run:
                     self.pool_free = max(self.pool_free, self.now) + seconds
                     self.at(self.pool_free, "graded", group)
         if not worker.running:
-            worker.context = 0.0  # Not quite, by what the grid rounds.
+            worker.context = 0.0  # Removes what rounding to the grid has left.
         self.fill(worker)
         self.schedule(index, worker)
         self.lease(index, worker)
 
     def update(self, step: int) -> None:
-        """A version reaches every worker."""
+        """Gives every worker a new version."""
         scenario = self.scenario
         for worker in self.workers:
             if step <= worker.held:
@@ -369,7 +369,7 @@ class _Run:
         limits, step = self.limits, self.journalled + 1
         if len(self.graded) < limits.groups_per_step:
             return
-        found = cut(
+        next_row = cut(
             limits,
             step=step,
             graded=self.graded,
@@ -377,14 +377,14 @@ class _Run:
             returned=(),
             cursor=self.cursor,
         )
-        for serial in found.stale:
+        for serial in next_row.stale:
             del self.graded[serial]
-        if not found.row:
-            # In strict order nothing changes before this group is graded.
-            self.blocked = found.waits_for if limits.window == 1 else None
+        if not next_row.row:
+            # In strict order, nothing changes before this group is graded.
+            self.blocked = next_row.waits_for if limits.window == 1 else None
             return
         tokens = 0
-        for serial in found.row:
+        for serial in next_row.row:
             self.ages += step - 1 - (self.graded.pop(serial) or 0)
             tokens += self.tokens_of.pop(serial)
         self.journalled = step
@@ -412,15 +412,14 @@ class _Run:
 
 
 def simulate(scenario: Scenario, *, seed: int = 0, steps: int = 16, warm: int = 8) -> Simulated:
-    """Plays a run and averages over its last steps.
+    """Simulates a run and averages over its last steps.
 
-    The same scenario and seed give the same figures, and the same lengths for every split of a node.
+    The same scenario and seed give the same figures, and every split of a node gets the same lengths.
 
     Args:
-        scenario: What is simulated.
-        seed: Of the lengths, and of the order in which workers that wait are woken.
-        steps: Steps that are measured.
-        warm: Steps before them, until the run is in its stride.
+        seed: determines the lengths, and the order in which waiting workers are woken.
+        steps: number of steps that are measured.
+        warm: number of steps before them, until the run is in its steady state.
     """
     if not scenario.workers or not scenario.samples:
         seconds = scenario.learner.step

@@ -1,4 +1,4 @@
-"""A model's sizes: from its config.json where that is at hand, else from a table of well-known ones."""
+"""A model's sizes: from its config.json if that is at hand, else from a table of well-known models."""
 
 from __future__ import annotations
 
@@ -27,45 +27,45 @@ class ModelShape:
     """
 
     name: str
-    """As the config names it."""
+    """The name that the config gives it."""
     layers: int
-    """L."""
+    """L: number of layers."""
     hidden: int
-    """H."""
+    """H: width of the hidden states."""
     heads: int
-    """a: query heads."""
+    """a: number of query heads."""
     kv_heads: int
-    """Heads of keys and values."""
+    """Number of key and value heads."""
     head_dim: int
-    """d."""
+    """d: width of a head."""
     intermediate: int
     """I: width of the MLP."""
     vocabulary: int
-    """V."""
+    """V: number of tokens in the vocabulary."""
     tied: bool
-    """Input embedding and output matrix are one."""
+    """Whether input embedding and output matrix are one."""
     qkv_bias: bool = False
-    """Biases on queries, keys and values."""
+    """Whether queries, keys and values have biases."""
     context: int | None = None
     """Most tokens of prompt and response together; None = not known."""
     counted: int | None = None
-    """Parameters as the weight files count them, where they are at hand."""
+    """Number of parameters according to the weight files, if they are at hand."""
     source: str = "table"
     """Where the sizes are from: ``config.json`` or ``table``."""
 
     @property
     def query_width(self) -> int:
-        """a · d."""
+        """Width of the queries: a · d."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Width of keys, and of values."""
+        """Width of the keys, and of the values."""
         return self.kv_heads * self.head_dim
 
     @property
     def parameters(self) -> int:
-        """N, tied ones once: V·H (twice if untied) + L · (attention + 3·H·I + 2·H) + H."""
+        """N, with tied ones counted once: V·H (twice if untied) + L · (attention + 3·H·I + 2·H) + H."""
         if self.counted is not None:
             return self.counted
         attention = 2 * self.hidden * self.query_width + 2 * self.hidden * self.kv_width
@@ -77,11 +77,11 @@ class ModelShape:
 
     @property
     def multiplied(self) -> int:
-        """Parameters that a token is multiplied with: looking the input up costs nothing."""
+        """Number of parameters that a token is multiplied with; looking up the input costs nothing."""
         return self.parameters - (0 if self.tied else self.vocabulary * self.hidden)
 
     def kv_bytes(self, element: int) -> int:
-        """Bytes of one token in the KV cache: 2 · L · kv heads · d · element."""
+        """Bytes per token in the KV cache: 2 · L · kv heads · d · element."""
         return 2 * self.layers * self.kv_width * element
 
 
@@ -125,17 +125,17 @@ TABLE: dict[str, ModelShape] = {
     "Qwen/Qwen2.5-Math-7B": replace(_QWEN, context=4096),
     "Elliott/Qwen2.5-Math-7B-16k-think": replace(_QWEN, context=16384),
 }
-"""Qwen2.5 (arXiv 2412.15115) and Qwen2.5-Math (arXiv 2409.12122); sizes as in their config.json.
-The ``-Instruct`` of each has the same."""
+"""Qwen2.5 (arXiv 2412.15115) and Qwen2.5-Math (arXiv 2409.12122), with the sizes in their
+config.json. Each model's ``-Instruct`` variant has the same sizes."""
 
 
 def shape_of(path: str) -> ModelShape | None:
     """The sizes of ``model.path``; None for a model that is neither at hand nor in the table.
 
-    Nothing is downloaded. A hub name is looked up in the local cache of downloads first.
+    Nothing is downloaded. A hub name is first looked up in the local download cache.
 
     Raises:
-        DataError: the path is no model folder and no hub name.
+        DataError: the path is neither a model folder nor a hub name.
     """
     folder = local_folder(path)
     if folder is None:
@@ -146,25 +146,25 @@ def shape_of(path: str) -> ModelShape | None:
 
 
 def known(name: str) -> ModelShape | None:
-    """A model of the table, by its hub name."""
+    """Looks a model up in the table by its hub name."""
     found = TABLE.get(name.removesuffix("-Instruct"))
     return None if found is None else replace(found, name=name)
 
 
 def local_folder(path: str) -> Path | None:
-    """The folder of a model that is on this machine, the cache of downloads included."""
+    """The folder of a model that is on this machine, the download cache included."""
     place = Path(resolve(path))
     if place.is_dir():
         return place
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     snapshots = cache / f"models--{path.replace('/', '--')}" / "snapshots"
-    found = [entry.parent for entry in snapshots.glob("*/config.json")]
-    return max(found, key=lambda folder: folder.stat().st_mtime, default=None)
+    folders = [entry.parent for entry in snapshots.glob("*/config.json")]
+    return max(folders, key=lambda folder: folder.stat().st_mtime, default=None)
 
 
 def from_config(name: str, config: Mapping[str, Any]) -> ModelShape | None:
-    """Sizes from a ``config.json``; None where it isn't of the kind that is estimated."""
+    """Sizes from a ``config.json``; None if it isn't of the kind that can be estimated."""
     inner = config.get("text_config")
     tree = inner if isinstance(inner, Mapping) else config
     try:
@@ -188,7 +188,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape | None:
 
 
 def too_long(config: Config, shape: ModelShape | None) -> str | None:
-    """Why prompts and responses don't fit into the model's context, where they don't."""
+    """Why prompts and responses don't fit into the model's context; None if they do."""
     if shape is None or shape.context is None:
         return None
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -208,9 +208,9 @@ def _is_extent(value: Any) -> bool:
 
 
 def count_parameters(folder: Path) -> int | None:
-    """Elements of all tensors in a folder's safetensors files, read from their headers alone.
+    """Number of elements of all tensors in a folder's safetensors files, read from their headers.
 
-    None where there are none, or a download is incomplete.
+    None if there are none, or if a download is incomplete.
 
     Raises:
         DataError: a file isn't safetensors.

@@ -3,21 +3,21 @@
 With N' the parameters that a token is multiplied with, T tokens and s the mean length of a row:
 
 - forward: ``2·N'·T + 2·L·a·d·s·T`` operations (attention is causal, so half of 4·L·a·d·s);
-  training three times that, four with recomputed activations, and one for each further look at
-  the tokens that the objective asks for (Kaplan et al. 2020, arXiv
+  training three times that, four with recomputed activations, and one for each further pass over
+  the tokens that the objective needs (Kaplan et al. 2020, arXiv
   2001.08361; attention and MFU: Chowdhery et al. 2022, arXiv 2204.02311, appendix B;
   recomputation: Korthikanti et al. 2022, arXiv 2205.05198);
 - decoding is bound by memory: an iteration reads the weights and the cache of all running rows
-  (Pope et al. 2022, arXiv 2211.05102), ``(e·N + tokens·kv) / bandwidth``, or by arithmetic where
-  that is longer, ``2·N'·C / FLOP/s`` for C rows, and some time of the host;
-- new weights pause an engine while it loads them, and while it computes the keys and values of
-  what is under way again (``rollout.recompute_kv``): ``2·N'`` operations a token;
-- the optimizer reads and writes 30 bytes a parameter of its share; gradients are exchanged once a
-  micro-batch with ZeRO-2 and 3, once an update below (ring: twice the bytes, arXiv 1910.02054).
+  (Pope et al. 2022, arXiv 2211.05102), ``(e·N + tokens·kv) / bandwidth``, or by arithmetic if
+  that takes longer, ``2·N'·C / FLOP/s`` for C rows, plus some host time;
+- new weights pause an engine while it loads them, and while it recomputes the keys and values of
+  what is under way (``rollout.recompute_kv``): ``2·N'`` operations per token;
+- the optimizer reads and writes 30 bytes per parameter of its share; gradients are exchanged once per
+  micro-batch with ZeRO-2 and 3, otherwise once per update (ring: twice the bytes, arXiv 1910.02054).
 
-The shares of the data sheet that are really reached are the constants below. Everything here is
-an estimate; tokenising, packing, evaluations and checkpoints are left out. How long a step takes is
-for :mod:`.simulation` to tell.
+The shares of the data sheet that are actually reached are the constants below. Everything here is
+an estimate; tokenising, packing, evaluations and checkpoints are left out. :mod:`.simulation`
+computes how long a step takes.
 """
 
 from __future__ import annotations
@@ -38,39 +38,39 @@ if TYPE_CHECKING:
     from ...common.config import Config
 
 TRAIN_SHARE = 0.4
-"""Of the peak FLOP/s while training (MFU, recomputation counted as work)."""
+"""Share of the peak FLOP/s that training reaches (MFU, with recomputation counted as work)."""
 PREFILL_SHARE = 0.5
-"""Of the peak FLOP/s while an engine reads prompts, or decodes many rows."""
+"""Share of the peak FLOP/s while an engine reads prompts, or decodes many rows."""
 BANDWIDTH_SHARE = 0.7
-"""Of the memory bandwidth while decoding and in the optimizer."""
+"""Share of the memory bandwidth while decoding and in the optimizer."""
 LINK_SHARE = 0.7
-"""Of a link between two GPUs."""
+"""Share of the bandwidth of a link between two GPUs."""
 ITERATION_SECONDS = 0.005
-"""Of the host for one iteration of an engine: scheduling, sampling, detokenising."""
+"""Host time of one iteration of an engine: scheduling, sampling, detokenising."""
 PINNED_RATE = 20e9
-"""Bytes a second between a GPU and pinned memory of the host (PCIe 4.0 x16; 5.0 has twice that)."""
+"""Bytes per second between a GPU and pinned host memory (PCIe 4.0 x16; 5.0 has twice that)."""
 MEMORY_RATE = 2e9
-"""Copying, checking and checking again in the host's memory, bytes a second (2 CPU cores)."""
+"""Bytes per second for copying and checking twice in host memory (on 2 CPU cores)."""
 GLOO_RATE = 0.3e9
-"""Bytes a second through gloo on loopback; 0.13 to 0.56 GB/s were seen."""
+"""Bytes per second through gloo on loopback; 0.13 to 0.56 GB/s were measured."""
 GRADED_A_SECOND = 500.0
-"""Answers a second and grader process; 130 to 1,200 were seen, by how an answer is written."""
+"""Answers per second and grader process; 130 to 1,200 were measured, depending on the answers' form."""
 OPTIMIZER_BYTES = 30
-"""Read and written a parameter: gradient 4, master and moments 12 twice, the weight 2."""
+"""Bytes read and written per parameter: gradient 4, master and moments 12 twice, the weight 2."""
 MAX_NUM_SEQS = 256
 """Fewest rows that an engine runs at a time unless ``rollout.vllm.max_num_seqs`` says otherwise."""
 RESPONSE_SHARE = 1 / 3
-"""Mean response as a share of the limit, where nobody says better."""
+"""Mean response as a share of the limit, unless it is given."""
 PROMPT_SHARE = 1 / 4
-"""Mean prompt likewise."""
+"""Mean prompt as a share of the limit, unless it is given."""
 SPREAD = 0.75
-"""Standard deviation of the logarithm of a response's length, likewise. With the mean at a third of
-the limit, one response in thirty is cut."""
+"""Standard deviation of the logarithm of a response's length, unless it is given. With the mean at
+a third of the limit, one response in thirty is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a step consists of."""
+    """The work of a step."""
 
     samples: int
     """Own samples that are generated."""
@@ -81,11 +81,11 @@ class Load:
     prompt: float
     """Mean tokens of a prompt."""
     lengths: Lengths
-    """Of responses."""
+    """Lengths of responses, in tokens."""
 
     @property
     def response(self) -> float:
-        """Mean tokens of a response; expert traces are taken to be as long."""
+        """Mean tokens of a response; expert traces are assumed to be as long."""
         return self.lengths.mean
 
     @property
@@ -101,7 +101,7 @@ def load(
     response_tokens: float | None = None,
     spread: float | None = None,
 ) -> Load:
-    """A step of the config; lengths are shares of their limits unless given."""
+    """The work of a step of this config; lengths are shares of their limits unless given."""
     groups = config.replay.groups_per_step
     limit = config.rollout.max_new_tokens
     offline = config.learner.source == "offline"
@@ -124,11 +124,8 @@ def scenario(
     """What is simulated for a config on a node with GPUs.
 
     Args:
-        config: The run's.
-        shape: The model's sizes.
-        node: What it runs on.
-        work: The step.
-        cache_tokens: Tokens that fit into one engine's KV cache.
+        work: the work of a step.
+        cache_tokens: tokens that fit into one engine's KV cache.
     """
     own = work.samples // work.groups
     seconds = learner_seconds(config, shape, node, work)
@@ -162,9 +159,9 @@ def scenario(
 
 
 def slots(config: Config, work: Load, cache_tokens: int) -> int:
-    """Rows that an engine runs at a time: what it is set to, and what its cache has room for.
+    """Rows that an engine runs at a time: as many as it is set to, and as its cache has room for.
 
-    A row that is looked at while it runs is likelier a long one, and is half done on average.
+    A row that is running at a random moment is likely to be a long one, and half done on average.
     """
     set_to = vllm_setting(config, "max_num_seqs", None) or max(
         MAX_NUM_SEQS, config.rollout.groups_per_batch * config.rollout.group_size
@@ -175,7 +172,7 @@ def slots(config: Config, work: Load, cache_tokens: int) -> int:
 
 
 def engine_speed(config: Config, shape: ModelShape, node: Node) -> EngineSpeed:
-    """Of one engine, on all its GPUs together."""
+    """Speed of one engine, on all its GPUs together."""
     e, across = engine_element(config), config.rollout.gpus_per_worker
     flops = PREFILL_SHARE * node.flops * across
     bandwidth = BANDWIDTH_SHARE * node.bandwidth * across
@@ -190,22 +187,22 @@ def engine_speed(config: Config, shape: ModelShape, node: Node) -> EngineSpeed:
 
 
 def forward_flops(shape: ModelShape, tokens: float, context: float) -> float:
-    """Operations of one forward pass over causal sequences of so many tokens."""
+    """Operations of one forward pass over this many tokens in causal sequences."""
     return 2 * shape.multiplied * tokens + 2 * shape.layers * shape.query_width * context * tokens
 
 
 def forward_seconds(
     config: Config, shape: ModelShape, node: Node, tokens: float, context: float
 ) -> float:
-    """Of all ranks together for everything that a step computes of so many tokens."""
+    """Seconds of all ranks together for everything that a step computes from this many tokens."""
     flops = learner_passes(config) * forward_flops(shape, tokens, context)
     return flops / (TRAIN_SHARE * node.flops * config.learner.ranks)
 
 
 def learner_passes(config: Config) -> int:
-    """Forward passes that a step's work in the learner is worth: forward and backward, and one
-    without gradient under the step's first weights, the present ones, and the reference for the
-    loss and for the reward, where the objective asks for them."""
+    """Number of forward passes that the learner's work in a step is worth: forward and backward, and
+    one without gradient each under the step's first weights, the current ones, and the reference for
+    the loss and for the reward, if the objective needs them."""
     objective = config.learner.objective
     columns = objective.columns & {"proximal", "current", "reference"}
     scoring = len(columns) + objective.penalises_reward
@@ -213,7 +210,7 @@ def learner_passes(config: Config) -> int:
 
 
 def learner_seconds(config: Config, shape: ModelShape, node: Node, work: Load) -> float:
-    """Forward, backward, exchange of gradients and optimizer."""
+    """Seconds for forward, backward, exchange of gradients and optimizer."""
     settings, n, e = config.learner, shape.parameters, element(config)
     compute = forward_seconds(config, shape, node, work.trained, work.prompt + work.response)
     updates = settings.minibatches
@@ -231,9 +228,9 @@ def learner_seconds(config: Config, shape: ModelShape, node: Node, work: Load) -
 
 
 def transfer_seconds(config: Config, shape: ModelShape, node: Node) -> float:
-    """From the learner's staged copy in the host's memory to that of the last worker.
+    """Seconds from the learner's staged copy in host memory to the last worker's copy.
 
-    The learner sends a version to one worker after the other, but for workers that map its memory.
+    The learner sends a version to one worker after the other, except to workers that map its memory.
     """
     size = engine_element(config) * shape.parameters
     if has_own_gpus(config, "cuda"):

@@ -1,4 +1,4 @@
-"""Every way to split a node's GPUs between learner and engines, at every bound on staleness."""
+"""Every way to split a node's GPUs between learner and engines, at every staleness bound."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ if TYPE_CHECKING:
     from ...common.config import Config
 
 BOUNDS = range(9)
-"""Bounds on staleness that are tried."""
+"""Staleness bounds that are tried."""
 FULL = 3
-"""A worker leases so many times the groups whose samples have slots at once: a group keeps its place
-until its longest sample has ended, while the others' slots are free for the next."""
+"""A worker leases this many times as many groups as have slots at once: a group keeps its place
+until its longest sample has ended, while the others' slots are free for the next groups."""
 
 IDLE = 0.005
-"""Share of the time up to which nobody is said to wait."""
+"""Share of the time below which nobody is said to wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """One way to split the node, at one bound on staleness."""
+    """One way to split the node, at one staleness bound."""
 
     ranks: int
-    """GPUs of the learner."""
+    """Ranks of the learner, one GPU each."""
     workers: int
-    """Engines."""
+    """Number of engines."""
     staleness: int
-    """η."""
+    """The staleness bound η."""
     plan: Plan
-    """Of the config with this split."""
+    """The plan of the config with this split."""
     simulated: Simulated
-    """What a step of it takes."""
+    """The simulation of this split."""
 
     @property
     def fits(self) -> bool:
-        """Whether nothing on paper keeps it from running."""
+        """Whether, on paper, nothing prevents it from running."""
         return not self.plan.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: bytes, seconds and shares as plain numbers."""
-        rollout, found = self.plan.config.rollout, self.simulated
+        """Plain data for JSON: bytes, seconds and shares as numbers."""
+        rollout, simulated = self.plan.config.rollout, self.simulated
         return {
             "ranks": self.ranks,
             "workers": self.workers,
@@ -58,10 +58,10 @@ class Split:
             "share_of_fullest_gpu": self.plan.fullest(),
             "host_bytes": self.plan.host(),
             "pinned_bytes": self.plan.pinned(),
-            "seconds": found.step,
-            "learner_waits": found.learner_waits,
-            "engines_wait": found.engines_wait,
-            "engines_pause": found.engines_pause,
+            "seconds": simulated.step,
+            "learner_waits": simulated.learner_waits,
+            "engines_wait": simulated.engines_wait,
+            "engines_pause": simulated.engines_pause,
         }
 
 
@@ -71,11 +71,11 @@ def splits(
     """Plans and simulates every split of a node, with leases that keep its engines busy.
 
     Args:
-        name: Of the preset.
-        config: Resolved; its own split and bound are among those that are tried.
-        node: With its GPUs.
-        bounds: On staleness.
-        **lengths: As :func:`~.planning.make` takes them.
+        name: name of the preset.
+        config: the resolved config; its own split and bound are among those that are tried.
+        node: the node with its GPUs.
+        bounds: the staleness bounds to try.
+        **lengths: lengths as for :func:`~.planning.make`.
 
     Raises:
         ConfigError: the run is on CPUs or offline, its roles share GPUs, or its model isn't known.
@@ -117,14 +117,14 @@ def _plan(name: str, config: Config, node: Node, lengths: Mapping[str, float | N
 
 
 def is_bound(simulated: Simulated, slots: int) -> bool:
-    """Whether a greater bound on staleness can't make a step shorter: the learner, or each slot of the
+    """Whether a greater staleness bound can't shorten a step, because the learner, or each slot of the
     engines, is busy all the time."""
     full = simulated.engines_wait < IDLE and simulated.running > (1 - 4 * IDLE) * slots
     return simulated.learner_waits < IDLE or full
 
 
 def shares(gpus: int, each: int) -> Iterable[tuple[int, int]]:
-    """Ranks and engines, of ``each`` GPUs, that take all GPUs together.
+    """All pairs of ranks and engines that use all GPUs, with ``each`` GPUs per engine.
 
     >>> list(shares(4, each=1)), list(shares(5, each=2))
     ([(1, 3), (2, 2), (3, 1)], [(1, 2), (3, 1)])
@@ -137,12 +137,12 @@ def shares(gpus: int, each: int) -> Iterable[tuple[int, int]]:
 def leases(config: Config, slots: int) -> tuple[int, int]:
     """``groups_per_batch`` and ``groups_ahead`` with which no engine waits for a lease.
 
-    A worker's share of the groups that may be under way, but no more than keep its slots full. It asks
-    for more as soon as an eighth of them has ended.
+    A worker leases its share of the groups that may be under way, but no more than keep its slots
+    full, and asks for more as soon as an eighth of them has ended.
 
     Args:
-        config: With its split and bound on staleness.
-        slots: Samples that an engine runs at a time.
+        config: the config with its split and staleness bound.
+        slots: samples that an engine runs at a time.
     """
     from ...common.config.choices import own_rows
 
@@ -153,7 +153,7 @@ def leases(config: Config, slots: int) -> tuple[int, int]:
 
 
 def with_split(config: Config, ranks: int, workers: int, staleness: int) -> Config:
-    """A config with another split of the node and another bound on staleness."""
+    """A config with another split of the node and another staleness bound."""
     replay, weights = config.replay, config.weights
     config = _with(config, "learner", ranks=ranks)
     config = _with(config, "rollout", workers=workers)

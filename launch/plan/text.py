@@ -21,14 +21,14 @@ from .speed import (
 from .splits import IDLE, Split
 
 BETTER = 0.95
-"""A split is worth a word if its step takes no more than this share of the preset's."""
+"""A split is mentioned if its step takes no more than this share of the preset's."""
 
 
 def transport(plan: Plan) -> str:
     if has_own_gpus(plan.config, plan.device):
         return "nccl"
-    asked = plan.config.weights.transport
-    return "shared memory" if asked in ("auto", "shared_memory", "nccl") else asked
+    name = plan.config.weights.transport
+    return "shared memory" if name in ("auto", "shared_memory", "nccl") else name
 
 
 def model(plan: Plan) -> str:
@@ -41,7 +41,7 @@ def model(plan: Plan) -> str:
 
 
 def whole(plan: Plan) -> list[str]:
-    """Memory, time and problems."""
+    """Lines for memory, time and problems."""
     lines = [
         f"plan of {plan.name} on {plan.node if plan.device == 'cuda' else 'CPUs'}",
         "all figures are estimates on paper; a run measures the real ones",
@@ -56,7 +56,7 @@ def whole(plan: Plan) -> list[str]:
 
 
 def memory(plan: Plan) -> list[str]:
-    """Memory by GPU (or by process on CPUs), part by part."""
+    """Lines for memory by GPU (or by process on CPUs), part by part."""
     where = "GPU" if plan.device == "cuda" else "process"
     lines = [f"memory by {where}, GB"]
     rows: list[tuple[str, ...]] = []
@@ -90,7 +90,7 @@ def memory(plan: Plan) -> list[str]:
 
 
 def step(plan: Plan) -> list[str]:
-    """The time of a simulated step, who waits in it, and what it was taken from."""
+    """Lines for the time of a simulated step, who waits in it, and the assumptions behind it."""
     work = plan.load
     lines = [
         (
@@ -98,44 +98,44 @@ def step(plan: Plan) -> list[str]:
             f"rows to train on"
         ),
         (
-            f"  taken for granted: prompts of {work.prompt:,.0f} tokens, responses of "
+            f"  assumed: prompts of {work.prompt:,.0f} tokens, responses of "
             f"{work.response:,.0f} with a log-normal spread of {work.lengths.spread:g}, cut at "
             f"{work.lengths.limit:,} (--prompt-tokens, --response-tokens, --spread)"
         ),
     ]
     if plan.scenario is None:
         why = "the run is on CPUs" if plan.device == "cpu" else "the model's sizes aren't known"
-        return [*lines, f"  no time is told: {why}"]
-    found = simulate(plan.scenario)
+        return [*lines, f"  no time is estimated: {why}"]
+    simulated = simulate(plan.scenario)
     engines = f"{plan.scenario.workers} engine{'s' * (plan.scenario.workers > 1)}"
     lines += _columns(
         [
             (
                 "  learner",
-                f"works {_seconds(found.trained)}",
-                f"waits {found.learner_waits:.0%} of the time",
+                f"works {_seconds(simulated.trained)}",
+                f"waits {simulated.learner_waits:.0%} of the time",
                 f"{2 * learner_passes(plan.config)} N T + attention, optimizer, exchange of gradients",
             ),
             (
                 f"  {engines}",
-                f"{found.tokens_per_second:,.0f} tokens/s",
-                f"wait {found.engines_wait:.0%} of the time",
+                f"{simulated.tokens_per_second:,.0f} tokens/s",
+                f"wait {simulated.engines_wait:.0%} of the time",
                 (
-                    f"{found.running:.0f} of {plan.scenario.slots} slots in use, new weights take "
-                    f"{found.engines_pause:.0%} of the time"
+                    f"{simulated.running:.0f} of {plan.scenario.slots} slots in use, new weights take "
+                    f"{simulated.engines_pause:.0%} of the time"
                 ),
             ),
         ]
     )
     bound = plan.config.replay.max_staleness
     lines.append(
-        f"  a step takes about {_seconds(found.step)} with samples at most {bound} "
-        f"step{'s' * (bound != 1)} old (replay.max_staleness={bound}), {found.staleness:.1f} on "
-        f"average: {who_waits(found)}"
+        f"  a step takes about {_seconds(simulated.step)} with samples at most {bound} "
+        f"step{'s' * (bound != 1)} old (replay.max_staleness={bound}), {simulated.staleness:.1f} on "
+        f"average: {who_waits(simulated)}"
     )
     steps = plan.config.run.steps
     if steps:
-        lines.append(f"  {steps} steps: about {steps * found.step / 3600:.1f} hours")
+        lines.append(f"  {steps} steps: about {steps * simulated.step / 3600:.1f} hours")
     lines.append(
         "  simulated by the ledger's own rules (docs/plan.md); an iteration of an engine is the longer "
         "of (weights + cache of C rows) / bandwidth and 2 N C / FLOP/s"
@@ -153,18 +153,18 @@ def step(plan: Plan) -> list[str]:
     return lines
 
 
-def who_waits(found: Simulated) -> str:
+def who_waits(simulated: Simulated) -> str:
     """Who waits for whom in a step, in words."""
     waiting = []
-    if found.learner_waits >= IDLE:
-        waiting.append(f"the learner waits for samples {found.learner_waits:.0%} of the time")
-    if found.engines_wait >= IDLE:
-        waiting.append(f"the engines for leases {found.engines_wait:.0%}")
+    if simulated.learner_waits >= IDLE:
+        waiting.append(f"the learner waits for samples {simulated.learner_waits:.0%} of the time")
+    if simulated.engines_wait >= IDLE:
+        waiting.append(f"the engines for leases {simulated.engines_wait:.0%}")
     return ", ".join(waiting) if waiting else "nobody waits"
 
 
 def splits(plan: Plan, tried: Sequence[Split]) -> list[str]:
-    """Every split of the node with its memory, and by staleness bound its time and who waits."""
+    """Lines for every split of the node: its memory, and by staleness bound its time and who waits."""
     lines = [
         f"splits of {plan.name} on {plan.node}",
         (

@@ -1,1 +1,1 @@
-"""Metrics for other tools to show: Weights & Biases and TensorBoard, each from a process of its own."""
+"""Sends metrics to other tools: Weights & Biases and TensorBoard, each from a process of its own."""

@@ -1,6 +1,6 @@
-"""Sends ``metrics.jsonl`` to a tracker: every record once, also over restarts and resumed runs.
+"""Sends ``metrics.jsonl`` to a tracker: every record once, even across restarts and resumed runs.
 
-What has been sent stands in ``trackers/<name>.json``. A learner that was killed trains journalled
+``trackers/<name>.json`` records what has been sent. A learner that was killed trains journalled
 steps again and writes their records again; a step that was sent is not sent twice.
 """
 
@@ -22,23 +22,23 @@ from ..board.tail import MetricsTail
 from .tracker import Tracker, metrics_of
 
 LOOK_SECONDS = 1.0
-"""Between two looks at the file."""
+"""Time between two checks of the file."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Sent:
-    """What a tracker holds of a run."""
+    """What has been sent of a run."""
 
     rows: int = 0
-    """Records."""
+    """Number of records."""
     step: int = 0
-    """Last training step."""
+    """The last training step."""
     evaluations: set[str] = field(default_factory=set)
-    """Ids."""
+    """Ids of evaluations."""
 
     @classmethod
     def read(cls, path: Path) -> Sent:
-        """As it was left; nothing where there is no file yet."""
+        """Reads the file; an empty record if there is none yet."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -57,13 +57,13 @@ class Sent:
         return cls(rows=kept["rows"], step=kept["step"], evaluations=set(evaluations))
 
     def write(self, path: Path) -> None:
-        """Replaces the file."""
+        """Writes the file, replacing the old one."""
         path.parent.mkdir(mode=0o700, exist_ok=True)
         kept = {"rows": self.rows, "step": self.step, "evaluations": sorted(self.evaluations)}
         disk.persist(path, lambda: write_atomic(path, json.dumps(sealed(kept)) + "\n"))
 
     def takes(self, record: dict[str, Any]) -> bool:
-        """Notes a record; False where it was sent before."""
+        """Notes a record; returns False if it was sent before."""
         step, evaluation = record.get("step"), record.get("eval/id")
         if not isinstance(step, int):
             return False
@@ -80,7 +80,7 @@ class Sent:
 
 
 class Following:
-    """One tracker's way through a run's metrics."""
+    """Follows a run's metrics for one tracker."""
 
     def __init__(self, tracker: Tracker, metrics: Path, state: Path, sent: Sent) -> None:
         self._tracker = tracker
@@ -89,7 +89,7 @@ class Following:
         self._sent = sent
 
     def catch_up(self) -> int:
-        """Sends what is new; returns the number of records."""
+        """Sends new records and returns their number."""
         before = self._sent.rows
         for record in self._tail.records():
             row = self._sent.rows
@@ -103,7 +103,7 @@ class Following:
         return self._sent.rows - before
 
     def follow(self, stop: threading.Event, between: Callable[[], None] = lambda: None) -> None:
-        """Sends records as they come, until told to stop; then the last ones."""
+        """Sends records as they come until ``stop`` is set; then the last ones."""
         while not stop.is_set():
             self.catch_up()
             between()

@@ -1,4 +1,4 @@
-"""TensorBoard event files, written with TensorBoard's own writer: needs neither torch nor TensorFlow."""
+"""TensorBoard event files, written with TensorBoard's own writer; needs neither torch nor TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class TensorboardLog(Tracker):
     """Scalars by step. A resumed run adds a file to the same folder, which TensorBoard joins.
 
     Args:
-        folder: For the event files.
-        config: YAML, shown as text.
-        first: The run begins: the config is written.
+        folder: folder of the event files.
+        config: YAML that is shown as text.
+        first: whether the run begins, so that the config is written.
     """
 
     def __init__(self, folder: Path, config: str, *, first: bool) -> None:
@@ -36,7 +36,7 @@ class TensorboardLog(Tracker):
         self._writer.add_event(event)
 
     def alarm(self, step: int, time: float, text: str) -> None:
-        """A text at its step, under the tag ``alarm``."""
+        """Writes a text at its step, under the tag ``alarm``."""
         self._write_text("alarm", text, step, time)
 
     def _write_text(self, tag: str, text: str, step: int, moment: float) -> None:
@@ -59,9 +59,9 @@ class TensorboardLog(Tracker):
         self._writer.add_event(Event(wall_time=moment, step=step, summary=summary))
 
     def flush(self) -> None:
-        """Writes what is queued."""
+        """Writes queued events."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""What a tracker is: it takes the rows of ``metrics.jsonl`` one by one."""
+"""The interface of a tracker, which takes the rows of ``metrics.jsonl`` one by one."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Mapping
 from typing import Any
 
 BOOKKEEPING = frozenset({"step", "term", "time", "eval/id"})
-"""Keys of a record that are no metrics."""
+"""Keys of a record that aren't metrics."""
 
 
 class Tracker(ABC):
-    """One destination. Its calls may raise whatever its library raises: it has its own process."""
+    """One destination. Its methods may raise whatever its library raises: it has its own process."""
 
     @abstractmethod
     def log(self, row: int, step: int, time: float, metrics: Mapping[str, float]) -> None:
-        """One record.
+        """Logs one record.
 
         Args:
-            row: Number of the record among all that this run has ever sent here, from 0.
-            step: Of the run; an evaluation's is that of its weights, which may be long past.
+            row: number of the record among all that this run has ever sent here, from 0.
+            step: step of the run; for an evaluation, the step of its weights, which may be long past.
             time: Unix time of the record.
-            metrics: Names as in ``metrics.jsonl``.
+            metrics: values by their names in ``metrics.jsonl``.
         """
 
     @abstractmethod
     def alarm(self, step: int, time: float, text: str) -> None:
-        """What a person should look at, told beside the step's metrics.
+        """Logs, beside the step's metrics, something that a person should look at.
 
         Args:
-            step: Of the run.
+            step: step of the run.
             time: Unix time of its record.
-            text: A sentence with the figures.
+            text: a sentence with the figures.
         """
 
     @abstractmethod
@@ -40,11 +40,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the log; it can be gone on with later."""
+        """Closes the log, which may be continued later."""
 
 
 def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record; what JSON held as null (NaN, infinity) is left out.
+    """The numbers of a record; what is null in JSON (NaN, infinity) is left out.
 
     >>> metrics_of({"step": 3, "term": 1, "time": 0.5, "train/loss": 2, "train/k3": None})
     {'train/loss': 2.0}

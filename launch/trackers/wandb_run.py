@@ -1,4 +1,4 @@
-"""A Weights & Biases run: the same one when the run is resumed, offline where there is no key."""
+"""A Weights & Biases run: the same one when the run is resumed, offline if there is no key."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from .tracker import Tracker
 
 Mode = Literal["online", "offline"]
 SERVER = "https://api.wandb.ai"
-"""Unless ``WANDB_BASE_URL`` names another."""
+"""The server, unless ``WANDB_BASE_URL`` names another one."""
 INIT_SECONDS = 30.0
 """Longest wait for the server at the start."""
 FINISH_SECONDS = 30.0
 """Longest wait for the last uploads at the end."""
 ALERT_SECONDS = 600
-"""Between two alerts."""
+"""Least time between two alerts."""
 
 
 def place_of(folder: Path) -> dict[str, Any]:
-    """What tells a run's folder from a copy of it; stands in ``run.json``."""
+    """What distinguishes a run's folder from a copy of it; stored in ``run.json``."""
     return {"folder": os.path.realpath(folder), "inode": folder.stat().st_ino}
 
 
 def wandb_id_of(record: Mapping[str, Any], folder: Path) -> str:
-    """W&B's id of the run in a folder: that of the run, and for a copy one of its own.
+    """W&B's id of the run in a folder: the run's own id, and for a copy a new one.
 
-    A folder that was renamed is still the one that it was. A copy that goes on beside its original
-    would write into the same charts.
+    A folder that was renamed keeps its id. Without an id of its own, a copy that goes on beside its
+    original would write into the same charts.
 
     Args:
-        record: ``run.json``.
-        folder: where it lies now.
+        record: content of ``run.json``.
+        folder: where the folder is now.
     """
     kept = str(record.get("wandb_id") or record["run_id"])
     place = place_of(folder)
@@ -48,16 +48,16 @@ def wandb_id_of(record: Mapping[str, Any], folder: Path) -> str:
 
 
 class WandbRun(Tracker):
-    """Rows with a ``step`` of their own, which every metric is drawn over.
+    """A run whose rows have a ``step`` of their own, which is the x-axis of every metric.
 
-    W&B's own step only ever grows, and an evaluation belongs to weights of an earlier step.
+    W&B's own step only ever grows, but an evaluation belongs to the weights of an earlier step.
 
     Args:
-        folder: W&B makes its ``wandb/`` in it.
-        run_id: W&B's id, so that a resumed run goes on in the same one.
-        project: There.
-        name: Shown there.
-        config: The run's settings.
+        folder: W&B makes its ``wandb/`` folder in it.
+        run_id: W&B's id, so that a resumed run continues the same one.
+        project: W&B's project.
+        name: the name shown there.
+        config: the run's settings.
         mode: ``online`` or ``offline``.
     """
 
@@ -96,11 +96,10 @@ class WandbRun(Tracker):
         self._run.define_metric("eval/*", step_metric="step", summary="last,max")
 
     def log(self, row: int, step: int, time: float, metrics: Mapping[str, float]) -> None:
-        """One row."""
         self._run.log({"step": step, **metrics}, step=row)
 
     def alarm(self, step: int, time: float, text: str) -> None:
-        """An alert, which W&B passes on as the user has set it; at most one in :data:`ALERT_SECONDS`."""
+        """Sends an alert, which W&B forwards as the user has set; at most one in :data:`ALERT_SECONDS`."""
         self._run.alert(
             title="What is sampled isn't what is learned from",
             text=f"Step {step}: {text}",
@@ -109,7 +108,7 @@ class WandbRun(Tracker):
         )
 
     def flush(self) -> None:
-        """W&B sends by itself."""
+        """Does nothing, since W&B sends by itself."""
 
     def close(self) -> None:
         """Waits for the uploads, at most :data:`FINISH_SECONDS`."""
@@ -132,10 +131,10 @@ def has_key() -> bool:
 
 
 def mode_of(wanted: Mode) -> tuple[Mode, str | None]:
-    """``online`` or ``offline``, and why it isn't what was wanted."""
-    told = os.environ.get("WANDB_MODE", "")
-    if wanted == "online" and told in ("offline", "dryrun", "disabled"):
-        return "offline", f"WANDB_MODE={told}"
+    """``online`` or ``offline``, and why the wanted mode isn't possible."""
+    requested = os.environ.get("WANDB_MODE", "")
+    if wanted == "online" and requested in ("offline", "dryrun", "disabled"):
+        return "offline", f"WANDB_MODE={requested}"
     if wanted == "online" and not has_key():
         return "offline", "there is no API key (WANDB_API_KEY, or `wandb login`)"
     return wanted, None

@@ -267,4 +267,4 @@ def test_a_model_that_nobody_knows_is_planned_without_figures(
 def test_on_cpus_no_time_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = tandem(capsys, "plan", "miniature")
     assert code == 0
-    assert "no time is told: the run is on CPUs" in out
+    assert "no time is estimated: the run is on CPUs" in out
