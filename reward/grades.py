@@ -1,4 +1,4 @@
-"""What is graded and what comes of it: the grader's items and grades."""
+"""The grader's items and grades: what is graded, and what it results in."""
 
 from __future__ import annotations
 
@@ -24,35 +24,36 @@ class GradeItem:
     finish_reason: FinishReason = FinishReason.STOP
     """A truncated text is graded only on a closed box or answer tag."""
     prompt_text: str = ""
-    """The prompt, where it is known: it tells whether the text begins inside ``<think>``."""
+    """The prompt, if it is known: it shows whether the text begins inside ``<think>``."""
     tokens: Int32Array | None = None
     """``[L]`` token ids, for the components that count tokens."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The problem's ``extra``."""
     group: str = ""
-    """Items of one name are a group, for what compares samples; without a name each is its own."""
+    """Items with the same name form a group, for components that compare samples; an item without a
+    name is a group of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """What was found and what it pays."""
+    """A verdict and the reward that follows from it."""
 
     verdict: Verdict
     """What the grader found."""
     reward: float | None
-    """The composed reward; None where the row has no verdict to pay."""
+    """The composed reward; None if the row has no verdict to reward."""
     components: dict[str, float | None]
     """Every component by name, unweighted."""
     extracted: str | None
     """The answer that was read."""
     seconds: float
-    """In the grader process; 0 where none was needed."""
+    """Seconds in the grader process; 0 if none was needed."""
     cached: bool
-    """Another text's verdict was used."""
+    """Whether another text's verdict was used."""
 
 
 def with_grade(sample: Sample, grade: Grade, grader: str) -> Sample:
-    """The sample with what was found of it."""
+    """A copy of the sample with its grade filled in."""
     return replace(
         sample,
         reward=grade.reward,

@@ -6,8 +6,8 @@ One path for the reward pool, for expert traces at ingest, for evaluation and fo
     all verdicts of a group -> functions of the user's own, code -> components -> reward
 
 Most of what a model writes is decided without a grader process. The processes are started when
-the first answer needs one (or by :meth:`Grader.warm`). Equal questions that are in flight are
-asked once; verdicts of grader processes, timeouts among them, are cached.
+the first answer needs one (or by :meth:`Grader.warm`). An equal question that is already in flight
+isn't asked again. Verdicts of grader processes, timeouts among them, are cached.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Grader:
     Usable from any thread (calls are serialised) and any process (each has its own graders).
 
     Args:
-        config: ``reward`` of the run.
-        processes: grader processes; None = ``config.graders``.
+        config: the run's ``reward`` section.
+        processes: number of grader processes; None = ``config.graders``.
 
     Raises:
         ConfigError: an unknown mode or component.
@@ -81,7 +81,7 @@ class Grader:
         self.restarts: list[Restart] = []
         """The newest 1,000 graders and zygotes that died and were replaced."""
         self.on_restart: Callable[[Restart], None] | None = None
-        """Called with every restart, besides."""
+        """Also called with every restart."""
         self._scorer = Scorer(config)
         self._lock = threading.RLock()
         self._counts: Counter[str] = Counter()
@@ -130,11 +130,11 @@ class Grader:
 
     @property
     def limits(self) -> list[str]:
-        """What confines the graders besides rlimits; known once they have started."""
+        """What confines the graders besides rlimits; empty until they have started."""
         return [limit for processes in self._sets for limit in processes.limits]
 
     def grader_pids(self) -> list[int]:
-        """Process ids of the live graders, those that run code among them."""
+        """Process ids of the live graders, including those that run code."""
         return [pid for processes in self._sets for pid in processes.pids()]
 
     def zygote_pid(self) -> int | None:
@@ -142,24 +142,24 @@ class Grader:
         return self._processes.zygote_pid
 
     def fileno(self) -> int:
-        """Readable when :meth:`pump` has something to do."""
+        """A descriptor that is readable when :meth:`pump` has something to do."""
         if len(self._sets) == 1:
             return self._processes.fileno()
         number: int = self._selector.fileno()
         return number
 
     def next_deadline(self) -> float | None:
-        """``time.monotonic`` at which :meth:`pump` must be called even without an event."""
+        """The ``time.monotonic`` at which :meth:`pump` must be called even without an event."""
         due = [d for processes in self._sets if (d := processes.next_deadline()) is not None]
         return min(due, default=None)
 
     @property
     def in_flight(self) -> int:
-        """Requests that a grader process works on or that wait for one."""
+        """Number of requests that a grader process works on, or that wait for one."""
         return sum(processes.in_flight for processes in self._sets)
 
     def pump(self, timeout: float = 0.0) -> None:
-        """Takes in what the grader processes found; calls what was begun and is now done."""
+        """Handles the results of the grader processes, and calls ``done`` of whatever is finished."""
         with self._lock:
             if len(self._sets) > 1:
                 due = self.next_deadline()
@@ -171,7 +171,7 @@ class Grader:
                 processes.poll(timeout)
 
     def begin_group(self, group: Group, done: Callable[[Group], None]) -> None:
-        """Starts grading a group; ``done`` gets it graded, now or from a later :meth:`pump`."""
+        """Starts grading a group; ``done`` gets the graded group, now or from a later :meth:`pump`."""
         with self._lock:
             items = [
                 GradeItem(
@@ -196,7 +196,7 @@ class Grader:
             self._begin(items, finish)
 
     def begin_items(self, items: Sequence[GradeItem], done: Done) -> None:
-        """Starts grading items that are one group; ``done`` gets their grades, in order."""
+        """Starts grading items that form one group; ``done`` gets their grades, in order."""
         with self._lock:
             self._begin(items, done)
 
@@ -235,7 +235,7 @@ class Grader:
             return graded[0]
 
     def unreadable_golds(self, golds: Sequence[str]) -> set[str]:
-        """Those of gold answers that can't be read, or not within the graders' limits."""
+        """The gold answers that can't be read, or not within the graders' limits."""
         bad = (Verdict.GOLD_UNPARSABLE, Verdict.TIMEOUT, Verdict.MEMORY)
         with self._lock:
             verdicts: dict[str, Verdict] = {}
@@ -244,7 +244,7 @@ class Grader:
                 return lambda verdict, seconds, cached: verdicts.update({gold: verdict})
 
             for gold in golds:
-                # Without an answer it is only asked whether the gold answer can be read.
+                # With an empty answer, the process only says whether the gold answer can be read.
                 decided = decide(None, gold, self.mode)
                 if decided is not None:
                     verdicts[gold] = decided.verdict
@@ -257,7 +257,7 @@ class Grader:
         """Pumps until ``ready``, which is called at least once a second.
 
         Raises:
-            DeadlineError: no request ended in many times its deadline.
+            DeadlineError: no request ended within many times its deadline.
         """
         with self._lock:
             self._wait(ready, what)
@@ -269,7 +269,7 @@ class Grader:
                 processes.start()
 
     def canary(self, known: Sequence[Known] = CANARY) -> None:
-        """Grades known answers through the real path.
+        """Grades known answers the way responses are graded.
 
         Raises:
             TandemError: a known-right answer doesn't score, or a known-wrong one does.
@@ -301,11 +301,11 @@ class Grader:
 
     @property
     def last_error(self) -> str:
-        """The last line of what a function of the user's own, or code, raised last."""
+        """The last line of the last error that a user's own function, or code, raised."""
         return self._outside.last_error
 
     def forget(self) -> None:
-        """Empties the verdict cache; a measurement begins so."""
+        """Empties the verdict cache, for a measurement to begin with."""
         with self._lock:
             self._verdicts.forget()
 
@@ -336,7 +336,7 @@ class Grader:
             self._judge(batch, index, item)
 
     def _judge(self, batch: _Batch, index: int, item: GradeItem) -> None:
-        """Finds the verdict of one text's answer."""
+        """Determines the verdict of one text's answer."""
 
         def found(verdict: Verdict | None, seconds: float, cached: bool) -> None:
             batch.verdicts[index] = verdict
@@ -347,7 +347,7 @@ class Grader:
                 self._value(batch)
 
         if self._outside.has_tests(item.extra):
-            # Its tests are its gold answer; the verdict is theirs.
+            # Its tests take the place of a gold answer; the verdict comes from them.
             found(None, 0.0, False)
             return
         truncated = item.finish_reason is not FinishReason.STOP
@@ -361,7 +361,7 @@ class Grader:
         self._verdicts.ask(answer or "", read_gold(item.gold).text, found)
 
     def _value(self, batch: _Batch) -> None:
-        """All verdicts are there: functions, code and components, then the rewards."""
+        """Once all verdicts are there, runs functions, code and components, then computes the rewards."""
         samples = [
             Graded(
                 text=item.text,
@@ -417,8 +417,8 @@ class Grader:
             return verdict
         if failure is not None:
             return failure
-        # Nothing that pays asks for the answer: that none could be compared is no reason to
-        # leave the sample out.
+        # No rewarded component compares with the gold answer, so that a failed comparison is no
+        # reason to leave the sample out.
         return Verdict.UNPARSABLE if verdict.leaves_baseline else verdict
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:

@@ -1,8 +1,8 @@
 """Components that run outside the dispatcher: functions of the user's own, and code in a sandbox.
 
-A function gets a whole group in one call. Where that call hung, ran out of memory or raised
-(twice), and the config says that completions are judged one by one (``scope: sample``), each is
-then tried alone, so that one text's doing costs its group nothing. Code runs sample by sample.
+A function gets a whole group in one call. If that call hung, ran out of memory or raised (twice),
+and the config says that completions are judged one by one (``scope: sample``), each completion is
+then tried alone, so that one bad text costs its group nothing. Code runs sample by sample.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _WORST = (Verdict.CRASHED, Verdict.MEMORY, Verdict.TIMEOUT)
 
 @dataclass(slots=True, kw_only=True)
 class OutsideResult:
-    """What was found of a group."""
+    """The results for a group."""
 
     samples: list[Graded]
-    """``[G]`` with the verdict of their tests, where they have some."""
+    """``[G]`` samples, with the verdict of their tests if they have some."""
     values: list[dict[str, float | None]]
-    """``[G]`` by component."""
+    """``[G]`` values by component."""
     failures: list[Verdict | None]
-    """``[G]`` how a component that matters ended, where it has no value."""
+    """``[G]`` how a component that matters failed; None unless one did."""
     seconds: list[float]
-    """``[G]`` in other processes; of a call for several samples its share."""
+    """``[G]`` seconds in other processes; a call for several samples is divided among them."""
 
 
 class Outside:
     """Runs these components of one config.
 
     Args:
-        scorer: has them.
-        processes: the graders, which know the scorer's functions.
-        config: ``reward`` of the run.
-        counts: where calls and failures are counted.
+        scorer: the config's components.
+        processes: the graders, which have imported the scorer's functions.
+        config: the run's ``reward`` section.
+        counts: counters of calls and failures.
         cost: called with every outcome.
         on_restart: called with every process that was replaced.
     """
@@ -69,9 +69,9 @@ class Outside:
         self._cost = cost
         self._told: set[str] = set()
         self.last_error = ""
-        """The last line of what was raised last."""
+        """The last line of the last error."""
         self.sandboxes: list[GraderProcesses] = []
-        """The runners of code; empty unless the config has such a component."""
+        """The runners of code; empty unless the config has a component that runs code."""
         deadlines = [config.deadline_seconds]
         deadlines += [part.config.deadline_seconds or 0.0 for part in self._parts]
         self._code: CodeReward | None = None
@@ -88,14 +88,14 @@ class Outside:
                 )
             )
         self.longest_deadline = max(deadlines)
-        """Seconds of the slowest legitimate request."""
+        """Seconds that the slowest legitimate request may take."""
 
     def has_tests(self, extra: Mapping[str, Any]) -> bool:
         """Whether a row is judged by running its tests."""
         return self._code is not None and self._code.has_tests(extra)
 
     def check(self) -> Callable[[], bool]:
-        """Asks every sandbox to run something; the result says whether all have."""
+        """Makes every sandbox run something; the returned function says whether all have succeeded."""
         waiting = len(self.sandboxes)
 
         def found(outcome: Outcome) -> None:
@@ -107,7 +107,7 @@ class Outside:
         return lambda: waiting == 0
 
     def begin(self, samples: Sequence[Graded], done: Callable[[OutsideResult], None]) -> None:
-        """Starts on a group; ``done`` gets what was found, now or from a later poll."""
+        """Starts on a group; ``done`` gets the result, now or from a later poll."""
         count = len(samples)
         result = OutsideResult(
             samples=list(samples),

@@ -1,11 +1,11 @@
-"""When an answer is right: one comparison, by engines that are asked in order.
+"""Decides when an answer is right: one comparison, by engines that are asked in order.
 
-An engine says True (right), False (wrong), or None: not its to tell. What no engine of this file
-can tell goes to a grader process, which compares with math-verify
-(:mod:`tandem.reward.answers.symbolic`). All of them hold to one table of tolerances
-(:mod:`tandem.reward.answers.tolerances`) and one of units (:mod:`tandem.reward.answers.units`).
-``tests/benchmarks/grading.py --engines`` shows what each of them is there for: the verdicts and the
-time that change without it. No text of a model is ever evaluated as code.
+An engine returns True (right), False (wrong), or None (it can't tell). If no engine of this file
+can tell, a grader process compares with math-verify (:mod:`tandem.reward.answers.symbolic`). All of
+them use one table of tolerances (:mod:`tandem.reward.answers.tolerances`) and one of units
+(:mod:`tandem.reward.answers.units`). ``tests/benchmarks/grading.py --engines`` shows what each
+engine contributes: the verdicts and the time that change without it. No text of a model is ever
+evaluated as code.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from .spelling import WRAPPER, canonical, normalise
 from .texts import MAX_GOLD, WORDS, Answer, Gold, read_answer, read_gold
 
 Engine = Callable[[Answer, Gold], bool | None]
-"""Whether an answer is right; None where that isn't the engine's to tell."""
+"""Whether an answer is right; None if the engine can't tell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the dispatcher settled without a grader process."""
+    """A verdict that the dispatcher reached without a grader process."""
 
     verdict: Verdict
-    """The verdict."""
     how: str
-    """The engine that settled it, or ``gold``, ``none``, ``tag`` where there was nothing to compare."""
+    """The engine that decided, or ``gold``, ``none``, ``tag`` if there was nothing to compare."""
 
 
 _GOLD_EMPTY = Decision(Verdict.GOLD_UNPARSABLE, "gold")
@@ -48,10 +47,10 @@ def _decision(same: bool, how: str) -> Decision:
 
 
 def decide(answer: str | None, gold_text: str, by: Mode) -> Decision | None:
-    """The verdict, or None where only a grader process can tell.
+    """The verdict, or None if only a grader process can tell.
 
-    An answer that is missing is ``unparsable`` only against a gold answer that is known to be
-    readable; else the grader process is asked about the gold answer too.
+    A missing answer is ``unparsable`` only if the gold answer is known to be readable; else the grader
+    process is asked about the gold answer too.
     """
     gold = read_gold(gold_text)
     if gold.any_of:
@@ -84,12 +83,14 @@ def decide(answer: str | None, gold_text: str, by: Mode) -> Decision | None:
 
 
 def _decide_any(answer: str | None, golds: tuple[str, ...], by: Mode) -> Decision | None:
-    found = [decide(answer, gold, by) for gold in golds]
-    right = next((d for d in found if d is not None and d.verdict is Verdict.CORRECT), None)
-    if right is not None or None in found:
+    decisions = [decide(answer, gold, by) for gold in golds]
+    right = next((d for d in decisions if d is not None and d.verdict is Verdict.CORRECT), None)
+    if right is not None or None in decisions:
         return right
-    # The worst news of all: an answer is unparsable only where every gold answer says so.
-    return next((d for d in found if d is not None and d.verdict is Verdict.WRONG), found[0])
+    # An answer is unparsable only if every gold answer says so.
+    return next(
+        (d for d in decisions if d is not None and d.verdict is Verdict.WRONG), decisions[0]
+    )
 
 
 def _decide_choice(answer: str | None, gold: Gold) -> Decision:
@@ -121,7 +122,7 @@ def _chain(answer: Answer, gold: Gold) -> bool | None:
     end = read_number(last.strip())
     if end is None or not same_number(end, gold.number):
         return None
-    # "4 = 5" is no way to say 5.
+    # "4 = 5" isn't a way to say 5.
     begin = read_number(first.strip()) if _DIGITS.fullmatch(first.strip()) else None
     return begin is None or bool(same_number(begin, gold.number))
 
@@ -152,10 +153,9 @@ def _based(text: str) -> tuple[str, int | None] | None:
 
 
 def _base(answer: Answer, gold: Gold) -> bool | None:
-    """Numbers that carry their base: the same digits in the same base, nothing else.
+    """Numbers that carry their base: they need the same digits in the same base.
 
-    The value alone doesn't count: "write 5 in base two" isn't answered by 5. Base ten may be left
-    out.
+    The value alone doesn't count: 5 doesn't answer "write 5 in base two". Base ten may be left out.
     """
     ours, theirs = _based(answer.normalised), _based(gold.normalised)
     if ours is None and theirs is None:
@@ -163,7 +163,7 @@ def _base(answer: Answer, gold: Gold) -> bool | None:
     if ours is not None and theirs is not None:
         return ours == theirs
     based, plain = (ours, gold.normalised) if ours is not None else (theirs, answer.normalised)
-    # x_1 or a_3 aside (they hold letters only), a bare number beside a based one is base ten.
+    # A bare number compared with a based one is in base ten (x_1 or a_3 hold letters and don't get here).
     if based is not None and based[0].isdigit() and read_number(plain) is not None:
         return based[1] == 10 and based[0] == plain.strip().lstrip("0")
     return None
@@ -183,7 +183,7 @@ _MEMBER = re.compile(r"^[A-Za-z] ?\\in(?![A-Za-z]) ?|^[A-Za-z] ?= ?(?=\\\{|\()")
 
 
 def _tuple_for_set(answer: Answer, gold: Gold) -> bool | None:
-    """In order, in round brackets, where the gold answer is a set in braces."""
+    """Accepts a tuple, in order and in round brackets, if the gold answer is a set in braces."""
     if answer.mode.tuple_for_set:
         return None
     ours = structure.collection(_MEMBER.sub("", answer.normalised))
@@ -228,7 +228,7 @@ def _ratio(answer: Answer, gold: Gold) -> bool | None:
 
 def _parts(answer: Answer, gold: Gold) -> bool | None:
     if structure.has_dots(answer.normalised) != structure.has_dots(gold.normalised):
-        # A list that goes on isn't the list of what it names.
+        # A list that goes on isn't the list of its named members.
         return False
     ours = structure.collection(answer.normalised)
     if ours is None:
@@ -251,10 +251,10 @@ _LONE_LETTER = re.compile(r"(?<![A-Za-z\\])([A-J])(?![A-Za-z])")
 
 
 def _hedge(answer: Answer, gold: Gold) -> bool | None:
-    """Words beside the value: a second value in them, or a compound quantity, isn't its first part.
+    """Words beside the value: an answer with a second value, or a compound quantity, isn't its first part.
 
-    math-verify drops ``\\text{...}`` with all that it holds, so that "2 \\text{ (or 3)}" would be
-    paid as 2, and "2\\text{ hours }30\\text{ minutes}" too.
+    math-verify drops ``\\text{...}`` with all that it holds, so that it would accept
+    "2 \\text{ (or 3)}" as 2, and "2\\text{ hours }30\\text{ minutes}" too.
     """
     letters = set(_LONE_LETTER.findall(answer.normalised)) if gold.letter is not None else ()
     if len(letters) > 1 and option_letter(answer.text) is None:
@@ -298,7 +298,7 @@ def _words(answer: Answer, gold: Gold) -> bool | None:
     return False if answer.number is not None or WORDS.fullmatch(answer.normalised) else None
 
 
-# --- what would be dear, and what is cheaper here ---------------------------------------------
+# --- guards against expensive texts, and values that are cheap here ---------------------------
 
 
 def _guard(answer: Answer, gold: Gold) -> bool | None:
@@ -326,5 +326,5 @@ ENGINES: tuple[tuple[str, Engine], ...] = (
     ("guard", _guard),
     ("value", _value),
 )
-"""In the order in which they are asked, after equal text: what settles most comes first, and what
-refuses a text stands before what would read a part of it."""
+"""In the order in which they are asked, after equal text: those that decide most come first, and
+those that refuse a text come before those that would read a part of it."""

@@ -1,7 +1,7 @@
 r"""A small grammar of LaTeX formulas, and their values: arithmetic without sympy.
 
-Numbers, letters, ``+ - * / ^``, ``\frac``, ``\sqrt``, ``\pi``, a few functions and brackets are read
-into a tree and evaluated at a point: modulo a prime as long as no root or constant comes in, which
+Numbers, letters, ``+ - * / ^``, ``\frac``, ``\sqrt``, ``\pi``, a few functions and brackets are parsed
+into a tree and evaluated at a point: modulo a prime as long as there is no root or constant, which
 is exact (two different rational functions of this size agree at a point with a chance below 2^-50:
 Schwartz and Zippel), else in complex numbers at two points. What is ambiguous or outside the grammar
 has no tree. Nothing here evaluates text as code.
@@ -37,25 +37,25 @@ _NO_PRODUCTS = frozenset(
 )
 """Two letters that are a word, not a product."""
 _VARIABLES = frozenset("abckmnpqrstuvwxyz")
-"""Letters that may stand before a bracket as a factor; f(x) is none."""
+"""Letters that may come before a bracket as a factor; f(x) isn't such a product."""
 _PRODUCT = frozenset(("*", "\\cdot", "\\times"))
 
 
 class Unknown(Exception):
-    """The text is outside the grammar, or its value can't be told here."""
+    """The text is outside the grammar, or its value can't be determined here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """A tree of one scalar."""
+    """The tree of one scalar."""
 
     tree: Tree
     names: frozenset[str]
     decimal: bool
-    """It holds a number with a decimal point, which may be rounded."""
+    """Whether it holds a number with a decimal point, which may be rounded."""
     transcendental: bool
-    """It has a function, or an exponent that is no integer: that floating point finds two of
-    these equal proves nothing, that it finds them apart does."""
+    """Whether it has a function, or an exponent that isn't an integer. If floating point finds two of
+    these equal, that proves nothing; if it finds them different, it does."""
 
 
 # --- reading ----------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class _Reader:
         raise Unknown
 
     def argument(self) -> Tree:
-        """Reads a function's argument: brackets, or one number or letter that nothing else belongs to."""
+        """Reads a function's argument: brackets, or one number or letter with nothing else attached."""
         self.transcendental = True
         token = self.next
         if token in ("(", "{") or (token and token[0].isalnum()) or token == "\\pi":
@@ -236,7 +236,7 @@ _FACTORS = frozenset(("(", "{", "\\frac", "\\sqrt", "\\pi", *_FUNCTIONS))
 
 
 class _NotExact(Exception):
-    """A root, a constant or an exponent that has no value modulo a prime."""
+    """There is a root, a constant or an exponent that has no value modulo a prime."""
 
 
 def _modular(tree: Tree) -> int:
@@ -268,14 +268,14 @@ def _modular(tree: Tree) -> int:
 
 
 def floating(tree: Tree, sign: int) -> complex:
-    """The value in complex numbers at a point of that sign."""
+    """The value in complex numbers at a point with that sign."""
     kind = tree[0]
     if kind == "n":
         return complex(float(tree[1]))
     if kind == "c":
         return complex(tree[1])
     if kind == "v":
-        # Apart from each other, and of both signs: a root of a square is not its base there.
+        # Points differ and have both signs: there the root of a square isn't always its base.
         return complex(sign * (0.3 + math.fmod(ord(tree[1]) * 0.618033988749895, 1.0) * 2.0))
     if kind == "f":
         return _FUNCTIONS[tree[1]](floating(tree[2], sign))
@@ -306,7 +306,7 @@ def floating(tree: Tree, sign: int) -> complex:
 
 
 def same_value(a: Formula, b: Formula) -> bool | None:
-    """Whether two scalars are equal; None where that can't be told here."""
+    """Whether two scalars are equal; None if that can't be determined here."""
     if a.names != b.names:
         return None  # "5m" may be five metres.
     decimal = a.decimal or b.decimal
@@ -325,7 +325,7 @@ def same_value(a: Formula, b: Formula) -> bool | None:
             most = max(abs(p), abs(q), 1e-300)
             distance = abs(p - q) / most
             if distance > FLOAT_APART:
-                # Both tiny, or rounded: math-verify has conventions of its own there.
+                # Both are tiny, or rounded: math-verify has its own conventions for them.
                 vague = most < FLOAT_TINY or (decimal and distance < FLOAT_ROUNDED)
                 return None if vague else False
             certain = certain and distance <= FLOAT_EQUAL
@@ -336,7 +336,7 @@ def same_value(a: Formula, b: Formula) -> bool | None:
 
 @lru_cache(maxsize=8_192)
 def read_formula(text: str) -> Formula | None:
-    """The tree of one scalar; None where the text is none of this grammar."""
+    """The tree of one scalar; None if the text isn't in this grammar."""
     if len(text) > MAX_CHARACTERS:
         return None
     try:

@@ -1,7 +1,7 @@
-"""Shapes of answers that are known to hang a grader, and answers that are only the question again.
+"""Detects answers that are known to hang a grader, and answers that only repeat the question.
 
-The guard must never fire on a gold answer that people write; where one does trip it, its answers
-aren't guarded (:func:`tandem.reward.answers.comparison.decide`).
+The guard must never fire on a gold answer that people write; if a gold answer does trip it, the
+answers to it aren't guarded (:func:`tandem.reward.answers.comparison.decide`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from ..reading.extraction import MAX_ANSWER
 
 MAX_DEPTH = 40
-"""Nesting of braces or brackets; the deepest gold answer of the study has 9."""
+"""Nesting of braces or brackets; the deepest gold answer in the study has 9."""
 
 _LONG_DIGITS = re.compile(r"\d{401}")
 _HUGE_POWER = re.compile(r"(?:\^|\*\*)\s*[{(]?\s*[-+]?\d{5,}")
@@ -44,7 +44,7 @@ def _depth(text: str) -> int:
 
 
 def dangerous(text: str) -> bool:
-    """True for shapes that are known to hang or blow up a parser or sympy."""
+    """Whether a text has a form that is known to hang or blow up a parser or sympy."""
     if len(text) > MAX_ANSWER:
         return True
     if text.count("{") > 200 or text.count("(") > 100 or text.count("[") > 100:
@@ -64,5 +64,5 @@ def dangerous(text: str) -> bool:
 
 
 def unevaluated(text: str) -> bool:
-    """True where a text holds a sum, product, integral or limit that it doesn't work out."""
+    """Whether a text holds a sum, product, integral or limit without its result."""
     return _UNEVALUATED.search(text) is not None

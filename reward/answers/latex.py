@@ -1,4 +1,4 @@
-"""What an answer's LaTeX needs before math-verify's parser may see it: its known traps rewritten."""
+"""Rewrites an answer's LaTeX for math-verify's parser, around the parser's known traps."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _SUFFIXES = (
 
 
 def prepare(text: str) -> str:
-    """LaTeX that math-verify's delimiters hold: no dollars, no line breaks, known traps rewritten."""
+    """LaTeX that fits math-verify's delimiters: no dollars, no line breaks, known traps rewritten."""
     text = text.replace("\\$", "").replace("$", " ")
     for delimiter in ("\\(", "\\)", "\\[", "\\]"):
-        # "\\\\[2pt]" is a line break of a matrix, not a delimiter.
+        # "\\\\[2pt]" is a line break in a matrix, not a delimiter.
         text = re.sub(rf"(?<!\\){re.escape(delimiter)}", " ", text)
     text = re.sub(r"\s*\n\s*", " ", text).strip()
     text = join_thousands(plain(text))
@@ -71,7 +71,7 @@ def prepare(text: str) -> str:
 
 
 def _conjugate(match: re.Match[str]) -> str:
-    """The conjugate of ``\\overline{3+4i}``; decimals that repeat hold no ``i``."""
+    """The conjugate for ``\\overline{3+4i}``; repeating decimals hold no ``i``."""
     return f"({_I.sub('(-i)', match[1])})" if "i" in match[1] else match.group()
 
 
@@ -81,7 +81,7 @@ def _cis(match: re.Match[str]) -> str:
 
 
 def without_units(text: str) -> str:
-    """Without the unit after a value: ``\\text{...}`` with its power, or a word of a known unit."""
+    """Removes the unit after a value: ``\\text{...}`` with its power, or a word for a known unit."""
     for _ in range(3):
         for unit in (FRACTION_UNIT, _TEXT_UNIT, _WORD_UNIT):
             match = unit.search(text)
@@ -94,12 +94,12 @@ def without_units(text: str) -> str:
 
 
 def in_radians(text: str) -> str:
-    """Degrees as fractions of pi."""
+    """Rewrites degrees as fractions of pi."""
     return _DEGREES.sub(r"{(\\frac{\1 \\pi}{180})}", text)
 
 
 def _both_signs(text: str) -> str:
-    """``a \\pm b`` as ``a + b, a - b``, part by part of a list or set; tuples keep their parts."""
+    """Rewrites ``a \\pm b`` as ``a + b, a - b``, in each part of a list or set; tuples keep their parts."""
     listed = collection(text)
     if listed is not None and listed.kind not in ("", "{"):
         parts: list[str] | None = [text]

@@ -1,8 +1,8 @@
 """Reads plain numbers exactly, without sympy: the fast path of the dispatcher.
 
-Integers (with thousands separators), decimals, simple fractions, mixed numbers, powers of ten, percentages,
-repeating decimals, amounts of money, and all of these with a unit. Anything else is None: not a
-plain number, which says nothing about whether it is a right answer.
+Plain numbers are integers (with thousands separators), decimals, simple fractions, mixed numbers,
+powers of ten, percentages, repeating decimals, amounts of money, and all of these with a unit.
+Anything else gives None: it isn't a plain number, but it may still be a right answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .tolerances import is_rounding
 from .units import FRACTION_UNIT, LETTERS, UNIT_WORDS
 
 MAX_CHARACTERS = 400
-"""Longer texts are no plain numbers (reading a number stays under 50 microseconds)."""
+"""Longer texts aren't plain numbers (reading a number takes under 50 microseconds)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,14 @@ class PlainNumber:
     """A number that was read exactly."""
 
     value: Fraction
-    """The exact value; a percentage has the number before the sign."""
+    """The exact value; for a percentage, the number before the sign."""
     unit: Fraction = Fraction(0)
-    """What one in its last place is worth (1/100 of ``3.14``); 0 where it is exact, or no single decimal."""
+    """The value of one unit in its last decimal place (1/100 for ``3.14``); 0 if it is exact or not a
+    single decimal."""
     percent: bool = False
-    """Followed by a percent sign."""
+    """Whether a percent sign follows."""
     doubtful: bool = False
-    """Holds a comma that could as well separate two numbers: equality counts, difference not."""
+    """Whether it holds a comma that might separate two numbers; then equality counts, difference doesn't."""
 
 
 _UNSIGNED = (
@@ -164,7 +165,7 @@ def _dressed(text: str) -> PlainNumber | None:
             if match is not None and match.start() > 0:
                 words = _EXPONENT.sub("", match.groupdict().get("words") or "")
                 if any(c.isdigit() for c in words) or _MORE_THAN_UNITS.search(words):
-                    # "5 \text{ or } 6" and times of day are more than a number and its unit.
+                    # "5 \text{ or } 6" and times of day are more than a number with its unit.
                     return None
                 body = body[: match.start()].rstrip()
                 break
@@ -179,9 +180,9 @@ def _dressed(text: str) -> PlainNumber | None:
 
 
 def with_letter_unit(text: str) -> PlainNumber | None:
-    """The number of an answer like ``5m`` or ``5 m^2``.
+    """The number in an answer like ``5m`` or ``5 m^2``.
 
-    Only of an answer, whose gold answer is a number: a gold answer ``5m`` may be algebra.
+    Only for an answer whose gold answer is a number: a gold answer ``5m`` may be algebra.
     """
     match = _LETTER_UNIT.search(text)
     return read_number(text[: match.start()]) if match is not None else None
@@ -211,7 +212,7 @@ def _bare(text: str) -> PlainNumber | None:
         return PlainNumber(_signed(match.group("sign"), base**exponent))
     match = _REPEATING.fullmatch(text)
     if match is not None:
-        # "0.1(6)" repeats, too, but may be a product.
+        # "0.1(6)" also repeats, but may be a product.
         block = match.group("block") or match.group("digit") or match.group("round")
         places = match.group("places")
         value = Fraction(int((match.group("whole") or "0") + places), 10 ** len(places))
@@ -220,7 +221,7 @@ def _bare(text: str) -> PlainNumber | None:
         return PlainNumber(_signed(match.group("sign"), value), doubtful=doubtful)
     match = _POINTS_AND_COMMA.fullmatch(text)
     if match is not None:
-        # "1.234,56": the continent's amount, or else two numbers.
+        # "1.234,56" is a European amount, or two numbers.
         digits, places = match.group("whole").replace(".", ""), match.group("places")
         unit = Fraction(1, 10 ** len(places))
         return PlainNumber(int(digits + places) * unit, unit=unit, doubtful=True)
@@ -240,7 +241,7 @@ def _decimal(match: re.Match[str]) -> PlainNumber | None:
         return None
     comma = match.group("point") == ","
     if comma and (grouped is not None or whole is None or not places):
-        # "1,234,5" and "1," are no numbers.
+        # "1,234,5" and "1," aren't numbers.
         return None
     digits = (grouped or whole or "0").replace(",", "").replace(" ", "")
     places = places or ""
@@ -276,14 +277,14 @@ def _mixed(match: re.Match[str]) -> PlainNumber | None:
     top = next(groups[k] for k in ("a", "a1", "a2", "a3", "a4") if groups[k] is not None)
     bottom = next(groups[k] for k in ("b", "b1", "b2", "b3", "b4") if groups[k] is not None)
     if int(top) >= int(bottom):
-        # No proper fraction: "2\\frac{3}{2}" may as well be a product.
+        # Not a proper fraction: "2\\frac{3}{2}" may as well be a product.
         return None
     value = int(match.group("whole")) + Fraction(int(top), int(bottom))
     return PlainNumber(_signed(match.group("sign"), value))
 
 
 def _dotted(text: str) -> PlainNumber | None:
-    """``0.1666...``: the shortest block that fills the end at least twice repeats for ever."""
+    """``0.1666...``: the shortest block that fills the end at least twice repeats forever."""
     sign = "-" if text.startswith("-") else ""
     whole, _, places = text.lstrip("+-").partition(".")
     for size in range(1, len(places) // 2 + 1):
@@ -297,10 +298,10 @@ def _dotted(text: str) -> PlainNumber | None:
 
 
 def same_number(answer: PlainNumber, gold: PlainNumber) -> bool | None:
-    """Whether two plain numbers are the same answer; None where a comma leaves it open.
+    """Whether two plain numbers are the same answer; None if a comma leaves it open.
 
     Numbers are equal exactly, or one is the other's rounding (:func:`is_rounding`). A percentage
-    equals the number before its sign and that number's hundredth, as data sets write both.
+    equals the number before its sign and a hundredth of that number, as data sets write both.
     """
     pairs = [(answer, gold)]
     if answer.percent != gold.percent:

@@ -1,7 +1,7 @@
 """Quantities with known units, compared by what they measure: 1.5 km is 1500 m, and 40 cm isn't 40 m.
 
-Only where both sides have a unit of the list, for the same dimension, and not the same one; a unit
-that just one side has is left out elsewhere (:mod:`tandem.reward.answers.numbers`), as data sets do.
+Only if both sides have units of the table, for the same dimension, and not the same unit. A unit
+that only one side has is ignored elsewhere (:mod:`tandem.reward.answers.numbers`), as data sets do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .tolerances import is_rounding
 from .units import LETTERS, measure
 
 MAX_CHARACTERS = 120
-"""Longer texts are no quantities."""
+"""Longer texts aren't quantities."""
 
 _NUMBER = r"(?P<number>-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)|-?\\frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\})"
 _UNIT = (
@@ -38,21 +38,21 @@ class Quantity:
     """A number and what it measures."""
 
     dimension: str
-    """``length2`` is an area."""
+    """Name of the dimension; ``length2`` is an area."""
     units: tuple[Fraction, ...]
-    """What the unit of each part is worth, in the dimension's own unit."""
+    """The size of each part's unit, in the dimension's base unit."""
     value: Fraction
-    """The whole quantity in the dimension's own unit."""
+    """The whole quantity in the dimension's base unit."""
     last_place: Fraction
-    """What one in its last decimal place is worth, in the same unit; 0 without decimals."""
+    """The value of one unit in its last decimal place, in the same unit; 0 without decimals."""
 
 
 @lru_cache(maxsize=4_096)
 def read_quantity(text: str, *, letters: bool = False) -> Quantity | None:
-    """A normalised text as a quantity, of one part or several (``2 hours 30 minutes``); else None.
+    """A normalised text as a quantity with one part or several (``2 hours 30 minutes``); else None.
 
-    Units of one letter count inside ``\\text{}`` alone, since elsewhere they may be algebra, unless
-    there are ``letters``.
+    One-letter units count only inside ``\\text{}``, since elsewhere they may be algebra, unless
+    ``letters`` is true.
     """
     if len(text) > MAX_CHARACTERS:
         return None
@@ -77,7 +77,7 @@ def read_quantity(text: str, *, letters: bool = False) -> Quantity | None:
         return None
     units = tuple(unit for _, unit, _, _ in parts)
     if any(later >= earlier for earlier, later in itertools.pairwise(units)):
-        # "3 m 4 m" is no quantity; neither is "30 minutes 2 hours".
+        # Neither "3 m 4 m" nor "30 minutes 2 hours" is a quantity.
         return None
     if len(parts) > 1 and any(value < 0 for _, _, value, _ in parts):
         return None
@@ -93,10 +93,10 @@ def _read_part(match: re.Match[str]) -> tuple[str, Fraction, Fraction, Fraction]
     if match["circle"] or match["minutes"]:
         unit = ("angle", Fraction(1) if match["circle"] else Fraction(1, 60))
     else:
-        found = measure(match["text"] or match["word"])
-        if found is None:
+        measured = measure(match["text"] or match["word"])
+        if measured is None:
             return None
-        unit = found
+        unit = measured
     kind = match["kind"] or match["kind2"] or ""
     power = 3 if kind == "cubic" else 2 if kind else int(match["braced"] or match["power"] or 1)
     if power > 1 and (unit[0] != "length" or (kind and (match["braced"] or match["power"]))):
@@ -113,13 +113,13 @@ def same_quantity(answer: str, gold: str) -> bool | None:
     (None, None)
     """
     theirs = read_quantity(gold)
-    # Beside a gold answer with a unit a letter is one, too.
+    # If the gold answer has a unit, a single letter is one too.
     ours = read_quantity(answer, letters=True) if theirs is not None else None
     if ours is None or theirs is None:
         return None
     turns = {ours.dimension, theirs.dimension} == {"angle1", "radians1"}
     if turns:
-        # Neither is rational where the other one is, so that one of them is rounded.
+        # One is rational and the other isn't, so one of them is rounded.
         a, b = (_in_radians(quantity) for quantity in (ours, theirs))
         return is_rounding(a.value, b.value, answer_unit=a.last_place, gold_unit=b.last_place)
     if ours.dimension != theirs.dimension or ours.units == theirs.units:

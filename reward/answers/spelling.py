@@ -1,7 +1,7 @@
-"""One spelling of what LaTeX, Unicode and plain typing can write in many.
+"""Brings what LaTeX, Unicode and plain typing can write in many ways into one spelling.
 
-``plain`` rewrites spellings and keeps the structure: what a grader process hands to its parser.
-``normalise`` takes off what encloses a text as well: what the fast path compares.
+``plain`` rewrites spellings and keeps the structure, for the parser in a grader process.
+``normalise`` also removes what encloses a text, for the fast path.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ _INVISIBLE = "\u200b\u200c\u200d\u2060\ufeff\u00ad\u200e\u200f"
 
 
 def _unicode(text: str) -> str:
-    """Mathematical characters as LaTeX. What is invisible goes at the ends only: inside a number
-    it may hide a second one."""
+    """Rewrites mathematical characters as LaTeX. Invisible characters are removed only at the ends:
+    inside a number they may hide a second one."""
     text = text.strip().strip(_INVISIBLE)
     text = _LONG_DASH.sub("-", text)
     text = _SUPERSCRIPTS.sub(lambda m: f"^{{{_ascii(m.group())}}}", text)
@@ -188,7 +188,7 @@ def _command(match: re.Match[str]) -> str:
 
 
 def plain(text: str) -> str:
-    """A text with one spelling for each command and character; its structure stays."""
+    """A text with one spelling for each command and character; its structure is kept."""
     if not text.isascii():
         text = _unicode(text)
     if "\\" in text:
@@ -228,7 +228,7 @@ def plain(text: str) -> str:
 
 
 def _round(match: re.Match[str]) -> str:
-    """``(1,3]`` of ``]1,3]``: an end that isn't in, as French books write it."""
+    """``(1,3]`` for ``]1,3]``: an open end as French books write it."""
     opening, closing = "[(", ")]"
     return (
         f"{opening[match['open'] == ']']}{match['low']},{match['high']}"
@@ -242,14 +242,14 @@ WRAPPER = re.compile(
     r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|textnormal|mbox|boxed|fbox|boldsymbol|bf|rm"
     r"|underline|displaystyle)\s*\{"
 )
-"""A command that dresses what its braces hold."""
+"""A command that only styles what its braces hold."""
 _LEADING = re.compile(r"^(?:\\(?:approx|therefore|implies|Rightarrow)(?![A-Za-z])|=(?!=))\s*")
 _SPACES = re.compile(r"(?<![A-Za-z0-9]) | (?![A-Za-z0-9])")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
 
 
 def unwrap(text: str) -> str:
-    """Takes off what encloses the whole text: math delimiters, braces, a text command."""
+    """Removes what encloses the whole text: math delimiters, braces, a text command."""
     for _ in range(6):
         before = text
         text = text.strip()
@@ -275,7 +275,7 @@ def unwrap(text: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """A text in one spelling, without what encloses it; its blanks are single."""
+    """A text in one spelling, without what encloses it, and with single blanks."""
     if text.isascii() and text.isdigit():
         return text
     text = unwrap(plain(text))
@@ -287,7 +287,7 @@ def normalise(text: str) -> str:
 
 
 def canonical(normalised: str) -> str:
-    """Without the spaces that carry no meaning: those that don't part letters or digits."""
+    """Removes spaces that carry no meaning: those that don't separate letters or digits."""
     if " " not in normalised:
         return normalised
     # "1 2" is not "12", but "( 1 , 2 )" is "(1,2)".

@@ -1,8 +1,8 @@
 """Lists, sets, tuples, intervals, ratios and times of day, compared part by part without sympy.
 
-What is settled here is settled exactly; None leaves it to a grader process. The conventions are
-math-verify's: a bare list is a set (its order doesn't count), a tuple may be given without its
-brackets or in braces but in order, an interval has exactly its own ends.
+What is decided here is decided exactly; None leaves it to a grader process. The conventions are
+math-verify's: a bare list is a set (its order doesn't count), a tuple may be written without its
+brackets or in braces but must be in order, an interval must have exactly the same ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _INFINITIES = {"\\infty": 1, "+\\infty": 1, "-\\infty": -1}
 
 
 def join_thousands(text: str) -> str:
-    """Without the commas of numbers like ``1,000``, which nobody means as "1 and 000"."""
+    """Removes the commas in numbers like ``1,000``, which nobody means as "1 and 000"."""
     if "," not in text:
         return text
 
@@ -45,7 +45,7 @@ def join_thousands(text: str) -> str:
 
 
 def has_dots(text: str) -> bool:
-    """Whether a text goes on without an end, or leaves something out."""
+    """Whether a text goes on without end, or leaves something out."""
     return _DOTS.search(text) is not None
 
 
@@ -58,8 +58,8 @@ class Collection:
 
 
 def split(text: str) -> list[str] | None:
-    """Parts between the commas (semicolons, "and", "or") outside all brackets; None if they don't
-    pair up. One part: no list."""
+    """Splits at commas (semicolons, "and", "or") outside all brackets; None if brackets don't pair up.
+    A single part means that it isn't a list."""
     depth = 0
     parts: list[str] = []
     begin = position = 0
@@ -73,10 +73,10 @@ def split(text: str) -> list[str] | None:
             if depth < 0:
                 return None
         elif depth == 0:
-            found = _SEPARATOR.match(text, position)
-            if found is not None and found.end() > position:
+            separator = _SEPARATOR.match(text, position)
+            if separator is not None and separator.end() > position:
                 parts.append(text[begin:position].strip())
-                begin = position = found.end()
+                begin = position = separator.end()
                 continue
         if character == "\\" and text[position + 1 : position + 2] not in ("{", "}"):
             position += 1
@@ -101,7 +101,7 @@ def _encloses(text: str) -> bool:
 
 
 def collection(text: str) -> Collection | None:
-    """What a normalised text lists; None where it isn't a collection of two parts or more."""
+    """The parts that a normalised text lists; None if it isn't a collection of two or more parts."""
     text = _LABEL.sub("", join_thousands(text.strip()), count=1) if text[-1:] == ")" else text
     text = join_thousands(text.strip())
     if "\\begin" in text or len(text) < 3:
@@ -139,7 +139,7 @@ def _same_part(a: str, b: str) -> bool | None:
         return True
     ours, theirs = read_number(a), read_number(b)
     if ours is not None and theirs is not None:
-        # Between separators a comma has been used up: it isn't part of a number any more.
+        # Splitting has used up the separating commas, so a comma isn't part of a number here.
         return bool(same_number(_certain(ours), _certain(theirs)))
     left, right = _INFINITIES.get(a.strip()), _INFINITIES.get(b.strip())
     if left is not None and right is not None:
@@ -161,10 +161,10 @@ def _certain(number: PlainNumber) -> PlainNumber:
 def _ordered(a: list[str], b: list[str]) -> bool | None:
     if len(a) != len(b):
         return False
-    found = [_same_part(x, y) for x, y in zip(a, b, strict=True)]
-    if False in found:
+    equal = [_same_part(x, y) for x, y in zip(a, b, strict=True)]
+    if False in equal:
         return False
-    return None if None in found else True
+    return None if None in equal else True
 
 
 def _unordered(a: list[str], b: list[str]) -> bool | None:
@@ -173,7 +173,7 @@ def _unordered(a: list[str], b: list[str]) -> bool | None:
     theirs = [any(row[j] is True for row in known) for j in range(len(b))]
     if all(ours) and all(theirs):
         return True
-    # A part that differs from every part of the other side settles it.
+    # A part that differs from every part of the other side decides it.
     for row, met in zip(known, ours, strict=True):
         if not met and None not in row:
             return False
@@ -184,7 +184,7 @@ def _unordered(a: list[str], b: list[str]) -> bool | None:
 
 
 def compare_collections(answer: Collection, gold: Collection) -> bool | None:
-    """Whether two collections are the same answer; None where a part needs more than reading."""
+    """Whether two collections are the same answer; None if a part needs more than reading."""
     our_names, ours = _unnamed(answer.parts)
     their_names, theirs = _unnamed(gold.parts)
     if any(our_names) and any(their_names):
@@ -194,14 +194,14 @@ def compare_collections(answer: Collection, gold: Collection) -> bool | None:
             places = [our_names.index(name) for name in their_names]
             return _ordered([ours[place] for place in places], theirs)
     elif any(their_names) and len({n for n in their_names if n}) > 1:
-        # "x=1, y=2" against "1, 2": in its order.
+        # "x=1, y=2" is compared with "1, 2" in this order.
         return _ordered(ours, theirs) or None
     elif any(our_names) and len({n for n in our_names if n}) > 1:
         return _ordered(ours, theirs) or None
     if answer.kind == gold.kind and len(answer.kind) == 2:
         return _ordered(ours, theirs)
     if len(answer.kind) == 2 and len(gold.kind) == 2:
-        # An interval with other ends, or a tuple in other brackets.
+        # The interval has other ends, or the tuple other brackets.
         pair = len(ours) == 2 and len(theirs) == 2
         return False if pair else None
     if len(answer.kind) == 2 or len(gold.kind) == 2:
@@ -216,9 +216,9 @@ def _all_plain(parts: list[str]) -> bool:
     return all(read_number(normalise(p)) is not None for p in parts)
 
 
-def is_plain_list(found: Collection) -> bool:
-    """Two or more different plain numbers: never the same answer as one number."""
-    values = {n.value for n in map(read_number, map(normalise, found.parts)) if n is not None}
+def is_plain_list(listed: Collection) -> bool:
+    """Whether it is two or more different plain numbers, which never equal a single number."""
+    values = {n.value for n in map(read_number, map(normalise, listed.parts)) if n is not None}
     return len(values) > 1
 
 
@@ -233,7 +233,7 @@ _CLOCK = re.compile(
 
 
 def clock(text: str) -> tuple[int, int, str] | None:
-    """(hours, minutes, "a", "p" or "") of a time of day, else None."""
+    """(hours, minutes, "a", "p" or "") for a time of day, else None."""
     match = _CLOCK.fullmatch(text)
     if match is None or (match["minutes"] is None and match["half"] is None):
         return None
@@ -244,7 +244,7 @@ def clock(text: str) -> tuple[int, int, str] | None:
 
 
 def same_clock(answer: str, gold: str) -> bool | None:
-    """Whether two times of day are one; None where the texts aren't surely times."""
+    """Whether two times of day are the same; None if the texts aren't certainly times."""
     ours, theirs = clock(answer), clock(gold)
     if theirs is None or ours is None:
         return None
@@ -261,7 +261,7 @@ def same_clock(answer: str, gold: str) -> bool | None:
 
 
 def _in_halves(time: tuple[int, int, str]) -> tuple[int, int, str]:
-    """``15:45`` as ``3:45`` p.m.; up to noon a time without a half may be of either."""
+    """``15:45`` as ``3:45`` p.m.; up to noon, a time without a.m. or p.m. may be either."""
     hours, minutes, half = time
     return (hours - 12, minutes, "p") if not half and 12 < hours < 24 else time
 
@@ -281,7 +281,7 @@ _DATES = (
 
 
 def date(text: str) -> tuple[int, int, int | None] | None:
-    """(month, day, year) of ``July 4, 1776`` and ``4 July 1776``, the year where it is told; else None."""
+    """(month, day, year) for ``July 4, 1776`` and ``4 July 1776``, with None for a missing year; else None."""
     for pattern in _DATES:
         match = pattern.fullmatch(text)
         if match is None:
@@ -294,7 +294,7 @@ def date(text: str) -> tuple[int, int, int | None] | None:
 
 
 def same_date(answer: str, gold: str) -> bool | None:
-    """Whether two dates are one; None where a text is none, or just one tells the year."""
+    """Whether two dates are the same; None if a text isn't a date, or only one has a year."""
     ours, theirs = date(answer), date(gold)
     if ours is None or theirs is None:
         return None
@@ -304,7 +304,7 @@ def same_date(answer: str, gold: str) -> bool | None:
 
 
 def ratio(text: str) -> tuple[Fraction, ...] | None:
-    """``(3, 2)`` of ``3:2`` and ``3 to 2``; None for what isn't a ratio of plain numbers."""
+    """``(3, 2)`` for ``3:2`` and ``3 to 2``; None for what isn't a ratio of plain numbers."""
     text = _TO.sub(":", text)
     if ":" not in text:
         return None
@@ -316,7 +316,7 @@ def ratio(text: str) -> tuple[Fraction, ...] | None:
 
 
 def same_ratio(answer: str, gold: str, number: PlainNumber | None) -> bool | None:
-    """Whether an answer is the gold answer's ratio, or its value where it has two parts."""
+    """Whether an answer is the gold answer's ratio, or that ratio's value if it has two parts."""
     theirs = ratio(gold)
     if theirs is None:
         return None

@@ -2,17 +2,17 @@
 
 math-verify parses LaTeX through ANTLR. Its other parser, for plain expressions, ends in sympy's
 ``parse_expr``, which is ``eval``; it is never called here. Its own timeouts are off: the parent
-process owns the time, and a killed process is the only bound that also holds in C code.
+process enforces the deadline, and only killing a process also stops C code.
 
 Corrections on top of math-verify 0.9 (each has a test):
 
-- equations without real solutions are all equal to it: they must be proportional here; so are
+- it takes all equations without real solutions for equal: they must be proportional here; so must
   undefined values;
-- numbers under 1e-15 are all equal to it: a relative tolerance must hold too;
-- ``i`` is an ordinary symbol to it: tried again as the imaginary unit;
-- degrees are dropped in trigonometric functions: rewritten to radians first;
+- it takes all numbers under 1e-15 for equal: a relative tolerance must hold too;
+- it takes ``i`` for an ordinary symbol: the comparison is repeated with the imaginary unit;
+- it drops degrees in trigonometric functions: they are rewritten to radians first;
 - an inequality, or several, may answer an interval;
-- a sign of plus or minus is written out as the two values wherever it stands;
+- a plus-minus sign is written out as the two values wherever it occurs;
 - ratios of factorials, sums of logarithms and decimal exponents are simplified.
 """
 
@@ -57,7 +57,7 @@ from .latex import prepare
 from .spelling import plain
 from .tolerances import DECIMAL, FLOAT_EQUAL, FLOAT_ROUNDED, PERCENT, close
 
-# It warns that its own timeouts are off and of each formula that it can't read.
+# It warns that its own timeouts are off, and of each formula that it can't read.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
 
@@ -66,7 +66,7 @@ WRONG = "wrong"
 UNPARSABLE = "unparsable"
 GOLD_UNPARSABLE = "gold_unparsable"
 
-# Its list of units holds single letters, which it would strip from algebra: x^{2}t isn't x^{2}.
+# Its list of units holds single letters, which it would remove from algebra: x^{2}t isn't x^{2}.
 _LATEX = (
     LatexExtractionConfig(
         boxed_match_priority=0,
@@ -99,13 +99,13 @@ def _parse_gold(text: str) -> list[Any]:
 
 
 def compare(answer: str, gold: str) -> str:
-    """The verdict's name. An empty ``answer`` asks only whether the gold answer can be read.
+    """The verdict's name. With an empty ``answer``, only checks whether the gold answer can be read.
 
-    A gold answer that is a JSON list of texts is met by an answer that is right for one of them.
+    If the gold answer is a JSON list of texts, an answer need only be right for one of them.
     """
     if gold.startswith('["') and gold.endswith('"]'):
-        found = [compare(answer, one) for one in json.loads(gold)]
-        return min(found, key=_BEST_FIRST.index)
+        verdicts = [compare(answer, one) for one in json.loads(gold)]
+        return min(verdicts, key=_BEST_FIRST.index)
     golds = _parse_gold(gold)
     if not golds:
         return GOLD_UNPARSABLE
@@ -141,12 +141,12 @@ _MEND_FAILS = (
     sympy.SympifyError,
     sympy.PolynomialError,
 )
-"""What sympy raises about expressions that it can't treat: the correction then doesn't apply."""
+"""What sympy raises for expressions that it can't handle; the correction then doesn't apply."""
 _BEST_FIRST = (CORRECT, WRONG, UNPARSABLE, GOLD_UNPARSABLE)
 
 
 def _same_structure(golds: list[Any], answers: list[Any]) -> bool:
-    """Equal as they stand, bound variables renamed: no need to work out a sum to see it."""
+    """Whether they are equal as written, with bound variables renamed; a sum needn't be computed."""
     ours, theirs = _expressions(answers), _expressions(golds)
     if not ours or not theirs or not ours[0].has(Sum, Product, Integral, Limit):
         return False
@@ -154,10 +154,10 @@ def _same_structure(golds: list[Any], answers: list[Any]) -> bool:
 
 
 def _same_curve(golds: list[Any], answers: list[Any]) -> bool | None:
-    """Whether two polynomial equations in the same unknowns say the same: they are proportional,
-    powers of a factor aside.
+    """Whether two polynomial equations in the same unknowns are equivalent: proportional, powers of a
+    factor aside.
 
-    Only where neither is solved for a name, as ``y = 2x + 3`` is: there the other rules hold.
+    Not for an equation that is solved for a name, such as ``y = 2x + 3``: there the other rules apply.
     """
     ours, theirs = _expressions(answers), _expressions(golds)
     if not ours or not theirs:
@@ -179,7 +179,7 @@ def _same_curve(golds: list[Any], answers: list[Any]) -> bool | None:
 
 
 def _rebuilt(expression: Any) -> Any:
-    """The parser leaves factors in the order in which they were written; sympy sorts them."""
+    """The expression as sympy would sort it; the parser keeps factors in the order they were written in."""
     if not expression.args:
         return expression
     return expression.func(*(_rebuilt(part) for part in expression.args))
@@ -196,7 +196,7 @@ def _expressions(parsed: list[Any]) -> list[Any]:
 
 
 def _falsely_equal(golds: list[Any], answers: list[Any]) -> bool:
-    """True where math-verify's equality is one of its known false ones."""
+    """Whether math-verify's equality is one of its known false ones."""
     ours, theirs = _expressions(answers), _expressions(golds)
     if not ours or not theirs:
         return False
@@ -217,13 +217,13 @@ def _different_equations(a: Any, b: Any) -> bool:
         return False
     try:
         if not (a.lhs - a.rhs).simplify().free_symbols:
-            # Both say something about numbers alone, like x = x + 1.
+            # Both are statements about numbers alone, like x = x + 1.
             return bool(simplify(a) != sympy.true)
         ratio = simplify((a.lhs - a.rhs) / (b.lhs - b.rhs))
         if ratio.is_number and ratio != 0:
             return False
         solutions = solve(b, *sorted(b.free_symbols, key=str), dict=True)
-        # Two equations without a solution have nothing in common but that.
+        # Two equations without a solution have only that in common.
         return not solutions
     except _MEND_FAILS:
         return False
@@ -242,7 +242,7 @@ def _is_collection(a: Any, b: Any) -> bool:
 
 
 def _apart(a: Any, b: Any) -> bool:
-    """True for two numbers whose relative difference is more than rounding."""
+    """Whether two numbers differ, relatively, by more than rounding."""
     if not (isinstance(a, Basic) and isinstance(b, Basic)):
         return False
     if not (getattr(a, "is_number", False) and getattr(b, "is_number", False)):
@@ -258,7 +258,7 @@ def _apart(a: Any, b: Any) -> bool:
 
 
 def _equal_after_all(answer: str, gold: str, golds: list[Any], answers: list[Any]) -> bool:
-    """Tries again what math-verify is known to miss."""
+    """Retries what math-verify is known to miss."""
     ours, theirs = _expressions(answers), _expressions(golds)
     if not ours or not theirs:
         return False
@@ -294,14 +294,14 @@ def _equal_after_all(answer: str, gold: str, golds: list[Any], answers: list[Any
 
 _DECIMAL = re.compile(r"\d*\.\d+")
 _POINTS = (sympy.Rational(13, 10), sympy.Rational(-29, 10), sympy.Rational(47, 10))
-"""Where formulas with names are looked at: apart from each other, and of both signs."""
+"""Points at which formulas with names are evaluated: apart from each other, with both signs."""
 
 
 def _wrongly_rounded(answer: str, gold: str, golds: list[Any], answers: list[Any]) -> bool:
-    """Whether equality holds roughly alone: a decimal is another value, and no rounding of it.
+    """Whether equality holds only approximately: a decimal is another value, and not its rounding.
 
-    The rule of :func:`tandem.reward.answers.tolerances.is_rounding`, for decimals anywhere in a formula: half
-    of a decimal's last place must be able to move its side as far as the other side is away.
+    This is the rule of :func:`tandem.reward.answers.tolerances.is_rounding` for decimals anywhere in a
+    formula: half of a decimal's last place must be able to move its side all the way to the other side.
     """
     ours, theirs = _expressions(answers), _expressions(golds)
     if not ours or not theirs or not (ours[0].has(Float) or theirs[0].has(Float)):
@@ -315,7 +315,7 @@ def _wrongly_rounded(answer: str, gold: str, golds: list[Any], answers: list[Any
 
 
 _Decimals = dict[float, tuple[Any, Any]]
-"""Decimals of a text by their floating-point value: the exact value, and the worth of its last place."""
+"""Floating-point value of a text's decimals to their exact value and the value of their last place."""
 
 
 def _decimals(text: str) -> _Decimals:
@@ -330,7 +330,7 @@ def _decimals(text: str) -> _Decimals:
 
 
 def _numbers_of(a: Any, b: Any) -> list[tuple[Any, Any]]:
-    """Parts of two expressions that are known to be roughly equal, side by side."""
+    """Corresponding parts of two expressions that are known to be approximately equal."""
     if isinstance(a, MatrixBase) and isinstance(b, MatrixBase):
         return [pair for x, y in zip(a, b, strict=False) for pair in _numbers_of(x, y)]
     if isinstance(a, FiniteSet) and isinstance(b, FiniteSet):
@@ -377,7 +377,7 @@ def _is_apart(answer: Any, gold: Any, in_answer: _Decimals, in_gold: _Decimals) 
 
 _SLACK = 1 + DECIMAL
 _NOISE = 1e-25
-"""Relative error of what is evaluated with 30 digits."""
+"""Relative error of a value that is computed with 30 digits."""
 
 
 def _reach(expression: Any, decimals: _Decimals, rounded: _Decimals, point: Any) -> tuple[Any, Any]:
@@ -386,7 +386,7 @@ def _reach(expression: Any, decimals: _Decimals, rounded: _Decimals, point: Any)
     for number in expression.atoms(Float):
         written = decimals.get(float(number))
         if written is None:
-            # Worked out by the parser (e^{0.5}), in floating point.
+            # The parser has computed it (e^{0.5}) in floating point.
             value = sympy.Rational(str(number))
             exact[number], last_place[number] = value, abs(value) * sympy.Rational(FLOAT_EQUAL)
         else:
@@ -427,7 +427,7 @@ def _region(text: str, expression: Any) -> Any:
             return None
         either = _OR.search(text) and not any(isinstance(p, Ne) for p in expression)
         both = Intersection(*parts)
-        # "x <= -2, x >= 3" names no number if it means both.
+        # "x <= -2, x >= 3" has no solution if it means both.
         either = either or (both is sympy.S.EmptySet and not _AND.search(text))
         return Union(*parts) if either else both
     if isinstance(expression, Boolean):
@@ -440,13 +440,13 @@ def _region(text: str, expression: Any) -> Any:
 
 
 def _low_degree(expression: Any, symbol: Any) -> bool:
-    """What sympy solves at once: polynomials up to the second degree, also inside ``|...|``."""
+    """Whether sympy can solve it at once: polynomials up to the second degree, also inside ``|...|``."""
     bare = expression.replace(lambda e: isinstance(e, sympy.Abs), lambda e: e.args[0])
     return bool(bare.is_polynomial(symbol) and sympy.degree(bare, symbol) <= 2)
 
 
 def _exact(expression: Any) -> Any:
-    """Decimals as fractions, to the 15 digits that they print with."""
+    """Rewrites decimals as fractions, to the 15 digits that they print with."""
     return expression.xreplace({f: sympy.Rational(str(f)) for f in expression.atoms(Float)})
 
 
@@ -471,7 +471,7 @@ WARM_UP = (
 
 
 def warm_up() -> None:
-    """Loads what math-verify and sympy load lazily."""
+    """Loads what math-verify and sympy import lazily."""
     for answer, gold in WARM_UP:
         compare(answer, gold)
     _parse_gold.cache_clear()

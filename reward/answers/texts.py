@@ -1,4 +1,4 @@
-"""A gold answer and an answer, each read once: what the engines of a comparison look at."""
+"""A gold answer and an answer, each read once, as the engines of a comparison see them."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class Gold:
     """A gold answer read once; a group grades all its samples against one."""
 
     text: str
-    """What is compared: the data set's text, its box or its formula."""
+    """The text to compare: the data set's text, its box or its formula."""
     normalised: str
     """The text without what encloses it, in one spelling (:func:`~tandem.reward.answers.spelling.normalise`)."""
     canonical: str
-    """The same without blanks that carry no meaning."""
+    """The normalised text without blanks that carry no meaning."""
     number: PlainNumber | None
-    """The plain number that it is, if it is one."""
+    """Its value, if it is a plain number."""
     letter: str | None
-    """The option letter that it is, if it is one."""
+    """Its letter, if it is an option letter."""
     words: str | None
-    """The words that it is, in lower case, if it is words and no formula."""
+    """Its words in lower case, if it is words and not a formula."""
     collection: structure.Collection | None
     """Its parts, if it lists two or more."""
     dangerous: bool
-    """Whether it would trip the guard itself; then the guard doesn't judge its answers."""
+    """Whether it would trip the guard itself; then its answers aren't guarded."""
     any_of: tuple[str, ...]
     """The texts of a JSON list (``["1/2", "0.5"]``), each of which is right; else empty."""
 
@@ -47,7 +47,7 @@ class Gold:
 @lru_cache(maxsize=4096)
 def read_gold(gold: str) -> Gold:
     """Reads a gold answer as a data set states it: bare, boxed, in dollars, after ``####``, or a
-    JSON list of texts of which any is right."""
+    JSON list of texts, each of which is right."""
     text = gold.strip()
     any_of = _alternatives(text)
     if len(text) > MAX_GOLD and "box" not in text:
@@ -90,7 +90,7 @@ _ASSIGNED = re.compile(
 
 
 def _value_of(normalised: str) -> str | None:
-    """``11`` of ``x = 11``."""
+    """``11`` for ``x = 11``."""
     match = _ASSIGNED.fullmatch(normalised)
     return match.group("value").strip() if match else None
 
@@ -101,7 +101,7 @@ def _name_of(normalised: str) -> str | None:
 
 
 WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
-"""Words and nothing else."""
+"""A text that consists only of words."""
 # fmt: off
 _MATH_WORDS = frozenset((
     "pi", "infinity", "inf", "infty", "sqrt", "sin", "cos", "tan", "log", "ln", "exp", "and", "or",
@@ -111,7 +111,7 @@ _MATH_WORDS = frozenset((
 
 
 def _words(text: str, normalised: str) -> str | None:
-    """Plain words, lower-case: only where they can't be a product of variables."""
+    """The words in lower case, unless they could be a product of variables."""
     if not WORDS.fullmatch(normalised):
         return None
     words = normalised.lower().split()
@@ -120,27 +120,26 @@ def _words(text: str, normalised: str) -> str | None:
     wrapped = WRAPPER.search(text) is not None
     letters = len(normalised) >= 4 and normalised.isupper()
     if not wrapped and not letters and not any(len(word) >= 5 for word in words):
-        # "HTTH" is a row of letters; "ab" may be a product.
+        # "HTTH" is a sequence of letters; "ab" may be a product.
         return None
     return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer as it stands beside one gold answer."""
+    """An answer, read in comparison with one gold answer."""
 
     text: str
-    """As it was read out of the response."""
+    """The text as it was extracted from the response."""
     normalised: str
     """The text without what encloses it, in one spelling."""
     number: PlainNumber | None
-    """The plain number that it is, or that it assigns to a name which the gold answer doesn't contradict."""
+    """Its value if it is a plain number, or assigns one to a name that the gold answer doesn't contradict."""
     mode: Mode
-    """How it was read, and what that mode doesn't pay."""
+    """The mode that read it, with its restrictions."""
 
 
 def read_answer(text: str, normalised: str, gold: Gold, mode: Mode) -> Answer:
-    """Reads an answer beside its gold answer."""
     number = read_number(normalised)
     if number is None:
         value = _value_of(normalised)

@@ -1,7 +1,7 @@
 """The one table of units: what a unit measures, and which words may stand beside a number.
 
 Two quantities are compared by what they measure (:mod:`tandem.reward.answers.quantities`). A unit
-that one side has alone is left out, as data sets do (:mod:`tandem.reward.answers.numbers` in the
+that only one side has is ignored, as data sets do (:mod:`tandem.reward.answers.numbers` in the
 dispatcher, :mod:`tandem.reward.answers.latex` in front of math-verify).
 """
 
@@ -29,18 +29,18 @@ _MEASURES = {
     "angle": {"degree": "1"},
     "radians": {"radian rad": "1"},
 }
-"""By dimension: the spellings of each unit, and what it is worth in the dimension's own."""
+"""By dimension: the spellings of each unit, and its size in the dimension's base unit."""
 _UNMEASURED = (
     "unit", "euro", "pound", "yuan", "rupee", "lb", "ounce", "oz", "gallon", "month", "year",
     "people", "person", "student", "men", "women", "children", "way", "times", "point", "piece",
     "mph", "km/h", "m/s",
 )
-"""Words that stand beside a number like a unit, and are never converted."""
+"""Words that occur beside a number like a unit, and are never converted."""
 _OR_ALGEBRA = frozenset(("in", "mi", "yd"))
-"""Outside ``\\text{}`` as likely a product of two letters: a number keeps them."""
+"""Outside ``\\text{}`` these are as likely a product of two letters: a number keeps them."""
 # fmt: on
 LETTERS = "mgsh"
-"""Units of one letter that may stand outside ``\\text{}``, where the gold answer has a unit too."""
+"""One-letter units that may occur outside ``\\text{}`` if the gold answer has a unit too."""
 
 
 def _spellings(names: Iterable[str]) -> list[str]:
@@ -60,12 +60,12 @@ UNIT_WORDS = (
     rf"(?:(?:square|cubic|sq\.?|cu\.?)\s+)?(?:{'|'.join(sorted(w for w in _WORDS if len(w) > 1))})"
     r"(?:\s*\^\s*(?:\{\s*\d\s*\}|\d)|[²³])?\.?$"
 )
-"""Ends a text in a unit of two letters or more, in words or short. One letter may be algebra."""
+"""The end of a text in a unit of two letters or more, spelled out or short. One letter may be algebra."""
 _UPRIGHT = r"\s*\\(?:text|mathrm)\s*\{\s*[A-Za-z]{1,6}\s*\}(?:\s*\^\s*(?:\{\s*\d\s*\}|\d))?\s*"
 FRACTION_UNIT = re.compile(rf"\s*\\frac\s*\{{{_UPRIGHT}\}}\s*\{{{_UPRIGHT}\}}$")
 """``\\frac{\\text{m}}{\\text{s}^2}`` at the end of a text."""
 
 
 def measure(name: str) -> tuple[str, Fraction] | None:
-    """What a unit of that name measures, and its worth in the dimension's own; None if unknown."""
+    """What the unit with that name measures, and its size in the base unit; None if it is unknown."""
     return _MEASURED.get(name) or _MEASURED.get(name.lower())

@@ -1,8 +1,8 @@
 """Compares simple answers by their values, without sympy: a second fast path, after the text.
 
-Formulas (:mod:`tandem.reward.answers.formula`), matrices of them, unions of intervals, and prose that can
-be no value. What is close but not equal, or where math-verify's conventions are not those of plain
-algebra, is left to a grader process.
+It handles formulas (:mod:`tandem.reward.answers.formula`), matrices of them, unions of intervals, and
+prose that can't be a value. What is close but not equal, or where math-verify's conventions differ
+from plain algebra, is left to a grader process.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ def _same_matrix(
     a: tuple[tuple[Formula, ...], ...], b: tuple[tuple[Formula, ...], ...]
 ) -> bool | None:
     if (len(a), len(a[0])) != (len(b), len(b[0])):
-        # A row for a column is a question of conventions.
+        # Whether a row matches a column is a question of conventions.
         return None if (len(a), len(a[0])) == (len(b[0]), len(b)) else False
-    found = [same_value(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)]
-    return False if False in found else None if None in found else True
+    equal = [same_value(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)]
+    return False if False in equal else None if None in equal else True
 
 
 # --- sets of numbers --------------------------------------------------------------------------
 
 Span = tuple[float, bool, float, bool]
-"""Lower end and whether it is in, upper end and whether it is in."""
+"""Lower end and whether it is included, upper end and whether it is included."""
 
 
 def _end(text: str) -> float:
-    """A real number or an infinity; :class:`Unknown` for anything else."""
+    """A real number or an infinity; raises :class:`Unknown` for anything else."""
     text = text.strip()
     infinity = text.lstrip("+-") == "\\infty"
     if infinity:
@@ -107,7 +107,7 @@ def read_spans(text: str) -> tuple[Span, ...] | None:
     for low, low_in, high, high_in in spans[1:]:
         _, _, end, end_in = merged[-1]
         if low < end or (low == end and (low_in or end_in)):
-            return None  # What overlaps is one interval, in a spelling that sympy should see.
+            return None  # Overlapping intervals are one interval, which sympy should simplify.
         merged.append((low, low_in, high, high_in))
     return tuple(merged)
 
@@ -128,7 +128,7 @@ def _same_spans(a: tuple[Span, ...], b: tuple[Span, ...]) -> bool | None:
 
 @lru_cache(maxsize=8_192)
 def is_many(text: str) -> bool:
-    """A set, in braces, of two numbers or more."""
+    """Whether it is a set, in braces, of two or more numbers."""
     match = _SET.fullmatch(text)
     parts = match.group("parts").split(",") if match else []
     try:
@@ -138,18 +138,13 @@ def is_many(text: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """A matrix as it was written, without what surrounds it; spelling it anew would cost its rows."""
+    """A matrix as it was written, without what surrounds it; normalising it would lose its rows."""
     text = text.strip().strip("$").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     return _SIZES.sub("", text).strip()
 
 
 def same(answer: str, gold: str) -> bool | None:
-    """Whether two answers are equal; None where that can't be told here.
-
-    Args:
-        answer: as it was read.
-        gold: likewise.
-    """
+    """Whether two answers, as they were read, are equal; None if that can't be decided here."""
     if "matrix" in gold:
         matrix = read_matrix(_bare(gold))
         if matrix is None:
@@ -166,7 +161,7 @@ def same(answer: str, gold: str) -> bool | None:
             return same_value(ours, right)
         return False if is_prose(answer) else None
     if is_many(gold):
-        # One number is no set of several.
+        # A single number doesn't equal a set of several.
         single = read_formula(answer)
         return False if single is not None and not single.names else None
     if "\\cup" in gold:
@@ -177,7 +172,7 @@ def same(answer: str, gold: str) -> bool | None:
 
 
 def is_prose(text: str) -> bool:
-    """Words and nothing else, none of them a number: no value, whatever a parser makes of it.
+    """Whether a text is only words, none of them a number, so that it has no value whatever a parser makes of it.
 
     >>> [is_prose(text) for text in ("I could not tell", "twenty one", "abc", "x + why")]
     [True, False, False, False]

@@ -1,7 +1,7 @@
-"""All reward components by name; import this module and the registry is full.
+"""All reward components by name; importing this module fills the registry.
 
-Adding one: write a factory whose keyword arguments are its parameters, and register it (in
-:mod:`tandem.reward.components.formats`, :mod:`tandem.reward.components.lengths` or here).
+To add one, write a factory whose keyword arguments are the component's parameters, and register it
+(in :mod:`tandem.reward.components.formats`, :mod:`tandem.reward.components.lengths` or here).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["COMPONENTS", "Component", "Graded", "Kind", "code", "component", "fo
 
 @register("accuracy", needs_verdict=True)
 def accuracy() -> Component:
-    """1 where the verdict is ``correct``, 0 where the answer isn't right, None without verdict."""
+    """1 for the verdict ``correct``, 0 if the answer isn't right, None without a verdict."""
 
     def value(sample: Graded) -> float | None:
         if sample.verdict is Verdict.CORRECT:

@@ -1,6 +1,6 @@
-"""The code reward: what of a response is run, against which tests, and what that pays.
+"""The code reward: which part of a response is run, against which tests, and what that earns.
 
-Off unless the config names it: ``reward.components=[{name: code}]``. The program is the last
+It is off unless the config names it: ``reward.components=[{name: code}]``. The program is the last
 fenced code block of the response after its thoughts; the tests are a column of the row's
 ``extra``, as JSON text or plain data, in one of the forms that data sets use::
 
@@ -26,9 +26,9 @@ from ..reading import extraction
 from .registry import Graded, register
 
 MAX_PROGRAM = 100_000
-"""Characters of the longest program that is run."""
+"""Length of the longest program that is run, in characters."""
 MAX_TESTS = 1_000
-"""Largest number of tests of one row that are run."""
+"""Largest number of tests that are run for one row."""
 Sandbox = Literal["auto", "namespaces", "bubblewrap", "none, I trust what the model writes"]
 _FENCE = re.compile(
     r"^[ \t]*```[ \t]*(?P<language>[\w+.#-]*)[^\n]*\n(?P<code>.*?)^[ \t]*```", re.M | re.S
@@ -36,22 +36,22 @@ _FENCE = re.compile(
 
 
 def last_block(text: str, languages: tuple[str, ...]) -> str | None:
-    """The last closed code block in one of these languages, or in none that is named.
+    """The last closed code block in one of these languages, or without a language.
 
     >>> last_block("```python\\nx = 1\\n```\\nso\\n```\\n1\\n```", ("python",))
     '1\\n'
     """
-    found = None
+    block = None
     for match in _FENCE.finditer(text):
         if match.group("language").lower() in ("", *languages):
-            found = match.group("code")
-    return found
+            block = match.group("code")
+    return block
 
 
 def read_tests(given: Any) -> list[list[str]]:
     """Tests as ``["assert", code]``, ``["io", input, output]`` or ``["call", name, arguments, result]``.
 
-    Arguments and results are JSON text. A :class:`ValueError` says what is wrong.
+    Arguments and results are JSON text. Raises a :class:`ValueError` that says what is wrong.
     """
     try:
         return _read_tests(given)
@@ -105,21 +105,21 @@ def _lines(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A sample ready to run, or the verdict that needs no run."""
+    """A sample that is ready to run, or its verdict if there is nothing to run."""
 
     payload: list[Any] | None = None
-    """For a runner."""
+    """The request for a runner."""
     program: str | None = None
     """The program that will be run."""
     verdict: Verdict = Verdict.UNPARSABLE
-    """Where there is nothing to run."""
+    """The verdict if there is nothing to run."""
     value: float | None = 0.0
-    """Likewise."""
+    """The component's value if there is nothing to run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeReward:
-    """One config of the code reward; see :func:`code`."""
+    """The code reward with its settings; see :func:`code`."""
 
     tests: str
     pay: Literal["fraction", "all"]
@@ -137,7 +137,7 @@ class CodeReward:
         try:
             tests = read_tests(sample.extra[self.tests])
         except (ValueError, TypeError):
-            # The row's fault, not the text's.
+            # The row is at fault, not the text.
             return Prepared(verdict=Verdict.GOLD_UNPARSABLE, value=None)
         part = extraction.solution(sample.text, sample.prompt_text)
         program = last_block(part, ("python", "python3", "py")) if part else None
@@ -171,13 +171,13 @@ def code(
     """Share of the row's tests that the response's last code block passes (open-r1: 5 s each).
 
     Args:
-        tests: key of the row's ``extra`` that holds them; rows without it have no value here.
-        pay: ``fraction`` of the tests, or 1 for ``all`` and else 0.
-        seconds: of one test; longer is a failed test.
-        total_seconds: of all tests of a program; those that are left then count as failed.
-        memory_mb: address space of the program.
-        sandbox: ``auto`` takes namespaces, else bubblewrap, and refuses to start where neither
-            works. Only the last choice, in so many words, runs programs without one.
+        tests: key of the row's ``extra`` that holds the tests; rows without it have no value here.
+        pay: ``fraction`` for the share of the tests; ``all`` for 1 if all pass, else 0.
+        seconds: time limit of one test; a test that takes longer has failed.
+        total_seconds: time limit of all tests of a program; tests that are left have failed.
+        memory_mb: address space of the program, MiB.
+        sandbox: ``auto`` takes namespaces, else bubblewrap, and refuses to start if neither
+            works. Only the last choice, written out in full, runs programs without a sandbox.
     """
     if pay not in ("fraction", "all"):
         raise ValueError(f"pay={pay!r} is neither fraction nor all")

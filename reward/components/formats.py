@@ -1,7 +1,7 @@
-"""Reward components of a response's form: formats, tags, marks of a step.
+"""Reward components for a response's form: formats, tags, marks of steps.
 
-Formulas and their sources stand with each. All are linear in the text, and hostile texts (thousands
-of tags) stay so.
+Each has its formula and source. All take time linear in the text, even for hostile texts with
+thousands of tags.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def _style(name: str) -> Callable[[Style], Style]:
 
 @_style("tags")
 def _tags(sample: Graded) -> bool:
-    """One ``<think>...</think> <answer>...</answer>`` and nothing beside it.
+    """One ``<think>...</think> <answer>...</answer>`` and nothing besides.
 
-    The opening ``<think>`` is the prompt's or the response's. Between the two parts and at the
-    ends only white space; neither part is empty.
+    The opening ``<think>`` is in the prompt or in the response. Only white space may be between the
+    two parts and at the ends, and neither part is empty.
     """
     text = sample.opened.strip()
     if not (text.startswith("<think>") and text.endswith("</answer>")):
@@ -52,7 +52,7 @@ _AFTER_THOUGHTS = re.compile(r"</think>\s*<answer>")
 
 
 def _closes_a_line(text: str, tag: str, start: int) -> bool:
-    """True where ``tag`` stands at the end of a line, from ``start`` on."""
+    """Whether ``tag`` is at the end of a line, from ``start`` on."""
     at = text.find(tag, start)
     while at >= 0:
         end = at + len(tag)
@@ -66,8 +66,8 @@ def _closes_a_line(text: str, tag: str, start: int) -> bool:
 def _open_r1(sample: Graded) -> bool:
     """``^<think>\\n.*?\\n</think>\\n<answer>\\n.*?\\n</answer>$`` (huggingface/open-r1).
 
-    As found from the start with ``.`` and ``$`` over lines; the first middle leaves most room,
-    so that no backtracking is needed, which a hostile text could make last for hours.
+    The tags are searched from the start, with ``.`` and ``$`` matching across lines. The first possible
+    middle leaves the most room, so no backtracking is needed, which a hostile text could prolong for hours.
     """
     text = sample.opened
     middle = "\n</think>\n<answer>\n"
@@ -77,7 +77,7 @@ def _open_r1(sample: Graded) -> bool:
 
 @_style("tutorial")
 def _tutorial(sample: Graded) -> bool:
-    """``^<think>.*?</think>\\s*<answer>.*?</answer>$``, read as ``open_r1`` is."""
+    """``^<think>.*?</think>\\s*<answer>.*?</answer>$``, matched in the same way as ``open_r1``."""
     text = sample.opened
     middle = _AFTER_THOUGHTS.search(text, 7) if text.startswith("<think>") else None
     return middle is not None and _closes_a_line(text, "</answer>", middle.end())
@@ -99,12 +99,12 @@ def _boxed(sample: Graded) -> bool:
 
 @register("format")
 def format_(style: str | None = None, pattern: str | None = None) -> Component | Elsewhere:
-    """1 where the whole response has a format, else 0.
+    """1 if the whole response has a format, else 0.
 
     Args:
-        style: a name in ``STYLES``; ``tags`` where neither is given.
+        style: a name in ``STYLES``; ``tags`` if neither argument is given.
         pattern: a regular expression (with ``.`` matching line breaks) that the whole response
-            must match, in the syntax of Python's ``re``. What RE2 can run, it runs, in time linear
+            must match, in the syntax of Python's ``re``. RE2 runs what it can, in time linear
             in the text; the rest goes to a grader process with a deadline.
     """
     if style is not None and pattern is not None:
@@ -140,7 +140,7 @@ for _name, _of, _origin in (
 
 @register("tag_count", origin="open-r1")
 def tag_count() -> Component:
-    """A quarter for each of open-r1's four tags that occurs exactly once, on its line."""
+    """A quarter for each of open-r1's four tags that occurs exactly once, in its proper place on a line."""
 
     def value(sample: Graded) -> float:
         text = sample.opened
@@ -155,11 +155,11 @@ _STEPS = r"(Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,)"
 
 @register("reasoning_steps", origin="open-r1")
 def reasoning_steps(multiline: bool = False, full: int = 3) -> Component:
-    """``min(1, n / full)``, n marks of a step ("Step 1:", "1.", bullets, "First,", …; open-r1).
+    """``min(1, n / full)`` for n marks of a step ("Step 1:", "1.", bullets, "First,", …; open-r1).
 
     Args:
-        multiline: "1." counts at the start of every line, not of the text alone.
-        full: steps that pay in full.
+        multiline: count "1." at the start of every line, not only of the text.
+        full: number of steps that earn the full value.
     """
     if full < 1:
         raise ValueError(f"full={full} should be at least 1")

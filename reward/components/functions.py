@@ -1,29 +1,29 @@
 """Reward functions of a user's own, named by import path and called in a grader process.
 
-The form is TRL's, so that a function written for its trainers works here unchanged::
+They have the form of TRL's, so that a function written for its trainers works here unchanged::
 
     def shorter(completions: list[str], **columns) -> list[float | None]:
         return [-len(text) / 1000 for text in completions]
 
-Named in the config as ``reward.components=[{name: "my_rewards:shorter"}]``; the module is
+The config names them as ``reward.components=[{name: "my_rewards:shorter"}]``; the module must be
 installed, on ``PYTHONPATH``, or in the folder where Tandem was started. It is imported once, in
 the graders' parent. A call gets the completions of one whole group. All arguments are keywords;
-a function without ``**columns`` gets those that it names:
+a function without ``**columns`` gets only those that it names:
 
 =====================  ========================================================================
 ``completions``        ``[G]`` the responses
 ``prompts``            ``[G]`` the rendered prompts
-``completion_ids``     ``[G][L]`` token ids, where they are known
+``completion_ids``     ``[G][L]`` token ids, if they are known
 ``gold``               ``[G]`` the gold answer; also as ``ground_truth`` and ``solution``
 ``data_source``        ``[G]`` the data set's name for where the row is from
-``verdict``            ``[G]`` what the grader found: ``correct``, ``wrong``, …
+``verdict``            ``[G]`` the grader's verdict: ``correct``, ``wrong``, …
 ``extracted``          ``[G]`` the answer that was read, or None
 ``finish_reason``      ``[G]`` ``stop``, ``length`` or ``deadline``
 any key of ``extra``   ``[G]`` the data set's own columns
 any of ``params``      as the config has it
 =====================  ========================================================================
 
-It returns a number for every completion, or None where it has nothing to say of one.
+It returns a number for every completion, or None for one that it doesn't judge.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class FunctionCall:
     path: str
     """``package.module:function``."""
     index: int
-    """Place among the functions that the graders have imported."""
+    """Index among the functions that the graders have imported."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments besides the columns."""
+    """Keyword arguments in addition to the columns."""
 
     def payload(self, samples: Sequence[Graded]) -> list[Any]:
-        """What a grader is sent for these samples."""
+        """The request for a grader with these samples."""
         return [self.index, columns(samples) | dict(self.params)]
 
 
@@ -59,7 +59,7 @@ def check_params(path: str, params: Mapping[str, Any]) -> None:
     """Refuses parameters that would hide a column.
 
     Raises:
-        ConfigError: one is named like a column that every call has.
+        ConfigError: a parameter has the name of a column that every call gets.
     """
     taken = sorted(set(params) & RESERVED)
     if taken:
@@ -72,7 +72,7 @@ def check_params(path: str, params: Mapping[str, Any]) -> None:
 def columns(samples: Sequence[Graded]) -> dict[str, Any]:
     """Keyword arguments of a call for these samples."""
     golds = [sample.gold for sample in samples]
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "gold": golds,
         "ground_truth": golds,
         "solution": golds,
@@ -82,11 +82,11 @@ def columns(samples: Sequence[Graded]) -> dict[str, Any]:
         "finish_reason": [sample.finish_reason.value for sample in samples],
     }
     for name in dict.fromkeys(name for sample in samples for name in sample.extra):
-        found[name] = [sample.extra.get(name) for sample in samples]
-    found["completions"] = [sample.text for sample in samples]
-    found["prompts"] = [sample.prompt_text for sample in samples]
-    found.pop("completion_ids", None)
+        arguments[name] = [sample.extra.get(name) for sample in samples]
+    arguments["completions"] = [sample.text for sample in samples]
+    arguments["prompts"] = [sample.prompt_text for sample in samples]
+    arguments.pop("completion_ids", None)
     tokens = [sample.tokens for sample in samples if sample.tokens is not None]
     if len(tokens) == len(samples):
-        found["completion_ids"] = [ids.tolist() for ids in tokens]
-    return found
+        arguments["completion_ids"] = [ids.tolist() for ids in tokens]
+    return arguments

@@ -1,7 +1,7 @@
-"""Reward components of a response's length: cosine, repetition, overlong, and Kimi's within a group.
+"""Reward components for a response's length: cosine, repetition, overlong, and Kimi's within a group.
 
-Lengths are in tokens unless a parameter or the variant's origin says otherwise. Formulas and
-their sources stand with each.
+Lengths are in tokens unless a parameter, or the formula's origin, says otherwise. Each has its
+formula and source.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def cosine_length(
     Args:
         max_length: length at which the other end is reached.
         unit: ``tokens`` or ``characters`` (open-r1).
-        clamp: longer texts count as ``max_length``; open-r1 lets the cosine rise again.
+        clamp: treat longer texts as if they had ``max_length``; open-r1 lets the cosine rise again.
     """
     _check_unit(unit, ("tokens", "characters"))
     if max_length < 1:
@@ -69,8 +69,8 @@ def repetition(
 
     Args:
         ngram: length of an n-gram; shorter texts have no penalty.
-        max_penalty: at most 0.
-        unit: ``tokens`` or ``words`` (lower-case, split at white space).
+        max_penalty: the largest penalty, at most 0.
+        unit: ``tokens`` or ``words`` (in lower case, split at white space).
     """
     _check_unit(unit, ("tokens", "words"))
     if max_penalty > 0:
@@ -155,7 +155,7 @@ def length_kimi(unit: Unit = "tokens") -> GroupComponent:
 register_variant(
     "cosine_open_r1", "cosine_length", "open-r1", max_length=1_000, unit="characters", clamp=False
 )
-# The defaults of open-r1's command line have the ends of the wrong branch the other way round.
+# In open-r1's command line the defaults of the wrong branch are the other way round.
 register_variant(
     "cosine_open_r1_cli",
     "cosine_length",

@@ -1,13 +1,13 @@
 r"""Regular expressions of a config, matched against what a model wrote in time linear in the text.
 
 Python's ``re`` backtracks: ``(?:a|aa)+b`` takes exponential time on a run of a's, and even
-``.*?</think>.*?<answer>.*?</answer>`` the cube of a text that holds thousands of tags. RE2 (Cox, "Regular
+``.*?</think>.*?<answer>.*?</answer>`` takes cubic time on a text with thousands of tags. RE2 (Cox, "Regular
 Expression Matching Can Be Simple And Fast", 2007) runs automata instead. A pattern is parsed by
-Python's own parser, so that it means what it means there, and is written anew in RE2's syntax.
+Python's own parser, so that it means what it means there, and is rewritten in RE2's syntax.
 
-RE2 has no lookarounds, so that those at the beginning, up to which the length is fixed
-(``^(?!.*<think>.*<think>)…``, ``^<think>(?!.*<think>)…``), are matched as patterns of their own. What is
-left (references back, lookarounds further in, ``(?:(?!</think>).)*``, more than 1,000 repetitions) has no
+RE2 has no lookarounds. Those at the beginning that come after a fixed number of characters
+(``^(?!.*<think>.*<think>)…``, ``^<think>(?!.*<think>)…``) are matched as separate patterns. The rest
+(back references, lookarounds further in, ``(?:(?!</think>).)*``, more than 1,000 repetitions) has no
 linear form here; :func:`matches` runs it in a grader process, which has a deadline.
 """
 
@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any
 
 MAX_MATCHED = 200_000
-"""Characters beyond which a text matches no pattern."""
+"""A longer text, in characters, matches no pattern."""
 FLAGS = re.DOTALL
 """Flags of every pattern; others can be written in the pattern, as ``(?m)``."""
 
@@ -36,7 +36,7 @@ _TYPES = re.ASCII | re.LOCALE | re.UNICODE
 
 
 class _Beyond(Exception):
-    """RE2 has no such thing."""
+    """Something that RE2 doesn't have."""
 
 
 def matches(completions: list[str], pattern: str, **_: Any) -> list[float]:
@@ -50,15 +50,15 @@ def matches(completions: list[str], pattern: str, **_: Any) -> list[float]:
 
 @lru_cache(maxsize=64)
 def linear(pattern: str) -> Callable[[str], bool] | None:
-    """Tells whether the whole of a text matches, in time linear in it; None where RE2 can't.
+    """A function that says whether the whole of a text matches, in linear time; None if RE2 can't do it.
 
     Args:
-        pattern: in the syntax of Python's ``re``, where ``.`` matches line breaks too.
+        pattern: in the syntax of Python's ``re``, with ``.`` also matching line breaks.
 
     Raises:
-        re.error: it is no regular expression.
+        re.error: it isn't a regular expression.
     """
-    re.compile(pattern, FLAGS)  # Finds what the parser alone lets pass.
+    re.compile(pattern, FLAGS)  # Raises for errors that the parser alone misses.
     parsed = re_parser.parse(pattern, FLAGS)
     try:
         import re2
@@ -69,27 +69,27 @@ def linear(pattern: str) -> Callable[[str], bool] | None:
     try:
         body, conditions = _split(parsed)
         whole = re2.compile(body, options)
-        asked = [(wanted, re2.compile(begin, options)) for wanted, begin in conditions]
+        conditioned = [(wanted, re2.compile(begin, options)) for wanted, begin in conditions]
     except (_Beyond, re2.error):
         return None
 
     def fits(text: str) -> bool:
         if len(text) > MAX_MATCHED:
             return False
-        # Half a surrogate pair has no UTF-8; it is no character of any tag.
+        # Half a surrogate pair has no UTF-8, and isn't a character of any tag.
         encoded = text.encode("utf-8", "replace")
         return whole.fullmatch(encoded) is not None and all(
-            (begin.match(encoded) is not None) is wanted for wanted, begin in asked
+            (begin.match(encoded) is not None) is wanted for wanted, begin in conditioned
         )
 
     return fits
 
 
 def _split(parsed: Any) -> tuple[str, list[tuple[bool, str]]]:
-    """The pattern without the lookaheads of its beginning, and these as (wanted, pattern to begin with).
+    """The pattern without the lookaheads at its beginning, and these as (wanted, pattern to begin with).
 
-    What stands before such a lookahead has one length, so that it ends at one place, however it
-    was matched.
+    What comes before such a lookahead has a fixed length, so that it ends at the same place however it
+    is matched.
     """
     flags = parsed.state.flags
     rest: list[Any] = []
@@ -108,7 +108,7 @@ def _split(parsed: Any) -> tuple[str, list[tuple[bool, str]]]:
 
 
 def _sequence(items: list[Any], flags: int, end: str | None) -> str:
-    """Items one after another; ``end`` is what a ``$`` means as the last of them."""
+    """Items one after another; ``end`` is what a ``$`` means as the last item."""
     parts = []
     for place, item in enumerate(items):
         last = place == len(items) - 1
@@ -121,9 +121,9 @@ def _item(item: Any, flags: int, end: str | None) -> str:
 
     Args:
         item: (operator, argument).
-        flags: in force there.
-        end: what a ``$`` means here: ``\\z`` at the end of the text that is to match as a whole; None at
-            the end of a lookahead; empty where something follows, which RE2 can't say.
+        flags: the flags in force there.
+        end: what a ``$`` means here: ``\\z`` at the end of a text that is to match as a whole; None at
+            the end of a lookahead; empty if something follows, which RE2 can't express.
     """
     name, argument = str(item[0]), item[1]
     if name == "LITERAL":
@@ -143,7 +143,7 @@ def _item(item: Any, flags: int, end: str | None) -> str:
         within = (flags & ~_TYPES if added & _TYPES else flags) | added
         return f"(?:{_sequence(list(body.data), within & ~taken, end)})"
     if name in ("MAX_REPEAT", "MIN_REPEAT"):
-        # Which of several matches is taken is no matter: it is only asked whether there is one.
+        # It doesn't matter which of several matches is taken, only whether there is one.
         least, most, body = argument
         inside = _sequence(list(body.data), flags, "")
         upper = "" if most == re_names.MAXREPEAT else str(int(most))
@@ -163,7 +163,7 @@ def _place(name: str, flags: int, end: str | None) -> str:
     if name == "AT_END" and flags & re.MULTILINE:
         return "(?m:$)"
     if name == "AT_END" and end != "":
-        # Python's $ also stands before a line break that ends the text.
+        # Python's $ also matches before a line break at the end of the text.
         return r"\n?\z" if end is None else end
     if name in ("AT_BOUNDARY", "AT_NON_BOUNDARY") and flags & re.ASCII:
         return r"\b" if name == "AT_BOUNDARY" else r"\B"

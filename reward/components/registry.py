@@ -1,7 +1,7 @@
-"""The registry of reward components: what a component may look at, and how it is found by name.
+"""The registry of reward components: what a component gets to see, and how it is found by name.
 
-A component is made once from its parameters in the config and then called per sample, or per
-group where it compares samples with each other. It runs in the dispatcher, so it is cheap
+A component is built once from its parameters in the config and then called per sample, or per
+group if it compares samples with each other. It runs in the dispatcher, so it must be cheap
 (linear in the text). A function of the user's own, named by its import path, runs in a grader
 process instead (:mod:`tandem.reward.components.functions`), and code in a sandbox.
 """
@@ -22,7 +22,7 @@ from ...common.records import FinishReason, Int32Array, Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graded:
-    """One sample with its verdict: all that a component may look at."""
+    """One sample with its verdict: everything that a component gets to see."""
 
     text: str
     """The response."""
@@ -31,9 +31,9 @@ class Graded:
     extracted: str | None = None
     """The answer that was read."""
     prompt_text: str = ""
-    """The prompt: its end tells whether the response begins inside ``<think>``."""
+    """The prompt; its end shows whether the response begins inside ``<think>``."""
     tokens: Int32Array | None = None
-    """``[L]`` token ids of the response, where they are known."""
+    """``[L]`` token ids of the response, if they are known."""
     finish_reason: FinishReason = FinishReason.STOP
     """Why the response ended."""
     gold: str = ""
@@ -45,12 +45,12 @@ class Graded:
 
     @property
     def length(self) -> int:
-        """Tokens of the response (characters where the tokens aren't known)."""
+        """Length of the response in tokens (in characters if the tokens aren't known)."""
         return len(self.tokens) if self.tokens is not None else len(self.text)
 
     @property
     def opened(self) -> str:
-        """The response with the ``<think>`` that the prompt ended on put before it."""
+        """The response, preceded by the ``<think>`` that the prompt may have ended with."""
         match = _OPENED.search(self.prompt_text)
         return match.group() + self.text if match else self.text
 
@@ -58,23 +58,23 @@ class Graded:
 _OPENED = re.compile(r"<think>\s*\Z")
 
 Component = Callable[[Graded], float | None]
-"""Value of one sample; None where there is nothing to say (it is left out of the sum)."""
+"""Takes a sample and returns its value; None if there is none, which leaves it out of the sum."""
 GroupComponent = Callable[[Sequence[Graded]], Sequence[float | None]]
-"""Values of a whole group, in its order."""
+"""Takes a group and returns a value for each sample, in the same order."""
 Factory = Callable[..., Any]
-"""Makes a :data:`Component` or, of scope ``group``, a :data:`GroupComponent`."""
+"""Makes a :data:`Component` or, with scope ``group``, a :data:`GroupComponent`."""
 Place = Literal["dispatcher", "grader", "sandbox"]
-"""Which process runs it: the dispatcher itself, a grader, or a sandboxed one."""
+"""Which process runs it: the dispatcher itself, a grader, or a sandbox."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elsewhere:
-    """What a factory returns where its parameters ask for more than the dispatcher should do."""
+    """What a factory returns if its parameters ask for more work than the dispatcher should do."""
 
     path: str
     """Import path of the function that a grader process calls (:mod:`tandem.reward.components.functions`)."""
     params: Mapping[str, Any]
-    """Keyword arguments besides the columns."""
+    """Keyword arguments in addition to the columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +84,15 @@ class Kind:
     name: str
     """The name that a config gives it."""
     make: Factory
-    """Parameters to component."""
+    """Makes the component from its parameters."""
     needs_verdict: bool = False
-    """It has no value for ``crashed`` and ``gold_unparsable``: the row then has no reward."""
+    """Whether it has no value for ``crashed`` and ``gold_unparsable``; the row then has no reward."""
     scope: Literal["sample", "group"] = "sample"
-    """Called per sample, or once with the whole group when it is complete."""
+    """Whether it is called per sample, or once with the whole group when that is complete."""
     place: Place = "dispatcher"
-    """Where it runs; of another place ``make`` checks the parameters and returns a request."""
+    """Where it runs; if elsewhere, ``make`` checks the parameters and returns a request."""
     origin: str = ""
-    """Whose formula and defaults these are."""
+    """The source of its formula and defaults."""
 
 
 COMPONENTS: dict[str, Kind] = {}
@@ -125,7 +125,7 @@ def register(
 
 
 def register_variant(name: str, of: str, origin: str, **defaults: Any) -> None:
-    """Adds another name for a component with the defaults of another origin."""
+    """Adds another name for a component, with the defaults of another origin."""
     base = COMPONENTS[of]
     register(
         name,
@@ -137,7 +137,7 @@ def register_variant(name: str, of: str, origin: str, **defaults: Any) -> None:
 
 
 def component(name: str, params: Mapping[str, Any]) -> tuple[Kind, Any]:
-    """The registered component of that name with those parameters.
+    """Builds the registered component of that name with these parameters.
 
     Raises:
         ConfigError: an unknown name or parameter, or a value that it refuses.

@@ -1,15 +1,15 @@
 """Composes the reward of one sample from its components: weights, gates and exceptions.
 
-In this order:
+The first rule that applies decides:
 
-1. ``own_reward`` set: that constant, whatever was found (the components are still recorded).
-2. Verdict ``crashed`` or ``gold_unparsable``: no reward (None) where a component that pays or
-   gates needs the verdict; likewise where such a component itself crashed. The failure isn't the
-   text's own, so it is never a zero.
-3. Verdict ``timeout`` or ``memory``, or such an end of a component that pays or gates:
+1. ``own_reward`` is set: that constant, whatever the verdict (the components are still recorded).
+2. The verdict is ``crashed`` or ``gold_unparsable``: no reward (None) if a component that pays or
+   gates needs the verdict; likewise if such a component itself crashed. The failure isn't the
+   text's own, so it never earns a zero.
+3. The verdict is ``timeout`` or ``memory``, or a component that pays or gates ended that way:
    ``timeout_pays``.
-4. A gate that isn't above ``gate_above``: 0.
-5. The weighted sum of the components that have a value; None where no component that pays has one.
+4. A gate isn't above ``gate_above``: 0.
+5. The weighted sum of the components that have a value; None if no component that pays has one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .functions import FunctionCall
 from .registry import Elsewhere
 
 OWN_FAILURES = frozenset({Verdict.TIMEOUT, Verdict.MEMORY})
-"""Verdicts that are the text's own doing."""
+"""Verdicts for failures that are the text's own doing."""
 Found = Mapping[str, float | None]
 """Values of components that run outside the dispatcher, by name."""
 
@@ -42,7 +42,7 @@ class Part:
     kind: Kind
     """The entry of the registry."""
     function: Any
-    """A component, a group component, or the request of one that runs elsewhere."""
+    """A component, a group component, or the request for one that runs elsewhere."""
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class Part:
 
     @property
     def matters(self) -> bool:
-        """It pays or gates; else it is only recorded."""
+        """Whether it pays or gates; otherwise it is only recorded."""
         return bool(self.config.weight) or self.config.gate
 
 
@@ -59,7 +59,7 @@ class Scorer:
     """The reward of a config: built once, then called per sample or per group.
 
     Raises:
-        ConfigError: a component that isn't there, or two under one name.
+        ConfigError: a component doesn't exist, or two have the same name.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -68,17 +68,17 @@ class Scorer:
         self.parts: list[Part] = []
         """The components, in the config's order."""
         self.functions: list[str] = []
-        """Import paths of the user's own functions, as the graders number them."""
+        """Import paths of the user's own functions, in the order of the graders' indices."""
         for part in config.components:
             if any(part.name == other.name for other in self.parts):
                 raise ConfigError(f"reward.components names {part.name} twice")
             self.parts.append(self._part(part))
         self.needs_verdict = any(part.kind.needs_verdict and part.matters for part in self.parts)
-        """A row without a verdict has no reward."""
+        """Whether a row without a verdict has no reward."""
         self.outside = [part for part in self.parts if part.kind.place != "dispatcher"]
-        """Those whose values are found in another process."""
+        """Components whose values come from another process."""
         self.sandboxed = [part for part in self.outside if part.kind.place == "sandbox"]
-        """Those that run code."""
+        """Components that run code."""
 
     def _part(self, config: ComponentConfig) -> Part:
         if is_import_path(config.name):
@@ -91,7 +91,7 @@ class Scorer:
         return Part(config=config, kind=kind, function=function)
 
     def _called(self, config: ComponentConfig, path: str, params: Mapping[str, Any]) -> Part:
-        """A component that a grader process finds the values of."""
+        """A component whose values a grader process computes."""
         call = FunctionCall(path=path, index=len(self.functions), params=dict(params))
         self.functions.append(path)
         kind = Kind(name=config.name, make=FunctionCall, scope="group", place="grader")
@@ -112,9 +112,9 @@ class Scorer:
         """Rewards and components of a whole group.
 
         Args:
-            samples: ``[G]``.
+            samples: ``[G]`` graded samples.
             found: ``[G]`` values of the components in :attr:`outside`.
-            failures: ``[G]`` how such a component that matters ended, where it has no value.
+            failures: ``[G]`` how such a component that matters failed; None unless one did.
         """
         of_group = {
             part.name: part.function(samples)

@@ -1,8 +1,9 @@
 """Known answers that a grader must get right before it may judge anything.
 
-A grader that is broken in one piece (a parser that doesn't load, a signal that can't be set in a
-thread) tends to fail silently: every right answer scores zero. So the pool grades these through
-the real path at start, sees known-right ones score and known-wrong ones not, and else refuses.
+A grader that is broken in one part (a parser that doesn't load, a signal that can't be set in a
+thread) tends to fail silently: every right answer scores zero. So at its start the pool grades these
+answers the way responses are graded, and refuses to run unless the right ones score and the wrong
+ones don't.
 """
 
 from __future__ import annotations
@@ -19,17 +20,16 @@ from .grader_processes import GraderProcesses
 from .requests import Outcome
 
 TRIES = 3
-"""How often a known answer whose grader was too slow is asked before the pool refuses to start."""
+"""How often a known answer is tried with a grader that is too slow, before the pool refuses to start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """One answer of which the verdict is known."""
+    """An answer whose verdict is known."""
 
     answer: str
-    """As it would stand in a box."""
+    """The answer as it would be in a box."""
     gold: str
-    """The gold answer."""
     correct: bool
     """Whether it must score."""
 
@@ -50,7 +50,7 @@ CANARY: tuple[Known, ...] = (
     ),
     Known(answer="(-\\infty, 2)", gold="(-\\infty, 2]", correct=False),
 )
-"""Some are settled by the fast path, the others reach math-verify in a grader process."""
+"""Some are settled in the dispatcher, the others reach math-verify in a grader process."""
 
 
 def check(
@@ -60,52 +60,50 @@ def check(
     working: Callable[[], bool],
     wait: Callable[[Callable[[], bool]], None],
 ) -> None:
-    """Grades known answers through the real path.
+    """Grades known answers the way responses are graded.
 
     Args:
-        known: the answers.
-        processes: the graders.
         working: whether everything else that has to work does.
-        wait: pumps until what it is given is true.
+        wait: pumps until its argument returns True.
 
     Raises:
         TandemError: a known-right answer doesn't score, or a known-wrong one does.
     """
-    found: dict[int, Verdict] = {}
-    asked: dict[int, list[str]] = {}
+    verdicts: dict[int, Verdict] = {}
+    questions: dict[int, list[str]] = {}
 
     def into(index: int) -> Callable[[Outcome], None]:
         def finish(outcome: Outcome) -> None:
-            found[index] = outcome.verdict
+            verdicts[index] = outcome.verdict
 
         return finish
 
     boxed = modes.mode("boxed")
     for index, item in enumerate(known):
-        # As a response would have it: what is tested is the whole way of an answer.
+        # Written as in a response, so that every step from text to verdict is tested.
         answer = boxed.read(f"</think> \\boxed{{{item.answer}}}", "", False).answer
         settled = decide(answer, item.gold, boxed)
         by_value = settled is not None and settled.how == "value"
         if settled is None or (by_value and _is_right(settled.verdict, item)):
-            # A process is asked about what its value settles, too: both ways must be right.
-            asked[index] = [answer or "", read_gold(item.gold).text]
+            # What the engine of values settles is also asked of a process: both must be right.
+            questions[index] = [answer or "", read_gold(item.gold).text]
         else:
-            found[index] = settled.verdict
-    # One always goes to a process, so that these are known to work too.
-    asked[-1] = [known[0].answer, known[0].gold]
+            verdicts[index] = settled.verdict
+    # One answer always goes to a process, so that the processes are known to work too.
+    questions[-1] = [known[0].answer, known[0].gold]
     for _ in range(TRIES):
-        # A machine that is busy with starting other processes makes the first ones late.
-        late = [i for i in asked if found.get(i, Verdict.TIMEOUT) is Verdict.TIMEOUT]
+        # On a machine that is busy starting other processes, the first answers come late.
+        late = [i for i in questions if verdicts.get(i, Verdict.TIMEOUT) is Verdict.TIMEOUT]
         for index in late:
-            found.pop(index, None)
-            processes.submit("compare", asked[index], into(index))
-        wait(lambda: len(found) == len(known) + 1 and working())
+            verdicts.pop(index, None)
+            processes.submit("compare", questions[index], into(index))
+        wait(lambda: len(verdicts) == len(known) + 1 and working())
     for index, item in enumerate(known):
-        if not _is_right(found[index], item):
+        if not _is_right(verdicts[index], item):
             should = "score" if item.correct else "not score"
             raise TandemError(
                 f"the grader is broken: the answer {item.answer!r} to gold {item.gold!r} "
-                f"should {should}, and its verdict is {found[index]}; nothing is graded. "
+                f"should {should}, and its verdict is {verdicts[index]}; nothing is graded. "
                 f"Check the installed math-verify (0.9) and reward.memory_mb="
                 f"{processes.memory_mb}, reward.deadline_seconds={processes.deadline}"
             )

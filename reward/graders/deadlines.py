@@ -1,15 +1,15 @@
-"""When a request has had its time: a deadline of wall time that a starved machine puts off.
+"""The deadline of a request: wall time that is extended while the machine starves the grader.
 
-The wall alone is unjust on a machine that has more to do than its cores can: a right answer that
-takes half a second of computing would be a time-out behind ten busy neighbours. CPU time alone
-never ends what sleeps. So a request is killed at its deadline if its grader has had a quarter of
-it, running or asleep, and after three deadlines at the latest. What it lacked is what it stood in
-line for a core, which the kernel counts by process. What the graders of one pool take from each
-other puts nothing off: with more of them busy than there are cores, the quarter is one of their
-share, so that ``ceil(K / N)`` deadlines bound K hangs on N graders wherever nobody else has the
-machine.
+Wall time alone would be unjust on a machine with more work than its cores can do: a right answer
+that takes half a second to compute would time out beside ten busy neighbours. CPU time alone never
+ends a request that sleeps. So a request is killed at its deadline if its grader has had a quarter of
+it, running or asleep, and after three deadlines at the latest. The time that it didn't have is the
+time that it waited for a core, which the kernel counts per process. Time that the graders of one
+pool take from each other extends nothing: with more of them busy than there are cores, the quarter
+is a quarter of their fair share, so that K hangs on N graders last at most ``ceil(K / N)`` deadlines
+wherever nobody else uses the machine.
 
-A loop or a sleep with a core of its own, one with ten neighbours on it, and one that never gets on:
+A loop or a sleep with a core of its own, one with ten neighbours on it, and one that hardly ever runs:
 
 >>> is_over(elapsed=3.0, waited=0.1, deadline=3.0, fair=1.0)
 True
@@ -25,23 +25,23 @@ import os
 
 SHARE = 1 / 4
 """Share of a deadline that a grader must have had, less what the other graders took from it. A
-quarter of the default 3 s is half as much again as the slowest right answer of our facts computes."""
+quarter of the default 3 s is 1.5 times what the slowest right answer of our facts takes to compute."""
 LONGEST = 3.0
-"""Deadlines of wall time after which a request is ended even so: on a machine where a grader gets
-less than a twelfth of a core, a pool that goes on is worth more than the last right answer."""
+"""Number of deadlines after which a request is ended in any case: on a machine where a grader gets
+less than a twelfth of a core, it matters more that the pool goes on than that the last right answer counts."""
 LOOK_AGAIN = 0.05
-"""Seconds between two looks at a request whose deadline was put off."""
+"""Time between two checks of a request whose deadline was extended."""
 SLOW = 1 / 8
-"""Share of its deadline after which a request holds its grader up (see :func:`relief`)."""
+"""Share of its deadline after which a request counts as holding up its grader (see :func:`relief`)."""
 
 
 def is_over(*, elapsed: float, waited: float, deadline: float, fair: float) -> bool:
-    """Whether a request has had its time.
+    """Whether a request has used up its time.
 
     Args:
         elapsed: seconds of wall time since its dispatch.
-        waited: seconds of them that its grader stood in line for a core.
-        deadline: the request's, in seconds.
+        waited: seconds of these during which its grader waited for a core.
+        deadline: the request's deadline, in seconds.
         fair: share of a core that the graders leave each other (:func:`fair_share`).
     """
     if elapsed < deadline:
@@ -55,11 +55,11 @@ def fair_share(busy: int, cores: int) -> float:
 
 
 def relief(count: int) -> int:
-    """Graders beyond ``count`` that may stand in for those that slow requests hold: half as many.
+    """Number of graders beyond ``count`` that may stand in for those held by slow requests: half as many.
 
-    K hangs that arrive together would hold all N graders for ``ceil(K / N)`` deadlines, with the
-    good requests behind them. Each grader more is one deadline more for the good ones; too many
-    would take the cores from them.
+    K hangs that arrive together would hold all N graders for ``ceil(K / N)`` deadlines, with the good
+    requests behind them. Each extra grader saves the good ones one deadline; too many would take the
+    cores away from them.
     """
     return (count + 1) // 2
 
@@ -73,10 +73,10 @@ def usable_cores() -> int:
 
 
 class InLine:
-    """How long one process has stood in line for a core, ever; Linux alone tells.
+    """How long one process has waited for a core since it started (Linux only).
 
-    ``/proc/PID/schedstat`` of its first thread (a grader has no other), in nanoseconds: ran, stood
-    in line, turns. Where it can't be read the answer is 0, and the deadline is of wall time alone.
+    Read from ``/proc/PID/schedstat`` of its first thread (a grader has no other), in nanoseconds: time
+    run, time waited, turns. If it can't be read the answer is 0, and the deadline is plain wall time.
     """
 
     def __init__(self, pid: int) -> None:
@@ -86,17 +86,16 @@ class InLine:
             self._file = -1
 
     def seconds(self) -> float:
-        """Seconds in line until now."""
+        """Seconds waited until now."""
         if self._file < 0:
             return 0.0
         try:
             return int(os.pread(self._file, 128, 0).split()[1]) / 1e9
         except (OSError, IndexError, ValueError):
-            # It has ended, or the kernel was built without these counts.
+            # The process has ended, or the kernel was built without these counts.
             return 0.0
 
     def close(self) -> None:
-        """Closes the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -1,16 +1,17 @@
 """Grader processes seen from the dispatcher: dispatch, deadlines, deaths and replacements.
 
-One single-threaded state machine without a thread of its own. Its one descriptor
+This is one single-threaded state machine without a thread of its own. Its one descriptor
 (:meth:`GraderProcesses.fileno`) goes into the owner's poller; :meth:`GraderProcesses.poll` then
 does what is due. The life of a slot::
 
     starting -> idle <-> busy -> (dead: replaced by a new slot)
 
-A request's deadline counts from its dispatch to a grader, not from its arrival: a burst that
-waits its turn is no timeout. A grader past it (:mod:`tandem.reward.graders.deadlines` has the rule) is
-killed; its request is ``timeout`` at once and the others go on. A request whose grader died is
-tried once more, then it is ``crashed``. While slow requests hold graders and others wait, more
-graders stand in, up to half as many again; they end when they aren't needed any more.
+A request's deadline counts from its dispatch to a grader, not from its arrival, so that a burst of
+requests that have to wait doesn't time out. A grader past its deadline
+(:mod:`tandem.reward.graders.deadlines` has the rule) is killed; its request is ``timeout`` at once, and
+the others go on. A request whose grader died is tried once more, then it is ``crashed``. While slow
+requests hold graders and others wait, up to half as many extra graders stand in; they end when they
+are no longer needed.
 """
 
 from __future__ import annotations
@@ -50,28 +51,28 @@ logger = logging.getLogger("tandem.reward")
 RECYCLE_AFTER = 5_000
 """Requests after which a grader is replaced (sympy's caches only grow)."""
 RECYCLE_SHARE = 0.5
-"""Share of the memory limit: a grader that ever held so much is replaced."""
+"""Share of the memory limit; a grader that ever used this much is replaced."""
 START_SECONDS = 60.0
-"""Deadline for the zygote to have imported math-verify."""
+"""How long the zygote may take to import math-verify."""
 TELL_SECONDS = 60.0
-"""Between two lines in the log that say that graders are starved."""
+"""Least time between two warnings of starved graders."""
 MAX_FAILED_STARTS = 3
-"""Zygotes that die in a row before they grade anything, then the pool gives up."""
+"""Number of zygotes that may die in a row before they grade anything; then the pool gives up."""
 
 
 class GraderProcesses:
-    """``count`` graders behind one warm zygote. Not thread-safe: one owner.
+    """``count`` graders behind one warm zygote. Not thread-safe: it has one owner.
 
     Args:
-        count: graders.
-        deadline: seconds of one request, where it brings none of its own.
+        count: number of graders.
+        deadline: seconds for a request that has no deadline of its own.
         memory_mb: address-space limit of a grader, MiB.
         on_restart: called with every :class:`Restart`.
         functions: import paths of the user's own functions, which the zygote imports.
-        sandbox: these are runners of code in a sandbox of that kind (``auto``, …) instead.
+        sandbox: if set, the processes are runners of code in a sandbox of that kind (``auto``, …).
 
     Raises:
-        TandemError: from :meth:`poll`, when graders can't be started at all.
+        TandemError: from :meth:`poll`, if graders can't be started at all.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class GraderProcesses:
         self.deadline = deadline
         self.memory_mb = memory_mb
         self.limits: list[str] = []
-        """What the kernel grants besides rlimits: no network, no new privileges."""
+        """What the kernel grants in addition to rlimits: no network, no new privileges."""
         self._on_restart = on_restart
         self._functions = list(functions)
         self._sandbox = sandbox
@@ -103,7 +104,7 @@ class GraderProcesses:
         self._failed_starts = 0
         self._failed_graders = 0
         self._failure = ""
-        # Every sandbox may use up its own memory, so there are never more of them than asked for.
+        # Every sandbox may use up its own memory, so there are never more than requested.
         self._relief = relief(count) if sandbox is None else 0
         self._cores = usable_cores()
         self._warned_starved = -math.inf
@@ -111,27 +112,27 @@ class GraderProcesses:
     # --- what the owner calls ----------------------------------------------------------------
 
     def fileno(self) -> int:
-        """Readable when :meth:`poll` has something to do (deadlines aside)."""
+        """A descriptor that is readable when :meth:`poll` has something to do (deadlines aside)."""
         return self._selector.fileno()
 
     @property
     def running(self) -> bool:
-        """True once the zygote has been started."""
+        """Whether the zygote has been started."""
         return self._zygote is not None
 
     @property
     def ready(self) -> bool:
-        """True when at least one grader can take a request."""
+        """Whether at least one grader can take a request."""
         return any(slot.state in ("idle", "busy") for slot in self._slots.values())
 
     @property
     def in_flight(self) -> int:
-        """Requests that have no outcome yet."""
+        """Number of requests that have no outcome yet."""
         return len(self._queue) + sum(s.request is not None for s in self._slots.values())
 
     @property
     def queued(self) -> int:
-        """Requests that wait for a grader."""
+        """Number of requests that wait for a grader."""
         return len(self._queue)
 
     def pids(self) -> list[int]:
@@ -164,7 +165,7 @@ class GraderProcesses:
 
         Args:
             kind: ``compare``, ``function`` or ``code``.
-            payload: what the zygote's handler of that kind takes; plain data.
+            payload: plain data for the zygote's handler of that kind.
             done: gets the outcome.
             deadline: seconds from dispatch; None = the graders' own.
         """
@@ -175,7 +176,7 @@ class GraderProcesses:
         self._dispatch()
 
     def next_deadline(self) -> float | None:
-        """``time.monotonic`` at which :meth:`poll` must be called even without an event."""
+        """The ``time.monotonic`` at which :meth:`poll` must be called even without an event."""
         busy = [s.request for s in self._slots.values() if s.request and s.state == "busy"]
         times = [request.due for request in busy]
         if self._queue and self._relief:
@@ -186,7 +187,7 @@ class GraderProcesses:
         return min(times, default=None)
 
     def poll(self, timeout: float = 0.0) -> None:
-        """Waits up to ``timeout`` seconds for events, and does all that is due."""
+        """Waits up to ``timeout`` seconds for events, and does everything that is due."""
         due = self.next_deadline()
         if due is not None:
             timeout = min(timeout, max(0.0, due - time.monotonic()))
@@ -195,7 +196,7 @@ class GraderProcesses:
                 self._hear_zygote()
             else:
                 self._hear_grader(key.data)
-        # After the replies: one that came while nobody looked is no timeout.
+        # Deadlines come after replies: a reply that arrived while nobody looked is not a timeout.
         self._enforce()
         self._dispatch()
         self._fill()
@@ -223,7 +224,7 @@ class GraderProcesses:
         self._selector.register(self._zygote, selectors.EVENT_READ, None)
 
     def _stop_zygote(self) -> int:
-        """Ends the zygote; returns its exit status, 0 where there was none."""
+        """Ends the zygote; returns its exit status, 0 if there was none."""
         zygote, self._zygote = self._zygote, None
         self._ready = False
         if zygote is None:
@@ -281,13 +282,13 @@ class GraderProcesses:
     # --- graders -----------------------------------------------------------------------------
 
     def _wanted(self) -> int:
-        """Graders that there may be: one more for each that a slow request holds, up to the relief."""
+        """How many graders there may be: one more for each that a slow request holds, up to the relief."""
         now = time.monotonic()
         slow = sum(s.is_slow(now) for s in self._slots.values())
         return self.count + min(self._relief, slow)
 
     def _thin(self) -> None:
-        """Ends idle graders that stood in for others; a grader whose socket closes ends itself."""
+        """Ends idle graders that stood in for others; a grader ends itself when its socket closes."""
         surplus = len(self._slots) - self.count
         if surplus > 0 and not self._queue and (surplus := len(self._slots) - self._wanted()) > 0:
             idle = [slot for slot in self._slots.values() if slot.state in ("idle", "starting")]
@@ -296,7 +297,7 @@ class GraderProcesses:
                 self._dying.add(slot.number)
 
     def _fill(self) -> None:
-        """As many graders as there should be."""
+        """Starts graders until there are as many as there should be."""
         wanted = self._wanted() if self._queue else self.count
         while self._ready and self._zygote is not None and len(self._slots) < wanted:
             channel = self._zygote.spawn(self._next_slot)
@@ -323,7 +324,7 @@ class GraderProcesses:
             try:
                 request.send(slot.channel)
             except (BrokenPipeError, ConnectionResetError, BlockingIOError):
-                # It died since we last looked; its closed socket tells, and the request is kept.
+                # It has died since we last looked; its closed socket will show it, and the request is kept.
                 logger.debug("grader %d was gone at dispatch", slot.pid)
 
     def _hear_grader(self, slot: Slot) -> None:
@@ -336,7 +337,7 @@ class GraderProcesses:
         except ConnectionResetError:
             data = b""
         if not data:
-            # How it ended is the zygote's to tell; until then the slot holds its request.
+            # The zygote reports how it ended; until then the slot keeps its request.
             self._selector.unregister(slot.channel)
             slot.state = "gone"
             slot.since = time.monotonic()
@@ -383,7 +384,7 @@ class GraderProcesses:
         if slot is None:
             return
         if slot.state not in ("gone", "starting") and slot.request is not None:
-            # Its reply may lie unread in the socket.
+            # Its reply may still be unread in the socket.
             self._hear_grader(slot)
         request = slot.request
         self._forget(slot)
@@ -422,8 +423,8 @@ class GraderProcesses:
             zygote.kill()
 
     def _judge(self, slot: Slot, request: Request, now: float) -> None:
-        """Ends a request at its deadline, or looks again when its grader may have had its time."""
-        # Its reply may lie unread in the socket: whoever polls has been kept from it.
+        """Ends a request at its deadline, or checks again when its grader may have had its time."""
+        # Its reply may be unread in the socket, because whoever polls was held up.
         self._hear_grader(slot)
         if slot.request is not request or slot.state != "busy":
             return
@@ -451,7 +452,7 @@ class GraderProcesses:
         )
 
     def _replace(self, slot: Slot, reason: str) -> None:
-        """Kills a grader; the zygote reaps it while the new one already starts."""
+        """Kills a grader; the new one starts before the zygote has reaped it."""
         self._forget(slot)
         self._dying.add(slot.number)
         self._count(self._role, slot.pid, reason)

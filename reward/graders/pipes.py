@@ -1,7 +1,8 @@
 """Messages between the pool, the zygote and the graders: MessagePack lists, declared here.
 
-A grader reads what a policy wrote, so what it says is taken as what anybody may have said. Every
-reader raises a :class:`~tandem.common.errors.WireError` for whatever is none of its messages.
+A grader reads what a policy wrote, so its messages are treated as if anybody might have sent them.
+Every reader raises a :class:`~tandem.common.errors.WireError` for anything that isn't one of its
+messages.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ Kind = Literal["compare", "function", "code"]
 
 
 class Message(Record, frozen=True, array_like=True, tag=str.lower):
-    """A list of a word, the class's name, and its fields."""
+    """A list of the class's name, in lower case, and its fields."""
 
     def pack(self) -> bytes:
-        """As it is sent."""
+        """The message as it is sent."""
         return msgspec.msgpack.encode(self)
 
 
@@ -30,7 +31,7 @@ class Message(Record, frozen=True, array_like=True, tag=str.lower):
 
 
 class Spawn(Message, frozen=True):
-    """Fork a grader of that number; its socket comes along."""
+    """Fork the grader with that number; a descriptor of its socket comes with the message."""
 
     slot: int
 
@@ -43,7 +44,7 @@ class Kill(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Graders may be spawned; ``limits`` say in words what confines them."""
+    """Graders may be spawned; ``limits`` describe what confines them."""
 
     pid: int
     limits: tuple[str, ...]
@@ -67,7 +68,7 @@ class Failed(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """What no other attempt could mend: a function that isn't there, no sandbox."""
+    """Something that another attempt wouldn't fix: a missing function, no sandbox."""
 
     why: str
 
@@ -76,7 +77,7 @@ class Refused(Message, frozen=True):
 
 
 class Request(Record, frozen=True, array_like=True):
-    """``payload`` is packed by itself; None where it is in a memory file that comes along."""
+    """``payload`` is packed by itself; None if it is in a memory file whose descriptor comes along."""
 
     kind: Kind
     seconds: Annotated[float, msgspec.Meta(gt=0, lt=1e6)]
@@ -88,13 +89,13 @@ PAYLOADS: dict[str, Any] = {
     "function": tuple[int, dict[str, Any]],
     "code": tuple[str, list[list[str]], float, float, int, bool],
 }
-"""Arguments of each kind of request."""
+"""Argument types of each kind of request."""
 
-# Grader to pool; each tells how much memory the grader has ever held.
+# Grader to pool; each says how much memory the grader has held at most.
 
 
 class Idle(Message, frozen=True, tag="ready"):
-    """It waits for its first request."""
+    """The grader waits for its first request."""
 
     nothing: None
     resident_kib: Count
@@ -126,46 +127,46 @@ RESULTS: dict[str, Any] = {
     "function": list[float | None],
     "code": tuple[Count, int, Count],
 }
-"""Verdicts are named here since graders import no NumPy; of code: passed, tests, timed out."""
+"""Verdicts are written out here since graders don't import NumPy; for code: passed, tests, timed out."""
 
 
 def read_control(data: bytes) -> Spawn | Kill | Ready | Spawned | Exited | Failed | Refused:
-    """Between pool and zygote."""
+    """Reads a message between pool and zygote."""
     kinds = Spawn | Kill | Ready | Spawned | Exited | Failed | Refused
     return read_message(kinds, data, "message of the zygote's socket")
 
 
 def read_request(data: bytes) -> Request:
-    """Pool to grader."""
+    """Reads a request from the pool to a grader."""
     return read_message(Request, data, "request to a grader")
 
 
 def read_payload(kind: str, data: bytes) -> Sequence[Any]:
-    """The payload of a request of that kind."""
+    """Reads the payload of a request of that kind."""
     return read_message(PAYLOADS[kind], data, f"payload of a request to {kind}")
 
 
 def read_reply(data: bytes) -> Idle | Done | Raised | Crash:
-    """Grader to pool."""
+    """Reads a reply from a grader to the pool."""
     return read_message(Idle | Done | Raised | Crash, data, "reply of a grader")
 
 
 def checked_result(kind: str, payload: Sequence[Any], result: Any) -> Any:
-    """What a grader found, for a request of that kind with that payload."""
+    """Checks a grader's result for a request of that kind with that payload."""
     try:
-        found = msgspec.convert(result, RESULTS[kind])
+        checked = msgspec.convert(result, RESULTS[kind])
     except msgspec.ValidationError as error:
         raise _refused(kind, str(error)) from None
     if kind == "function" and not (
-        len(found) == len(payload[1]["completions"])
-        and all(value is None or math.isfinite(value) for value in found)
+        len(checked) == len(payload[1]["completions"])
+        and all(value is None or math.isfinite(value) for value in checked)
     ):
         raise _refused(kind, "it isn't a finite number, or null, for each completion")
-    if kind == "code" and not found[0] <= found[1] == len(payload[1]):
+    if kind == "code" and not checked[0] <= checked[1] == len(payload[1]):
         raise _refused(
-            kind, f"{found[0]} of {found[1]} tests passed, and there are {len(payload[1])}"
+            kind, f"{checked[0]} of {checked[1]} tests passed, and there are {len(payload[1])}"
         )
-    return found
+    return checked
 
 
 def _refused(kind: str, why: str) -> WireError:

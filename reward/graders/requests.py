@@ -1,4 +1,4 @@
-"""What goes to a grader process and what comes of it: requests, outcomes, restarts."""
+"""Requests to grader processes, their outcomes, and restarts of graders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...common.records import Verdict
 from .deadlines import SLOW, InLine
 
 INLINE_BYTES = 1 << 16
-"""Payloads above this travel in a memory file: a packet socket has no room for a group's texts."""
+"""Larger payloads travel in a memory file: a packet socket has no room for a group's texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Restart:
     kind: str
     """``grader`` or ``zygote``; those of the code reward are ``runner`` and ``runner zygote``."""
     pid: int
-    """Id of the process that is gone."""
+    """Process id of the one that died."""
     time: float
     """Seconds since the epoch."""
     reason: str
@@ -34,18 +34,18 @@ class Restart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one request."""
+    """The outcome of one request."""
 
     failure: Verdict | None
-    """``timeout``, ``memory`` or ``crashed``; None where there is a result."""
+    """``timeout``, ``memory`` or ``crashed``; None if there is a result."""
     result: Any
-    """What the grader replied; of a comparison the verdict's name."""
+    """The grader's reply; for a comparison, the verdict's name."""
     seconds: float
-    """From dispatch to reply."""
+    """Seconds from dispatch to reply."""
     waited: float
-    """From arrival to dispatch."""
+    """Seconds from arrival to dispatch."""
     reason: str = ""
-    """The last line of what it raised, where it did."""
+    """The last line of the error, if one was raised."""
 
     @property
     def verdict(self) -> Verdict:
@@ -55,12 +55,12 @@ class Outcome:
 
 @dataclass(slots=True)
 class Request:
-    """One request on its way."""
+    """A request that has no outcome yet."""
 
     kind: str
     """``compare``, ``function`` or ``code``."""
     payload: list[Any]
-    """Plain data that the zygote's handler of that kind takes."""
+    """Plain data for the zygote's handler of that kind."""
     deadline: float
     """Seconds from dispatch."""
     done: Callable[[Outcome], None]
@@ -68,11 +68,11 @@ class Request:
     attempts: int = 0
     dispatched: float = 0.0
     due: float = 0.0
-    """``time.monotonic`` at which it is to be ended, or looked at again."""
+    """The ``time.monotonic`` at which it is to be ended, or checked again."""
     reason: str = ""
 
     def finish(self, failure: Verdict | None, result: Any = None) -> None:
-        """Hands the outcome to whoever asked."""
+        """Passes the outcome on to whoever asked."""
         now = time.monotonic()
         started = self.dispatched or now
         self.done(
@@ -86,7 +86,7 @@ class Request:
         )
 
     def send(self, channel: socket.socket) -> None:
-        """Hands it to a grader.
+        """Sends it to a grader.
 
         Raises:
             OSError: the grader is gone.
@@ -109,7 +109,7 @@ def _packed(payload: list[Any]) -> bytes:
     try:
         return msgspec.msgpack.encode(payload)
     except UnicodeEncodeError:
-        # Half a surrogate pair: no answer that could be right holds one.
+        # A text with half a surrogate pair can't be right.
         return msgspec.msgpack.encode(_clean(payload))
 
 
@@ -138,12 +138,12 @@ class Slot:
     resident_kib: int = 0
     last_words: str = ""
     in_line: InLine | None = None
-    """What tells how long it has stood in line for a core; None until its pid is known."""
+    """Measures how long the grader has waited for a core; None until its pid is known."""
     stood: float = 0.0
-    """Seconds in line before its request."""
+    """Seconds that it had waited before its request."""
 
     def is_slow(self, now: float) -> bool:
-        """Whether a slow request holds it."""
+        """Whether a slow request holds the grader."""
         request = self.request
         return (
             self.state == "busy"

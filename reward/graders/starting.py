@@ -1,4 +1,4 @@
-"""Starts the graders' parent: its command line, and the little that its environment holds."""
+"""Starts the graders' parent: its command line, and its minimal environment."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from collections.abc import Mapping
 from typing import Any
 
 KEPT_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT", "PATH")
-"""All of our environment that graders get: nothing that could be a secret."""
+"""The only variables of our environment that graders get: none of them could be a secret."""
 
 
 def start_zygote(descriptor: int, settings: Mapping[str, Any]) -> subprocess.Popen[bytes]:
-    """A new zygote with an exec of its own; nothing of ours is inherited but one descriptor.
+    """Starts a new zygote by its own exec; it inherits nothing of ours except one descriptor.
 
     Args:
-        descriptor: of its end of the control socket.
+        descriptor: the zygote's end of the control socket.
         settings: as :func:`tandem.reward.graders.zygote.main` reads them.
     """
     environment = {k: os.environ[k] for k in KEPT_ENVIRONMENT if k in os.environ}
     environment |= {
-        # sympy and mpmath pick gmpy2 up by themselves, and no signal can stop its C code.
+        # sympy and mpmath use gmpy2 if it is there, and no signal can stop its C code.
         "SYMPY_GROUND_TYPES": "python",
         "MPMATH_NOGMPY": "1",
         "LANG": "C.UTF-8",
@@ -38,6 +38,6 @@ def start_zygote(descriptor: int, settings: Mapping[str, Any]) -> subprocess.Pop
         stdout=subprocess.DEVNULL,
         env=environment,
         pass_fds=(descriptor,),
-        # A Ctrl-C or a SIGTERM for the group is the pool's to answer: it drains first.
+        # The pool answers Ctrl-C or a SIGTERM to the process group itself: it drains first.
         start_new_session=True,
     )

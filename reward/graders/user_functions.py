@@ -1,6 +1,6 @@
 """The grader's end of a user's own reward function: imports it, calls it, checks what it returns.
 
-Light on purpose: the graders' parent imports it, and what that holds every grader holds.
+It imports little on purpose: the graders' parent imports it, and every grader holds what that holds.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ def load(path: str) -> Function:
     """Imports a function.
 
     Raises:
-        ConfigError: there is none, or its module can't be imported; says why.
+        ConfigError: there is no such function, or its module can't be imported; says why.
     """
-    # Last, so that nothing there hides an installed module.
+    # Appended at the end, so that nothing there hides an installed module.
     here = os.getcwd()
     if here not in sys.path:
         sys.path.append(here)
-    found: Any = import_path.load(
+    function: Any = import_path.load(
         path,
         key="reward.components.name",
         process="Tandem, or start Tandem in that folder",
     )
-    if not callable(found):
-        raise ConfigError(f"reward component {path} is no function: {found!r:.200}")
-    return found
+    if not callable(function):
+        raise ConfigError(f"reward component {path} is no function: {function!r:.200}")
+    return function
 
 
 def source_file(function: Function) -> str | None:
-    """The file that a function is from, where it is known."""
+    """The file that a function is from, if it is known."""
     try:
         return inspect.getfile(inspect.unwrap(function))
     except (TypeError, OSError):
@@ -47,18 +47,18 @@ def source_file(function: Function) -> str | None:
 
 
 def call(function: Function, given: dict[str, Any]) -> list[float | None]:
-    """Calls a function with what it takes of the columns.
+    """Calls a function with those columns that it accepts.
 
     Raises:
-        TypeError, ValueError: it wants a column that the data doesn't have, or returns something
-            else than a number or None for each completion.
+        TypeError, ValueError: it needs a column that the data doesn't have, or returns something
+            other than a number or None for each completion.
     """
-    found = function(**_accepted(function, given))
-    if inspect.isawaitable(found):
+    values = function(**_accepted(function, given))
+    if inspect.isawaitable(values):
         import asyncio
 
-        found = asyncio.run(_awaited(found))
-    return _numbers(found, len(given["completions"]))
+        values = asyncio.run(_awaited(values))
+    return _numbers(values, len(given["completions"]))
 
 
 async def _awaited(found: Any) -> Any:
@@ -81,11 +81,11 @@ def _accepted(function: Function, given: dict[str, Any]) -> dict[str, Any]:
     return given if takes_all else {p.name: given[p.name] for p in named if p.name in given}
 
 
-def _numbers(found: Any, count: int) -> list[float | None]:
+def _numbers(returned: Any, count: int) -> list[float | None]:
     try:
-        values = list(found)
+        values = list(returned)
     except TypeError:
-        raise TypeError(f"it returned {found!r:.80}, not a list of {count} numbers") from None
+        raise TypeError(f"it returned {returned!r:.80}, not a list of {count} numbers") from None
     if len(values) != count:
         raise ValueError(f"it returned {len(values)} values for {count} completions")
     numbers: list[float | None] = []

@@ -1,8 +1,8 @@
-"""Verdicts of comparisons: cached, asked once while in flight, and counted with their costs.
+"""Verdicts of comparisons: cached, asked for once while in flight, and counted with their costs.
 
-What a grader process found is kept, time-outs among it, so that a group of eight copies of a text
-that hangs costs one deadline. A crash isn't kept: it isn't the text's own doing, and the next one
-to ask may have an answer.
+What a grader process has decided is kept, timeouts included, so that a group with eight copies of a
+text that hangs costs one deadline. A crash isn't kept: it isn't the text's own doing, and the next
+attempt may succeed.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Recent:
         self._ends: deque[tuple[float, Verdict | None]] = deque()
         self._counts: Counter[Verdict | None] = Counter()
         self.total = 0
-        """Requests that ended, ever."""
+        """Number of requests that have ended since the start."""
 
     def add(self, failure: Verdict | None) -> None:
-        """Notes how a request ended."""
+        """Records how a request ended."""
         self._ends.append((time.monotonic(), failure))
         self._counts[failure] += 1
         self.total += 1
@@ -51,17 +51,16 @@ class Recent:
         return len(self._ends)
 
     def share(self, *failures: Verdict) -> float:
-        """Share of the recent requests that ended in one of these ways; 0 without any."""
+        """Share of the recent requests that ended in one of these ways; 0 if there were none."""
         return sum(self._counts[failure] for failure in failures) / max(1, len(self._ends))
 
 
 class Verdicts:
-    """Asks grader processes which of two answers are equal.
+    """Asks grader processes whether two answers are equal.
 
     Args:
-        processes: the graders.
-        counts: where cache hits and the like are counted.
-        recent: where the ends of requests are noted.
+        counts: counters of cache hits and the like.
+        recent: record of how requests ended.
     """
 
     def __init__(self, processes: GraderProcesses, counts: Counter[str], recent: Recent) -> None:
@@ -75,7 +74,7 @@ class Verdicts:
         self._longest_wait = 0.0
 
     def ask(self, answer: str, gold: str, found: Found) -> None:
-        """Cache, then what is in flight, then a grader process."""
+        """Looks in the cache, then among the questions in flight, then asks a grader process."""
         key = hashlib.blake2b(
             f"{len(answer)}:{answer}{gold}".encode("utf-8", "surrogatepass"), digest_size=16
         ).digest()
@@ -116,7 +115,7 @@ class Verdicts:
         self._cache.clear()
 
     def stats(self) -> dict[str, float]:
-        """Seconds and sizes; the longest wait is that since the last call."""
+        """Seconds and sizes; the longest wait is the longest since the last call."""
         longest, self._longest_wait = self._longest_wait, 0.0
         return {
             "grade_seconds": self._seconds,

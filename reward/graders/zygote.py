@@ -1,8 +1,8 @@
 """The warm parent of the graders: imports what they need once and forks them in milliseconds.
 
-Started by an exec of its own (``python -m tandem.reward.graders.zygote``), so that no thread, ZeroMQ
-context or Redis connection of the pool is inherited. It has one thread, grades nothing and holds
-no secrets. Messages are MessagePack lists on sequenced-packet sockets, which keep their borders::
+It is started by its own exec (``python -m tandem.reward.graders.zygote``), so that it inherits no thread,
+ZeroMQ context or Redis connection of the pool. It has one thread, grades nothing and holds no
+secrets. Messages are MessagePack lists on sequenced-packet sockets, which preserve message boundaries::
 
     pool -> zygote    ["spawn", slot] with one descriptor, ["kill", slot]
     zygote -> pool    ["ready", pid, [limits]], ["spawned", slot, pid], ["exited", slot, pid, status],
@@ -11,8 +11,8 @@ no secrets. Messages are MessagePack lists on sequenced-packet sockets, which ke
     grader -> pool    ["ready", null, resident KiB], ["done", result, resident KiB],
                       ["raised", traceback, resident KiB], ["crash", traceback, 0]
 
-What a request of a kind does is its handler's: ``compare`` (:mod:`tandem.reward.answers.symbolic`),
-``function`` (a user's own, :mod:`tandem.reward.graders.user_functions`) and, in a zygote of its own, ``code``
+Each kind of request has a handler: ``compare`` (:mod:`tandem.reward.answers.symbolic`), ``function`` (a
+user's own, :mod:`tandem.reward.graders.user_functions`) and, in a separate zygote, ``code``
 (:mod:`tandem.reward.sandbox.code_runner`).
 
 When the pool dies, its end of the control socket closes: the zygote kills and reaps its graders
@@ -66,7 +66,7 @@ EXIT_CRASH = 4
 PARENT_CHECK_SECONDS = 2.0
 
 Handler = Callable[..., Any]
-"""Payload to a result of plain data."""
+"""Takes a payload and returns a result of plain data."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,19 +74,19 @@ class Trade:
     """What the graders of one zygote can do, and how they are confined."""
 
     handlers: dict[str, Handler] = field(default_factory=dict)
-    """By kind of request."""
+    """Kind of request to its handler."""
     files: list[str] = field(default_factory=list)
-    """Files that a grader may have to read; where any user may, the grader becomes another one."""
+    """Files that a grader may have to read; if any user may read them, the grader runs as another user."""
     memory_mb: int = 1024
-    """Address-space limit."""
+    """Address-space limit of a grader, MiB."""
     about: str = ""
-    """What confines the programs that it runs."""
+    """What confines the programs that it runs, in words."""
     runs_code: bool = False
-    """Its graders start sandboxes, so they are confined less themselves; they run no code."""
+    """Whether its graders start sandboxes. They are then less confined, but run no code themselves."""
 
 
 def grade_for_ever(channel: socket.socket, trade: Trade) -> None:
-    """A grader: one request at a time, until its pool closes the socket or a limit ends it."""
+    """Runs a grader: one request at a time, until its pool closes the socket or a limit ends it."""
     channel.send(Idle(None, _peak_kib()).pack())
     while True:
         data, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE, 1)
@@ -107,17 +107,17 @@ def grade_for_ever(channel: socket.socket, trade: Trade) -> None:
         except BaseException:
             if kind != "function":
                 raise
-            # A user's function may raise anything; that is no reason for a grader to end.
+            # A user's function may raise anything, and the grader must go on.
             result, raised = None, traceback.format_exc()[-4000:]
         peak = _peak_kib()
         if kind == "compare" and result != "correct" and peak > 0.8 * 1024 * trade.memory_mb:
-            # math-verify swallows MemoryError; at the limit a "wrong" is no finding.
+            # math-verify swallows MemoryError, so at the limit its "wrong" means nothing.
             os._exit(EXIT_MEMORY)
         channel.send((Raised(raised, peak) if raised else Done(result, peak)).pack())
 
 
 def _read(descriptors: list[int]) -> bytes:
-    """What the memory file holds that came along; nothing where none did."""
+    """Content of the memory file that came along; empty if there was none."""
     if not descriptors:
         return b""
     with open(descriptors[0], "rb", closefd=False) as file:
@@ -198,12 +198,12 @@ class Zygote:
         try:
             message = read_control(data)
         except WireError:
-            return False  # Whoever says that is no pool; ours starts another zygote.
+            return False  # Only something other than our pool sends this; ours will start another zygote.
         if isinstance(message, Spawn) and descriptors:
             self._spawn(message.slot, descriptors[0])
         elif isinstance(message, Kill):
             pid = self._slots.get(message.slot)
-            # Not reaped yet, so the id can't be another process's.
+            # It isn't reaped yet, so the id can't be another process's.
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
         return True
@@ -253,7 +253,7 @@ def _compare(answer: str, gold: str) -> str:
 
 
 def graders_trade(functions: list[str], memory_mb: int) -> Trade:
-    """Comparing answers and calling the user's own functions; imports what both need.
+    """Graders that compare answers and call the user's own functions; imports what both need.
 
     Raises:
         ImportError: math-verify isn't installed.
@@ -261,7 +261,7 @@ def graders_trade(functions: list[str], memory_mb: int) -> Trade:
     """
     from . import user_functions
 
-    # First: a function that isn't there is told of before math-verify has taken its second.
+    # Done first, so that a missing function is reported before math-verify takes its second.
     loaded = [user_functions.load(path) for path in functions]
     users = [f for f in loaded if not str(getattr(f, "__module__", "")).startswith("tandem.")]
     import sympy
@@ -280,7 +280,7 @@ def graders_trade(functions: list[str], memory_mb: int) -> Trade:
 
 
 def runners_trade(sandbox: str) -> Trade:
-    """Running code in a sandbox.
+    """Graders that run code in a sandbox.
 
     Raises:
         ConfigError: no sandbox works here.
@@ -293,7 +293,7 @@ def runners_trade(sandbox: str) -> Trade:
 
 
 def main(arguments: list[str]) -> int:
-    """``zygote <control descriptor> <settings as JSON>``."""
+    """Runs ``zygote <control descriptor> <settings as JSON>``."""
     control = socket.socket(fileno=int(arguments[0]))
     settings = json.loads(arguments[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -312,12 +312,12 @@ def main(arguments: list[str]) -> int:
         control.send(Refused(str(error)).pack())
         return 1
     gc.collect()
-    # Kept out of collections for good: a collection in a child would copy every page.
+    # Frozen out of garbage collection: a collection in a child would copy every page.
     gc.freeze()
     try:
         control.send(Ready(os.getpid(), tuple(held)).pack())
     except (BrokenPipeError, ConnectionResetError):
-        return 0  # The pool has died meanwhile.
+        return 0  # The pool has died in the meantime.
     Zygote(control, trade).run(settings["parent"])
     return 0
 

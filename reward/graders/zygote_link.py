@@ -1,4 +1,4 @@
-"""The zygote as the dispatcher holds it: its process, and the socket on which it is spoken to."""
+"""The dispatcher's end of the zygote: its process, and the socket between the two."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .zygote import MAX_MESSAGE
 logger = logging.getLogger("tandem.reward")
 
 END_SECONDS = 2.0
-"""For a zygote to end by itself when its socket closes; then it is killed."""
+"""How long a zygote may take to end by itself when its socket closes; then it is killed."""
 
 
 class ZygoteLink:
@@ -34,19 +34,19 @@ class ZygoteLink:
         ours.setblocking(False)
         self._socket = ours
         self.started = time.monotonic()
-        """``time.monotonic`` of its start."""
+        """The ``time.monotonic`` of its start."""
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Its process id."""
         return self._process.pid
 
     def fileno(self) -> int:
-        """Of the socket."""
+        """The descriptor of its socket."""
         return self._socket.fileno()
 
     def hear(self) -> tuple[list[Message], bool]:
-        """What it said since the last call, and whether it goes on; one that talks nonsense doesn't."""
+        """Messages since the last call, and whether it goes on; a zygote that sends nonsense doesn't."""
         heard: list[Message] = []
         while True:
             try:
@@ -65,13 +65,13 @@ class ZygoteLink:
                 return heard, False
 
     def spawn(self, number: int) -> socket.socket | None:
-        """Asks for a grader of that number; our end of its socket, None where the zygote is gone."""
+        """Requests a grader with that number; returns our end of its socket, None if the zygote is gone."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
             socket.send_fds(self._socket, [Spawn(number).pack()], [theirs.fileno()])
         except (BrokenPipeError, ConnectionResetError, BlockingIOError):
-            # Its closed socket is the next event.
+            # The owner will next see its closed socket.
             ours.close()
             return None
         finally:
@@ -79,18 +79,18 @@ class ZygoteLink:
         return ours
 
     def end(self, number: int) -> None:
-        """Asks for a grader to be killed; when it is gone, its parent is too."""
+        """Requests that a grader be killed; if the zygote is gone, its graders are too."""
         try:
             self._socket.send(Kill(number).pack())
         except (BrokenPipeError, ConnectionResetError, BlockingIOError):
             logger.debug("zygote was gone when grader %d was to be killed", number)
 
     def kill(self) -> None:
-        """Ends its process; the kernel ends the graders with it."""
+        """Kills its process; the kernel then kills the graders."""
         self._process.kill()
 
     def close(self) -> int:
-        """Ends the zygote with all its graders and reaps it; its exit status."""
+        """Ends the zygote with all its graders, reaps it and returns its exit status."""
         self._socket.close()
         try:
             return self._process.wait(END_SECONDS)

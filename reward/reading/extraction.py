@@ -1,14 +1,14 @@
-"""Finds the answer in a response: where it stands, never what it is worth.
+"""Finds where the answer stands in a response; doesn't judge it.
 
-Everything here is a linear scan of untrusted text. The order of reading is fixed:
+Everything here is a linear scan of untrusted text. Rules apply in this order:
 
 1. Only the **solution** is read: what follows the last ``</think>``. A response that is still
    inside its thoughts (the prompt or the text opened ``<think>`` and nothing closed it) has none.
-2. The last closed ``\\boxed{...}`` (or ``\\fbox``), with balanced braces. Boxes that follow one
-   another joined only by a comma, "and", "or" or spacing are one list, so that a hedge over two
-   boxes is read as the pair that it is.
+2. The last closed ``\\boxed{...}`` (or ``\\fbox``), with balanced braces. Boxes in a row that are
+   joined only by a comma, "and", "or" or spacing are one list, so that a hedge over two boxes is
+   read as the pair that it is.
 3. The last ``<answer>...</answer>``.
-4. Where the response ended by itself (a truncated one has had its chance): what follows the last
+4. If the response ended by itself (a truncated one has had its chance): what follows the last
    "answer is" or "answer:", then ``####``, then a solution that is one short formula, then the
    last formula between math delimiters, then the last number.
 
@@ -22,11 +22,11 @@ from collections import deque
 from dataclasses import dataclass
 
 MAX_SOLUTION = 50_000
-"""Characters of a solution that are read, from its end."""
+"""Characters of a solution that are read, counted from its end."""
 MAX_ANSWER = 2_000
-"""Longest answer that is compared: longer ones in the study were all junk."""
+"""Longest answer that is compared; longer ones were all junk in the study."""
 MAX_FALLBACK = 2_000
-"""Characters from the end that the fall-backs read: they may take a square of it in time."""
+"""Characters from the end that the fall-backs read, since some take quadratic time."""
 
 _TOKENS = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])(?:\s{0,3}\{)?|\\.|[{}]", re.DOTALL)
 _UNBRACED = re.compile(
@@ -72,12 +72,12 @@ _CLOSING = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extraction:
-    """What was read out of one response."""
+    """The answer that was read from one response."""
 
     answer: str | None
-    """The answer as written; None where there is none."""
+    """The answer as written; None if there is none."""
     how: str
-    """Which rule found it: box, tag, anchor, hashes, whole, formula, number, or why not."""
+    """The rule that found it: box, tag, anchor, hashes, whole, formula, number; or why there is none."""
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -118,7 +118,7 @@ def close_of(text: str, start: int) -> int:
 def boxes(text: str) -> tuple[list[tuple[int, int, str]], bool]:
     """Closed outermost boxes as (start, one past the end, content), and whether the last is open.
 
-    One pass with a stack: thousands of boxes that are never closed cost no more than their length.
+    One pass with a stack: thousands of boxes that are never closed take only linear time.
     """
     found: list[tuple[int, int, str]] = []
     stack: list[tuple[int, int] | None] = []
@@ -143,9 +143,9 @@ def boxes(text: str) -> tuple[list[tuple[int, int, str]], bool]:
 
 
 def final_box(text: str) -> tuple[str | None, bool]:
-    """Content of the last closed box, and whether a later one was begun and never closed.
+    """Content of the last closed box, and whether a later one was opened and never closed.
 
-    Boxes joined into a list are given as one list.
+    Boxes that are joined into a list are returned as one list.
     """
     start = text.find("\\boxed")
     if start < 0 and "\\fbox" not in text:
@@ -153,21 +153,21 @@ def final_box(text: str) -> tuple[str | None, bool]:
     if text.startswith("{", start + 6) and text.find("box", start + 7) < 0:
         end = close_of(text, start + 7)
         return (text[start + 7 : end].strip(), False) if end >= 0 else (None, True)
-    found, is_open = boxes(text)
-    if not found:
+    closed, is_open = boxes(text)
+    if not closed:
         unbraced = _UNBRACED.match(text, max(text.rfind("\\boxed"), text.rfind("\\fbox")))
         return (unbraced[1], False) if unbraced is not None else (None, is_open)
-    while len(found) > 1 and _DENIED.search(text, max(0, found[-1][0] - 30), found[-1][0]):
-        found.pop()
-    contents = [found[-1][2].strip()]
-    for before, after in zip(reversed(found[:-1]), reversed(found[1:]), strict=True):
+    while len(closed) > 1 and _DENIED.search(text, max(0, closed[-1][0] - 30), closed[-1][0]):
+        closed.pop()
+    contents = [closed[-1][2].strip()]
+    for before, after in zip(reversed(closed[:-1]), reversed(closed[1:]), strict=True):
         between = text[before[1] : after[0]]
         if len(between) > 80 or not _JOINED.fullmatch(between):
             break
         if not _JOINING_WORD.search(between) and (between.strip() or "\n" in between):
             break
         if _CORRECTING.search(between):
-            # "\boxed{3}, no, it is \boxed{4}" takes the first one back.
+            # "\boxed{3}, no, it is \boxed{4}" retracts the first box.
             break
         contents.append(before[2].strip())
     distinct = list(dict.fromkeys(reversed(contents)))
@@ -202,8 +202,8 @@ def numbers(text: str) -> list[str]:
 
 def hashes(text: str) -> str | None:
     """What follows the last ``####`` on its line (GSM8K)."""
-    found = _HASHES.findall(text)
-    return found[-1].strip() if found else None
+    matches = _HASHES.findall(text)
+    return matches[-1].strip() if matches else None
 
 
 def anchored(text: str) -> str | None:
@@ -218,7 +218,7 @@ def anchored(text: str) -> str | None:
     line = rest.split("\n", 1)[0]
     sentence = re.split(r"\.(?:\s|$)", line, maxsplit=1)[0].strip(" *\t")
     if sentence.startswith("}"):
-        # The words stood in \text{...}.
+        # The words were inside \text{...}.
         sentence = sentence[1:].strip()
     if _words(_MATH.sub(" ", sentence)) > 1:
         return last_value(sentence) or sentence
@@ -226,7 +226,7 @@ def anchored(text: str) -> str | None:
 
 
 def last_value(text: str) -> str | None:
-    """The last formula or plain number of a prose text, whichever ends it."""
+    """The last formula or plain number of a prose text, whichever comes later."""
     formula = _last(_MATH, text)
     number = _last(_NUMBER, text)
     if formula is not None and (number is None or number.end() <= formula.end()):
@@ -237,8 +237,8 @@ def last_value(text: str) -> str | None:
 def first_value(text: str) -> str | None:
     """The formula, box or plain number that a text begins with."""
     if text.startswith(("\\boxed", "\\fbox")):
-        found, _ = boxes(text)
-        return found[0][2].strip() if found and found[0][0] == 0 else None
+        closed, _ = boxes(text)
+        return closed[0][2].strip() if closed and closed[0][0] == 0 else None
     formula = _MATH.match(text)
     if formula is not None:
         inside = next(g for g in formula.groups() if g is not None).strip()
@@ -250,7 +250,7 @@ def first_value(text: str) -> str | None:
 def refine(content: str) -> str:
     """The one value of a box (or tag) that holds prose: ``The sum is $x+1$`` gives ``x+1``.
 
-    With more than one value it stays as it is: nobody picks the right one out of a hedge.
+    With more than one value it is returned unchanged, so that nobody picks the right one out of a hedge.
     """
     if len(content) > MAX_ANSWER or _TWO_LETTERS.search(content) is None or _words(content) == 0:
         return content
@@ -277,7 +277,7 @@ def _words(text: str) -> int:
 
 
 def find(text: str, *, prompt_text: str = "", truncated: bool = False) -> Extraction:
-    """The answer by the rules at the top of this file."""
+    """Finds the answer by the rules at the top of this file."""
     part = solution(text, prompt_text)
     if part is None:
         return Extraction(answer=None, how="thinking")

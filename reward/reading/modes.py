@@ -1,9 +1,9 @@
 """The ways to read an answer, by name: ``reward.mode``.
 
 ``boxed`` is the project's own. The others follow the rules of the projects that they are named
-after, written anew: *where* an answer stands and what form the text must have. *Whether* it is
-right is always settled by the same comparison, so that none of the wrong verdicts of those projects
-is paid, and no text of a model is ever evaluated (docs/grading.md).
+after, reimplemented: *where* an answer stands and what form the text must have. *Whether* it is
+right is always decided by the same comparison, so that these projects' known wrong verdicts aren't
+rewarded, and no text of a model is ever evaluated (docs/grading.md).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from . import extraction, options
 from .extraction import Extraction, find
 
 GRADER_VERSION = 5
-"""Raised whenever a verdict may change: stored samples can then be graded again. A change of the files
-that decide is noticed by tests/reward/answers/test_version.py, which says what to do."""
+"""Increased whenever a verdict may change, so that stored samples can be graded again.
+tests/reward/answers/test_version.py notices changed verdicts and says what to do."""
 
 Read = Callable[[str, str, bool], Extraction]
-"""(response, prompt, truncated) to what was extracted."""
+"""Takes (response, prompt, truncated) and returns what was extracted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,21 +30,21 @@ class Mode:
     """One way to read an answer and to compare it."""
 
     name: str
-    """As ``reward.mode`` names it."""
+    """Its value of ``reward.mode``."""
     read: Read
     """Finds the answer in a response."""
     compare: str = "math"
     """``math`` (fast path, then math-verify), ``choice`` (option letters) or ``exact`` (text)."""
     tuple_for_set: bool = True
-    """Whether ``(1,2)`` answers ``\\{1,2\\}``."""
+    """Whether ``(1,2)`` is accepted for ``\\{1,2\\}``."""
     simplified: bool = False
-    """Refuse sums, products, integrals and limits that the gold answer doesn't have."""
+    """Whether sums, products, integrals and limits that the gold answer doesn't have are refused."""
     about: str = ""
     """One line for people."""
 
     @property
     def grader(self) -> str:
-        """``name@version`` as samples record it."""
+        """``name@version``, as samples record it."""
         return f"{self.name}@{GRADER_VERSION}"
 
 
@@ -52,7 +52,7 @@ MODES: dict[str, Mode] = {}
 
 
 def register_mode(mode: Mode) -> Mode:
-    """Adds a mode; a name that is taken is a ValueError."""
+    """Adds a mode; raises ``ValueError`` if its name is taken."""
     if MODES.setdefault(mode.name, mode) is not mode:
         raise ValueError(f"{mode.name} is already the name of another mode")
     return mode
@@ -62,18 +62,18 @@ def mode(name: str, *, tuple_for_set: bool = True) -> Mode:
     """The mode of that name.
 
     Args:
-        name: as ``reward.mode`` has it.
+        name: a value of ``reward.mode``.
         tuple_for_set: see :class:`~tandem.common.config.RewardConfig`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such mode.
     """
-    found = MODES.get(name)
-    if found is None:
+    known = MODES.get(name)
+    if known is None:
         close = difflib.get_close_matches(name, MODES, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise ConfigError(f"reward.mode={name!r} is none of {', '.join(sorted(MODES))}{hint}")
-    return found if tuple_for_set else replace(found, tuple_for_set=False)
+    return known if tuple_for_set else replace(known, tuple_for_set=False)
 
 
 _NONE = Extraction(answer=None, how="none")
@@ -109,10 +109,10 @@ def _read_tag(text: str, prompt: str, truncated: bool) -> Extraction:
 def _read_r1_zero(text: str, prompt: str, truncated: bool) -> Extraction:
     """Dr. GRPO and CS336: the literal ``</think> <answer>`` and ``</answer>``, else nothing.
 
-    The answer is what follows the last ``<answer>``, to the end of the text; of one that holds
-    ``\\boxed`` it is the last balanced box. ``</answer>`` is left out where nothing but punctuation
-    follows. Words that follow belong to what these projects compare, so that the answer isn't right;
-    the tag stays in it, lest they be taken for the unit of what stands before it.
+    The answer is what follows the last ``<answer>``, to the end of the text; if that holds ``\\boxed``,
+    it is the last balanced box. ``</answer>`` is left out if only punctuation follows it. Words that
+    follow belong to what these projects compare, so that the answer isn't right; the tag then stays in
+    it, so that the words aren't taken for the unit of what is before them.
     """
     if not r1_zero_form(text):
         return Extraction(answer=None, how="form")
@@ -141,8 +141,8 @@ def _read_question_only(text: str, prompt: str, truncated: bool) -> Extraction:
 
 
 def _read_four_class(text: str, prompt: str, truncated: bool) -> Extraction:
-    """Answer and form apart: the answer is read where the form is wrong too, so that all of 11,
-    10, 01 and 00 exist."""
+    """Judges answer and form separately: the answer is read even if the form is wrong, so that all of
+    11, 10, 01 and 00 occur."""
     if r1_zero_form(text):
         return _read_r1_zero(text, prompt, truncated)
     return find(text, prompt_text=prompt, truncated=truncated)
@@ -157,11 +157,11 @@ _ANCHORS = (
 
 
 def math_verify_answer(text: str) -> str | None:
-    """Where math-verify 0.9 would look first, in any part of the text, thoughts included.
+    """The answer that math-verify 0.9 would find first, in any part of the text, thoughts included.
 
     "final answer is X. I hope", then the later of "final answer ... is X" and the last box (boxes
     in a row are one list), then "answer: X", then "answer X", then the last formula or number.
-    X is a formula or a number that stands right there.
+    X is a formula or a number directly after these words.
     """
     text = text[-extraction.MAX_SOLUTION :]
     hoped = None
@@ -179,9 +179,9 @@ def math_verify_answer(text: str) -> str | None:
     if final is not None:
         return final[1]
     for pattern in _ANCHORS[1:]:
-        found = _last_anchored(pattern, text)
-        if found is not None:
-            return found[1]
+        anchored = _last_anchored(pattern, text)
+        if anchored is not None:
+            return anchored[1]
     return extraction.last_value(text[-extraction.MAX_FALLBACK :])
 
 
@@ -217,18 +217,18 @@ _GSM8K = re.compile(r"#### {1,3}\$?(-?\$?[0-9.,]+)")
 
 
 def _read_gsm8k(text: str, prompt: str, truncated: bool) -> Extraction:
-    """verl's strict rule: ``#### number`` in the last 300 characters, the last one; without its
-    commas, and with a dollar sign before it too (which verl doesn't find)."""
+    """verl's strict rule: the last ``#### number`` in the last 300 characters, without its commas; a
+    dollar sign may come before it (which verl doesn't accept)."""
     part = extraction.solution(text, prompt) or ""
-    found = _GSM8K.findall(part[-300:])
-    number = found[-1].replace(",", "").replace("$", "").rstrip(".") if found else ""
+    matches = _GSM8K.findall(part[-300:])
+    number = matches[-1].replace(",", "").replace("$", "").rstrip(".") if matches else ""
     return Extraction(answer=number, how="hashes") if number else _NONE
 
 
 def _read_last_number(text: str, prompt: str, truncated: bool) -> Extraction:
     part = extraction.solution(text, prompt) or ""
-    found = extraction.numbers(part[-extraction.MAX_SOLUTION :])
-    return Extraction(answer=found[-1], how="number") if found else _NONE
+    numbers = extraction.numbers(part[-extraction.MAX_SOLUTION :])
+    return Extraction(answer=numbers[-1], how="number") if numbers else _NONE
 
 
 for _mode in (

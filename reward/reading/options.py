@@ -1,10 +1,10 @@
-"""Option letters: how multiple-choice benchmarks read an answer, and how two are compared.
+"""Option letters: how multiple-choice benchmarks read an answer, and how two answers are compared.
 
-An extract and a compare function for each kind of answer. Two different letters are no answer:
-nobody picks the right one out of a hedge. Neither the article "A" nor the pronoun "I" is an
-option. Rules: MMLU and CS336 ("The correct answer is B"), MMLU-Pro ("answer is (J)", then
-"Answer: J"; without its third stage, which reads the pronoun), GPQA as OpenAI's simple-evals has
-it ("Answer: C", the last one), ARC (letters, or the numbers that some of its rows have).
+Two different letters are no answer, so that nobody picks the right one out of a hedge. Neither the
+article "A" nor the pronoun "I" is an option. Rules: MMLU and CS336 ("The correct answer is B"),
+MMLU-Pro ("answer is (J)", then "Answer: J"; without its third stage, which reads the pronoun), GPQA
+as in OpenAI's simple-evals ("Answer: C", the last one), ARC (letters, or the numbers that some of
+its rows have).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PARENTHESISED = re.compile(r"\(\s*([A-J])\s*\)")
 
 
 def option_letter(text: str) -> str | None:
-    """``C`` of ``C``, ``(C)``, ``\\text{(C)}``, ``**C**`` and ``C) 12 apples``; else None."""
+    """``C`` from ``C``, ``(C)``, ``\\text{(C)}``, ``**C**`` and ``C) 12 apples``; else None."""
     if len(text) > 300:
         return None
     match = _OPTION.fullmatch(text)
@@ -40,11 +40,11 @@ def option_letter(text: str) -> str | None:
 
 
 def option_text(text: str) -> str:
-    """``12 apples`` of ``C) 12 apples``; the whole text where it has no label."""
+    """``12 apples`` from ``C) 12 apples``; the whole text if it has no label."""
     return re.sub(r"^[\s$*(]*[A-J]\s*[).:]\s*(?=\S)", "", text.strip())
 
 
-# "I think" and "a number" hold a pronoun and an article, not options.
+# "I think" and "a number" have a pronoun and an article, not options.
 _PROSE_AFTER = r"(?! (?!because|since|as |and |or )[a-z])"
 _DRESS = r"[\s$*(\"'\u201c]{0,8}(?:\\(?:text|textbf|mathrm|mathbf|boxed)\s?\{\s?\(?)?"
 _HEDGE = re.compile(
@@ -68,7 +68,7 @@ _COLON = r"answer(?:\s{1,3}(?:choice|option))?\*{0,2}\s?:(?:\s{0,3}(?:option|cho
 
 
 def reader(letters: str, *words: str) -> Callable[[str, str, bool], Extraction]:
-    """Reads one option: the last box, then the last anchor, then a last line that is one."""
+    """Makes a reader of one option: the last box, then the last anchor, then a last line that is one."""
     patterns = [_pattern(w, letters) for w in words]
 
     def read(text: str, prompt: str, truncated: bool) -> Extraction:
@@ -111,7 +111,7 @@ def _checked(content: str, how: str, letters: str) -> Extraction:
         return Extraction(answer=letter if letter in letters else None, how=how)
     if len(content.strip()) == 1 and content.strip().upper() in letters:
         return Extraction(answer=content.strip().upper(), how=how)
-    # An option's text, perhaps; compared as text where the gold answer is one too.
+    # It may be an option's text, which is compared as text if the gold answer is one too.
     return Extraction(answer=content or None, how=how)
 
 
@@ -123,15 +123,15 @@ read_arc = reader("ABCDE12345", _IS, _COLON)
 
 
 def compare_options(answer: str | None, gold: str) -> bool | None:
-    """Whether an answer is the gold option; None where there is no answer to compare.
+    """Whether an answer is the gold option; None if there is no answer to compare.
 
     Args:
         answer: a label, or an option's text.
         gold: a label (``B``, ``(B)``, ``2``), a labelled option (``B) 12 apples``) or the option's
-            text alone, which only an equal text answers.
+            text alone, which only an equal text matches.
 
     Raises:
-        ValueError: an answer that is a label, and a gold answer that has none.
+        ValueError: the answer is a label, and the gold answer has none.
     """
     if answer is None or not answer.strip():
         return None

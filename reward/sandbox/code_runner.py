@@ -1,11 +1,11 @@
-"""A runner: tries one program against its tests, each test in a sandbox of its own.
+"""Runs one program against its tests, each test in a sandbox of its own.
 
-It runs in a process of its own kind (:mod:`tandem.reward.graders.zygote`) and never runs the program
-itself. What a test expects stays here: the harness in the box reports what the program's function
-returned, or what the left side of an assertion is worth, as plain data, and the comparison is made on
-this side of the sandbox. So a program may tamper with anything in its process and has still to name a
-value that it was never told. Other assertions, and tests of several lines, run in the program's
-process; there the harness gives back a secret when it has got to their end.
+The runner is a process of its own kind (:mod:`tandem.reward.graders.zygote`) and never executes the
+program itself. Expected results stay here: the harness in the sandbox reports, as plain data, what the
+program's function returned or what the left side of an assertion evaluates to, and the comparison is
+made on this side of the sandbox. So a program may tamper with anything in its process and still has to
+name a value that it was never given. Other assertions, and tests of several lines, run in the program's
+process; there the harness gives back a secret when it has reached their end.
 """
 
 from __future__ import annotations
@@ -78,12 +78,11 @@ class Runner:
     """Runs programs in the first sandbox that works here.
 
     Raises:
-        ConfigError: none does.
+        ConfigError: none works.
     """
 
     def __init__(self, wanted: str) -> None:
         self.box = sandbox.find(wanted)
-        """The sandbox."""
 
     def run(
         self,
@@ -94,15 +93,15 @@ class Runner:
         memory_mb: int,
         stop: bool,
     ) -> tuple[int, int, int]:
-        """(tests passed, tests, tests that ran out of time).
+        """Returns (tests passed, tests, tests that ran out of time).
 
         Args:
             program: Python source.
-            tests: as :func:`tandem.reward.components.code.read_tests` gives them.
-            seconds: of one test.
-            total_seconds: of all; those that are left then count as failed.
-            memory_mb: address space of the program.
-            stop: at the first test that fails.
+            tests: as from :func:`tandem.reward.components.code.read_tests`.
+            seconds: time limit of one test.
+            total_seconds: time limit of all tests; tests that are left count as failed.
+            memory_mb: address space of the program, MiB.
+            stop: stop at the first test that fails.
         """
         end = time.monotonic() + total_seconds
         passed = timed_out = 0
@@ -139,7 +138,7 @@ class Runner:
         if ran.status == 126 and ran.output.startswith(b"box: "):
             raise OSError(f"the sandbox failed: {ran.output[5:].decode('utf-8', 'replace')}")
         if kind == "io":
-            # It may end by sys.exit, before the harness does; what it wrote is what counts.
+            # The program may call sys.exit before the harness ends; only what it wrote counts.
             ok = ran.status == 0 and same_output(ran.output, rest[1])
         elif kind == "call":
             ok = same_result(ran.report, rest[2])
@@ -151,7 +150,7 @@ class Runner:
 
 
 def same_result(report: bytes, wanted: str) -> bool:
-    """Whether what a function returned, as JSON, is the result that a test wants, as JSON.
+    """Whether a function's result (JSON) equals the result that a test expects (JSON).
 
     >>> same_result(b"[1, 2]", "[1, 2]"), same_result(b"1", "true")
     (True, False)
@@ -159,7 +158,7 @@ def same_result(report: bytes, wanted: str) -> bool:
     result = json.loads(wanted)
     try:
         found = json.loads(report)
-        # Data sets write a single result as a list of one, too.
+        # Data sets also write a single result as a list of one.
         if isinstance(result, list) and len(result) == 1 and not isinstance(found, list):
             result = result[0]
         return bool(found == result and isinstance(found, bool) is isinstance(result, bool))
@@ -168,17 +167,17 @@ def same_result(report: bytes, wanted: str) -> bool:
 
 
 def same_value(report: bytes, wanted: Expected) -> bool:
-    """Whether what an assertion's expression is worth is what the assertion says."""
+    """Whether the value of an assertion's expression is the one that the assertion demands."""
     try:
-        found = decoded(json.loads(report))
-        return bool(found is wanted.value if wanted.identity else found == wanted.value)
+        value = decoded(json.loads(report))
+        return bool(value is wanted.value if wanted.identity else value == wanted.value)
     except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
-        # Whatever it is, it is no value that the harness reports.
+        # Whatever it is, the harness doesn't report such a value.
         return False
 
 
 def same_output(found: bytes, wanted: str) -> bool:
-    """Equal line by line but for white space at the ends of lines and of the whole.
+    """Whether outputs are equal line by line, except for white space at the ends of lines and of the whole.
 
     >>> same_output(b"1 2 \\n\\n", "1 2")
     True

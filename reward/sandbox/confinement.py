@@ -1,7 +1,7 @@
 """Limits of a grader process: what a hostile answer may use up, and what it may never reach.
 
-Linux only where it says so; what the kernel refuses (an unprivileged ``unshare``) is left out,
-and :func:`confine_zygote` tells which of them hold.
+Some are for Linux only, as noted there. What the kernel refuses (an unprivileged ``unshare``) is left
+out, and :func:`confine_zygote` returns those that are in force.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ def _libc() -> ctypes.CDLL:
 
 
 def confine_zygote() -> list[str]:
-    """Cuts the process (and all that it forks) off the network; returns what holds.
+    """Cuts the process (and all that it forks) off the network; returns what is in force.
 
-    A socket pair that is already open goes on working: Unix sockets don't live in a network
-    namespace's interfaces.
+    A socket pair that is already open keeps working, since Unix sockets need no network interface.
     """
     held = []
     try:
@@ -39,13 +38,13 @@ def confine_zygote() -> list[str]:
         if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0:
             held.append("no new privileges")
     except (OSError, AttributeError):
-        # Not Linux: the other limits hold all the same.
+        # Not Linux: the other limits still apply.
         return held
     return held
 
 
 def readable_by_others(path: str) -> bool:
-    """True where any user may read a file: every folder above it lets others pass."""
+    """Whether any user may read a file, which takes access to every folder above it."""
     here = Path(path).resolve()
     try:
         if not here.stat().st_mode & stat.S_IROTH:
@@ -56,11 +55,11 @@ def readable_by_others(path: str) -> bool:
 
 
 def confine_grader(memory_bytes: int, parent: int, *, drop_user: bool) -> None:
-    """Limits of one freshly forked grader; it ends with ``os._exit`` if its parent is gone.
+    """Limits a freshly forked grader; it ends with ``os._exit`` if its parent is gone.
 
-    Address space ``memory_bytes``; no file may grow; 16 descriptors; no core; no child
-    processes; another user than root where its files can be read by that user. The CPU limit
-    is set per request by :func:`allow_cpu`.
+    Address space ``memory_bytes``; no file may grow; 16 descriptors; no core dump; no child
+    processes; a user other than root if that user can read the grader's files. :func:`allow_cpu` sets
+    the CPU limit per request.
     """
     os.chdir("/")
     if drop_user and os.geteuid() == 0:
@@ -73,12 +72,12 @@ def confine_grader(memory_bytes: int, parent: int, *, drop_user: bool) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     if hasattr(resource, "RLIMIT_NPROC"):
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-    # Last: a change of user clears it.
+    # Last, since a change of user clears it.
     die_with(parent)
 
 
 def confine_runner(parent: int) -> None:
-    """Limits of a process that starts sandboxes: it ends with its parent, and dumps no core.
+    """Limits a process that starts sandboxes: it ends with its parent, and dumps no core.
 
     It runs no code itself; the sandboxes' own limits are tighter (:mod:`tandem.reward.sandbox.sandbox`).
     """
@@ -88,7 +87,7 @@ def confine_runner(parent: int) -> None:
 
 
 def die_with(parent: int) -> None:
-    """The kernel kills this process when its parent ends, and it ends if that has happened."""
+    """Makes the kernel kill this process when its parent ends; ends it now if that has happened."""
     try:
         _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     except (OSError, AttributeError):
@@ -98,7 +97,7 @@ def die_with(parent: int) -> None:
 
 
 def allow_cpu(seconds: float) -> None:
-    """Lets this process use so many more CPU seconds; past them the kernel ends it (SIGXCPU)."""
+    """Lets this process use this many more CPU seconds; beyond them the kernel ends it (SIGXCPU)."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

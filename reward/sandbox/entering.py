@@ -1,7 +1,7 @@
 """The ways into a sandbox: what a process does to itself before it executes a program.
 
-Each is called in a process of its own that was forked for it, and never returns: it becomes the
-program, or ends. :mod:`tandem.reward.sandbox.sandbox` says what holds in them, and tries it out.
+Each is called in a process that was forked for it, and never returns: it becomes the program, or
+ends. :mod:`tandem.reward.sandbox.sandbox` says what the sandbox guarantees, and tests it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .syscall_filter import program as refused_calls
 from .syscall_filter import refuse_calls
 
 MAX_PROCESSES = 8
-"""Threads count."""
+"""Most processes of a program; its threads count too."""
 MAX_FILES = 64
 MAX_FILE_BYTES = 16 << 20
 MEMORY_DISK = "64m"
 BOXED_USERS = range(61_184, 65_184)
-"""First user id of the programs that root starts; no file is theirs. Each has its own, as processes are
-counted by user; within the ids that a container has."""
+"""User ids of the programs that root starts; they own no files. Each program gets its own id, since
+processes are counted by user. The range is within the ids that a container has."""
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
     *(0x20000, 0x4000000, 0x8000000),
@@ -37,7 +37,7 @@ _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (
 _NOSUID, _NODEV, _BIND, _REC, _PRIVATE, _DETACH = 2, 4, 4096, 16384, 1 << 18, 2
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _AT_RECURSIVE, _AT_FDCWD = 1, 2, 4, 0x8000, -100
 _MOUNT_SETATTR = 442
-"""Number of a system call of Linux 5.12, the same on every architecture."""
+"""Number of the system call ``mount_setattr`` (Linux 5.12), the same on every architecture."""
 _NO_NEW_PRIVS = 38
 
 SYSTEM = (
@@ -58,10 +58,10 @@ class Limits:
     """What one program may use up."""
 
     seconds: float = 5.0
-    """Wall time, and as much CPU time."""
+    """Limit of wall time, and of CPU time."""
     memory_mb: int = 512
-    """MiB: address space of each of its processes, and what all of them hold together with the files
-    that they wrote."""
+    """MiB of address space for each of its processes, and for all of them together with the files that
+    they wrote."""
 
 
 def _call(name: str, *arguments: object) -> None:
@@ -88,10 +88,10 @@ def _namespaces(command: list[str], limits: Limits, *, root: bool) -> None:
     _call("unshare", everything | (0 if root else _NEWUSER))
     if not root:
         Path("/proc/self/setgroups").write_text("deny")
-        # Not root inside either, so that the execution drops every capability.
+        # Not root inside either, so that the exec drops every capability.
         Path("/proc/self/uid_map").write_text(f"1000 {user} 1")
         Path("/proc/self/gid_map").write_text(f"1000 {group} 1")
-    # Only now: a change of credentials clears it.
+    # Only now, since a change of credentials clears it.
     die_with(os.getppid())
     boxed = BOXED_USERS[os.getpid() % len(BOXED_USERS)]
     first = os.fork()
@@ -115,7 +115,7 @@ def _namespaces(command: list[str], limits: Limits, *, root: bool) -> None:
 
 
 def _build_root() -> None:
-    """A root in memory with the system's folders bound into it, read-only; then nothing else."""
+    """Makes a root in memory with the system's folders bound into it read-only, and nothing else."""
     paths = [path for path in (*SYSTEM, *DEVICES, *_pythons()) if os.path.lexists(path)]
     _mount("none", "/", None, _REC | _PRIVATE)
     _mount("box", "/tmp", "tmpfs", _NOSUID | _NODEV, f"size={MEMORY_DISK},mode=755")
@@ -154,7 +154,7 @@ def _bind(path: str) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         Path(target).touch()
     _mount(source, target, None, _BIND | _REC)
-    # All that is mounted beneath it too; a plain remount would leave that writable.
+    # Includes all mounts below it; a plain remount would leave those writable.
     attributes = _ATTR_NOSUID | (_ATTR_RDONLY | _ATTR_NODEV if os.path.isdir(source) else 0)
     wanted = struct.pack("=QQQQ", attributes, 0, 0, 0)
     _call(
@@ -165,11 +165,11 @@ def _bind(path: str) -> None:
 
 
 def _pythons() -> list[str]:
-    """Folders of this interpreter, those beneath another one left out."""
-    found = {sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.realpath(sys.base_prefix)}
-    found |= {os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))}
-    found -= {"/", ""}
-    return sorted(p for p in found if not any(p.startswith(f"{s}/") or p == s for s in SYSTEM))
+    """Folders of this interpreter, without those inside another one of them."""
+    folders = {sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.realpath(sys.base_prefix)}
+    folders |= {os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))}
+    folders -= {"/", ""}
+    return sorted(p for p in folders if not any(p.startswith(f"{s}/") or p == s for s in SYSTEM))
 
 
 def environment() -> dict[str, str]:
@@ -179,7 +179,7 @@ def environment() -> dict[str, str]:
         "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",
         "PYTHONDONTWRITEBYTECODE": "1",
-        # More threads than processes are allowed would fail.
+        # More threads than the process limit allows would fail.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }
@@ -218,7 +218,7 @@ def bubblewrap(command: list[str], limits: Limits) -> None:
     if program is None:
         raise OSError("bwrap isn't installed")
     arguments = [program, "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
-    # First, since the interpreter may lie beneath it.
+    # First, since the interpreter may be inside it.
     arguments += ["--tmpfs", "/tmp"]
     for path in (*SYSTEM, *_pythons()):
         if os.path.islink(path):
@@ -229,13 +229,13 @@ def bubblewrap(command: list[str], limits: Limits) -> None:
     arguments += ["--uid", "1000", "--gid", "1000"]
     for name, value in environment().items():
         arguments += ["--setenv", name, value]
-    # It applies the filter when it has built the box, which takes calls that the filter refuses.
+    # bwrap applies the filter after building the box, which takes calls that the filter refuses.
     filtered = os.memfd_create("calls", 0)
     os.write(filtered, refused_calls())
     os.lseek(filtered, 0, os.SEEK_SET)
     arguments += ["--seccomp", str(filtered)]
     _limit(limits, processes=False, refuse=False)
-    # Within: out here all processes of this user count.
+    # Set inside the box: outside, all processes of this user count.
     most = f"resource.setrlimit(resource.RLIMIT_NPROC, ({MAX_PROCESSES}, {MAX_PROCESSES}))"
     first = f"import os, resource, sys\n{most}\nos.execv(sys.argv[1], sys.argv[1:])"
     os.execve(program, [*arguments, command[0], "-I", "-S", "-c", first, *command], environment())

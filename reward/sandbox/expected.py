@@ -1,4 +1,4 @@
-"""What an assertion expects, parted from what it looks at, so that only the latter enters a sandbox.
+"""Splits an assertion into its expected value and its expression; only the latter enters a sandbox.
 
 ``assert f(2) == 4`` is the expression ``f(2)`` and the value 4. Nothing is evaluated here: the value must
 be a literal.
@@ -21,13 +21,13 @@ class Expected:
     """One assertion in two parts."""
 
     kind: Literal["value", "truth"]
-    """What is asked of the expression: what it is worth, or whether it counts as true."""
+    """Whether the expression's value is compared, or only whether it counts as true."""
     expression: str
     """Python source."""
     value: Any
-    """Plain data; of ``truth`` True or False."""
+    """The expected value as plain data; for ``truth``, True or False."""
     identity: bool = False
-    """``is`` stands between the two, not ``==``."""
+    """Whether the two are compared with ``is``, not ``==``."""
 
 
 def expected(test: str) -> Expected | None:
@@ -69,10 +69,10 @@ def _parts(asked: ast.expr) -> Expected:
 
 
 def decoded(said: Any) -> Any:
-    """A value as the harness encodes it: JSON, with lists whose first element names their kind.
+    """Decodes a value of the harness: JSON, with lists whose first element names their kind.
 
     Raises:
-        ValueError, TypeError, LookupError, ArithmeticError, RecursionError: it is none.
+        ValueError, TypeError, LookupError, ArithmeticError, RecursionError: it isn't such a value.
     """
     if said is None or isinstance(said, bool | int | str):
         return said

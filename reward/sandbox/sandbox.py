@@ -1,18 +1,18 @@
-"""Runs one program that nobody trusts: in namespaces of its own, under limits, killed whole.
+"""Runs one untrusted program: in namespaces of its own, under limits, and killed as a whole.
 
 The program's process sees an empty network, its own process table, and a file system that holds
-the Python that runs Tandem and the system's libraries, read-only, and an empty working folder of
-its own in memory: not the run's folder, not the home folder, not ``/proc``. Its environment is
-empty. The way there::
+the Python that runs Tandem and the system's libraries, read-only, and an empty working folder in
+memory: not the run's folder, not the home folder, not ``/proc``. Its environment is empty. The
+processes are::
 
     runner -> keeper (new namespaces; ends with the runner) -> program (process 1 in them)
 
 When the keeper is killed, at the deadline or with its runner, the kernel kills the program, and
-as that is process 1 of its namespace, all that it had started.
+since the program is process 1 of its namespace, everything that it had started.
 
-Three ways, tried in this order by :func:`find`: namespaces as root, who then becomes another
-user; namespaces within a user namespace; ``bwrap``. One that can't hold what :data:`PROBE` tries
-to reach counts as none. Linux only.
+:func:`find` tries three ways, in this order: namespaces as root, who then becomes another user;
+namespaces within a user namespace; ``bwrap``. A way in which :data:`PROBE` reaches something that
+it shouldn't is not used. Linux only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .tree_memory import descendants, exceeds
 MAX_OUTPUT = 1 << 20
 """Bytes of output that are read; a program that writes more is killed."""
 LOOK_SECONDS = 0.01
-"""Between two looks at how much memory a program and all that it started take."""
+"""Time between two checks of the memory that a program and all that it started take."""
 PROBE = """
 import os, socket, sys
 def holds(truth, otherwise):
@@ -64,17 +64,17 @@ class Ran:
     """How a program ended."""
 
     status: int
-    """Exit status; negative = killed by that signal."""
+    """Exit status; negative: killed by that signal."""
     output: bytes
     """What it wrote to its standard output."""
     report: bytes
-    """What came on descriptor 3, where the harness reports."""
+    """What the harness wrote to descriptor 3."""
     timed_out: bool
-    """It was killed at its deadline."""
+    """Whether it was killed at its deadline."""
 
 
 Enter = Callable[[list[str], Limits], None]
-"""Called in the keeper: makes the box and executes a command in it. It doesn't return."""
+"""Called in the keeper: makes the box and executes a command in it. It never returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +89,10 @@ class Box:
         """Runs Python in the box.
 
         Args:
-            arguments: of the interpreter.
+            arguments: arguments of the interpreter.
             given: standard input.
-            task: on descriptor 4, for the harness alone; it reports on descriptor 3.
-            limits: of the program.
+            task: content of descriptor 4, for the harness alone, which reports on descriptor 3.
+            limits: limits of the program.
 
         Raises:
             OSError: this process has no descriptors or processes left.
@@ -130,8 +130,8 @@ def _file(content: bytes) -> int:
 
 
 def _install(wanted: dict[int, int]) -> None:
-    """Puts descriptors at their numbers and closes all others."""
-    # Above all the numbers first, so that none overwrites another one's source.
+    """Moves descriptors to their numbers and closes all others."""
+    # First to numbers above all of these, so that none overwrites another one's source.
     high = {number: os.dup2(source, 100 + number) for number, source in wanted.items()}
     for number, source in high.items():
         os.dup2(source, number)
@@ -139,8 +139,8 @@ def _install(wanted: dict[int, int]) -> None:
 
 
 def _watch(keeper: int, output: int, report: int, limits: Limits, *, boxed: bool) -> Ran:
-    """Reads what comes until the program has ended; kills it with all that it started at its
-    deadline, and when all that takes more memory than it may."""
+    """Reads output until the program has ended. Kills it, with everything that it started, at its
+    deadline and when all of it takes more memory than it may."""
     now = time.monotonic()
     end, next_look = now + limits.seconds, now
     read: dict[int, bytes] = {output: b"", report: b""}
@@ -150,7 +150,7 @@ def _watch(keeper: int, output: int, report: int, limits: Limits, *, boxed: bool
         if open_:
             ready = select.select(list(open_), [], [], LOOK_SECONDS)[0]
         else:
-            # It has closed its pipes and lingers, or was killed.
+            # It has closed its pipes but lives on, or was killed.
             ready = []
             time.sleep(0.001)
         for descriptor in ready:
@@ -160,7 +160,7 @@ def _watch(keeper: int, output: int, report: int, limits: Limits, *, boxed: bool
                 open_.discard(descriptor)
         pid, status = os.waitpid(keeper, os.WNOHANG) if not open_ else (0, 0)
         if pid:
-            # What it started in its session and outside a process namespace (``none``).
+            # Kills what it started in its session, outside a process namespace (``none``).
             _kill_group(keeper)
             break
         now = time.monotonic()
@@ -169,7 +169,7 @@ def _watch(keeper: int, output: int, report: int, limits: Limits, *, boxed: bool
         next_look = now + LOOK_SECONDS
         timed_out = now > end
         too_much = max(map(len, read.values())) > MAX_OUTPUT or exceeds(
-            # In a box the keeper itself is none of the program's processes.
+            # In a box, the keeper itself isn't one of the program's processes.
             descendants(keeper) + ([] if boxed else [keeper]),
             limits.memory_mb << 20,
         )
@@ -207,13 +207,13 @@ WAYS = (
 
 
 def find(wanted: str) -> Box:
-    """The first way that works here and holds.
+    """The first way that works here and confines what it should.
 
     Args:
-        wanted: ``auto``, ``namespaces``, ``bubblewrap``, or in so many words none.
+        wanted: ``auto``, ``namespaces``, ``bubblewrap``, or the sentence that asks for none.
 
     Raises:
-        ConfigError: none does; says why for each.
+        ConfigError: none works; says why for each.
     """
     if wanted.startswith("none"):
         return Box(how="none", enter=entering.unboxed)
@@ -233,7 +233,7 @@ def find(wanted: str) -> Box:
 
 
 def probe(box: Box) -> str:
-    """Why a way can't be used; empty where it holds what it should."""
+    """Why a way can't be used; empty if it confines what it should."""
     import socket
     import tempfile
 

@@ -1,8 +1,8 @@
 """The system calls that a boxed program is refused, as a seccomp filter (Linux's own, classic BPF).
 
-They are those that take memory which belongs to no process, so that no limit of a process counts it
-(System V segments and queues, memory files, rings, keys), and those that make namespaces and
-mounts, in which a file system in memory could be of any size. A refused call fails with EPERM.
+They are the ones that allocate memory which belongs to no process, so that no limit of a process counts
+it (System V segments and queues, memory files, rings, keys), and the ones that make namespaces and
+mounts, where a file system in memory could have any size. A refused call fails with EPERM.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _NEW_NAMESPACES = 0x7E020080
 """Every CLONE_NEW… flag of ``clone``."""
 _X32 = 0x40000000
 _ALLOW, _REFUSE, _MISSING, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
-"""What the filter returns: let it pass, EPERM, ENOSYS, end the process."""
+"""Return values of the filter: allow, EPERM, ENOSYS, kill the process."""
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 
 _GENERIC = (
@@ -55,7 +55,7 @@ def program() -> bytes:
     """The filter for this machine.
 
     Raises:
-        OSError: its system calls have numbers that aren't known here.
+        OSError: the numbers of its system calls aren't known here.
     """
     machine = os.uname().machine
     if machine not in _MACHINES:
@@ -71,7 +71,7 @@ def program() -> bytes:
         steps += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _REFUSE)]
     for number in (*refused, *_EVERYWHERE):
         steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE)]
-    # Its flags lie in memory, where a filter can't look; the C library then takes clone.
+    # Its flags are in memory, where a filter can't look; the C library then uses clone.
     steps += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _MISSING)]
     steps += [
         (_EQUAL, 0, 3, clone),
@@ -88,7 +88,7 @@ class _Program(ctypes.Structure):
 
 
 def refuse_calls() -> None:
-    """Puts the filter over this process and all that it starts; it can't be taken off again.
+    """Applies the filter to this process and all that it starts; it can't be removed again.
 
     Raises:
         OSError: the kernel has no such filters.

@@ -1,8 +1,9 @@
-"""How much memory a program and all that it has started take together, files in memory included.
+"""How much memory a program and all that it has started take together, including files in memory.
 
-Address-space limits hold for one process each. What no process has mapped (System V segments,
-memory files, other namespaces' file systems) is refused to it (:mod:`tandem.reward.sandbox.syscall_filter`), so that
-what is left is what its processes hold and what lies in its working folders.
+An address-space limit applies to one process each. Memory that no process has mapped (System V
+segments, memory files, other namespaces' file systems) is refused
+(:mod:`tandem.reward.sandbox.syscall_filter`), so what counts is what its processes hold and what is in its
+working folders.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import os
 
 PAGE = os.sysconf("SC_PAGESIZE")
 FOLDERS = ("/", "/work", "/tmp")
-"""Where a boxed program may write."""
+"""Folders in which a boxed program may write."""
 
 
 def descendants(pid: int) -> list[int]:
-    """Ids of all processes that a process has started and that live."""
+    """Ids of all living processes that a process has started, directly or not."""
     found: list[int] = []
     left = [pid]
     while left:
@@ -27,15 +28,15 @@ def descendants(pid: int) -> list[int]:
                 found += children
                 left += children
         except OSError:
-            continue  # It has ended meanwhile.
+            continue  # It has ended in the meantime.
     return found
 
 
 def exceeds(pids: list[int], limit: int) -> bool:
-    """Whether processes hold more than so many bytes.
+    """Whether processes together hold more than ``limit`` bytes.
 
-    The sum of what is resident is looked at first: it counts shared pages once per process, so that
-    only where it is over the limit each process's share of its pages is added up.
+    Resident memory is summed first; it counts shared pages once per process, so only if that sum is
+    over the limit is each process's proportional share added up.
     """
     files = _in_files(pids)
     if files + sum(map(_resident, pids)) <= limit:
@@ -65,7 +66,7 @@ def _proportional(pid: int) -> int:
 
 
 def _in_files(pids: list[int]) -> int:
-    """Bytes in the file systems of a box, each counted once; none of those that are ours, too."""
+    """Bytes in the box's file systems, each counted once, without file systems that we use too."""
     used: dict[int, int] = {}
     for pid in pids[:1]:
         for folder in FOLDERS:
