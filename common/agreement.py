@@ -1,9 +1,9 @@
-"""The model's own word: what its ``forward(...).logits`` say of a few rows.
+"""Compares log-probs with the model's own: those from its ``forward(...).logits`` for a few rows.
 
 The learner and the torch engine compute log-probs in ways of their own, which are faster and need
-less memory. At start each holds its way against this one, on rows that reach every branch of the
-model that the run's rows can reach, and refuses the model where they differ. A difference would
-otherwise train without a word: off-policy ratios that are wrong, and nothing else to see.
+less memory. At start each compares its results with the model's, on rows that reach every branch of
+the model that the run's rows can reach, and refuses the model if they differ. Otherwise a
+difference would go unnoticed in training, with wrong off-policy ratios as its only trace.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from .errors import ConfigError
 
 BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.3}
-"""Greatest difference of a log-prob or an entropy, in nats, by the dtype of the parameters: twice
-what other orders of summation cost on small models with random weights, or more."""
+"""Greatest difference of a log-prob or an entropy, in nats, by the dtype of the parameters: at least
+twice the effect of other orders of summation on small models with random weights."""
 SMALL = 5.0
-"""Nats. Rounding grows with what is rounded: where a log-prob is greater than this, as those of a
-trained model for random tokens are (-35 of the miniature's), the bound is greater in proportion."""
+"""Nats. Rounding errors grow with the value: for a log-prob greater than this, such as a trained
+model's for random tokens (-35 for the miniature), the bound is greater in proportion."""
 NOISE = 4.0
-"""In half precision the bound is at least so many times the difference between two of the model's
-own ways of attention: deeper models are less exact."""
+"""In half precision the bound is at least this many times the difference between two of the model's
+own attention implementations, since deeper models are less exact."""
 SHORT = (5, (3, 9), 0.7), (2, (6,), 1.0)
 """Prompt length, response lengths and temperature of the groups of short rows."""
 LONG = 4, 12
@@ -42,60 +42,60 @@ class ProbeRow:
     group: int
     """Rows of a group share their prompt."""
     prompt: NDArray[np.int64]
-    """``[P]``, at least one token."""
+    """``[P]`` token ids, at least one."""
     response: NDArray[np.int64]
-    """``[L]``, at least one token."""
+    """``[L]`` token ids, at least one."""
     temperature: float
     """Divides the logits."""
     window: int | None
-    """What it is there to reach beyond, in tokens; None: nothing."""
+    """Window, in tokens, that the row reaches beyond; None if there is none."""
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """``[P + L]``"""
+        """``[P + L]`` token ids of prompt and response."""
         return np.concatenate([self.prompt, self.response])
 
     @property
     def long(self) -> bool:
-        """Whether it is there to reach beyond a window."""
+        """Whether the row reaches beyond a window."""
         return self.window is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scores:
-    """Of the response tokens of some rows, one row after the other."""
+    """Scores of the response tokens of some rows, one row after the other."""
 
     logprobs: Tensor
-    """``[N]`` nats."""
+    """``[N]`` log-probs in nats."""
     entropies: Tensor
-    """``[N]`` nats."""
+    """``[N]`` entropies in nats."""
 
     @classmethod
     def of_logits(cls, logits: Tensor, tokens: Tensor, temperature: float) -> Scores:
-        """From logits ``[N, V]`` of one row, in float32 or better."""
+        """Scores from the logits ``[N, V]`` of one row, in float32 or better."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        every = torch.log_softmax(logits / temperature, -1)
+        logprobs = torch.log_softmax(logits / temperature, -1)
         return cls(
-            logprobs=every.gather(1, tokens[:, None]).squeeze(1),
-            # e^x x is 0 at x = −∞, where the product is NaN.
-            entropies=-(every.exp() * every.clamp_min(-1e30)).sum(-1),
+            logprobs=logprobs.gather(1, tokens[:, None]).squeeze(1),
+            # e^x x is 0 at x = −∞, but the product is NaN.
+            entropies=-(logprobs.exp() * logprobs.clamp_min(-1e30)).sum(-1),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Greatest differences, in nats; infinite where a value is not a number."""
+    """Greatest differences, in nats; infinite if a value is not a number."""
 
     logprob: float = 0.0
-    """Of a log-prob."""
+    """Greatest difference of a log-prob."""
     entropy: float = 0.0
-    """Of an entropy."""
+    """Greatest difference of an entropy."""
     row: ProbeRow | None = None
-    """Where they are greatest."""
+    """The row with the greatest difference."""
 
     @classmethod
     def of(cls, found: Scores, own: Scores, row: ProbeRow) -> Difference:
-        """Of two scores of a row."""
+        """The difference between two scores of a row."""
         return cls(
             logprob=_greatest(found.logprobs, own.logprobs),
             entropy=_greatest(found.entropies, own.entropies),
@@ -103,7 +103,7 @@ class Difference:
         )
 
     def __or__(self, other: Difference) -> Difference:
-        """The greater of each."""
+        """The greater of each difference."""
         return Difference(
             logprob=max(self.logprob, other.logprob),
             entropy=max(self.entropy, other.entropy),
@@ -112,12 +112,12 @@ class Difference:
 
     @property
     def most(self) -> float:
-        """The greater one."""
+        """The greater of the two differences."""
         return max(self.logprob, self.entropy)
 
 
 def one_line(error: Exception) -> str:
-    """Kind and text of an error of a model's own code, short enough for a message."""
+    """Kind and text of an error in a model's own code, short enough for a message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -131,12 +131,12 @@ def _greatest(ours: Tensor, theirs: Tensor) -> float:
 
 
 def probe_rows(model: Any, longest: int) -> list[ProbeRow]:
-    """Rows that reach every branch of a model: shared prompts, unlike lengths, and beyond every
-    window that rows of the run can reach.
+    """Rows that reach every branch of a model: shared prompts, different lengths, and lengths beyond
+    every window that rows of the run can reach.
 
     Args:
-        model: A transformers causal model.
-        longest: Most tokens of prompt and response of the run's rows.
+        model: a transformers causal model.
+        longest: greatest number of tokens of prompt and response in the run's rows.
     """
     config = model.config.get_text_config()
     context = getattr(config, "max_position_embeddings", None) or longest
@@ -171,8 +171,8 @@ def probe_rows(model: Any, longest: int) -> list[ProbeRow]:
 
 
 def windows(config: Any) -> list[int]:
-    """Lengths, in tokens, at which a model may begin to compute in another way: its windows, its
-    chunks, and where its rotary embedding changes with the length."""
+    """Lengths, in tokens, at which a model may begin to compute differently: its windows, its chunks,
+    and where its rotary embedding changes with the length."""
     found: set[int] = set()
     stack = [config.to_dict()]
     while stack:
@@ -180,7 +180,7 @@ def windows(config: Any) -> list[int]:
             if isinstance(value, dict):
                 stack.append(value)
             elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                # Of `max_window_layers` the number is one of layers.
+                # `max_window_layers` is a number of layers, not a length.
                 named = ("window" in key or "chunk" in key) and not key.endswith("layers")
                 if named or key == "original_max_position_embeddings":
                     found.add(value)
@@ -188,13 +188,13 @@ def windows(config: Any) -> list[int]:
 
 
 def untried_lengths(model: Any, longest: int) -> list[int]:
-    """Most tokens of rows that reach none of the windows that :func:`probe_rows` left out."""
+    """Greatest row lengths that stay within windows which :func:`probe_rows` left out."""
     config = model.config.get_text_config()
     return [window + 1 for window in windows(config) if window + 1 >= longest]
 
 
 def _special(config: Any) -> Iterator[int]:
-    """Token ids with a meaning to the model, such as the place of an image."""
+    """Token ids with a meaning to the model, such as the placeholder of an image."""
     for key, value in config.to_dict().items():
         if key.endswith(("_token_id", "_token_ids", "_token_index")) and value is not None:
             yield from value if isinstance(value, (list, tuple)) else (value,)
@@ -202,29 +202,29 @@ def _special(config: Any) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Probe:
-    """Rows of random tokens, what a model itself says of them, and how far others may be off."""
+    """Rows of random tokens, the model's own scores for them, and how far other scores may be off."""
 
     rows: list[ProbeRow]
-    """Of :func:`probe_rows`."""
+    """Rows from :func:`probe_rows`."""
     own: list[Scores]
-    """Of each row."""
+    """The model's own scores of each row."""
     bound: float
-    """Greatest difference, in nats, that is rounding."""
+    """Greatest difference, in nats, that counts as rounding."""
     model: str
-    """Its type and dtype, for messages."""
+    """Type and dtype of the model, for messages."""
 
     @classmethod
     @torch.no_grad()
     def of(cls, model: Any, longest: int) -> Probe:
-        """Asks a model: each row alone, in evaluation mode, logits only where they are needed.
+        """Scores rows with the model: each alone, in evaluation mode, logits only where they are needed.
 
-        Short rows go through transformers' plain attention (``eager``): the faster ones leave out
-        what they don't know, such as a cap of the scores. Long ones keep the model's attention,
-        since the plain one's memory grows with the square of their length.
+        Short rows go through transformers' plain attention (``eager``), since the faster ones ignore
+        features that they don't support, such as a cap of the scores. Long rows keep the model's
+        attention, since the plain one's memory grows with the square of their length.
 
         Args:
-            model: A transformers causal model whose parameters are whole.
-            longest: Most tokens of prompt and response of the run's rows.
+            model: a transformers causal model whose parameters are whole.
+            longest: greatest number of tokens of prompt and response in the run's rows.
 
         Raises:
             ConfigError: there is no output matrix, or the log-probs aren't numbers.
@@ -249,7 +249,7 @@ class Probe:
                 if half:
                     noise = Difference.of(_own(model, row), own[-1], row)
                     bound = max(bound, NOISE * noise.most)
-            # A forbidden token's −∞ is no rounding.
+            # A forbidden token's −∞ isn't rounding.
             sizes = torch.cat([one.logprobs for one in own]).abs() if own else torch.zeros(1)
             greatest = float(sizes.where(sizes.isfinite(), 0.0).max())
             bound = max(bound, BOUNDS[model.dtype] * greatest / SMALL)
@@ -261,25 +261,25 @@ class Probe:
         return cls(rows=rows, own=own, bound=bound, model=named)
 
     def allows(self, difference: Difference) -> bool:
-        """Whether it is rounding."""
+        """Whether a difference counts as rounding."""
         return difference.most <= self.bound
 
     def require(self, difference: Difference, whose: str, way_out: str) -> None:
-        """Refuses the model where others' scores differ from its own.
+        """Refuses the model if other scores differ from its own.
 
         Args:
-            difference: Greatest over all rows.
-            whose: Names what computed the others: "the learner's".
-            way_out: What to do about it.
+            difference: the greatest over all rows.
+            whose: names what computed the other scores, as in "the learner's".
+            way_out: what to do about it.
 
         Raises:
-            ConfigError: it is over the bound.
+            ConfigError: the difference is over the bound.
         """
         if self.allows(difference):
             return
         row = difference.row
         if row is not None and row.window is not None:
-            # Rows that don't reach the window are another matter.
+            # Rows that don't reach the window are not affected.
             way_out += (
                 f"; or keep data.max_prompt_tokens + rollout.max_new_tokens within {row.window}"
             )

@@ -1,8 +1,8 @@
-"""A disk that is full: whoever writes waits for space, and says so, instead of failing.
+"""Handles a full disk: whoever writes waits for space, and says so, instead of failing.
 
-A full disk is nobody's fault and may pass, so a write that finds no space is tried again until it
-succeeds, for ``launch.full_disk_seconds`` at most, or until the process is told to end. What a
-process has already waited for is not forgotten: a line is written whole or taken back.
+A full disk is nobody's fault and may pass, so a write that finds no space is repeated until it
+succeeds, for ``launch.full_disk_seconds`` at most, or until the process is asked to end. A line is
+written whole or taken back, so that nothing is lost and no half line is left.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ log = logging.getLogger("tandem")
 T = TypeVar("T")
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What the system says where there is no space, or no more of it for this user."""
+"""System errors for no space, or no more space for this user."""
 LOOK_SECONDS = 0.5
-"""Between two tries."""
+"""Time between two attempts."""
 TOLD_SECONDS = 30.0
-"""Between two lines about one wait."""
+"""Time between two log lines about one wait."""
 ROOM = 1 << 20
 """Bytes that must be free for a disk not to count as full."""
 HELD = 1 << 18
@@ -44,13 +44,13 @@ _stop = threading.Event()
 
 
 class DiskFull(TandemError):
-    """There was no space for too long, or the process is to end while there is none."""
+    """There was no space for too long, or the process was asked to end while there was none."""
 
     exit_code = 75  # EX_TEMPFAIL: starting again helps as soon as there is space.
 
 
 def set_patience(seconds: float) -> None:
-    """How long this process waits for space: ``launch.full_disk_seconds``."""
+    """Sets how long this process waits for space: ``launch.full_disk_seconds``."""
     global _patience
     _patience = seconds
 
@@ -61,12 +61,12 @@ def patience() -> float:
 
 
 def stop_waiting() -> None:
-    """The process is to end: nothing waits for space any more. May be called by a signal handler."""
+    """Ends all waits for space, since the process is to end. May be called by a signal handler."""
     _stop.set()
 
 
 def stopping() -> bool:
-    """Whether nothing is to wait any more."""
+    """Whether :func:`stop_waiting` was called."""
     return _stop.is_set()
 
 
@@ -76,7 +76,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that may be written below a folder; 0 where that can't be found out."""
+    """Bytes that can be written below a folder; 0 if that can't be determined."""
     try:
         return shutil.disk_usage(_there(folder)).free
     except OSError:
@@ -84,9 +84,9 @@ def free_bytes(folder: Path) -> int:
 
 
 def has_room(folder: Path, nbytes: int = ROOM) -> bool:
-    """Whether a file of this size can be written into a folder, which is tried up to 1 MiB.
+    """Whether a file of this size can be written into a folder; tries it with up to 1 MiB.
 
-    What else may be wrong with the folder doesn't count.
+    Other problems of the folder don't count.
     """
     folder = _there(folder)
     try:
@@ -104,8 +104,8 @@ def persist(path: Path, write: Callable[[], T]) -> T:
     """Calls ``write`` until it finds space.
 
     Args:
-        path: what it writes, for the messages.
-        write: leaves nothing behind where it raises an error of :data:`FULL`.
+        path: the file that it writes, for messages.
+        write: must leave nothing behind if it raises an error in :data:`FULL`.
 
     Raises:
         DiskFull: there was no space for too long.
@@ -113,7 +113,7 @@ def persist(path: Path, write: Callable[[], T]) -> T:
     wait = None
     while True:
         try:
-            found = write()
+            result = write()
         except OSError as error:
             if not is_full(error):
                 raise
@@ -122,11 +122,11 @@ def persist(path: Path, write: Callable[[], T]) -> T:
             continue
         if wait is not None:
             wait.over()
-        return found
+        return result
 
 
 def await_room(folder: Path, nbytes: int = ROOM) -> None:
-    """Returns once so much can be written into a folder.
+    """Returns once ``nbytes`` can be written into a folder.
 
     Raises:
         DiskFull: there was no space for too long.
@@ -152,7 +152,7 @@ class SpaceWait:
         """Waits a little.
 
         Raises:
-            DiskFull: it has been too long.
+            DiskFull: the wait has been too long.
         """
         waited = time.monotonic() - self._began
         if waited - self._told >= TOLD_SECONDS:
@@ -167,28 +167,28 @@ class SpaceWait:
             )
 
     def said(self) -> str:
-        """The first half of a sentence that names the file and its folder."""
+        """The first half of a sentence, naming the file and its folder."""
         return (
             f"{self._path} can't be written, its disk is full ({_there(self._path)} has "
             f"{free_bytes(self._path) / 1e6:,.1f} MB free{self._needed})"
         )
 
     def over(self) -> None:
-        """There is space again."""
+        """Reports that there is space again."""
         waited = time.monotonic() - self._began
         log.info(f"{self._path}: there is space again after {waited:.0f} s")
 
 
 def append(file: IO[bytes], data: bytes, path: Path, *, sync: bool = False) -> None:
-    """Appends to a file that is open for it without a buffer; waits for space.
+    """Appends to an unbuffered file, waiting for space.
 
-    While there is none, the file ends where it ended before: nobody reads half a line.
+    While there is no space, the file ends where it ended before, so that nobody reads half a line.
 
     Args:
         file: opened with ``"ab", buffering=0``.
-        data: what is appended.
-        path: of the file, for the messages.
-        sync: whether it is to be on disk (``fsync``) on return.
+        data: the bytes to append.
+        path: the file's path, for messages.
+        sync: whether the data must be on disk (``fsync``) on return.
 
     Raises:
         DiskFull: there was no space for too long.
@@ -208,15 +208,15 @@ def try_append(file: IO[bytes], data: bytes, *, sync: bool = False) -> None:
         if sync:
             os.fsync(file.fileno())
     except OSError:
-        with contextlib.suppress(OSError):  # A pipe or a device has no end to go back to.
+        with contextlib.suppress(OSError):  # A pipe or a device can't be cut back.
             os.ftruncate(file.fileno(), start)
         raise
 
 
 def keep_streams() -> None:
-    """Makes this process's standard output and error streams that a full disk can't break.
+    """Replaces this process's standard output and error by streams that a full disk can't break.
 
-    What can't be written is kept, up to 256 KiB, and written when there is space again.
+    Text that can't be written is kept, up to 256 KiB, and written when there is space again.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -224,7 +224,7 @@ def keep_streams() -> None:
             stream.flush()
             raw = _Patient(stream.fileno())
         except (OSError, ValueError, AttributeError):
-            continue  # It is closed, or no real one.
+            continue  # It is closed, or not a real stream.
         kept = io.TextIOWrapper(
             # Every write goes through to `raw` at once, which takes all of it.
             raw,
@@ -237,7 +237,7 @@ def keep_streams() -> None:
 
 
 class _Patient(io.FileIO):
-    """A stream whose writes never fail for want of space."""
+    """A stream whose writes never fail for lack of space."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)
@@ -269,7 +269,7 @@ class _Patient(io.FileIO):
                     lost, self._lost = self._lost, 0
                     self._held += b"(%d bytes are missing here: the disk was full)\n" % lost
                 done = super().write(bytes(self._held))
-                if done is None:  # A pipe that doesn't block is full.
+                if done is None:  # A non-blocking pipe is full.
                     select.select([], [self], [], 1.0)
                 else:
                     del self._held[:done]
@@ -285,7 +285,7 @@ def _write_all(file: IO[bytes], data: bytes) -> None:
 
 
 def _there(path: Path) -> Path:
-    """A path, or the nearest folder above it that is there."""
+    """A path, or the nearest folder above it that exists."""
     path = path.absolute()
     while not path.is_dir() and path != path.parent:
         path = path.parent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class TandemError(Exception):
-    """Base of every error that is told to the user as one message.
+    """Base of every error that is shown to the user as one message.
 
     The message names the thing, its value and the way out. The command line prints it
     without a traceback and exits with ``exit_code``.
@@ -34,11 +34,11 @@ class StoreError(TandemError):
 
 
 class RefusedError(StoreError):
-    """The ledger refused a call, as one that its state doesn't allow."""
+    """The ledger refused a call that its state doesn't allow."""
 
 
 class DamagedError(StoreError):
-    """What a run needs to go on is gone, or isn't as it was written: starting again can't help."""
+    """Data that a run needs to go on are gone or changed; starting again can't help."""
 
     exit_code = 2
 
@@ -48,7 +48,7 @@ class FencedError(TandemError):
 
 
 class DeadlineError(TandemError):
-    """Something that was waited for did not come in time; the message names it."""
+    """Something that was waited for didn't come in time; the message names it."""
 
 
 class WeightsError(TandemError):
@@ -56,6 +56,6 @@ class WeightsError(TandemError):
 
 
 class RunFailedError(TandemError):
-    """The run can't go on by starting a process again; the message says what can help."""
+    """The run can't go on just by restarting a process; the message says what can help."""
 
     exit_code = 3

@@ -1,6 +1,6 @@
-"""What a config names of a user's own: a function or class by its import path.
+"""Import paths, by which a config names a user's own functions and classes.
 
-An import path is ``package.module:name``, where the name may be that of an attribute
+An import path is ``package.module:name``, where the name may be an attribute's
 (``module:Class.method``), or ``package.module.name``.
 """
 
@@ -19,7 +19,7 @@ _PATH = re.compile(
 
 
 def is_import_path(text: str) -> bool:
-    """Whether a name is written as an import path; built-in names have neither dot nor colon.
+    """Whether a name is an import path; built-in names have neither dot nor colon.
 
     >>> [is_import_path(text) for text in ("mine.rewards:short", "mine.short", "luffy", "a b:c")]
     [True, True, False, False]
@@ -28,42 +28,42 @@ def is_import_path(text: str) -> bool:
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """Module and name of an import path.
+    """Splits an import path into module and name.
 
     >>> split_path("mine.rewards:Short.of"), split_path("mine.rewards.short")
     (('mine.rewards', 'Short.of'), ('mine.rewards', 'short'))
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it isn't an import path.
     """
-    found = _PATH.fullmatch(path)
-    if found is None:
+    match = _PATH.fullmatch(path)
+    if match is None:
         raise ConfigError(f"{path!r} is no import path: write package.module:name")
-    if found["name"] is not None:
-        return found["module"], found["name"]
+    if match["name"] is not None:
+        return match["module"], match["name"]
     module, _, name = path.rpartition(".")
     return module, name
 
 
 def load(path: str, *, key: str, process: str) -> Any:
-    """Imports what a path names.
+    """Imports the object that a path names.
 
     Args:
-        path: The import path.
-        key: The setting that has it, for the error.
-        process: Who imports it, for the error.
+        path: the import path.
+        key: the setting that holds it, for the error.
+        process: the process that imports it, for the error.
 
     Raises:
         ConfigError: the path is malformed, the module can't be imported, or it has no such name.
     """
     module, name = split_path(path)
     try:
-        found: Any = importlib.import_module(module)
+        target: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            target = getattr(target, part)
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
         raise ConfigError(
             f"{key}={path} can't be imported: {type(error).__name__}: {error}. Install its module, or "
             f"put its folder on PYTHONPATH of {process}"
         ) from None
-    return found
+    return target

@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """Any thread posts; one thread polls :attr:`fd` beside its sockets and takes.
+    """Any thread posts items; one thread polls :attr:`fd` beside its sockets and takes them.
 
-    An eventfd rather than an inproc socket, because ZeroMQ sockets belong to one thread each
+    It uses an eventfd rather than an inproc socket, because each ZeroMQ socket belongs to one thread,
     and a post from a training step should cost no more than a system call.
     """
 
@@ -28,11 +28,11 @@ class Mailbox(Generic[T]):
             try:
                 os.eventfd_write(self.fd, 1)
             except OSError:
-                # Closed between the look and the write: nobody reads any more.
+                # Closed between the check and the write: nobody reads any more.
                 pass
 
     def take(self) -> list[T]:
-        """All items that are there, without waiting."""
+        """Returns all items that are there, without waiting."""
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:

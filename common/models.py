@@ -1,7 +1,7 @@
 """Finds and loads model folders and their tokenizers, with errors that a person can act on.
 
-torch and transformers are imported inside the functions: a process that only wants a path, or
-``tandem --help``, shouldn't pay for them.
+torch and transformers are imported inside the functions, so that a process that only needs a path, or
+``tandem --help``, doesn't pay for them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 def resolve(path: str) -> str:
     """The folder (or hub name) that a config's ``model.path`` means.
 
-    ``miniature`` is the model that is shipped. A name like ``org/model`` that is no folder here
-    is a hub name and comes back as it is, unless ``HF_HUB_OFFLINE`` is set and the local cache
+    ``miniature`` is the model that is shipped. A name like ``org/model`` that isn't a folder here
+    is a hub name and is returned unchanged, unless ``HF_HUB_OFFLINE`` is set and the local cache
     lacks it.
 
     Raises:
@@ -92,17 +92,17 @@ def load_model(
     device: str | torch.device = "cpu",
     flash: bool = True,
 ) -> PreTrainedModel:
-    """A causal language model.
+    """Loads a causal language model.
 
     Args:
-        path: See :func:`resolve`.
-        dtype: Of the parameters.
-        attention: ``auto``: see :func:`choose_attention`.
-        device: Where the parameters go.
-        flash: Whether ``auto`` may take flash attention.
+        path: see :func:`resolve`.
+        dtype: dtype of the parameters.
+        attention: see :func:`choose_attention`.
+        device: device of the parameters.
+        flash: whether ``auto`` may choose flash attention.
 
     Raises:
-        DataError: the weights are missing, unreadable, or not those of the config.
+        DataError: the weights are missing, unreadable, or don't belong to the config.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -115,7 +115,7 @@ def load_model(
             f"model.path={path}: the folder has a config.json and no weights (*.safetensors)"
         )
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    # The bar is of no use in a log file.
+    # A progress bar is of no use in a log file.
     transformers_logging.disable_progress_bar()
     try:
         chosen = choose_attention(
@@ -148,17 +148,17 @@ def choose_attention(
     *,
     flash: bool = True,
 ) -> str:
-    """The name that transformers knows an attention implementation by.
+    """The name of an attention implementation in transformers.
 
-    ``auto`` is flash_attention_2 on CUDA where the package is and the dtype allows it, else sdpa;
-    but eager where sdpa can't do what the model does.
+    ``auto`` is flash_attention_2 on CUDA if the package is installed and the dtype allows it, else
+    sdpa; or eager if sdpa can't do what the model needs.
 
     Args:
-        attention: Of the config: ``auto`` or a name.
-        device: Of the model.
-        dtype: Of its parameters.
-        config: transformers' config of the model, where it is known.
-        flash: Whether ``auto`` may be flash attention.
+        attention: the config's setting: ``auto`` or a name.
+        device: device of the model.
+        dtype: dtype of its parameters.
+        config: transformers' config of the model, if it is known.
+        flash: whether ``auto`` may choose flash attention.
     """
     if attention != "auto":
         return attention
@@ -174,7 +174,7 @@ def choose_attention(
     fast = flash and cuda and half and getattr(kind, "_supports_flash_attn", True)
     if fast and is_flash_attn_2_available():
         return "flash_attention_2"
-    # transformers' sdpa has no word for a cap of the scores (Gemma 2), and leaves it out.
+    # transformers' sdpa has no argument for a cap of the scores (Gemma 2) and ignores it.
     capped = config is not None and getattr(
         config.get_text_config(), "attn_logit_softcapping", None
     )
@@ -197,7 +197,7 @@ def _one_line(error: Exception) -> str:
 
 
 def read_model_config(path: str) -> dict[str, Any]:
-    """``config.json`` of a model folder, without transformers; empty for a hub name.
+    """Reads ``config.json`` of a model folder without transformers; empty for a hub name.
 
     Raises:
         DataError: it isn't JSON.

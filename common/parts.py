@@ -1,7 +1,7 @@
 """A record of a run in several files: ``metrics.jsonl``, ``metrics-0002.jsonl``, …
 
-What grows with every step is cut into parts, so that no reader and no repair has to go through all
-of a long run: a part that is full is never written to again.
+Records that grow with every step are cut into parts, so that no reader and no repair has to go through
+all of a long run: a full part is never written to again.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from typing import Any
 from .telemetry import JsonLines, read_json_lines
 
 PART_BYTES = 16 << 20
-"""A part that has reached so much is left, and the next one begun."""
+"""Size at which a part is full and the next one begins."""
 
 
 def parts(path: Path) -> list[Path]:
-    """The files of a record that are there, oldest first.
+    """The existing files of a record, oldest first.
 
     Args:
-        path: The first one, ``metrics.jsonl``.
+        path: the first file, such as ``metrics.jsonl``.
     """
-    found = [one for one in path.parent.glob(f"{path.stem}-*{path.suffix}") if number_of(path, one)]
-    found.sort(key=lambda one: number_of(path, one))
-    return ([path] if path.exists() else []) + found
+    existing = [
+        one for one in path.parent.glob(f"{path.stem}-*{path.suffix}") if number_of(path, one)
+    ]
+    existing.sort(key=lambda one: number_of(path, one))
+    return ([path] if path.exists() else []) + existing
 
 
 def part_of(path: Path, number: int) -> Path:
@@ -35,7 +37,7 @@ def part_of(path: Path, number: int) -> Path:
 
 
 def number_of(path: Path, part: Path) -> int:
-    """A part's number; 0 for a file that is none."""
+    """A part's number; 0 if the file isn't a part."""
     if part.name == path.name:
         return 1
     match = re.fullmatch(r"-([0-9]{4,18})", part.name[len(path.stem) : -len(path.suffix)])
@@ -43,12 +45,12 @@ def number_of(path: Path, part: Path) -> int:
 
 
 def is_part(path: Path, name: str) -> bool:
-    """Whether an entry of the folder belongs to a record."""
+    """Whether a folder's entry belongs to a record."""
     return number_of(path, path.with_name(name)) > 0
 
 
 class PartedLines:
-    """Appends records to the newest part, as :class:`JsonLines`, and begins the next in time."""
+    """Appends records to the newest part, like :class:`JsonLines`, and begins new parts when due."""
 
     def __init__(self, path: Path) -> None:
         self._first = path
@@ -56,7 +58,6 @@ class PartedLines:
         self._lines = JsonLines(self._path)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends one record."""
         if self._path.stat().st_size >= PART_BYTES:
             self._lines.close()
             self._path = part_of(self._first, number_of(self._first, self._path) + 1)
@@ -64,18 +65,17 @@ class PartedLines:
         self._lines.write(record)
 
     def close(self) -> None:
-        """Closes the file."""
         self._lines.close()
 
 
 def read_parts(path: Path, tell: Callable[[str], None] | None = None) -> Iterator[dict[str, Any]]:
-    """Records of all parts, as :func:`read_json_lines`."""
+    """Yields the records of all parts, like :func:`read_json_lines`."""
     for part in parts(path):
         yield from read_json_lines(part, tell)
 
 
 def whole_end(path: Path) -> int:
-    """Bytes of a file's whole lines."""
+    """Size in bytes of a file up to the end of its last whole line."""
     end = os.path.getsize(path)
     with open(path, "rb") as file:
         while end > 0:

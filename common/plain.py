@@ -1,4 +1,4 @@
-"""What another process wrote: read as what it should be, or refused by name."""
+"""Reads what another process wrote as the type that it should have, or refuses it by name."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 """A whole number from 0."""
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeError, RecursionError, MemoryError)
-"""What msgspec raises for bytes that aren't what they should be."""
+"""Errors that msgspec raises for bytes of the wrong form."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what travels: its annotations say what is read, and nothing else is.
+    """Base of records that travel: they hold exactly the annotated fields.
 
-    Making one checks no types. A field without a default must be there.
+    The constructor checks no types. A field without a default is required.
     """
 
 
@@ -42,13 +42,13 @@ _NAMES = {
 
 
 def read_json(data: bytes | str, what: str, error: type[TandemError], way_out: str = "") -> Any:
-    """Any JSON value.
+    """Reads any JSON value.
 
     Args:
         data: UTF-8.
-        what: What it is, for the error: ``row 7 in Redis``.
-        error: Raised where it isn't JSON.
-        way_out: What to do then.
+        what: names the data in the error, as in ``row 7 in Redis``.
+        error: raised if it isn't JSON.
+        way_out: what the user should do then.
     """
     try:
         return json.loads(data)
@@ -59,7 +59,7 @@ def read_json(data: bytes | str, what: str, error: type[TandemError], way_out: s
 def read_object(
     data: bytes | str, what: str, error: type[TandemError], way_out: str = ""
 ) -> dict[str, Any]:
-    """A JSON object; see :func:`read_json`."""
+    """Reads a JSON object; see :func:`read_json`."""
     content = read_json(data, what, error, way_out)
     if not isinstance(content, dict):
         raise damaged(what, f"is {_NAMES[type(content)]}, not an object", error, way_out)
@@ -67,11 +67,11 @@ def read_object(
 
 
 SEAL = "xxh3"
-"""Key of a digest of all else in an object."""
+"""Key of a digest of everything else in an object."""
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """An object with a digest of its content (xxh3-64 of its canonical JSON), for :func:`unsealed`."""
+    """Adds a digest of its content (xxh3-64 of its canonical JSON) to an object, for :func:`unsealed`."""
     return {**content, SEAL: _digest(content)}
 
 
@@ -83,20 +83,20 @@ def unsealed(
     *,
     always: bool = False,
 ) -> dict[str, Any]:
-    """The content of a sealed object, which is as it was written.
+    """Checks that a sealed object is as it was written, and returns its content.
 
     Args:
-        content: The object.
-        what: What it is, for the error.
-        error: Raised where it isn't the one of its digest.
-        way_out: What to do then.
-        always: It must have a digest; without one it may be of an older version of Tandem.
+        content: the object.
+        what: names the object in the error.
+        error: raised if the content doesn't match its digest.
+        way_out: what the user should do then.
+        always: require a digest; objects without one may be from an older version of Tandem.
     """
-    found = dict(content)
-    seal = found.pop(SEAL, None)
-    if seal != _digest(found) and (always or seal is not None):
+    opened = dict(content)
+    seal = opened.pop(SEAL, None)
+    if seal != _digest(opened) and (always or seal is not None):
         raise damaged(what, "isn't the one of its digest", error, way_out)
-    return found
+    return opened
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -107,9 +107,9 @@ def _digest(content: Mapping[str, Any]) -> str:
 def read_record(
     cls: type[R], content: Any, what: str, error: type[TandemError], way_out: str = ""
 ) -> R:
-    """A :class:`Record` of JSON, or of what was read from JSON.
+    """Reads a :class:`Record` from JSON, or from data that was read from JSON.
 
-    Every field that has no default must be there, with a value of its type; nothing else may be.
+    All fields without a default must be there with values of their types, and no other fields.
     """
     if isinstance(content, bytes | str):
         content = read_object(content, what, error, way_out)
@@ -122,10 +122,10 @@ def read_record(
 
 
 def read_message(cls: Any, data: bytes, what: str) -> Any:
-    """MessagePack of a declared type: a :class:`Record`, a union of some, a tuple.
+    """Reads MessagePack of a declared type: a :class:`Record`, a union of records, a tuple.
 
     Raises:
-        WireError: it is anything else; says where.
+        WireError: it is anything else; the message says where.
     """
     try:
         return _decoder(cls).decode(data)
@@ -139,7 +139,7 @@ def _decoder(cls: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def fits(value: Any, kind: type) -> bool:
-    """Whether a JSON value is of a plain type: no number is a bool, a whole one is a float too."""
+    """Whether a JSON value has a plain type: a number is never a bool, but an int is also a float."""
     if kind is float:
         return type(value) in (int, float)
     return type(value) is kind

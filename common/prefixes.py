@@ -1,4 +1,4 @@
-"""Which share of an expert's trace a response begins with: schedules over steps, as plain numbers."""
+"""The share of an expert's trace that a response begins with: schedules over steps, as plain numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 PrefixSchedule = Literal["random", "fixed", "linear", "linear_max", "reverse_linear", "cosine"]
 """See :func:`prefix_shares`."""
 WINDOWS = 10
-"""Steps of the staircase of ``linear_max`` and ``reverse_linear``."""
+"""Number of steps in the staircase of ``linear_max`` and ``reverse_linear``."""
 
 
 def prefix_shares(
@@ -22,7 +22,7 @@ def prefix_shares(
     low: float = 0.0,
     high: float = 1.0,
 ) -> list[float]:
-    """The shares of their traces that so many rows begin with (LUFFY's ``prefix_strategy``).
+    """The shares of their traces that ``count`` rows begin with (LUFFY's ``prefix_strategy``).
 
     ``random``: U(low, high). ``fixed``: evenly spaced from low to high (one row: high). ``linear``:
     high · (1 − min(step/steps, 1)), the same for all. With w = ⌊10 step/steps⌋, at most 9:
@@ -31,13 +31,13 @@ def prefix_shares(
     on a half cosine (Prefix-RFT, arXiv 2507.01679: 0.95 down to 0).
 
     Args:
-        how: Which schedule.
-        count: Rows.
-        draw: So many numbers from [0, 1), for those that are random.
-        step: Now, from 0.
-        steps: Over which the schedules in time run.
-        low: Least share.
-        high: Greatest share.
+        how: the schedule.
+        count: number of rows.
+        draw: returns as many numbers from [0, 1) as asked for, for the random schedules.
+        step: current step, from 0.
+        steps: number of steps over which the schedules in time run.
+        low: least share.
+        high: greatest share.
     """
     if how == "fixed":
         if count == 1:
@@ -56,11 +56,11 @@ def prefix_shares(
 
 
 def half_cosine(step: float, steps: float, *, start: float, end: float) -> float:
-    """From ``start`` at step 0 to ``end`` at ``steps`` and after, on half a cosine."""
+    """Goes from ``start`` at step 0 to ``end`` at ``steps`` and later, on half a cosine."""
     share = min(max(step / steps, 0.0), 1.0)
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * share))
 
 
 def prefix_length(tokens: int, ratio: float) -> int:
-    """Tokens of a trace that ``ratio`` of it is: rounded down, as in LUFFY's code."""
+    """The number of tokens in ``ratio`` of a trace: rounded down, as in LUFFY's code."""
     return min(int(tokens * ratio), tokens)

@@ -1,9 +1,9 @@
-r"""What models, data sets, files and other hosts wrote, made fit to be looked at.
+r"""Makes text from models, data sets, files and other hosts safe to display.
 
-A terminal obeys control characters: ``\x1b[2J`` clears it, U+009B begins a command too, and U+202E
+A terminal obeys control characters: ``\x1b[2J`` clears it, U+009B also begins a command, and U+202E
 shows what follows backwards. Each of them is shown by its escape instead. Every text that a process
-prints goes through here, as :func:`guard_output` stands before its standard streams; what
-writes control characters on purpose (the live view) asks for the stream itself with :func:`raw`.
+prints goes through here, since :func:`guard_output` wraps its standard streams; code that writes
+control characters on purpose (the live view) gets the underlying stream from :func:`raw`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HIDDEN = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""A text with each character that can't be seen written as its escape.
+    r"""A text with each invisible character written as its escape.
 
     >>> printable("a\x1b[2J\u202eb")
     'a\\u001b[2J\\u202eb'
@@ -32,7 +32,7 @@ def printable(text: str) -> str:
 
 
 def _escape(match: re.Match[str]) -> str:
-    """As JSON has it, so that a JSON text stays one, with the same meaning."""
+    """The escape as JSON has it, so that JSON text stays JSON with the same meaning."""
     code = ord(match.group())
     if code < 0x10000:
         return f"\\u{code:04x}"
@@ -41,11 +41,11 @@ def _escape(match: re.Match[str]) -> str:
 
 
 class PrintableStream:
-    """A text stream that shows what can't be seen; all else is the stream's own."""
+    """A text stream that escapes invisible characters and is otherwise the underlying stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self.raw = stream
-        """The stream itself."""
+        """The underlying stream."""
 
     def write(self, text: str) -> int:
         """Writes a text; returns its length."""
@@ -53,7 +53,7 @@ class PrintableStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Writes several."""
+        """Writes several texts."""
         for line in lines:
             self.write(line)
 
@@ -62,11 +62,11 @@ class PrintableStream:
 
 
 def raw(stream: TextIO) -> TextIO:
-    """The stream itself, for what moves the cursor on purpose."""
+    """The underlying stream, for code that moves the cursor on purpose."""
     return stream.raw if isinstance(stream, PrintableStream) else stream
 
 
 def guard_output() -> None:
-    """From now on standard output and standard error show what can't be seen, tracebacks too."""
+    """Makes standard output and standard error escape invisible characters, also in tracebacks."""
     sys.stdout = cast(TextIO, PrintableStream(raw(sys.stdout)))
     sys.stderr = cast(TextIO, PrintableStream(raw(sys.stderr)))

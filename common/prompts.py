@@ -1,7 +1,7 @@
 """Text to token ids and back: the one place where a tokenizer is called.
 
 Prompts are rendered once, at ingest, and travel as token ids, so that the reader, the engine and
-the learner can't disagree about them. Works on transformers tokenizers; imports none.
+the learner can't disagree about them. Works with transformers tokenizers, but imports none.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Int32Array = NDArray[np.int32]
 def render(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], system_prompt: str | None = None
 ) -> tuple[str, Int32Array]:
-    """A conversation as the prompt that the model continues.
+    """Renders a conversation as the prompt that the model continues.
 
     Args:
         tokenizer: its chat template renders; without one the contents are joined by newlines.
         messages: ``{"role", "content"}`` each.
-        system_prompt: put first where the messages have no system message of their own.
+        system_prompt: put first if the messages have no system message of their own.
 
     Returns:
-        The text and its ``[P]`` token ids. The template writes all special tokens; none is
+        The text and its ``[P]`` token ids. All special tokens come from the template; none is
         added.
 
     Raises:
-        DataError: no messages, a message that isn't one, or a prompt without tokens.
+        DataError: no messages, a malformed message, or a prompt without tokens.
     """
     turns = []
     for message in messages:
@@ -57,21 +57,21 @@ def render(
 
 
 def longest_token(tokenizer: Any) -> int:
-    """Most characters of a text that one token can stand for.
+    """Greatest number of characters of a text that one token can stand for.
 
-    Of the vocabulary's longest entry, with room for a normaliser that joins characters (NFC makes
-    one of up to three). Characters that a tokenizer doesn't know at all aren't counted on.
+    This is the length of the vocabulary's longest entry, with room for a normaliser that joins
+    characters (NFC joins up to three). Characters that are unknown to the tokenizer aren't considered.
     """
     return 4 * max(map(len, tokenizer.get_vocab()), default=1)
 
 
 def encode(tokenizer: Any, text: str) -> Int32Array:
-    """``[L]`` token ids of a text, nothing added."""
+    """``[L]`` token ids of a text, with nothing added."""
     return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
 
 def encode_response(tokenizer: Any, text: str) -> Int32Array:
-    """``[L]`` token ids of a whole response; the end token comes last, once.
+    """``[L]`` token ids of a whole response, with the end token once, as the last one.
 
     Raises:
         DataError: the tokenizer names no end token.
@@ -86,11 +86,11 @@ def encode_response(tokenizer: Any, text: str) -> Int32Array:
 
 
 def decode(tokenizer: Any, rows: Sequence[NDArray[Any]]) -> list[str]:
-    """The texts of some responses, special tokens left out, spaces as they are."""
+    """The texts of some responses, without special tokens and with spaces as they are."""
     lists = [row.tolist() for row in rows]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        # What the wrapper's own decode calls, for all rows at once and without its overhead.
+        # The wrapper's own decode calls the same, but one row at a time and with overhead.
         texts: list[str] = backend.decode_batch(lists, skip_special_tokens=True)
         return texts
     return [
@@ -132,7 +132,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
         digest.update(f"{number}\t{len(token)}\t{token}\n".encode())
     digest.update(f"eos {tokenizer.eos_token_id}\n".encode())
     for probe in _PROBES:
-        # Merges and pre-tokenisation show in what texts become, however they are written down.
+        # Merges and pre-tokenisation show in how texts are split, however the files write them down.
         digest.update(f"{tokenizer.encode(probe, add_special_tokens=False)}\n".encode())
     return digest.hexdigest()
 

@@ -1,6 +1,6 @@
-"""What the check of what was sampled tells: names of its metrics, and an alarm as a sentence.
+"""Names and alarm of the check that compares sampled log-probs with the learner's.
 
-The figures are made by :mod:`tandem.learner.metrics.ratio_check`; boards and trackers read them here.
+The figures are computed by :mod:`tandem.learner.metrics.ratio_check`; boards and trackers read them here.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 PREFIX = "ratio/"
-"""Metrics of the check begin with this."""
+"""Prefix of the check's metrics."""
 FIGURES: Mapping[str, str] = {
     "log_ratio": "mean |log π/μ|",
     "log_ratio_p99": "99th percentile of |log π/μ|",
     "k3": "mean k3(μ‖π)",
     "k3_p99": "99th percentile of k3(μ‖π)",
 }
-"""Figures that have a bound: ``ratio/NAME`` and ``ratio/NAME_bound``."""
+"""Figures that have a bound, with their meaning: ``ratio/NAME`` and ``ratio/NAME_bound``."""
 
 
 def alarm_of(record: Mapping[str, Any]) -> str:
-    """The alarm of a step's record, without the step; empty where it has none.
+    """The alarm in a step's record, without the step; empty if there is none.
 
     >>> alarm_of(
     ...     {
@@ -50,6 +50,6 @@ def alarm_of(record: Mapping[str, Any]) -> str:
 
 
 def _number(record: Mapping[str, Any], name: str) -> float:
-    """NaN where the record has none."""
+    """The value; NaN if the record has none."""
     value = record.get(PREFIX + name)
     return float(value) if isinstance(value, int | float) else math.nan

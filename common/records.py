@@ -7,11 +7,11 @@ The life of a group::
                   +-> admitted (expired, returned)
                              +-> rejected(reason)
 
-A record is plain data: NumPy arrays, strings and numbers. It imports no deep-learning
-library, so a grading host can hold one. ``tandem.common.wire`` is the only place that
-encodes one.
+A record is plain data: NumPy arrays, strings and numbers. This module imports no deep-learning
+library, so a grading host can use it. ``tandem.common.wire`` is the only place that
+encodes records.
 
-No field has a default: a record on the wire is complete, and so is the call that makes one.
+No field has a default, so that records on the wire, and the calls that make them, are complete.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ if not TYPE_CHECKING:
 @cache
 def _arrays(cls: type) -> dict[str, np.dtype[Any]]:
     """The dtype of each array among a record's fields."""
-    found = {}
+    dtypes = {}
     for name, hint in typing.get_type_hints(cls).items():
         for kind in (hint, *typing.get_args(hint)):
             if typing.get_origin(kind) is np.ndarray:
-                found[name] = array_dtype(kind)
-    return found
+                dtypes[name] = array_dtype(kind)
+    return dtypes
 
 
 @cache
@@ -61,10 +61,10 @@ def array_dtype(annotation: Any) -> np.dtype[Any]:
 
 
 def _as_declared(record: Record) -> None:
-    """Gives each array of a new record its declared dtype, where nothing is lost by that.
+    """Gives each array of a new record its declared dtype, if that loses nothing.
 
     Raises:
-        ValueError: an array has another shape, or values that the dtype can't hold.
+        ValueError: an array isn't one-dimensional, or has values that the dtype can't hold.
     """
     for name, dtype in _arrays(type(record)).items():
         value = getattr(record, name)
@@ -89,7 +89,7 @@ def _fits(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> bool:
 
 
 class Source(IntEnum):
-    """Who wrote a token; loss masks follow from it."""
+    """Who wrote a token; loss masks follow from this."""
 
     OWN = 0
     """Sampled by the policy: enters the loss with the ratio to its behaviour log-prob."""
@@ -100,7 +100,7 @@ class Source(IntEnum):
 
 
 class Verdict(StrEnum):
-    """What the grader found. Only ``correct`` is paid."""
+    """The grader's verdict. Only ``correct`` is rewarded."""
 
     CORRECT = "correct"
     WRONG = "wrong"
@@ -112,7 +112,7 @@ class Verdict(StrEnum):
 
     @property
     def leaves_baseline(self) -> bool:
-        """True where the failure isn't the text's own: such a row is never a zero."""
+        """Whether the failure isn't the text's own, so that the row leaves the baseline instead of counting 0."""
         return self in (Verdict.CRASHED, Verdict.GOLD_UNPARSABLE)
 
 
@@ -122,9 +122,9 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """The model ended it."""
     LENGTH = "length"
-    """It reached its greatest length."""
+    """It reached its maximum length."""
     ABORT = "abort"
-    """The engine was told to end it; no sample that is handed in ended so."""
+    """The engine was asked to end it; no submitted sample has ended this way."""
     DEADLINE = "deadline"
     """It was still being sampled at its group's deadline: a straggler, with the tokens so far."""
 
@@ -146,9 +146,9 @@ class Version(Record, frozen=True, kw_only=True, order=True):
     """
 
     term: int
-    """Life of the learner that made it: the fencing token, raised whenever a learner starts."""
+    """Number of the learner's start that made it: the fencing token, raised whenever a learner starts."""
     step: int
-    """Steps consumed."""
+    """Number of steps consumed."""
 
     def __post_init__(self) -> None:
         if self.term < 0 or self.step < 0:
@@ -162,9 +162,7 @@ class VersionSpan(Record, frozen=True, kw_only=True):
     """Tokens ``[start, end)`` of a sample's response were sampled by this version."""
 
     term: int
-    """Term of the version."""
     step: int
-    """Step of the version."""
     start: int
     """First token of the span, counted in the response."""
     end: int
@@ -184,11 +182,11 @@ class SamplingParams(Record, frozen=True, kw_only=True):
     temperature: float
     """Divides the logits; 0 means greedy (evaluation only)."""
     top_p: float
-    """Nucleus; anything under 1 is refused in training."""
+    """Share of the probability that is sampled from; anything under 1 is refused in training."""
     top_k: int
-    """Most likely tokens kept; 0 keeps all. Anything else is refused in training."""
+    """Number of most likely tokens that are kept; 0 keeps all. Anything else is refused in training."""
     max_new_tokens: int
-    """Most tokens of a response, its prefix not counted."""
+    """Greatest number of tokens of a response, not counting its prefix."""
 
     def __post_init__(self) -> None:
         if not (
@@ -201,7 +199,7 @@ class SamplingParams(Record, frozen=True, kw_only=True):
 
 
 class Sample(Record, frozen=True, kw_only=True, eq=False):
-    """One response to a prompt, with all that the loss needs to know of how it came to be.
+    """One response to a prompt, with everything that the loss needs to know about its origin.
 
     Example: a 3-token prefix of an expert's trace continued by the policy for 2 tokens::
 
@@ -212,30 +210,30 @@ class Sample(Record, frozen=True, kw_only=True, eq=False):
     """
 
     tokens: Int32Array
-    """``[L]`` token ids of the response, the end-of-sequence token included where it came."""
+    """``[L]`` token ids of the response, including the end-of-sequence token if it came."""
     source: UInt8Array
     """``[L]`` a :class:`Source` per token."""
     logprobs: Float32Array
-    """``[L]`` nats; behaviour log-prob of each own token under the sampling distribution, NaN
-    where it isn't known (environment text, expert tokens without recorded log-probs)."""
+    """``[L]`` nats; behaviour log-prob of each own token under the sampling distribution; NaN
+    if it isn't known (environment text, expert tokens without recorded log-probs)."""
     spans: tuple[VersionSpan, ...]
-    """Which version sampled which tokens; empty where nothing was sampled."""
+    """Which version sampled which tokens; empty if nothing was sampled."""
     finish_reason: FinishReason
     """Why it ended."""
     sampling: SamplingParams
     """The distribution that it was drawn from."""
     text: str
-    """The response decoded, special tokens left out: what the grader reads."""
+    """The decoded response without special tokens, as the grader reads it."""
     reward: float | None
-    """The composed reward; None before grading and where the row has no verdict to pay."""
+    """The composed reward; None before grading, and if the row has no verdict to reward."""
     verdict: Verdict | None
-    """What the grader found; None before grading."""
+    """The grader's verdict; None before grading."""
     components: Mapping[str, float | None]
     """Every reward component by name, unweighted, so that re-weighting needs no re-grading."""
     extracted: str | None
-    """The answer that the grader read out of the text."""
+    """The answer that the grader extracted from the text."""
     grader: str | None
-    """``name@version`` of the grader, so that re-grading is possible."""
+    """``name@version`` of the grader, so that samples can be graded again."""
 
     def __post_init__(self) -> None:
         _as_declared(self)
@@ -276,7 +274,7 @@ class Problem(Record, frozen=True, kw_only=True, eq=False):
     prompt_text: str
     """The rendered prompt."""
     prompt_tokens: Int32Array
-    """``[P]`` its token ids."""
+    """``[P]`` token ids of the prompt."""
     gold: str
     """The gold answer as the data set states it."""
     data_source: str
@@ -306,7 +304,7 @@ class ExpertTrace(Record, frozen=True, kw_only=True, eq=False):
     text: str
     """The response as text."""
     tokenizer_digest: str
-    """Digest of the tokenizer that made ``tokens``; another one means: tokenise again."""
+    """Digest of the tokenizer that made ``tokens``; for another tokenizer, tokenise again."""
     reward: float | None
     """The composed reward."""
     verdict: Verdict
@@ -329,30 +327,27 @@ class Group(Record, frozen=True, kw_only=True, eq=False):
     """G responses to one problem: the unit that is leased, committed and trained.
 
     With ``n`` expert traces attached at admission, the policy is asked for ``G - n`` samples;
-    the learner adds the traces when it takes the group. Where traces enter only groups that all
-    failed, the policy is asked for G, and the ledger says at the take which samples give way.
+    the learner adds the traces when it takes the group. If traces enter only groups in which all
+    samples failed, the policy is asked for G, and the ledger says at the take which samples give way.
     """
 
     group_id: str
     """``<pass>-<position>`` in the seeded permutation; see :mod:`tandem.replay.order`."""
     attempt: int
-    """Which lease of this id made it, from 1."""
+    """Number of the lease of this id that made it, from 1."""
     worker: str
     """Member id of the rollout worker."""
     problem_id: str
-    """The problem."""
     prompt_tokens: Int32Array
-    """``[P]`` the prompt."""
+    """``[P]`` token ids of the prompt."""
     prompt_text: str
-    """The prompt as text."""
     gold: str
-    """The gold answer."""
     data_source: str
     """Picks the grader's settings."""
     samples: tuple[Sample, ...]
     """The policy's own samples (some may begin with an expert's prefix)."""
     trace_ids: tuple[str, ...]
-    """Expert traces that fill up the group, or that may replace samples where all failed."""
+    """Expert traces that complete the group, or that may replace samples if all failed."""
     extra: Mapping[str, Plain]
     """The problem's ``extra``."""
 
@@ -372,7 +367,7 @@ class Group(Record, frozen=True, kw_only=True, eq=False):
         worker: str,
         trace_ids: tuple[str, ...],
     ) -> Group:
-        """Samples of a problem, with all that the grader and the learner need to know of it."""
+        """A group of samples of a problem, with all that the grader and the learner need to know about it."""
         return cls(
             group_id=group_id,
             attempt=attempt,
@@ -398,21 +393,18 @@ class GroupSubmission(Record, frozen=True, kw_only=True):
     """Rollout worker to reward pool: grade this group and commit it."""
 
     request_id: int
-    """Counted by the sender; the answer carries it."""
+    """Assigned by the sender; the answer carries it."""
     group: Group
-    """Ungraded."""
+    """The ungraded group."""
 
 
 class GroupReceipt(Record, frozen=True, kw_only=True):
     """Reward pool to rollout worker: the ledger's final word on a submitted group."""
 
     request_id: int
-    """Of the submission."""
+    """The submission's id."""
     group_id: str
-    """Of the group."""
     attempt: int
-    """Of the group."""
     result: CommitResult
-    """What the ledger said."""
     detail: str
-    """Why, where it was rejected."""
+    """Why it was rejected, if it was."""

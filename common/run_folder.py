@@ -2,7 +2,8 @@
 
 ``config.yaml metrics.jsonl samples.jsonl summary.json report.png journal.jsonl model/
 checkpoints/ logs/ redis/ data/ run.json join.json``, ``cut/`` with the metrics and samples of
-steps that were trained again, and ``wandb/ tensorboard/ trackers/`` where those are on. A run's folder, copied while the run is stopped, is the whole run.
+steps that were trained again, and ``wandb/ tensorboard/ trackers/`` if those are on. A copy of the
+folder, made while the run is stopped, is the whole run.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ CONFIG_SEAL = "# xxh3 of what stands above: "
 
 
 class JoinInfo(Record, frozen=True, kw_only=True):
-    """All that a process must know to join a run."""
+    """Everything that a process must know to join a run."""
 
     run_id: str
     """Random name of the run; every key in Redis carries it."""
     host: str
-    """Of redis-server."""
+    """Host of redis-server."""
     port: int
-    """Of redis-server."""
+    """Port of redis-server."""
     db: int = 0
     """Redis database."""
     username: str | None = None
-    """Where an external server wants one."""
+    """User name, if an external server wants one."""
     password: str | None = None
     """Never logged, printed or put on a command line."""
     tls: bool = False
-    """rediss://."""
+    """Whether the URL's scheme is ``rediss://``."""
 
     def __repr__(self) -> str:
         return f"JoinInfo(run_id={self.run_id!r}, host={self.host!r}, port={self.port}, …)"
 
 
 def sync_folder(folder: Path) -> None:
-    """fsync of a folder, so that a file that was made in it is there after a power loss."""
+    """Syncs a folder to disk, so that a file made in it is there after a power loss."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -55,7 +56,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """fsync of every file and folder below, and of the folder."""
+    """Syncs every file and folder below a folder, and the folder itself, to disk."""
     for root, _, names in os.walk(folder):
         for place in [*(os.path.join(root, name) for name in names), root]:
             descriptor = os.open(place, os.O_RDONLY)
@@ -66,7 +67,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def replace_folder(staging: Path, folder: Path) -> None:
-    """Puts a folder in another's place; a reader sees the old, none for a moment, or the new."""
+    """Replaces one folder by another; a reader sees the old one, briefly none, or the new one."""
     aside = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     if folder.exists():
@@ -104,7 +105,7 @@ def read_join(path: Path) -> JoinInfo:
     """Reads a join file.
 
     Raises:
-        DataError: it is missing or isn't one.
+        DataError: it is missing, or isn't a join file.
     """
     try:
         data = path.read_bytes()
@@ -121,9 +122,9 @@ def read_join(path: Path) -> JoinInfo:
 
 
 def wall_seconds(record: Mapping[str, Any]) -> float:
-    """Seconds that a run has been up in its lives, by what its ``run.json`` says.
+    """Seconds that a run has been up, over all its starts, according to its ``run.json``.
 
-    A supervisor that was killed couldn't add up its own: it counts to its last sign of life.
+    A supervisor that was killed couldn't add up its own time: it counts to its last sign of life.
     """
 
     def number(name: str) -> float:
@@ -136,8 +137,6 @@ def wall_seconds(record: Mapping[str, Any]) -> float:
 
 
 class RunFolder:
-    """Paths of one run."""
-
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
         self.config = self.path / "config.yaml"
@@ -166,11 +165,11 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def write_join(self, info: JoinInfo) -> None:
-        """Writes ``join.json``, 0600."""
+        """Writes ``join.json`` with mode 0600."""
         write_private(self.join, json.dumps(sealed(structs.asdict(info))) + "\n")
 
     def read_run(self) -> dict[str, Any]:
-        """``run.json`` (run id, Redis version, state); empty where there is none yet."""
+        """``run.json`` (run id, Redis version, state); empty if there is none yet."""
         try:
             data = self.run_json.read_bytes()
         except FileNotFoundError:
@@ -186,12 +185,12 @@ class RunFolder:
         write_atomic(self.run_json, json.dumps(sealed(content), indent=1) + "\n")
 
     def write_config(self, text: str) -> None:
-        """Replaces ``config.yaml``, whose last line is a comment with the digest of all before it."""
+        """Replaces ``config.yaml``; its last line is a comment with the digest of all before it."""
         digest = xxhash.xxh3_64_hexdigest(text.encode())
         write_atomic(self.config, f"{text}{CONFIG_SEAL}{digest}\n")
 
     def check_config(self) -> None:
-        """Holds ``config.yaml`` against its digest, if it has one.
+        """Compares ``config.yaml`` with its digest, if it has one.
 
         Raises:
             DataError: it isn't as it was written.
@@ -205,5 +204,5 @@ class RunFolder:
             )
 
     def resolve(self, path: str) -> Path:
-        """A path of the config: ``{run}`` is this folder, else relative to the working one."""
+        """A path from the config: ``{run}`` is this folder; otherwise relative to the working directory."""
         return Path(path.replace("{run}", str(self.path))).expanduser()

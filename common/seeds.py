@@ -1,4 +1,4 @@
-"""Random numbers keyed by what they are for, never by worker, attempt or time."""
+"""Random numbers keyed by their purpose, never by worker, attempt or time."""
 
 from __future__ import annotations
 

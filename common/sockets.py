@@ -1,4 +1,4 @@
-"""ZeroMQ sockets with CURVE keys, bound to loopback unless told otherwise."""
+"""ZeroMQ sockets with CURVE keys, bound to loopback unless configured otherwise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .errors import ConfigError, WireError
 from .wire import MAX_MESSAGE_BYTES
 
 HEARTBEAT_MS = 5_000
-"""Between two heartbeats; a peer that is silent for three of them is disconnected."""
+"""Time between two heartbeats; a peer that is silent for three of them is disconnected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class CurveKeys:
     """A key pair, Z85 text of 40 characters each."""
 
     public: str
-    """May be told to anyone who may connect."""
+    """May be given to anyone who may connect."""
     secret: str
     """Stays in the process, in Redis (the client's) or in a 0600 file."""
 
@@ -34,13 +34,13 @@ class CurveKeys:
 
 
 def new_keys() -> CurveKeys:
-    """A fresh key pair."""
+    """A new key pair."""
     public, secret = zmq.curve_keypair()
     return CurveKeys(public=public.decode(), secret=secret.decode())
 
 
 def is_loopback(host: str) -> bool:
-    """True for 127.0.0.0/8, ::1 and localhost."""
+    """Whether it is in 127.0.0.0/8, or ::1 or localhost."""
     if host == "localhost":
         return True
     try:
@@ -54,18 +54,18 @@ _KEY = re.compile("[0-9a-zA-Z.:+=^!/*?&<>()\\[\\]{}@%$#-]{40}")
 
 
 def check_address(who: str, endpoint: Any, public_key: Any) -> None:
-    """Checks what another process says of where it listens, before libzmq is told of it.
+    """Checks where another process claims to listen, before libzmq gets the address.
 
     Args:
         who: its member id, for the error.
         endpoint: ``tcp://host:port``.
-        public_key: Z85 text of 40 characters; None or empty where it has none.
+        public_key: Z85 text of 40 characters; None or empty if it has none.
 
     Raises:
         WireError: nobody can connect to that.
     """
-    found = _ENDPOINT.fullmatch(endpoint) if isinstance(endpoint, str) else None
-    if found is None or not 0 < int(found[2]) < 65536:
+    match = _ENDPOINT.fullmatch(endpoint) if isinstance(endpoint, str) else None
+    if match is None or not 0 < int(match[2]) < 65536:
         raise WireError(
             f"{who} says that it listens at {str(endpoint)[:80]!r}, which isn't tcp://host:port: "
             f"its next heartbeat may say better"
@@ -80,8 +80,8 @@ def check_address(who: str, endpoint: Any, public_key: Any) -> None:
 class Authenticator:
     """Lets only holders of the run's client key connect to this context's servers.
 
-    libzmq's CURVE alone proves the server to the client and encrypts; without this a client
-    with any key of its own would be let in.
+    CURVE alone only proves the server to the client and encrypts; without this, libzmq would let in
+    a client with any key of its own.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], client_public: str) -> None:
@@ -91,7 +91,7 @@ class Authenticator:
         self._thread.configure_curve_callback(credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called with the key of who wants in, as Z85 text (pyzmq has encoded it already)."""
+        """Called with the key of a client that connects, as Z85 text (pyzmq has encoded it already)."""
         return key == self._allowed
 
     def stop(self) -> None:
@@ -102,10 +102,10 @@ class Authenticator:
 def bind_router(
     context: zmq.Context[zmq.Socket[bytes]], host: str, keys: CurveKeys | None
 ) -> tuple[zmq.Socket[bytes], str]:
-    """A ROUTER on an ephemeral port; returns it with its endpoint.
+    """Binds a ROUTER to an ephemeral port; returns it with its endpoint.
 
     Raises:
-        ConfigError: an address beyond loopback without keys.
+        ConfigError: the address is beyond loopback, and there are no keys.
     """
     if keys is None and not is_loopback(host):
         raise ConfigError(
@@ -138,14 +138,14 @@ def connect_dealer(
 ) -> zmq.Socket[bytes]:
     """A DEALER to one server; it queues nothing for a server that isn't connected.
 
-    With ``connect=False`` the caller connects: whoever wants to hear of the handshake has to
-    attach its monitor before that, or may miss it for good.
+    With ``connect=False`` the caller connects: to hear of the handshake, it must attach its monitor
+    before that, or may miss the event for good.
     """
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    # A host that vanishes closes nothing: without these its silence lasts until TCP gives up.
+    # A host that vanishes closes nothing: without these, its silence lasts until TCP gives up.
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -166,9 +166,9 @@ def local_address(interface: str, facing: str | None = None) -> str:
     """The one address of this host that the weight channel binds.
 
     Args:
-        interface: an address or the name of a network interface. An address that is another
-            host's (the setting is shared by the run) stands for the address of this host
-            from which that one, or ``facing``, is reached.
+        interface: an address or the name of a network interface. An address of another host
+            (all hosts of the run share the setting) stands for the address of this host from
+            which that one, or ``facing``, is reached.
         facing: host of the other side.
 
     Raises:
@@ -198,7 +198,7 @@ def local_address(interface: str, facing: str | None = None) -> str:
         return interface
     family = socket.AF_INET6 if wanted.version == 6 else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket sends nothing; it only asks the routing table.
+        # Connecting a datagram socket sends nothing; it only consults the routing table.
         try:
             probe.connect((facing or interface, 9))
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What a process tells of itself: its log, its metrics, and whom it waits for."""
+"""What a process reports about itself: its log, its metrics, and whom it waits for."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def start_log(role: str, level: str = "INFO") -> logging.Logger:
 
 
 class JsonLines:
-    """An append-only ``.jsonl`` file, one flushed line a record; a full disk is waited for.
+    """An append-only ``.jsonl`` file with one flushed line per record; waits while the disk is full.
 
-    Numbers that JSON can't hold (NaN, infinity) are written as null. A last line that a crash
-    cut is taken away first, so that the next record stands on a line of its own.
+    Numbers that JSON can't hold (NaN, infinity) are written as null. If a crash has cut the last line,
+    it is removed first, so that the next record is on a line of its own.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,7 +48,7 @@ class JsonLines:
 
     @classmethod
     def on(cls, stream: TextIO) -> JsonLines:
-        """The same on a stream that is open already, such as standard output."""
+        """The same for a stream that is already open, such as standard output."""
         made = cls.__new__(cls)
         made._file = stream
         return made
@@ -59,8 +59,8 @@ class JsonLines:
         Raises:
             DiskFull: there was no space for too long.
         """
-        # Whoever looks at the file with a terminal's tools is safe, and half a surrogate pair, which
-        # UTF-8 has no bytes for, is an escape too.
+        # Escapes make the file safe to show in a terminal, and also cover half surrogate pairs, which
+        # have no bytes in UTF-8.
         line = printable(json.dumps(_finite(record), ensure_ascii=False))
         if isinstance(self._file, FileIO):
             disk.append(self._file, line.encode() + b"\n", self._path)
@@ -69,7 +69,6 @@ class JsonLines:
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
 
@@ -96,7 +95,7 @@ def _drop_cut_line(path: Path) -> None:
         except (ValueError, RecursionError):
             file.truncate(kept)
         else:
-            file.write(b"\n")  # only the line's end was lost
+            file.write(b"\n")  # only the end of the line was lost
 
 
 def _finite(value: Any) -> Any:
@@ -114,11 +113,11 @@ def _finite(value: Any) -> Any:
 def read_json_lines(
     path: Path, tell: Callable[[str], None] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Records of a ``.jsonl`` file; a last line that was cut by a crash is left out.
+    """Yields the records of a ``.jsonl`` file; a last line that a crash has cut is left out.
 
     Args:
-        path: The file; it may be missing.
-        tell: Called with a sentence about every other line that can't be read, which is left out.
+        path: the file; it may be missing.
+        tell: called with a sentence about every other unreadable line, which is left out.
 
     Raises:
         DataError: a line before the last isn't a JSON object, and there is no ``tell``.
@@ -128,7 +127,7 @@ def read_json_lines(
     except FileNotFoundError:
         return
     with file:
-        # At b"\n" alone: a text may hold other line separators (U+2028), and the cut may have
+        # Split at b"\n" alone: a text may hold other line separators (U+2028), and the cut may have
         # gone through a character.
         for number, line in enumerate(file, 1):
             whole = line.endswith(b"\n")
@@ -146,7 +145,7 @@ def read_json_lines(
 
 
 class Clock:
-    """Shares of a process's time by activity: who was busy, and whom it waited for.
+    """Divides a process's time into activities: when it was busy, and whom it waited for.
 
     >>> clock = Clock()
     >>> with clock.doing("wait/batch"):
@@ -162,7 +161,7 @@ class Clock:
 
     @contextmanager
     def doing(self, activity: str) -> Iterator[None]:
-        """Adds the block's wall seconds to an activity. Names of waits begin ``wait/``."""
+        """Adds the block's wall time in seconds to an activity. Names of waits begin with ``wait/``."""
         begun = [time.perf_counter()]
         entry = (activity, begun)
         self._running.append(entry)
@@ -176,9 +175,9 @@ class Clock:
         self._seconds[activity] = self._seconds.get(activity, 0.0) + spent
 
     def take(self) -> dict[str, float]:
-        """Seconds by activity since the last take, with ``total``, and starts anew.
+        """Returns the seconds by activity since the last call, with ``total``.
 
-        What is still being done counts up to now.
+        An activity that is still going on counts up to now.
         """
         now = time.perf_counter()
         for activity, begun in self._running:

@@ -1,4 +1,4 @@
-"""A wait with a deadline that says, at half of it, who is waited for."""
+"""A wait with a deadline; at half the deadline it logs who is waited for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Wait:
     Args:
         who: party that is waited for.
         what: what it should do, as in "acknowledge version 1.7".
-        seconds: until the deadline.
+        seconds: time until the deadline.
     """
 
     def __init__(self, who: str, what: str, seconds: float) -> None:

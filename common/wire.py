@@ -5,7 +5,7 @@ Frame::
     b"TDM" | schema version, 1 byte | xxh3-64 of the body, 8 bytes little-endian | body
 
 The body is the MessagePack of ``[kind, {field: value}]``. Arrays travel as raw little-endian
-bytes of their declared dtype. Whatever is not exactly that (another version, an unknown kind or
+bytes of their declared dtype. Anything that is not exactly that (another version, an unknown kind or
 field, a missing field, a wrong type, a message that is too long, cut or damaged) is refused
 with a :class:`~tandem.common.errors.WireError` that says which. Nothing is ever unpickled.
 """
@@ -25,12 +25,12 @@ from .plain import UNREADABLE, Record, reason
 from .records import array_dtype
 
 SCHEMA_VERSION = 1
-"""Goes up when a reader of the older version would misread a record. What Redis holds of a run that
-was stopped has the version that wrote it: a new one needs a reader of the old one as well."""
+"""Goes up when a reader of the older version would misread a record. The data that a stopped run has in
+Redis have the version that wrote them, so a new version needs a reader for the old one as well."""
 MAGIC = b"TDM"
 HEADER = struct.Struct("<3sBQ")
 MAX_MESSAGE_BYTES = 64 << 20
-"""Longest message that is read: a group of 64 samples of 32k tokens is under 24 MB."""
+"""Longest message that is read; a group of 64 samples of 32k tokens is under 24 MB."""
 
 R = TypeVar("R")
 
@@ -65,7 +65,7 @@ def encode(record: Any) -> bytes:
     """Encodes one record.
 
     Raises:
-        WireError: a field holds what isn't of its type, or the whole is longer than
+        WireError: a field holds a value of the wrong type, or the message would be longer than
             ``MAX_MESSAGE_BYTES``.
     """
     cls: Any = type(record)
@@ -74,7 +74,7 @@ def encode(record: Any) -> bytes:
         raise WireError(f"a {kind} is no record: only a Record travels")
     try:
         body = _ENCODER.encode((kind, record))
-        # Making a record checks no types: what couldn't be read must fail here, where it was made.
+        # Making a record checks no types, so what couldn't be read must fail here, where it was made.
         _decoder(cls).decode(_BODY.decode(body)[1])
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
         raise WireError(f"a {kind} can't travel: {_unencodable(record)}: {error}") from None
@@ -89,7 +89,7 @@ def encode(record: Any) -> bytes:
 
 
 def _unencodable(record: Any) -> str:
-    """The first field that has no MessagePack."""
+    """The first field that MessagePack can't encode."""
     for name in getattr(record, "__struct_fields__", ()):
         try:
             _ENCODER.encode(getattr(record, name))

@@ -1,13 +1,13 @@
-"""What a config may not ask for, although each of its values is fit: choices that would do nothing,
+"""What a config may not ask for although each of its values is valid: choices that would do nothing,
 or fail only once the run is under way.
 
-Each rule gives the refusal, with the values and the way out, or None. They ask for nothing but the
-config, so that a refusal comes within seconds, before a process starts. What only the data can tell
-is refused at ingest (:mod:`tandem.launch.ingest.prepare`), what only the machine can by the preflight, what only
-the model can by the process that loads it.
+Each rule returns the refusal, with the values and the way out, or None. Rules look only at the
+config, so that a refusal comes within seconds, before a process starts. Problems that only the data
+show are refused at ingest (:mod:`tandem.launch.ingest.prepare`), those of the machine by the preflight, and
+those of the model by the process that loads it.
 
-``RULES`` hold for every config that is made (but for one that is read back from a run's folder, which
-an older version may have begun); ``START_RULES`` besides for a run that a person starts.
+``RULES`` apply to every config that is made (except one that is read back from a run's folder, which
+an older version may have begun); ``START_RULES`` also apply to a run that a person starts.
 """
 
 from __future__ import annotations
@@ -25,32 +25,31 @@ Rule = Callable[[Config], str | None]
 
 
 LEASES_STOP_SHARE = 0.75
-"""Share of ``replay.maxmemory_mb`` that leases may fill, the worst case of those out included."""
+"""Share of ``replay.maxmemory_mb`` that leases may fill, counting the worst case of those that are out."""
 
 
 def group_bytes(config: Config) -> int:
-    """Worst case of one group's payload: of a response 4 bytes a token for its id, 4 for its log-prob, 1
-    for its source, and about 6 of text; of a prompt 4 and 6."""
+    """Worst case of one group's payload in bytes: per response token 4 for its id, 4 for its log-prob, 1
+    for its source, and about 6 of text; per prompt token 4 and 6."""
     response = 15 * config.rollout.max_new_tokens
     return config.rollout.group_size * response + 10 * config.data.max_prompt_tokens
 
 
 def own_rows(config: Config) -> int:
-    """Least own samples that a worker is asked for in a group: traces that enter after grading, or that
-    samples only begin with, take the place of none."""
+    """Least number of own samples that a worker is asked for in a group. Traces that enter after grading,
+    or that samples only begin with, don't reduce it."""
     expert = config.expert
     instead = expert.prefix is None and expert.when == "always"
     return config.rollout.group_size - (expert.per_group if instead else 0)
 
 
 def longest_row(config: Config) -> int:
-    """Tokens that the forward pass of the longest possible row reads: prompt and response, but for
-    the last token, after which nothing is predicted. Traces over the limits are left out at ingest."""
+    """Tokens that the forward pass of the longest possible row reads: prompt and response without the
+    last token, after which nothing is predicted. Traces over the limits are left out at ingest."""
     return config.data.max_prompt_tokens + config.rollout.max_new_tokens - 1
 
 
 def rows_of_group(config: Config) -> int:
-    """Rows of a whole group."""
     return config.rollout.group_size if _online(config) else 1
 
 
@@ -153,7 +152,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def why_refused(config: Config) -> str | None:
-    """The first refusal of :data:`RULES`, or None."""
+    """The first refusal by :data:`RULES`, or None."""
     return _first(RULES, config)
 
 
@@ -164,10 +163,10 @@ def micro_batch_refusal(config: Config, *, unit: str, what: str = "") -> str | N
     """Why the budget of a micro-batch can't hold every unit that may come; None if it can.
 
     Args:
-        config: The run's.
-        unit: What the objective splits nowhere: a row, or a pair or group, which take the rows of a
+        config: the run's config.
+        unit: what the objective never splits: a row, or a pair or group, which take the rows of a
             whole group.
-        what: The objective, for the message.
+        what: names the objective in the message.
     """
     rows = 1 if unit == "row" else rows_of_group(config)
     least = rows * longest_row(config)
@@ -347,8 +346,8 @@ def _evaluations(config: Config) -> str | None:
         )
     if evaluate.samples > 1 and evaluate.temperature == 0:
         return (
-            f"evaluate.samples={evaluate.samples} at evaluate.temperature=0 are so many equal "
-            f"responses: set evaluate.temperature=1, or evaluate.samples=1"
+            f"evaluate.samples={evaluate.samples} at evaluate.temperature=0 are all the same "
+            f"response: set evaluate.temperature=1, or evaluate.samples=1"
         )
     return None
 
@@ -420,7 +419,7 @@ START_RULES: tuple[Rule, ...] = (
 
 
 def why_not_started(config: Config) -> str | None:
-    """The first refusal of :data:`START_RULES`, or None."""
+    """The first refusal by :data:`START_RULES`, or None."""
     return _first(START_RULES, config)
 
 

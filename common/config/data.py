@@ -16,11 +16,11 @@ class SourceConfig(Section):
     name: str | None = None
     """Short name for metrics and ids; None = the file's stem."""
     weight: Positive = 1
-    """Problems taken from this source for each ``weight`` of the others."""
+    """Problems that are taken from this source for each ``weight`` of the others."""
 
     @property
     def short_name(self) -> str:
-        """The name given, or the stem of its path."""
+        """The given name, or the stem of the path."""
         return self.name or Path(self.path).stem
 
 
@@ -28,18 +28,18 @@ class EvalSetConfig(Section):
     """One held-out set."""
 
     path: str
-    """Parquet; ``{run}`` stands for the run's folder."""
+    """A parquet file; ``{run}`` stands for the run's folder."""
     name: str = "heldout"
-    """Names its metrics."""
+    """Name of the set in metrics."""
     limit: Positive | None = None
-    """First so many problems; None = all."""
+    """Use only this many problems, the first ones; None = all."""
 
 
 class DataConfig(Section):
     """Problems, expert traces and held-out sets."""
 
     train: tuple[SourceConfig, ...] = ()
-    """Mixed by ``weight``, each in its own seeded permutation."""
+    """Sources of problems, mixed by ``weight``, each in its own seeded permutation."""
     evaluate: tuple[EvalSetConfig, ...] = ()
     """Held-out sets."""
     miniature: Literal["hard", "easy"] | None = None
@@ -47,12 +47,12 @@ class DataConfig(Section):
     miniature_traces: NonNegative = 4
     """Expert traces that exist in the miniature's hard setting."""
     miniature_fresh: Positive = 1200
-    """Problems without a trace that the miniature writes."""
+    """Number of problems without a trace that the miniature writes."""
     system_prompt: str | None = None
-    """Put before the messages of a row that has none of its own."""
+    """A system prompt for rows that have none of their own."""
     max_prompt_tokens: Positive = 1024
-    """A longer prompt is refused at ingest (``overlong``)."""
+    """Greatest length of a prompt in tokens; ``overlong`` says what happens to longer ones."""
     overlong: Literal["drop", "refuse"] = "drop"
-    """Drop (and count) or refuse prompts and traces over their limits; never cut them."""
+    """Drop (and count) or refuse prompts and traces that are over their limits; they are never cut."""
     bad_golds: Literal["refuse", "drop"] = "refuse"
     """Refuse, or drop (and count), problems whose gold answer the grader can't read."""

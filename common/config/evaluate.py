@@ -13,18 +13,18 @@ class EvaluateConfig(Section):
     """Evaluation on the held-out sets during a run."""
 
     every: NonNegative = 0
-    """Steps between evaluations by a rollout worker; 0 = none in between."""
+    """Steps from one evaluation by a rollout worker to the next; 0 = none during the run."""
     at_start: bool = True
-    """Evaluate the base model: ``accuracy_before``."""
+    """Evaluate the base model, for ``accuracy_before``."""
     at_end: bool = True
-    """Evaluate the trained model: ``accuracy_after``."""
+    """Evaluate the trained model, for ``accuracy_after``."""
     limit: Positive | None = None
-    """Problems of the evaluations in between; first and last use the whole set."""
+    """Number of problems in evaluations during the run; the first and the last use the whole set."""
     exact: bool = False
-    """The learner waits for each evaluation, so that it is of exactly that step."""
+    """Whether the learner waits for each evaluation, so that it measures exactly that step's weights."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
-    """0 = greedy."""
+    """Sampling temperature; 0 = greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus that responses are sampled from; at temperature 0 the most likely token is in any."""
+    """Share of the probability that responses are sampled from; has no effect at temperature 0."""
     samples: Positive = 1
-    """Responses a problem; accuracy is their mean (avg@k)."""
+    """Responses per problem; accuracy is their mean (avg@k)."""

@@ -12,18 +12,18 @@ class ExpertConfig(Section):
     """How expert traces enter groups."""
 
     per_group: NonNegative = 0
-    """Traces that take the place of own samples, where a problem has any (LUFFY: 1)."""
+    """Number of traces that take the place of own samples, if the problem has any (LUFFY: 1)."""
     when: Literal["always", "all_failed"] = "always"
-    """``always``: traces are chosen at admission, and so many own samples fewer are asked for.
-    ``all_failed``: all G own samples are asked for, and where not one of them is correct, traces
-    replace some, drawn by key."""
+    """``always``: traces are chosen at admission, and that many fewer own samples are asked for.
+    ``all_failed``: all G own samples are asked for, and if none of them is correct, traces
+    replace some of them, drawn by key."""
     accept: tuple[str, ...] = ("correct",)
-    """Verdicts that a trace must have to enter."""
+    """Verdicts with which a trace may enter."""
     negative: bool = False
     """Let expert tokens with a negative advantage into the loss."""
     prefix: PrefixSchedule | None = None
-    """Samples begin with a part of a trace and the policy goes on; None = traces enter whole. Which
-    part: ``fixed``: evenly spaced from ``prefix_low`` to ``prefix_high``; ``random``: drawn between
+    """How samples begin with a part of a trace that the policy continues; None = traces enter whole.
+    ``fixed``: evenly spaced from ``prefix_low`` to ``prefix_high``; ``random``: drawn between
     them; ``linear``: from ``prefix_high`` down to 0; ``linear_max`` and ``reverse_linear``: drawn
     from 0 to a greatest share that falls, or grows, by tenths; ``cosine``: drawn between a least
     share, which falls to ``prefix_low`` on half a cosine, and ``prefix_high`` (Prefix-RFT)."""

@@ -1,4 +1,4 @@
-"""Trees of presets, overrides and stored runs made into a config, and back into YAML."""
+"""Turns trees of presets, overrides and stored runs into a config, and a config back into YAML."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def valid_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section of a field that is one, or one that may be null."""
+    """The section class of a field that holds one, or may be null instead."""
     parts = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     return next((p for p in parts if isinstance(p, type) and issubclass(p, BaseModel)), None)
 
 
 def nearest_key(key: str) -> str:
-    """`` — did you mean …?`` for a mistyped key, or what the section holds."""
+    """`` — did you mean …?`` for a mistyped key, or the keys that the section holds."""
     keys = valid_keys()
     sections = sorted({k.rpartition(".")[0] for k in keys} - {""})
-    # The right name in the wrong place (learner.lr) says more than letters that look alike.
+    # The right name in the wrong place (learner.lr) says more than similar letters.
     last = key.rpartition(".")[2]
     close = [k for k in keys if k.rpartition(".")[2] == last]
     close = [k for k in close if k.partition(".")[0] == key.partition(".")[0]] or close
@@ -54,7 +54,7 @@ def nearest_key(key: str) -> str:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """``a.b=c`` as key and value; the value is read as YAML."""
+    """Splits ``a.b=c`` into key and value; the value is read as YAML."""
     key, equals, raw = text.partition("=")
     key = key.strip()
     if not equals or not key:
@@ -91,14 +91,14 @@ def build(
 ) -> Config:
     """Validates a preset's tree with overrides put over it.
 
-    What the tree holds for another objective or engine than the config's is left out
-    (:func:`unread_keys`); as an override it is refused.
+    Keys of the tree that belong to another objective or engine than the config's are left out
+    (:func:`unread_keys`); as overrides they are refused.
 
     Args:
-        tree: Sections of a preset.
-        overrides: ``a.b=c``, later ones win.
-        stored: The tree is of a run that was begun before, maybe by a version that refused less
-            (:mod:`tandem.common.config.choices`).
+        tree: sections of a preset.
+        overrides: ``a.b=c``; later ones win.
+        stored: whether the tree is from a run that was begun before, maybe by a version that refused
+            less (:mod:`tandem.common.config.choices`).
 
     Raises:
         ConfigError: an unknown key, a wrong type or values that don't go together; the
@@ -117,8 +117,8 @@ def build(
 
 
 def unread_keys(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> list[str]:
-    """Keys of a preset that :func:`build` leaves out, since the objective or engine that the config
-    has reads no such key."""
+    """Keys of a preset that :func:`build` leaves out, because the config's objective or engine doesn't
+    read them."""
     return _merged(tree, overrides)[1]
 
 
@@ -126,14 +126,14 @@ def with_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
     """A preset's tree with overrides put over it, not yet validated.
 
     Raises:
-        ConfigError: what isn't an override, or names an item of a list that isn't there.
+        ConfigError: something isn't an override, or names an item of a list that doesn't exist.
     """
     return _merged(tree, overrides)[0]
 
 
 def _merged(tree: Mapping[str, Any], overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
     given = [parse_override(text) for text in overrides]
-    # Before any override is put into it, so that their order is no matter.
+    # Done before any override is applied, so that their order doesn't matter.
     below, left_out = _of_kinds(tree, _put(copied(tree), given))
     return _put(below, given), left_out
 
@@ -150,14 +150,14 @@ def _put(tree: dict[str, Any], given: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def of_kinds(tree: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """What a tree has for the objective and the engine that another one names."""
+    """The part of a tree that the objective and the engine named by another tree read."""
     return _of_kinds(tree, other)[0]
 
 
 def _of_kinds(
     tree: Mapping[str, Any], other: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """That tree, and the keys that were left out."""
+    """The same tree, and the keys that were left out."""
     kept, left_out = copied(tree), []
     name = str(_objective(other).get("name", DEFAULT))
     if section := _objective(kept):
@@ -186,15 +186,15 @@ def _explain(error: ValidationError, objective: Any) -> str:
     for problem in error.errors():
         place = [str(part) for part in problem["loc"]]
         if place[:2] == ["learner", "objective"]:
-            # The name of the objective's class is no part of the key.
+            # The name of the objective's class isn't part of the key.
             del place[2:3]
         key, value = ".".join(place), problem.get("input")
         if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
             lines.append(_unknown(key, objective))
         elif problem["type"] == "value_error":
-            said = str(problem.get("ctx", {}).get("error", problem["msg"]))
+            message = str(problem.get("ctx", {}).get("error", problem["msg"]))
             shown = f"{key}: " if isinstance(value, Mapping) else f"{key}={value!r}: "
-            lines.append(f"{shown}{said}" if key else said)
+            lines.append(f"{shown}{message}" if key else message)
         else:
             lines.append(f"{key}={value!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}")
     return "; ".join(lines)
@@ -211,7 +211,7 @@ def _unknown(key: str, objective: Any) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A preset file as a tree.
+    """Reads a preset file as a tree.
 
     Raises:
         ConfigError: it is missing, or isn't a YAML mapping.
@@ -243,5 +243,5 @@ def read_config(text: str) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved tree, all defaults written out, as it is saved in the run's folder."""
+    """The resolved tree with all defaults written out, as it is saved in the run's folder."""
     return yaml_text(config.model_dump(mode="json"))

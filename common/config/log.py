@@ -1,4 +1,4 @@
-"""``log``: what is told and kept."""
+"""``log``: what is reported and kept."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from .section import NonNegative, Positive, Section
 
 
 def _on_or_off(value: Any) -> Any:
-    """YAML reads a bare ``off`` as false and ``on`` as true."""
+    """Undoes YAML's reading of a bare ``off`` as false and ``on`` as true."""
     return {True: "online", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class LogConfig(Section):
-    """What is told and kept."""
+    """What is reported and kept."""
 
     every: Positive = 10
-    """Steps between progress lines."""
+    """Steps from one progress line to the next."""
     samples_per_step: NonNegative = 2
-    """Groups of every step that ``samples.jsonl`` keeps as text."""
+    """Number of groups of every step that ``samples.jsonl`` keeps as text."""
     level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
-    """Of the processes' log files."""
+    """Level of the processes' log files."""
     wandb: Annotated[Literal["off", "offline", "online"], BeforeValidator(_on_or_off)] = "off"
-    """Weights & Biases; ``online`` without an API key goes offline, to be synchronised later."""
+    """Weights & Biases; without an API key, ``online`` works offline, to be synchronised later."""
     wandb_project: str = "tandem"
-    """Project name there."""
+    """Project in Weights & Biases."""
     tensorboard: bool = False
-    """TensorBoard event files in the run's folder."""
+    """Whether TensorBoard event files are written into the run's folder."""

@@ -13,7 +13,7 @@ class ModelConfig(Section):
     path: str = "miniature"
     """A Hugging Face folder, a hub name, or ``miniature`` for the model that is shipped."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the learner's forward and backward; master weights stay fp32."""
+    """Dtype of the learner's forward and backward pass; master weights stay fp32."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """``auto``: flash_attention_2 where CUDA and the package are there, else sdpa; eager where sdpa
-    can't do what the model does (a cap of the scores, attention sinks)."""
+    """``auto``: flash_attention_2 if CUDA and the package are there, else sdpa; eager if sdpa
+    can't do what the model needs (a cap of the scores, attention sinks)."""

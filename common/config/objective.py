@@ -25,4 +25,4 @@ else:
         Union[tuple(Annotated[kind, Tag(kind.__name__)] for kind in _KINDS)],  # noqa: UP007
         Discriminator(_kind),
     ]
-    """Of the class that its ``name`` says."""
+    """The section of the class that its ``name`` selects."""

@@ -11,24 +11,24 @@ class ReplayConfig(Section):
     """The ledger."""
 
     redis_url: str | None = None
-    """An existing server (``redis://host:port/db``); None starts one in the run's folder."""
+    """URL of an existing server (``redis://host:port/db``); None starts one in the run's folder."""
     groups_per_step: Positive = 8
-    """B: groups of one learner step."""
+    """B: groups per learner step."""
     max_staleness: NonNegative = 1
     """η: greatest age, in steps, of the oldest token that is trained on."""
     window: Positive = 1
-    """Steps within which groups may be taken out of order; 1 = strict order of ids."""
+    """Number of steps within which groups may be taken out of order; 1 = strict order of ids."""
     late: Literal["drop", "wait"] = "wait"
-    """What a cut does about the oldest unfinished group when it would become too stale."""
+    """What a cut does with the oldest unfinished group when it would become too stale."""
     lease_seconds: Seconds = 120.0
-    """A lease that isn't renewed for so long goes to the next worker."""
+    """A lease that isn't renewed for this long goes to the next worker."""
     group_deadline_seconds: Seconds = 1800.0
-    """Absolute cap on one lease, renewals included."""
+    """Absolute limit of one lease, renewals included."""
     max_attempts: Positive = 5
-    """Failed attempts after which a group is rejected and listed."""
+    """Number of failed attempts after which a group is rejected and listed."""
     max_inflight: Positive = 4096
     """Greatest number of leases at a time."""
     durability: Literal["process", "power"] = "process"
-    """``process`` survives any SIGKILL; ``power`` syncs every write."""
+    """``process`` survives any SIGKILL; ``power`` syncs every write to disk."""
     maxmemory_mb: Positive = 2048
-    """Memory of the server that is started."""
+    """Memory limit of the server that is started, MiB."""

@@ -1,4 +1,4 @@
-"""What a resumed run may change of its config."""
+"""The settings that a resumed run may change."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ CHANGEABLE: tuple[str, ...] = (
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested tree as ``{"a.b.c": value}``; lists are leaves."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            found.update(leaves(value, f"{name}."))
+            values.update(leaves(value, f"{name}."))
         else:
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

@@ -11,11 +11,11 @@ from ..import_path import is_import_path
 from .section import NonNegative, Positive, Seconds, Section
 
 ENGINES = ("auto", "torch", "vllm")
-"""Engines by name; any other is named by its import path."""
+"""Engines by name; any other engine is named by its import path."""
 
 
 def may_be_vllm(engine: Any) -> bool:
-    """Whether ``rollout.engine`` is vLLM, or may turn out to be."""
+    """Whether ``rollout.engine`` is vLLM, or may resolve to it."""
     return engine in ("auto", "vllm")
 
 
@@ -38,16 +38,16 @@ VLLM_SETTINGS = {
     "kv_cache_memory_bytes": "rollout.vllm.kv_cache_mb",
     "data_parallel_size": "rollout.workers",
 }
-"""Engine arguments of vLLM's that are settings of Tandem's."""
+"""vLLM's engine arguments that are settings of Tandem's, with these settings."""
 VLLM_FIXED = ("generation_config", "logprobs_mode", "skip_tokenizer_init", "worker_extension_cls")
-"""Those on whose values its correctness rests."""
+"""Arguments of vLLM's on which the correctness of log-probs and weights depends."""
 
 VLLM_RANKS = ("tensor_parallel_size", "pipeline_parallel_size")
-"""Their product is an engine's ranks."""
+"""Arguments whose product is the number of an engine's ranks."""
 
 
 def _no_settings(args: Mapping[str, Any]) -> Mapping[str, Any]:
-    """vLLM's arguments, none of which Tandem sets itself."""
+    """Checks that vLLM's arguments include none that Tandem sets itself."""
     for name in args:
         if name in VLLM_SETTINGS:
             raise ValueError(f"{name} is set by {VLLM_SETTINGS[name]}")
@@ -62,24 +62,23 @@ class VllmConfig(Section):
     """The vLLM engine of a rollout worker; not read by the torch engine."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of each GPU's memory for weights and keys and values; lower where a learner shares
-    the card."""
+    """Share of each GPU's memory for weights and KV cache; lower it if a learner shares the GPU."""
     kv_cache_mb: Positive | None = None
-    """Memory for keys and values, MiB; None = what ``gpu_memory_utilization`` leaves, and 1024
+    """Memory for keys and values, MiB; None = what ``gpu_memory_utilization`` leaves, or 1024
     without a GPU."""
     max_model_len: Positive | None = None
-    """Most tokens of prompt and response; None = ``data.max_prompt_tokens`` and
-    ``rollout.max_new_tokens`` together."""
+    """Greatest number of tokens of prompt and response; None = ``data.max_prompt_tokens`` plus
+    ``rollout.max_new_tokens``."""
     max_num_seqs: Positive | None = None
-    """Most samples that run at a time; None = those of ``groups_per_batch`` groups, and at least
-    256."""
+    """Greatest number of samples that run at a time; None = the samples of ``groups_per_batch``
+    groups, but at least 256."""
     enforce_eager: bool | None = None
-    """Without compilation and CUDA graphs: a quicker start, slower sampling. None = only without
-    a GPU."""
+    """Whether to run without compilation and CUDA graphs, for a quicker start and slower sampling;
+    None = only without a GPU."""
     start_seconds: Seconds = 900.0
-    """Deadline for vLLM to load the model and to be ready."""
+    """Deadline for vLLM to load the model and be ready."""
     args: Annotated[Mapping[str, Any], AfterValidator(_no_settings)] = Field(default_factory=dict)
-    """Further fields of vLLM's ``AsyncEngineArgs``, passed on as they are, such as
+    """Further fields of vLLM's ``AsyncEngineArgs``, passed on unchanged, such as
     ``quantization: fp8`` or, for ranks on CPUs, ``tensor_parallel_size: 2``."""
 
 
@@ -87,37 +86,38 @@ class RolloutConfig(Section):
     """Rollout workers and what they sample."""
 
     engine: EngineName = "auto"
-    """``auto``: vLLM where it is installed and a GPU is there, else the torch engine. ``torch``,
+    """``auto``: vLLM if it is installed and there is a GPU, else the torch engine. ``torch``,
     ``vllm``, or ``package.module:factory``, an engine of your own (:mod:`tandem.rollout.engines`)."""
     workers: NonNegative = 1
-    """Processes that ``start_all.sh`` starts."""
+    """Number of workers that ``start_all.sh`` starts."""
     gpus_per_worker: Positive = 1
-    """Tensor-parallel size of each engine, where there are GPUs."""
+    """Tensor-parallel size of each engine, if there are GPUs."""
     group_size: Positive = 8
     """G: rows of a group, expert traces included."""
     groups_per_batch: Positive = 8
-    """Most groups that one worker holds at a time."""
+    """Greatest number of groups that one worker holds at a time."""
     max_new_tokens: Positive = 1024
-    """Most tokens of a response."""
+    """Greatest number of tokens of a response."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    """Of training rollouts; vLLM takes none over 2."""
+    """Sampling temperature of training rollouts; vLLM takes at most 2."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Training refuses anything under 1 (the learner's log-probs are over all tokens)."""
     threads: Positive = 1
     """CPU threads of one worker."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the engine's weights and arithmetic, and so of new weights on their way to it; None =
+    """Dtype of the engine's weights and arithmetic, and so of new weights on their way to it; None =
     ``model.dtype``."""
     recompute_kv: bool = True
-    """Recompute the KV cache of running requests when the weights change."""
+    """Whether the KV cache of running requests is recomputed when the weights change."""
     update_wait_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """Longest that new weights wait for the running samples to end before they change them in
-    flight; meanwhile no sample begins. Pays where samples are short and the cache dear."""
+    """How long new weights may wait for running samples to end before they replace the old ones in
+    flight; no sample begins in the meantime. Worthwhile if samples are short and recomputing the
+    cache is expensive."""
     groups_ahead: NonNegative = 0
-    """Groups leased beyond ``groups_per_batch``, so that the engine never waits for a lease;
-    they need ``replay.max_staleness`` of 2 or more to be admitted while a step is trained on."""
+    """Number of groups leased beyond ``groups_per_batch``, so that the engine never waits for a lease;
+    needs ``replay.max_staleness`` of 2 or more to have them admitted while a step is trained on."""
     vllm: VllmConfig | None = VllmConfig()
-    """Settings of the vLLM engine; null where ``engine`` is another one."""
+    """Settings of the vLLM engine; null if ``engine`` is another one."""
 
     @model_validator(mode="before")
     @classmethod

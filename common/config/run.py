@@ -1,4 +1,4 @@
-"""``run``: what the run is called, where it lives and how long it goes."""
+"""``run``: what the run is called, where its folder is and how long it goes on."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from .section import NonNegative, Positive, Section
 
 
 class RunConfig(Section):
-    """What the run is called, where it lives and how long it goes."""
+    """What the run is called, where its folder is and how long it goes on."""
 
     dir: str | None = None
     """The run's folder; None = ``runs/<preset>``."""
     seed: int = 0
-    """Seeds the order of problems, sampling noise and mixing."""
+    """Seed of the order of problems, sampling noise and mixing."""
     steps: NonNegative | None = None
-    """Ledger batches to train on. Set this or ``passes``."""
+    """Number of ledger batches to train on. Set this or ``passes``."""
     passes: Positive | None = None
-    """Passes over the data; the last step may then be short."""
+    """Number of passes over the data; the last step may then be short."""
     deterministic: bool = False
-    """The same seed gives the same parameters bit for bit, whoever is killed on the way: on-policy,
-    one group an engine batch, no group deadline (what :data:`DETERMINISTIC` lists is set so). Holds
-    for the torch engine on CPUs with as many threads and ranks; slower. One clock is left: a text
-    on which a grader hangs."""
+    """Whether the same seed gives the same parameters bit for bit, whichever processes are killed on the
+    way: on-policy, one group per engine batch, no group deadline (:data:`DETERMINISTIC` lists what is
+    set). Holds for the torch engine on CPUs with the same number of threads and ranks; slower. One
+    dependence on time is left: a text on which a grader hangs."""

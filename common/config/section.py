@@ -1,4 +1,4 @@
-"""What all sections of the configuration are made of."""
+"""The base of all sections of the configuration."""
 
 from __future__ import annotations
 

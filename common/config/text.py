@@ -1,7 +1,7 @@
 """YAML as Tandem reads and writes it: presets, overrides and the settings of stored runs.
 
-It is PyYAML's safe YAML with one difference: numbers with an exponent are those of YAML 1.2, so that
-``1e-6`` is a number as it is everywhere else. What is written is quoted by the same rule.
+It is PyYAML's safe YAML with one difference: numbers with an exponent are read as in YAML 1.2, so
+that ``1e-6`` is a number as it is everywhere else. Text is quoted by the same rule when written.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class _Dumper(yaml.SafeDumper):
 
 
 def parse_yaml(text: str, what: str) -> Any:
-    """The values of a YAML document, as plain dicts, lists and scalars that share nothing.
+    """Reads a YAML document as plain dicts, lists and scalars that share nothing.
 
     Args:
-        text: The document.
-        what: Names it in the error.
+        text: the document.
+        what: names it in the error.
 
     Raises:
         ConfigError: it can't be read, or is larger than any config.
@@ -64,13 +64,13 @@ def parse_yaml(text: str, what: str) -> Any:
 
 
 def copied(node: Any, counted: Iterator[int] | None = None, depth: int = 0) -> Any:
-    """A tree that can be changed without changing the one that it was made of.
+    """A deep copy of a tree.
 
     Raises:
         ConfigError: it has more than :data:`MOST_NODES` values or :data:`MOST_LEVELS` levels.
     """
     counted = itertools.count() if counted is None else counted
-    # YAML's anchors can make a small file a tree without end.
+    # YAML's anchors can turn a small file into an endless tree.
     if next(counted) > MOST_NODES or depth > MOST_LEVELS:
         raise ConfigError(
             f"a config of more than {MOST_NODES:,} values or {MOST_LEVELS} levels: do its YAML "
@@ -84,9 +84,9 @@ def copied(node: Any, counted: Iterator[int] | None = None, depth: int = 0) -> A
 
 
 def yaml_text(tree: Any, *, width: int | None = None) -> str:
-    """A tree as YAML that is safe to look at and reads back as it was.
+    """A tree as YAML that is safe to display and reads back unchanged.
 
-    Where it holds what can't be seen, all that isn't ASCII is written as escapes.
+    If it holds invisible characters, everything outside ASCII is written as escapes.
     """
     text = _dumped(tree, width, allow_unicode=True)
     return text if printable(text) == text else _dumped(tree, width, allow_unicode=False)

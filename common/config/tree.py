@@ -1,4 +1,4 @@
-"""The whole tree of a run, and what its sections ask of one another."""
+"""The whole config of a run, and what its sections require of one another."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ DETERMINISTIC: Mapping[str, Any] = {
     # A sample's last bits depend on what else is in the engine's batch.
     "rollout.groups_per_batch": 1,
     "rollout.groups_ahead": 0,
-    # A year: a slow worker must not change a group.
+    # A year, since a slow worker must not change a group.
     "replay.group_deadline_seconds": 31_536_000.0,
 }
-"""What ``run.deterministic=true`` sets, whatever the preset says."""
+"""Settings that ``run.deterministic=true`` makes, whatever the preset says."""
 
 
 class Config(Section):
-    """The whole tree of a run."""
+    """The whole config of a run."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
@@ -53,14 +53,14 @@ class Config(Section):
 
     @property
     def engine_dtype(self) -> str:
-        """Of the engines' weights."""
+        """Dtype of the engines' weights."""
         return self.rollout.dtype or self.model.dtype
 
     def zero_stage(self, ranks: int | None = None) -> int:
-        """The ZeRO stage that is run by so many ranks; None = those of the config.
+        """The ZeRO stage that ``ranks`` ranks actually run; None = the config's ranks.
 
         One float32 rank has nothing to partition, and stages 1 and 2 would only copy gradients and
-        parameters to and fro (on the miniature 3 ms an update).
+        parameters back and forth (3 ms per update on the miniature).
         """
         stage, ranks = self.learner.zero_stage, ranks or self.learner.ranks
         alone = ranks == 1 and self.model.dtype == "float32"

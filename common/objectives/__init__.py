@@ -1,10 +1,10 @@
-"""The built-in objectives: the keys that each reads with its defaults, equation, source, when to use it.
+"""The built-in objectives: the keys that each reads with their defaults, equation, source, when to use it.
 
-Each name is a class of :mod:`.plain`, :mod:`.stale`, :mod:`.experts` or :mod:`.preferences`, made of the
-groups of keys in :mod:`.keys`; an objective of a user's own is :class:`.own.OwnObjective`. They are what
-the config holds under ``learner.objective`` and what an objective of the learner
-(:mod:`tandem.learner.objectives`) gets as its settings. ``docs/objectives.md`` is made of them. Nothing
-here imports torch or pydantic.
+Each name is a class in :mod:`.plain`, :mod:`.stale`, :mod:`.experts` or :mod:`.preferences`, made of the
+groups of keys in :mod:`.keys`; an objective of a user's own is :class:`.own.OwnObjective`. The config
+holds an instance under ``learner.objective``, and an objective of the learner
+(:mod:`tandem.learner.objectives`) gets it as its settings. ``docs/objectives.md`` is made from them.
+Nothing here imports torch or pydantic.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ OBJECTIVES: Mapping[str, type[ObjectiveConfig]] = MappingProxyType(
 )
 """Built-in values of ``learner.objective.name``."""
 DEFAULT = "grpo"
-"""The name where a config gives none."""
+"""The name that is used if a config gives none."""
 
 
 def kind_of(name: str) -> type[ObjectiveConfig]:
-    """The class of a name; one that isn't built in is an objective of the user's own."""
+    """The class for a name; a name that isn't built in is an objective of the user's own."""
     return OBJECTIVES.get(name, OwnObjective)
 
 
 def reads(kind: type[ObjectiveConfig]) -> tuple[str, ...]:
-    """Keys of an objective, besides its name."""
+    """Keys of an objective, apart from its name."""
     return tuple(one.name for one in fields(kind) if one.name != "name")
 
 
@@ -87,11 +87,11 @@ def sets(kind: type[ObjectiveConfig]) -> dict[str, Any]:
 KEYS: frozenset[str] = frozenset(
     key for kind in (*OBJECTIVES.values(), OwnObjective) for key in reads(kind)
 )
-"""Every key that some objective reads."""
+"""Every key that at least one objective reads."""
 
 
 def check_name(name: str) -> None:
-    """Raises ``ConfigError`` for what is neither a built-in name nor looks like an import path."""
+    """Raises ``ConfigError`` for a name that is neither built in nor an import path."""
     if name in OBJECTIVES or is_import_path(name):
         return
     near = difflib.get_close_matches(name, OBJECTIVES, n=1, cutoff=0.5)
@@ -102,8 +102,7 @@ def check_name(name: str) -> None:
 
 
 def renamed(section: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A section ``learner.objective`` for another name: what the new name sets by itself is left to
-    it, since the section set it for the old one.
+    """A section ``learner.objective`` under another name, without the keys that the new name sets itself.
 
     >>> renamed({"name": "luffy", "advantage": "group_mean", "dual_clip": 2.0}, "reinforce_pp")
     {'name': 'reinforce_pp', 'dual_clip': 2.0}

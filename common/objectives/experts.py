@@ -107,7 +107,7 @@ class ExGrpo(Expert, Clipped):
 
     name: Literal["exgrpo"] = "exgrpo"
     replay_share: Share = 0.5
-    """ρ of exgrpo: weight of the groups with a replayed row."""
+    """Weight ρ in exgrpo of the groups with a replayed row."""
 
     equation = "L = (1 − ρ) L_GRPO(fresh groups) + ρ L_LUFFY(groups with a replayed row), w* = π_θ/π_past as recorded"
     source = "arXiv 2510.02245; buckets as in its code: tandem.learner.recipes.as_published.bucket_weights"
@@ -122,13 +122,13 @@ class Chord(Clipped):
 
     name: Literal["chord"] = "chord"
     mu_peak: Share = 0.9
-    """μ of chord at its greatest."""
+    """Greatest value of chord's μ."""
     mu_valley: Share = 0.05
-    """μ of chord in the end."""
+    """Final value of chord's μ."""
     mu_warmup_steps: Steps = 0
-    """Steps to the peak."""
+    """Steps to the peak of μ."""
     mu_decay_steps: Steps = 200
-    """Steps from the peak to the valley."""
+    """Steps from the peak of μ to the valley."""
 
     equation = (
         "L = (1 − μ) L_GRPO(own) + μ mean_expert( −sg(p (1 − p)) log π_θ ), μ: warm-up, then cosine"
@@ -144,7 +144,7 @@ class RlPlus(Unclipped, ExpertWeight, Clipped):
 
     name: Literal["rl_plus"] = "rl_plus"
     exploration_power: NonNegative = 0.5
-    """γ of rl_plus: A (1 − π_θ)^γ."""
+    """Exponent γ of rl_plus in A (1 − π_θ)^γ."""
 
     equation = "L = agg( own: −A ρ; expert: −A (1 − sg π_θ)^γ · 2 π_θ / (½ (π_prox + 1) + π_prox) )"
     source = "arXiv 2508.00222, as in its code (github.com/YihongDong/RL-PLUS: γ = 0.5, no clip)"
@@ -176,7 +176,7 @@ class PrefixRft(ExpertWeight, Clipped):
 
     name: Literal["prefix_rft"] = "prefix_rft"
     entropy_share: PositiveShare = 0.2
-    """Share of a prefix's tokens, those of greatest entropy, that prefix_rft learns from."""
+    """Share of a prefix's tokens, those with the greatest entropy, that prefix_rft learns from."""
 
     equation = "as dr_grpo on own tokens; prefix tokens: the clip on π_θ/π_prox, only on the 20% of greatest entropy"
     source = "arXiv 2507.01679"

@@ -1,7 +1,7 @@
 """The keys of ``learner.objective``, each written once, in the groups in which objectives read them.
 
-Nothing but the standard library is imported: the learner's mathematics reads its numbers from these
-classes too, and needs torch alone. The config validates them with pydantic, for which each type
+Only the standard library is imported, because the learner's mathematics also reads its numbers from
+these classes and should need only torch. The config validates them with pydantic, for which each type
 carries its :class:`Bounds`.
 """
 
@@ -21,7 +21,7 @@ class Bounds:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: Callable[[Any], Any]
     ) -> dict[str, Any]:
-        """How pydantic is told of them."""
+        """Passes the bounds on to pydantic."""
         return {**handler(source), **self.bounds}
 
 
@@ -49,13 +49,13 @@ Baseline = Literal[
 ]
 Aggregation = Literal["constant", "width", "token_mean", "sequence_mean", "by_source"]
 Shaping = Literal["none", "ratio", "log", "power", "square_root", "plus_log"]
-"""Of an importance weight w: w, w/(w + γ), c·log w, w^k, √w, w + c·log w."""
+"""Shapings of an importance weight w: w, w/(w + γ), c·log w, w^k, √w, w + c·log w."""
 ExpertBehaviour = Literal["recorded", "one", "published"]
 """The denominator π_φ of an expert token's weight."""
 Correction = Literal["none", "truncate", "mask"]
 """What is done with a weight that is out of bounds."""
 CorrectionLevel = Literal["token", "sequence", "geometric"]
-"""What the weight belongs to: a token, the product over a row, or the row's geometric mean."""
+"""The unit that has a weight: a token, a row (the product), or a row (the geometric mean)."""
 KlForm = Literal["k2", "k3", "kl", "abs", "mse", "low_var"]
 
 WITHOUT_GROUP = ("reinforce_pp", "none")
@@ -72,29 +72,29 @@ class ObjectiveConfig:
     """A built-in objective, or a function's or class's import path (package.module:function). A name
     has the keys that it reads, with defaults of its own."""
     truncation: Cut = "wrong"
-    """Rows cut by length: ``wrong``: as they were graded. ``mask``: in the baseline and out of the
-    loss. ``zero_advantage``: the same through an advantage of 0."""
+    """What happens to rows cut by length: ``wrong``: they count as graded. ``mask``: they are in the
+    baseline and out of the loss. ``zero_advantage``: the same through an advantage of 0."""
     stragglers: CutLate = "mask"
-    """Rows cut at ``replay.group_deadline_seconds``, likewise: a slow host isn't the text's own
-    doing. ``leave_out``: out of the baseline too, which favours short answers."""
+    """What happens to rows cut at ``replay.group_deadline_seconds``, with the same values: a slow host
+    isn't the text's own doing. ``leave_out``: out of the baseline too, which favours short answers."""
 
     equation: ClassVar[str] = ""
-    """Of the loss, in plain text."""
+    """The equation of the loss, in plain text."""
     source: ClassVar[str] = ""
-    """Paper and equation, or whose code."""
+    """Paper and equation, or the code that it follows."""
     use: ClassVar[str] = ""
     """When to use it."""
     fresh: ClassVar[bool] = False
-    """As it stands nothing holds stale own tokens: it needs ``replay.max_staleness=0``."""
+    """Whether nothing in it bounds stale own tokens, so that it needs ``replay.max_staleness=0``."""
     needs: ClassVar[tuple[str, ...]] = ("behaviour",)
     """Log-probs that the trainer fills in, whatever the keys say."""
     unit: ClassVar[Literal["row", "group"]] = "row"
-    """What no micro-batch splits."""
+    """The unit that no micro-batch splits."""
     alone: ClassVar[Literal["nothing", "by advantage", "always"]] = "nothing"
     """What it learns from an expert's trace that is alone in its group, as in offline training:
-    nothing; something where the trace's advantage isn't 0; or always something."""
+    nothing; something if the trace's advantage isn't 0; or always something."""
     missing: ClassVar[str] = ""
-    """What it needs and no run has yet, and what to choose instead; such a name is refused."""
+    """What it needs that no run has yet, and what to choose instead; such a name is refused."""
 
     def __post_init__(self) -> None:
         """Raises ``ValueError`` for values that don't go together."""
@@ -106,7 +106,7 @@ class ObjectiveConfig:
 
     @property
     def penalises_reward(self) -> bool:
-        """Whether a KL to the reference is taken off the rewards."""
+        """Whether a KL to the reference is subtracted from the rewards."""
         return False
 
     @property
@@ -116,15 +116,15 @@ class ObjectiveConfig:
 
     @property
     def baseline(self) -> Baseline:
-        """Of the rows' advantages."""
+        """Baseline of the rows' advantages."""
         return "group_mean"
 
     @property
     def least_verdicts(self) -> int:
-        """Own samples with a verdict without which a group teaches nothing.
+        """Least number of own samples with a verdict from which a group teaches anything.
 
-        Two where the rows of a group are compared, as pairs or against the group's mean; one where
-        each stands for itself.
+        Two if the rows of a group are compared, as pairs or with the group's mean; one if each stands for
+        itself.
         """
         return 1
 
@@ -135,7 +135,7 @@ class ObjectiveConfig:
 
     @property
     def fresh_only(self) -> bool:
-        """Whether nothing in it holds stale own tokens."""
+        """Whether nothing in it bounds stale own tokens."""
         return self.fresh
 
 
@@ -145,8 +145,8 @@ class Learned(ObjectiveConfig):
 
     advantage: Baseline = "group_mean"
     """Baseline: whole group, whole group over std, own rows only, own rows over std, the group's other
-    rows, over the group's mean, whitened over the batch (before or after the group's mean is taken
-    off), or the raw reward."""
+    rows, over the group's mean, whitened over the batch (before or after the group's mean is
+    subtracted), or the raw reward."""
 
     @property
     def baseline(self) -> Baseline:
@@ -186,7 +186,7 @@ class Clip(ObjectiveConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DualClip(Clip):
-    """Clips it on the far side too."""
+    """Also clips on the far side."""
 
     dual_clip: AboveOne | None = 3.0
     """Bounds the loss of tokens with A < 0 (arXiv 1912.09729); None = no bound."""
@@ -194,7 +194,7 @@ class DualClip(Clip):
 
 @dataclass(frozen=True, kw_only=True)
 class Unclipped(DualClip):
-    """Has a clip and leaves it off."""
+    """Has a clip that is off by default."""
 
     clip_low: BelowOne | None = None
     clip_high: AboveZero | None = None
@@ -210,11 +210,11 @@ class Entropy(ObjectiveConfig):
     entropy_over: Literal["own", "all"] = "own"
     """Tokens of the entropy bonus."""
     entropy_target: AboveZero | None = None
-    """Entropy, nats a token, that the coefficient holds up; None = it is fixed."""
+    """Entropy, in nats per token, that the coefficient maintains; None = the coefficient is fixed."""
     entropy_adapt: Literal["scaled", "stepped", "learned"] = "scaled"
-    """How: ``scaled``: times target over measured entropy. ``stepped``: after each update up by
-    ``entropy_step`` under the target, down above it, within [0, 1] (Skywork-OR1). ``learned``: as a
-    parameter α, by gradient descent on α (H − H*) (SAC)."""
+    """How the coefficient adapts: ``scaled``: times target over measured entropy. ``stepped``: after each
+    update up by ``entropy_step`` under the target, down above it, within [0, 1] (Skywork-OR1).
+    ``learned``: as a parameter α, by gradient descent on α (H − H*) (SAC)."""
     entropy_step: AboveZero = 0.005
     """Step of ``stepped``, learning rate of ``learned``."""
 
@@ -237,26 +237,26 @@ class Entropy(ObjectiveConfig):
 
     @property
     def columns(self) -> frozenset[str]:
-        found = super().columns
-        return found | {"current"} if self.entropy_coefficient and self.scales_entropy else found
+        names = super().columns
+        return names | {"current"} if self.entropy_coefficient and self.scales_entropy else names
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kl(ObjectiveConfig):
-    """May be held near a reference policy."""
+    """May be kept near a reference policy."""
 
     kl_coefficient: NonNegative = 0.0
-    """β of a KL penalty to a reference in the loss; own tokens."""
+    """β of a KL penalty to a reference in the loss, over own tokens."""
     kl_form: KlForm = "k3"
-    """Its estimator: k2 and k3 with the ratio π_θ/μ, or one of LUFFY's without it."""
+    """Estimator of this KL: k2 and k3 with the ratio π_θ/μ, or one of LUFFY's without it."""
     kl_reward_coefficient: NonNegative = 0.0
-    """β of a KL penalty in the reward: a row's advantage is of R − β Σ log μ/π_ref over its own
-    tokens."""
+    """β of a KL penalty in the reward: a row's advantage is computed from R − β Σ log μ/π_ref over its
+    own tokens."""
     kl_target: AboveZero | None = None
-    """KL to the reference, nats an own token, that both β are steered to (arXiv 1909.08593); None =
+    """KL to the reference, in nats per own token, to which both β are steered (arXiv 1909.08593); None =
     they are fixed."""
     kl_gain: PositiveShare = 0.1
-    """How fast: after each update β is multiplied by 1 + gain · clamp(KL/target − 1, ±0.2)."""
+    """Speed of the steering: after each update β is multiplied by 1 + gain · clamp(KL/target − 1, ±0.2)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -279,7 +279,7 @@ class Policy(Kl, Entropy, Aggregated, Learned):
     """A policy gradient."""
 
     max_probability: PositiveShare | None = None
-    """Tokens that are likelier leave the loss; None = none do."""
+    """Tokens with a greater probability leave the loss; None = none do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +297,7 @@ class Weighed(OwnTokens):
     correction: Correction = "none"
     """What happens to weights against the behaviour policy that are out of bounds."""
     correction_level: CorrectionLevel = "token"
-    """Such a weight is a token's, the product over a row, or the row's geometric mean."""
+    """Unit of such a weight: a token, a row (the product), or a row (the geometric mean)."""
     correction_low: NonNegative = 0.5
     """Least weight that ``mask`` keeps."""
     correction_high: AboveZero = 2.0
@@ -321,7 +321,7 @@ class Clipped(Shapes, DualClip, OwnTokens):
     """The clipped surrogate on own tokens."""
 
     own_shaping: Shaping = "none"
-    """Of own ratios, before the clip; ``ratio`` is [p/(p+γ)] / [p_μ/(p_μ+γ)]."""
+    """Shaping of own ratios before the clip; ``ratio`` is [p/(p+γ)] / [p_μ/(p_μ+γ)]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,10 +337,10 @@ class Expert(ExpertWeight, Shapes, Policy):
     """A policy gradient that weighs expert tokens as LUFFY does."""
 
     shaping: Shaping = "ratio"
-    """Of the expert weight w: ``ratio`` is f(w) = w / (w + γ) (LUFFY, arXiv 2504.14945)."""
+    """Shaping of the expert weight w: ``ratio`` is f(w) = w / (w + γ) (LUFFY, arXiv 2504.14945)."""
     expert_behaviour: ExpertBehaviour = "recorded"
-    """Denominator of w: π_φ where it is known and 1 where not; always 1; or as LUFFY's code has it,
-    π_θ/(π_φ + 1e-6) unshaped where it is known."""
+    """Denominator of w: π_φ if it is known, else 1; always 1; or as in LUFFY's code,
+    π_θ/(π_φ + 1e-6) unshaped if it is known."""
     expert_clip_low: float | None = None
     """Least shaped weight; None = no bound."""
     expert_clip_high: float | None = None
@@ -349,10 +349,10 @@ class Expert(ExpertWeight, Shapes, Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedTerm(ObjectiveConfig):
-    """Has a supervised term beside the other."""
+    """Has a supervised term beside the other one."""
 
     sft_coefficient: float = 1.0
-    """Of the supervised term."""
+    """Coefficient of the supervised term."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,15 +11,15 @@ from .keys import Aggregated, Entropy, Kl, Learned
 
 @dataclass(frozen=True, kw_only=True)
 class OwnObjective(Kl, Entropy, Aggregated, Learned):
-    """What the updates read of any objective, and ``params``.
+    """The keys that the updates read of any objective, and ``params``.
 
-    A class that derives from a built-in one has the keys of that one in ``params``.
+    A class that derives from a built-in one has that one's keys in ``params``.
     """
 
     params: Mapping[str, Any] = field(default_factory=dict)
-    """For an objective of your own, as they are."""
+    """Parameters of an objective of your own, passed on unchanged."""
 
-    # Whether it learns from traces alone is for the user to know.
+    # Only the user can know whether it learns from traces alone.
     alone = "always"
 
     @property

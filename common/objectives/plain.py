@@ -72,7 +72,7 @@ class Rloo(Clipped):
 
 @dataclass(frozen=True, kw_only=True)
 class MaxRl(Clipped):
-    """MaxRL: advantages over the group's mean reward, which weighs hard problems up."""
+    """MaxRL: advantages over the group's mean reward, which gives hard problems more weight."""
 
     name: Literal["max_rl"] = "max_rl"
     advantage: Baseline = "max_rl"
@@ -97,7 +97,7 @@ class ReinforcePP(Clipped):
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePPBaseline(Clipped):
-    """REINFORCE++ with the group's mean taken off before the batch is whitened."""
+    """REINFORCE++ with the group's mean subtracted before the batch is whitened."""
 
     name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
     advantage: Baseline = "reinforce_pp_baseline"
@@ -185,9 +185,9 @@ class Ppo(Clipped):
 
     name: Literal["ppo"] = "ppo"
     value_coefficient: float = 0.5
-    """Of a critic's loss."""
+    """Coefficient of a critic's loss."""
     value_clip: AboveZero | None = 0.2
-    """How far from its old value a critic's new one counts; None = any."""
+    """Greatest change of a critic's value that counts; None = any."""
 
     equation = "L = agg_own( clip(ρ, A_t) ) + c_V mean_own( ½ max((V − G)², (V_old + clamp(V − V_old, ±ε_V) − G)²) )"
     source = "arXiv 1707.06347, eq. 7; GAE arXiv 1506.02438, eq. 16"

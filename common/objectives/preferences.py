@@ -25,7 +25,7 @@ class Dpo(Pairs):
 
     name: Literal["dpo"] = "dpo"
     label_smoothing: BelowHalf = 0.0
-    """Of dpo: share of pairs whose labels are taken to be wrong."""
+    """Share of pairs whose labels dpo assumes to be wrong."""
 
     equation = "L = mean_pairs( −log σ(β [(log π_w − log π_l) − (log ref_w − log ref_l)]) )"
     source = "arXiv 2305.18290, eq. 7; label smoothing: conservative DPO"
@@ -39,9 +39,9 @@ class Kto(Beta, Learned):
 
     name: Literal["kto"] = "kto"
     desirable_weight: float = 1.0
-    """λ_D of kto."""
+    """Weight λ_D of kto."""
     undesirable_weight: float = 1.0
-    """λ_U of kto."""
+    """Weight λ_U of kto."""
 
     equation = "L = mean_rows( λ_D (1 − σ(β (r − z₀))) or λ_U (1 − σ(β (z₀ − r))) ), r = log π/ref, z₀ = sg(KL) of the update"
     source = "arXiv 2402.01306, eq. 8; z₀ from own samples instead of mismatched pairs"
