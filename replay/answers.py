@@ -1,4 +1,4 @@
-"""What Redis holds and its scripts answer: declared, and read before anybody relies on it.
+"""Declares the data in Redis and its scripts' answers, and checks them before anybody relies on them.
 
 Every reader raises a :class:`~tandem.common.errors.StoreError` that names what is damaged.
 """
@@ -21,15 +21,15 @@ FINAL = re.compile(rb"([TDR]):(\d{1,15}):\d{1,15}(?::([a-z_]+))?")
 
 
 class Created(Record, frozen=True, kw_only=True):
-    """Of ``create``."""
+    """The answer of ``create``."""
 
     created: bool
     differ: dict[str, str]
-    """Frozen settings that the ledger has with other values, and these; empty for an unset one."""
+    """Frozen settings that have other values in the ledger, with these values; empty if unset."""
 
 
 class Leased(Record, frozen=True, array_like=True):
-    """One lease of the answer to ``lease``."""
+    """One lease in the answer of ``lease``."""
 
     serial: Count
     attempt: Count
@@ -37,7 +37,7 @@ class Leased(Record, frozen=True, array_like=True):
 
 
 class Leases(Record, frozen=True, kw_only=True):
-    """Of ``lease``."""
+    """The answer of ``lease``."""
 
     leases: tuple[Leased, ...]
     wait: str
@@ -48,20 +48,20 @@ class Leases(Record, frozen=True, kw_only=True):
 
 
 class Taken(Record, frozen=True, kw_only=True):
-    """Of ``take``, where there is a row."""
+    """The answer of ``take`` if there is a row."""
 
     row: Row
     quarantined: str
 
 
 class NotTaken(Record, frozen=True, kw_only=True):
-    """Of ``take``, where there is none yet."""
+    """The answer of ``take`` if there is no row yet."""
 
     waiting: Waiting
 
 
 class WaitedFor(Waiting, frozen=True, kw_only=True):
-    """Of ``waiting``."""
+    """The answer of ``waiting``."""
 
     journalled: int
     graded: int
@@ -70,7 +70,7 @@ class WaitedFor(Waiting, frozen=True, kw_only=True):
 
 
 class PutBack(Record, frozen=True, kw_only=True):
-    """Of ``retry``: serials that are admitted again, or why no row will take them."""
+    """The answer of ``retry``: serials that are admitted again, or why no row will take them."""
 
     back: tuple[int, ...] | None = None
     over: str | None = None
@@ -81,33 +81,30 @@ class PutBack(Record, frozen=True, kw_only=True):
 
 
 def read_created(raw: bytes) -> Created:
-    """The answer to ``create``."""
     return read_record(Created, raw, "the answer to creating the ledger", StoreError, WAY_OUT)
 
 
 def read_leases(raw: bytes) -> Leases:
-    """The answer to ``lease``."""
     what = "the answer to a lease"
     return read_record(Leases, _with_list(raw, "leases", what), what, StoreError, WAY_OUT)
 
 
-def read_put_back(raw: bytes, asked: Container[int]) -> PutBack:
-    """The answer to ``retry``; what it puts back must have been asked for."""
+def read_put_back(raw: bytes, requested: Container[int]) -> PutBack:
+    """Reads the answer to ``retry``; what it puts back must have been asked for."""
     what = "the answer to a retry"
-    found = read_record(PutBack, _with_list(raw, "back", what), what, StoreError, WAY_OUT)
-    if not all(serial in asked for serial in found.back or ()):
-        raise damaged(what, f"has back={str(found.back)[:80]}", StoreError, WAY_OUT)
-    return found
+    answer = read_record(PutBack, _with_list(raw, "back", what), what, StoreError, WAY_OUT)
+    if not all(serial in requested for serial in answer.back or ()):
+        raise damaged(what, f"has back={str(answer.back)[:80]}", StoreError, WAY_OUT)
+    return answer
 
 
 def _with_list(raw: bytes, name: str, what: str) -> dict[str, Any]:
-    """An empty list of Lua is an empty object of JSON."""
+    """Reads an object whose field ``name`` is a list; Lua writes an empty list as an empty object."""
     content = read_object(raw, what, StoreError, WAY_OUT)
     return {**content, name: []} if content.get(name) == {} else content
 
 
 def read_take(raw: bytes) -> Row | Waiting:
-    """The answer to ``take``."""
     what = "the answer to a take"
     content = read_object(raw, what, StoreError, WAY_OUT)
     if "row" in content:
@@ -119,17 +116,17 @@ def read_take(raw: bytes) -> Row | Waiting:
 
 
 def read_waiting(raw: bytes) -> str:
-    """One line of the answer to ``waiting``."""
+    """The answer to ``waiting`` as one line."""
     what = "the answer to who is waited for"
-    found = read_record(WaitedFor, raw, what, StoreError, WAY_OUT)
+    answer = read_record(WaitedFor, raw, what, StoreError, WAY_OUT)
     return (
-        f"row {found.journalled + 1} is {found} (graded {found.graded}, leased {found.leased}, "
-        f"returned {found.returned})"
+        f"row {answer.journalled + 1} is {answer} (graded {answer.graded}, leased {answer.leased}, "
+        f"returned {answer.returned})"
     )
 
 
 def read_settings(stored: Mapping[bytes, bytes]) -> tuple[LedgerSettings, Order]:
-    """The settings in Redis, and the order of problems that they give."""
+    """The settings in Redis, and the order of problems that follows from them."""
     try:
         fields = {name.decode(): value.decode() for name, value in stored.items()}
         settings = LedgerSettings.from_fields(fields)
@@ -143,13 +140,13 @@ def read_settings(stored: Mapping[bytes, bytes]) -> tuple[LedgerSettings, Order]
 
 def read_final(raw: bytes) -> str:
     """The state of a group that is no longer live."""
-    found = FINAL.fullmatch(raw)
-    if found is None or (found[1] == b"R") != bool(found[3]):
+    match = FINAL.fullmatch(raw)
+    if match is None or (match[1] == b"R") != bool(match[3]):
         raise damaged("a group's place in Redis", f"is {raw[:40]!r}", StoreError, WAY_OUT)
-    step = found[2].decode()
-    if found[3]:
-        return f"rejected({found[3].decode()}, {step})"
-    return f"taken({step})" if found[1] == b"T" else f"trained({step})"
+    step = match[2].decode()
+    if match[3]:
+        return f"rejected({match[3].decode()}, {step})"
+    return f"taken({step})" if match[1] == b"T" else f"trained({step})"
 
 
 def read_dead_letters(
@@ -169,7 +166,7 @@ def read_dead_letters(
 
 
 def text(raw: bytes, what: str) -> str:
-    """UTF-8 text."""
+    """Decodes UTF-8 text."""
     try:
         return raw.decode()
     except UnicodeDecodeError as error:

@@ -42,9 +42,9 @@ Command = tuple[Any, ...]
 Arg = str | int | float | bytes
 
 DEADLINE = 60.0
-"""Seconds that a command is tried again while Redis is down, loading or full."""
+"""Seconds during which a command is retried while Redis is down, loading or full."""
 TOLD_FROM = 10.0
-"""Seconds: from this deadline on, a line at half of it says what is waited for."""
+"""Waits with at least this deadline, in seconds, are logged at half of it."""
 LARGEST_PAUSE = 0.5
 SOCKET_TIMEOUT = 30.0
 OLDEST_REDIS = (6, 2)
@@ -54,7 +54,7 @@ _WAITS = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OutOfMemory
 
 @cache
 def script_source(name: str) -> str:
-    """The Lua text of ``scripts/<name>.lua``, with the prelude before it."""
+    """The Lua text of ``scripts/<name>.lua``, preceded by the prelude."""
     folder = resources.files(__package__) / "scripts"
     body = (folder / f"{name}.lua").read_text(encoding="utf-8")
     return (folder / "prelude.lua").read_text(encoding="utf-8") + "\n" + body
@@ -62,13 +62,13 @@ def script_source(name: str) -> str:
 
 @cache
 def script_digest(name: str) -> str:
-    """SHA-1 by which Redis names the script."""
+    """The SHA-1 by which Redis identifies the script."""
     return hashlib.sha1(script_source(name).encode()).hexdigest()
 
 
 @cache
 def script_names() -> tuple[str, ...]:
-    """Every script but the prelude, sorted."""
+    """Names of all scripts except the prelude, sorted."""
     folder = resources.files(__package__) / "scripts"
     names = {entry.name.removesuffix(".lua") for entry in folder.iterdir()}
     return tuple(sorted(n for n in names if n != "prelude" and not n.startswith((".", "_"))))
@@ -77,11 +77,10 @@ def script_names() -> tuple[str, ...]:
 class Store:
     """One process's access to the run's keys in Redis. Thread-safe.
 
-    Every script call carries ``(caller, request number)``: a call that is repeated because its
-    answer was lost on the way gets its first answer. So calls are simply tried again until
-    ``deadline`` while the connection is refused or lost, while Redis loads its file
-    (``LOADING``) and while it is full. redis-py's own retries are off, since they repeat
-    commands without that number.
+    Every script call carries ``(caller, request number)``: a call that is repeated because its answer
+    was lost gets its first answer again. So calls are simply retried until ``deadline`` while the
+    connection is refused or lost, while Redis loads its file (``LOADING``) and while it is full.
+    redis-py's own retries are off, since they repeat commands without that number.
     """
 
     def __init__(self, client: redis.Redis, join: JoinInfo, name: str = "") -> None:
@@ -100,7 +99,7 @@ class Store:
 
     @property
     def incarnation(self) -> str:
-        """Tells this life of the process from earlier ones of the same member."""
+        """Distinguishes this start of the process from earlier ones of the same member."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
             self._incarnation = _new_incarnation()
@@ -123,15 +122,15 @@ class Store:
 
         Raises:
             FencedError: a newer learner has taken over.
-            StoreError: the script refused; or Redis was away or full for ``deadline`` seconds.
+            StoreError: the script refused, or Redis was away or full for ``deadline`` seconds.
         """
         command = self.command(name, *args)
         return self.persist(f"{name} script", lambda: self._evaluate(command), deadline)
 
     def batch(self, commands: Sequence[Command], *, deadline: float = DEADLINE) -> list[Any]:
-        """Sends commands in one round trip; the whole batch is repeated where it was cut off.
+        """Sends commands in one round trip; the whole batch is repeated if it was cut off.
 
-        An error of one command stands in its place in the result (see :func:`told`).
+        If a command fails, its error takes the place of its answer in the result (see :func:`told`).
         """
 
         def send() -> list[Any]:
@@ -159,7 +158,7 @@ class Store:
         return self.persist(f"{len(commands)} commands", attempt, deadline)
 
     def call(self, method: str, *args: Any, deadline: float = DEADLINE, **kwargs: Any) -> Any:
-        """One command of redis-py by its method's name, tried again; it must be repeatable."""
+        """Runs one repeatable command of redis-py, by its method's name, with retries."""
         bound = getattr(self.redis, method)
         return self.persist(method.upper(), lambda: bound(*args, **kwargs), deadline)
 
@@ -186,7 +185,7 @@ class Store:
             except ResponseError as error:
                 if not _disk_is_full(error):
                     raise told(error, self.address) from None
-                # No deadline counts this time: `tandem start` ends a run that waits for too long.
+                # This time counts towards no deadline: `tandem start` ends a run that waits for too long.
                 full += self._await_disk(what, error, full, deadline)
                 wait.restart()
             except DataError as error:
@@ -195,17 +194,17 @@ class Store:
     def _await_disk(self, what: str, error: ResponseError, waited: float, deadline: float) -> float:
         """Waits a little for Redis to find space; returns for how long.
 
-        Redis itself tries to write every second. Until then it refuses whatever would change
-        something, before anything has changed.
+        Redis itself tries to write every second. Until it succeeds, it refuses whatever would change
+        data, before anything has changed.
         """
         patience = disk.patience() if deadline >= DEADLINE else deadline
         why = str(error).partition("MISCONF ")[2]
-        said = f"Redis at {self.address} can't write its append-only file ({why})"
+        problem = f"Redis at {self.address} can't write its append-only file ({why})"
         if not waited and deadline >= TOLD_FROM:
-            log.warning(f"{said}: {what} waits for space on its disk, {patience:.0f} s at most")
+            log.warning(f"{problem}: {what} waits for space on its disk, {patience:.0f} s at most")
         if waited >= patience or disk.stopping():
             raise StoreError(
-                f"{said}, {what} has waited for {waited:.0f} s: make room on the disk of the run's "
+                f"{problem}, {what} has waited for {waited:.0f} s: make room on the disk of the run's "
                 f"folder, where it is redis/ that grows"
             )
         pause = min(LARGEST_PAUSE, max(0.01, patience - waited))
@@ -213,11 +212,11 @@ class Store:
         return pause
 
     def hints(self, *channels: str) -> Hints:
-        """Listens to hints (``taken``, ``graded``, ``version``, ``state``)."""
+        """Subscribes to hints (``taken``, ``graded``, ``version``, ``state``)."""
         return Hints(self, channels)
 
     def hint(self, channel: str) -> None:
-        """Sends a hint; nobody relies on its arrival."""
+        """Sends a hint, on whose arrival nobody relies."""
         try:
             self.redis.publish(self.key(f"hint:{channel}"), b"")
         except RedisError as error:
@@ -250,18 +249,18 @@ class Store:
             raise _as_full(error) from None
 
     def _load_scripts(self) -> None:
-        """Loads every script, and first tells the ledger if this is a new life of the server.
+        """Loads every script, after informing the ledger if the server was restarted.
 
-        A server that was restarted knows no scripts, so that whoever calls it first comes
-        through here: deadlines are moved on before any script can judge one. All is sent on
-        one connection, hence to one life of the server.
+        A restarted server knows no scripts, so whoever calls it first comes through here, and deadlines
+        are moved on before any script can judge one. Everything is sent on one connection, hence to one
+        start of the server.
         """
         pipeline = self.redis.pipeline(transaction=False)
         pipeline.execute_command(
             "EVAL", script_source("server_started"), 1, self._prefix, "loader", 0
         )
         for name in script_names():
-            # Without keys a script does nothing but become known (see the prelude).
+            # Without keys, a script does nothing except become known (see the prelude).
             pipeline.execute_command("EVAL", script_source(name), 0)
         pipeline.execute()
 
@@ -273,7 +272,7 @@ class Store:
 
 
 class Hints:
-    """Wakes a waiter when something may have changed. A lost hint is harmless: callers look
+    """Wakes a waiter when something may have changed. A lost hint is harmless, since callers look
     again every 0.25 s. For one thread."""
 
     def __init__(self, store: Store, channels: Sequence[str]) -> None:
@@ -283,8 +282,8 @@ class Hints:
         self._pending: dict[str, None] = {}
 
     def wait(self, timeout: float) -> str | None:
-        """The next channel that was hinted at, each once however often; None after ``timeout``
-        seconds without any."""
+        """The next channel with a hint, several hints counting as one; None after ``timeout`` seconds
+        without any."""
         if not self._pending:
             try:
                 self._read(timeout)
@@ -308,7 +307,7 @@ class Hints:
             message = self._pubsub.get_message(timeout=max(0.0, left))
             if message is not None and message["type"] == "message":
                 self._pending[self._names[message["channel"]]] = None
-            # Something came: take what else is there without waiting for more.
+            # A hint has come: take whatever else is there without waiting for more.
             left = 0.0 if self._pending else end - time.monotonic()
             if message is None and left <= 0.0:
                 return
@@ -324,7 +323,7 @@ class Hints:
 
 
 def told(error: Exception, address: str = "Redis") -> Exception:
-    """The error that a person is meant to read, for an error reply of Redis."""
+    """The error that a person should read for an error reply of Redis."""
     text = str(error)
     word, _, rest = text.partition(" ")
     if word == "FENCED":
@@ -335,12 +334,12 @@ def told(error: Exception, address: str = "Redis") -> Exception:
 
 
 def _as_full(error: ResponseError) -> ResponseError:
-    """Redis 6.2 wraps a script's -OOM, its first write on a full server, in an error of its own."""
+    """Unwraps the error in which Redis 6.2 hides a script's -OOM, its first write on a full server."""
     return OutOfMemoryError(str(error)) if ": -OOM " in str(error) else error
 
 
 def _disk_is_full(error: ResponseError) -> bool:
-    """Whether Redis refuses writes because its own can't be kept; a script's error may wrap it."""
+    """Whether Redis refuses writes because it can't keep its own; a script's error may wrap this."""
     text = str(error)
     return text.startswith("MISCONF ") or (
         not text.startswith("REFUSED ") and (": -MISCONF " in text or ": MISCONF " in text)
@@ -351,7 +350,7 @@ def connect(join: JoinInfo, *, deadline: float = 30.0, name: str = "") -> Store:
     """Connects to the run's Redis, waiting up to ``deadline`` seconds for it to come up.
 
     Raises:
-        StoreError: it never came up, refused the password (at once), is older than 6.2, or
+        StoreError: it never came up, refused the password (raised at once), is older than 6.2, or
             would evict keys when full.
     """
     client = redis.Redis(

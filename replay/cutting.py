@@ -1,4 +1,4 @@
-"""The rules of a step's cut: which groups form its row, which go, and whom it waits for.
+"""The rules of a step's cut: which groups form its row, which are dropped, and what it waits for.
 
 The symbols are those of :mod:`tandem.replay.rules`.
 """
@@ -21,14 +21,14 @@ def age(step: int, oldest_token_step: int) -> int:
 
 
 def is_stale(step: int, oldest_token_step: int | None, max_staleness: int) -> bool:
-    """Whether the sweep of a step rejects a graded group. Without own tokens it has no age."""
+    """Whether the sweep of a step rejects a graded group; a group without own tokens has no age."""
     return oldest_token_step is not None and age(step, oldest_token_step) > max_staleness
 
 
 def window_allows(unfinished_before_last: int, groups_per_step: int, window: int) -> bool:
-    """Whether a cut may pass over so many unfinished ids that come before its last one.
+    """Whether a cut may pass over this many unfinished ids that come before its last one.
 
-    A window of 1 step is strict order: none.
+    A window of 1 step is strict order: none may be passed over.
     """
     return unfinished_before_last <= (window - 1) * groups_per_step
 
@@ -36,44 +36,44 @@ def window_allows(unfinished_before_last: int, groups_per_step: int, window: int
 def must_not_pass_over(
     journalled: int, unfinished_rank: int, groups_per_step: int, held_step: int, max_staleness: int
 ) -> bool:
-    """Whether a cut that passes over a leased group would make it too stale.
+    """Whether a leased group would become too stale if a cut passed over it.
 
-    After the cut the group's rank is its rank among the unfinished ids alone, and J is one more;
+    After the cut the group's rank is its rank among the unfinished ids only, and J is one more;
     admission must still hold for the version that it was leased to.
     """
     return not may_lease(journalled + 1, unfinished_rank, groups_per_step, held_step, max_staleness)
 
 
 def asked_for(step: int, journalled: int) -> Literal["again", "next", "refused"]:
-    """What ``take(step)`` asks for: a row as it was written, the next one, or neither."""
+    """What ``take(step)`` asks for: an existing row again, the next one, or something refused."""
     if step <= journalled:
         return "again"
     return "next" if step == journalled + 1 else "refused"
 
 
 def has_no_more_rows(step: int, steps: int, ended: bool) -> bool:
-    """Whether a run that was ended, or whose last row is before this step, cuts no more."""
+    """Whether a run that was ended, or whose last row is before this step, cuts no more rows."""
     return ended or 0 < steps < step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """What becomes of the groups at ``take(J + 1)``."""
+    """What happens to the groups at ``take(J + 1)``."""
 
     stale: tuple[int, ...] = ()
-    """Swept: too old. They are rejected even where no row comes of it."""
+    """Ids that the sweep rejects as too old, even if no row is written."""
     row: tuple[int, ...] = ()
-    """Ids of the row, ascending; empty where none is written."""
+    """Ids of the row, ascending; empty if none is written."""
     short: bool = False
-    """The last row of a run that is set in passes, with fewer than B."""
+    """Whether it is the last row of a run that is set in passes, with fewer than B groups."""
     revoked: tuple[int, ...] = ()
-    """Leases that go back because the row passes over them for too long."""
+    """Leases that are taken back because the row passes over them."""
     held_by: str = ""
     """Why there is no row: ``groups``, ``window`` or ``staleness``."""
     waits_for: int = -1
-    """Whom it waits for, where there is no row."""
+    """The id that it waits for if there is no row."""
     ended: bool = False
-    """No row will ever come."""
+    """Whether no row will ever come."""
 
 
 def cut(
@@ -94,9 +94,9 @@ def cut(
         leased: id -> step that its worker held when it was leased.
         returned: ids that came back.
         cursor: first id never leased.
-        places: where ids stand that were put back, see :func:`~tandem.replay.rules.place_behind`;
-            each other one stands at its own number.
-        ended: the run was ended.
+        places: positions of ids that were put back, see :func:`~tandem.replay.rules.place_behind`;
+            any other id's position is its own number.
+        ended: whether the run was ended.
 
     Example: with B = 2, η = 1 and a window of 2 steps, row 2 passes over 4, which was leased to
     a worker with step 0. After it J is 2 and 4 has the rank 0, so J + ⌊r/B⌋ − w = 2 > η: it

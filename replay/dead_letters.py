@@ -11,40 +11,40 @@ from .ledger import Ledger
 from .order import Order
 
 PER_CALL = 500
-"""Groups of one call of the script: under a millisecond of the server."""
+"""Groups per call of the script, which take the server under a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retried:
-    """What became of a request."""
+    """The outcome of a request to put groups back."""
 
     returned: tuple[str, ...]
     """Groups that are admitted again."""
     refused: Mapping[str, str]
-    """Why each of the others is not: a clause that follows its name."""
+    """Name to reason of each group that isn't; the reason is a clause that follows the name."""
 
 
 def retry(ledger: Ledger, group_ids: Iterable[str]) -> Retried:
-    """``rejected(attempts)`` → ``admitted``, with no failures and a new attempt's number.
+    """``rejected(attempts)`` → ``admitted``, with no failures and a new attempt number.
 
-    Each goes behind all groups that are on their way, so that none of those becomes older than it
-    was leased for. It may be asked again for all of them whenever the answer didn't come.
+    Each goes behind all groups that are on their way, so that none of those becomes older than it was
+    leased for. If an answer doesn't come, the whole request may be repeated.
 
     Args:
-        ledger: Of the run.
-        group_ids: ``<pass>-<position>`` each; whatever isn't a dead letter is refused by itself.
+        ledger: the run's ledger.
+        group_ids: ``<pass>-<position>`` each; those that aren't dead letters are refused one by one.
 
     Raises:
         StoreError: the run has cut its last row, or Redis doesn't answer.
     """
-    asked = list(dict.fromkeys(group_ids))
-    refused = {name: why for name in asked if (why := _no_group(ledger, name))}
-    serials = {ledger.order.serial(name): name for name in asked if name not in refused}
+    names = list(dict.fromkeys(group_ids))
+    refused = {name: why for name in names if (why := _no_group(ledger, name))}
+    serials = {ledger.order.serial(name): name for name in names if name not in refused}
     returned: list[str] = []
     waiting = list(serials)
     while waiting:
-        some, waiting = waiting[:PER_CALL], waiting[PER_CALL:]
-        answer = read_put_back(ledger.store.script("retry", *some), serials)
+        chunk, waiting = waiting[:PER_CALL], waiting[PER_CALL:]
+        answer = read_put_back(ledger.store.script("retry", *chunk), serials)
         if answer.back is None:
             raise StoreError(
                 f"run {ledger.store.run_id} takes no more groups ({answer.over}): let it go on "
@@ -53,11 +53,11 @@ def retry(ledger: Ledger, group_ids: Iterable[str]) -> Retried:
         returned += [serials[serial] for serial in answer.back]
     back = set(returned)
     cursor = int(ledger.store.call("hget", ledger.store.key("meta"), "cursor") or 0)
-    for name in asked:
+    for name in names:
         if name not in refused and name not in back:
             later = ledger.order.serial(name) >= cursor
             refused[name] = "was never leased yet" if later else _why_not(ledger.state_of(name))
-    return Retried(returned=tuple(returned), refused={n: refused[n] for n in asked if n in refused})
+    return Retried(returned=tuple(returned), refused={n: refused[n] for n in names if n in refused})
 
 
 def _no_group(ledger: Ledger, name: str) -> str:

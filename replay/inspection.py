@@ -1,4 +1,4 @@
-"""What a person asks of a ledger that no process needs: its oldest lease, ages, bytes by kind."""
+"""What a person asks of a ledger, but no process needs: its oldest lease, ages, bytes by kind."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .ledger import Ledger
 T = TypeVar("T")
 
 AGES = 9
-"""Ages that are told apart, from 0 on; the last one also holds the older ones."""
+"""Number of ages that are counted separately, from 0 on; the last one includes all older ones."""
 PER_TRIP = 500
-"""Commands or keys of one round trip: about a millisecond of the server, between other clients."""
+"""Commands or keys per round trip: about a millisecond of the server, between other clients' calls."""
 SCAN_SECONDS = 2.0
-"""After so long the rest of the keys is estimated from those that were seen."""
+"""Time after which the rest of the keys is estimated from those that were seen."""
 SCAN_KEYS = 200_000
-"""Likewise after so many keys."""
+"""Number of keys after which the same is done."""
 SAMPLES = 32
-"""Fields that the server looks at to tell the size of a hash or a set."""
+"""Fields that the server samples to estimate the size of a hash or a set."""
 
 KINDS = (
     "payloads_waiting",
@@ -35,8 +35,8 @@ KINDS = (
     "ledger",
     "other",
 )
-"""What a run's keys are: samples of graded groups, of the batch that is trained on, of steps that a
-checkpoint may be resumed from (and quarantined ones), and put but not committed; problems; expert
+"""Kinds of a run's keys: samples of graded groups; of the batch that is trained on; of steps that a
+checkpoint may be resumed from (and quarantined ones); and put but not committed; problems; expert
 traces; held-out sets; answers kept for calls that are repeated; the ledger's own state; the rest."""
 
 LEDGER_KEYS = frozenset(
@@ -49,16 +49,15 @@ LEDGER_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldestLease:
-    """The lease that was given first, of those that are out."""
+    """The oldest lease that is out."""
 
     group_id: str
     """``<pass>-<position>``."""
     worker: str
-    """Who holds it."""
     attempt: int
-    """Which lease of this group it is, from 1."""
+    """Number of this lease among the group's leases, from 1."""
     seconds: float
-    """Since it was given, by Redis ``TIME``."""
+    """Seconds since it was given, by Redis ``TIME``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +65,9 @@ class WaitingAges:
     """Graded groups by the age that they would have in the next row."""
 
     counts: tuple[int, ...]
-    """Groups by age in steps, from 0 on; the ninth also holds the older ones."""
+    """Groups by age in steps, from 0 on; the ninth entry includes all older ones."""
     without_own_tokens: int
-    """Groups of expert traces alone, which have no age."""
+    """Groups that consist of expert traces only, which have no age."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,32 +75,32 @@ class MemoryUse:
     """Where the memory of the run's Redis is."""
 
     used: int
-    """``used_memory``, bytes: all that the server holds."""
+    """``used_memory``, bytes: everything that the server holds."""
     limit: int
     """``maxmemory``, bytes; 0 = none."""
     kinds: dict[str, int]
-    """Bytes by kind (:data:`KINDS`), as ``MEMORY USAGE`` has them."""
+    """Bytes by kind (:data:`KINDS`), from ``MEMORY USAGE``."""
     estimated: bool
-    """There were too many keys or too little time, so that the rest was judged by those seen."""
+    """Whether there were too many keys or too little time, so that the rest was estimated."""
 
 
 def oldest_lease(ledger: Ledger) -> OldestLease | None:
-    """The oldest lease; None where nothing is leased."""
+    """The oldest lease; None if nothing is leased."""
     store = ledger.store
     serials = [int(s) for s in store.call("zrange", store.key("leased"), 0, -1)]
-    found: tuple[int, int, Sequence[bytes]] | None = None
+    oldest: tuple[int, int, Sequence[bytes]] | None = None
     for some in _parts(serials):
         commands: list[Command] = [
             ("HMGET", store.key(f"group:{serial}"), "leased_ms", "worker", "attempt")
             for serial in some
         ]
         for serial, answer in zip(some, _checked(store, commands), strict=True):
-            # It may have been committed in between.
-            if answer[0] and (found is None or int(answer[0]) < found[0]):
-                found = int(answer[0]), serial, answer
-    if found is None:
+            # It may have been committed in the meantime.
+            if answer[0] and (oldest is None or int(answer[0]) < oldest[0]):
+                oldest = int(answer[0]), serial, answer
+    if oldest is None:
         return None
-    leased_ms, serial, (_, worker, attempt) = found
+    leased_ms, serial, (_, worker, attempt) = oldest
     seconds, micros = store.call("time")
     return OldestLease(
         group_id=ledger.order.id_of(serial),
@@ -112,7 +111,6 @@ def oldest_lease(ledger: Ledger) -> OldestLease | None:
 
 
 def waiting_ages(ledger: Ledger) -> WaitingAges:
-    """How old the graded groups are."""
     store, journalled = ledger.store, ledger.journalled()
     ages = store.key("ages")
     commands: list[Command] = [
@@ -127,10 +125,10 @@ def waiting_ages(ledger: Ledger) -> WaitingAges:
 def memory_use(
     ledger: Ledger, *, seconds: float = SCAN_SECONDS, most_keys: int = SCAN_KEYS
 ) -> MemoryUse:
-    """Bytes by kind, asked in many small steps so that nobody else waits for the answers.
+    """Bytes by kind, asked for in many small steps so that no other client has to wait.
 
-    Large single keys are asked for by name. The others are found by ``SCAN``, which gives them in
-    the order of their hashes: those that were seen when time is up are a fair sample of the rest.
+    Large single keys are asked for by name. The others are found by ``SCAN``, which returns keys in
+    the order of their hashes, so those that were seen when time is up are a fair sample of the rest.
     """
     store = ledger.store
     end = time.monotonic() + seconds
@@ -140,7 +138,7 @@ def memory_use(
     seen: set[str] = set()
 
     def add(names: Iterable[str]) -> None:
-        # A scan may give a key twice.
+        # A scan may return a key twice.
         fresh = [name for name in dict.fromkeys(names) if name not in seen]
         seen.update(fresh)
         for name, size in zip(fresh, _usage(store, fresh), strict=True):
@@ -168,7 +166,7 @@ def memory_use(
 
 
 class _Payloads:
-    """Tells payloads apart by the state of their group."""
+    """Classifies payloads by the state of their group."""
 
     def __init__(self, ledger: Ledger) -> None:
         store = ledger.store
@@ -188,7 +186,7 @@ class _Payloads:
         try:
             serial = self._order.serial(name.split(":")[1])
         except ValueError:
-            return None  # no group of this run: somebody else's key
+            return None  # not a group of this run: somebody else's key
         return next((k for k, serials in self._kinds if serial in serials), "payloads_retained")
 
 
@@ -204,13 +202,13 @@ def _kind(name: str) -> str:
 
 
 def _single_keys(store: Store) -> list[str]:
-    """Keys of which there is one, or one a source: few and perhaps large."""
+    """Keys that exist once, or once per source: few and perhaps large."""
     sets = [name.decode() for name in store.call("smembers", store.key("eval_sets"))]
     return [*sorted(LEDGER_KEYS), "problems", "traces", *(f"eval:{name}" for name in sorted(sets))]
 
 
 def _usage(store: Store, names: Sequence[str]) -> list[int]:
-    """Bytes of keys; 0 of one that is gone."""
+    """Sizes of keys in bytes; 0 for a key that is gone."""
     found: list[int] = []
     for some in _parts(names):
         commands: list[Command] = [

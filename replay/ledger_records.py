@@ -21,53 +21,53 @@ WAY_OUT = "do all processes run one version of Tandem, and does nobody else writ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerSettings:
-    """What a ledger is created with; the first part never changes in a run's life."""
+    """What a ledger is created with; the frozen settings never change during a run."""
 
     sources: tuple[tuple[str, int, int], ...]
     """Frozen. ``(name, problems, weight)`` of each source."""
     seed: int
-    """Frozen. Of the order."""
+    """Frozen. Seed of the order of problems."""
     data_digest: str
     """Frozen. Digest of the problems and traces as ingested."""
     group_size: int
-    """Frozen. G."""
+    """Frozen. G, rows of a group."""
     groups_per_step: int
-    """Frozen. B."""
+    """Frozen. B, groups of a row."""
     max_staleness: int
-    """Frozen. η."""
+    """Frozen. η, the greatest age in steps."""
     window: int = 1
     """Frozen. Steps within which groups may be taken out of order; 1 = strict order."""
     late: str = "wait"
-    """Frozen. ``wait`` or ``drop``: what a cut does about a lease that would become stale."""
+    """Frozen. ``wait`` or ``drop``: what a cut does with a lease that would become stale."""
     max_attempts: int = 5
     """Frozen. Failed attempts after which a group is rejected and listed."""
     least_verdicts: int = 2
-    """Frozen. Own samples with a verdict that a group needs: what the objective's advantage asks for
+    """Frozen. Own samples with a verdict that a group needs: the objective's
     (:attr:`~tandem.common.config.ObjectiveConfig.least_verdicts`), and 2 in ledgers that were created
     before this was a setting."""
     traces_when: str = "always"
     """Frozen. ``always`` or ``all_failed``: when traces are rows of their groups, see
     :func:`~tandem.replay.mixing.mix`; ``always`` in ledgers that were created before."""
     steps: int | None = None
-    """Rows of the run; None where ``passes`` ends it."""
+    """Rows of the run; None if ``passes`` ends it."""
     passes: int | None = None
     """Passes of the run; the last row may be short."""
     lease_seconds: float = 120.0
-    """A lease that isn't renewed for so long goes to the next worker."""
+    """A lease that isn't renewed for this long goes to the next worker."""
     group_deadline_seconds: float = 1800.0
-    """Cap on one lease, renewals included."""
+    """Limit of one lease, renewals included."""
     max_inflight: int = 4096
     """Greatest number of leases at a time."""
     group_bytes: int = 0
-    """Worst case of one group's payload, for the stop before Redis is full."""
+    """Worst case of one group's payload in bytes, for stopping leases before Redis is full."""
     offline: bool = False
-    """Training doesn't read from the ledger: nothing is leased, and a reply says why."""
+    """Whether training doesn't use the ledger: nothing is leased, and a reply says why."""
 
     @classmethod
     def of(
         cls, config: Config, sources: Sequence[tuple[str, int, int]], data_digest: str
     ) -> LedgerSettings:
-        """From a run's config and what was ingested: ``(name, problems, weight)`` a source."""
+        """Settings from a run's config and the ingested sources, each ``(name, problems, weight)``."""
         replay, rollout = config.replay, config.rollout
         return cls(
             sources=tuple((name, size, weight) for name, size, weight in sources),
@@ -91,11 +91,10 @@ class LedgerSettings:
         )
 
     def order(self) -> Order:
-        """The order of problems."""
         return Order(self.sources, self.seed)
 
     def frozen_fields(self) -> dict[str, str]:
-        """As stored in Redis."""
+        """The frozen settings as stored in Redis."""
         return {
             "sources": json.dumps([list(s) for s in self.sources]),
             "seed": str(self.seed),
@@ -112,7 +111,7 @@ class LedgerSettings:
         }
 
     def changeable_fields(self) -> dict[str, str]:
-        """As stored in Redis."""
+        """The changeable settings as stored in Redis."""
         length = self.order().pass_length
         return {
             "steps": str(self.steps or 0),
@@ -127,7 +126,7 @@ class LedgerSettings:
 
     @classmethod
     def from_fields(cls, stored: Mapping[str, str]) -> LedgerSettings:
-        """Inverse of the two above."""
+        """The inverse of the two methods above."""
         return cls(
             sources=tuple((n, s, w) for n, s, w in json.loads(stored["sources"])),
             seed=int(stored["seed"]),
@@ -172,33 +171,33 @@ class Lease:
     group_id: str
     """``<pass>-<position>``."""
     attempt: int
-    """Which lease of this id it is, from 1."""
+    """Number of this lease among the id's leases, from 1."""
     pass_: int
-    """Run over the data set, from 0."""
+    """Number of the pass over the data, from 0."""
     position: int
-    """In the pass."""
+    """Position in the pass."""
     problem_id: str
     """The problem at that position."""
     deadline_ms: int
-    """The group's deadline by Redis ``TIME``: past it the finished samples are committed."""
+    """The group's deadline by Redis ``TIME``; when it passes, the finished samples are committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseReply:
-    """What a worker gets when it asks for work."""
+    """The ledger's answer to a worker that asks for work."""
 
     leases: tuple[Lease, ...]
     """At most as many as were asked for."""
     state: str
     """State of the run: running, draining, finished or failed."""
     wait: str
-    """Why there were no more; empty where there were."""
+    """Why there were no more leases; empty if there were."""
     journalled: int
-    """J."""
+    """J: number of rows journalled."""
     now_ms: int
     """Redis ``TIME``, ms."""
     lease_seconds: float
-    """Renew at about a third of this."""
+    """How long a lease lasts; renew it after about a third of this."""
 
 
 class RowEntry(
@@ -214,39 +213,39 @@ class RowEntry(
     group_id: str
     """``<pass>-<position>``."""
     attempt: Count
-    """The lease that was committed."""
+    """Number of the lease that was committed."""
     digest: str
     """xxh3-64 of the payload, hexadecimal."""
     nbytes: Count
     """Length of the payload."""
     trace_ids: tuple[str, ...]
-    """Expert traces that fill up the group."""
+    """Expert traces that complete the group."""
     replaced: tuple[Count, ...] = ()
-    """Places of the own samples that gave way to them; older rows have none."""
+    """Places of the own samples that they replace; older rows lack this field."""
 
 
 class Row(Record, frozen=True, kw_only=True, forbid_unknown_fields=False, rename={"ids": "groups"}):
     """The batch of one step, as Redis and the journal hold it."""
 
     step: Annotated[int, msgspec.Meta(ge=1)]
-    """n."""
+    """Number of the step, n."""
     short: bool
-    """Fewer than B groups: the last row of a run that is set in passes."""
+    """Whether it has fewer than B groups, as the last row of a run that is set in passes may."""
     ids: tuple[RowEntry, ...]
     """Its groups, ascending by position."""
     quarantined: str = ""
     """Why it was not trained on; empty unless its loss or gradient wasn't finite."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, the same as Redis holds; for the journal."""
-        # Through JSON, so that sequences are lists as Redis and the journal have them.
+        """Plain data for the journal, the same as Redis holds."""
+        # Goes through JSON, so that sequences are lists as in Redis and the journal.
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         plain.pop("quarantined")
         return plain
 
     @classmethod
     def from_dict(cls, plain: Any) -> Row:
-        """Inverse of :meth:`to_dict`.
+        """The inverse of :meth:`to_dict`.
 
         Raises:
             StoreError: it isn't a row.
@@ -256,20 +255,20 @@ class Row(Record, frozen=True, kw_only=True, forbid_unknown_fields=False, rename
 
 
 class Waiting(Record, frozen=True, kw_only=True):
-    """There is no row yet."""
+    """The answer if there is no row yet."""
 
     group_id: str
-    """The first group that isn't there."""
+    """The first group that is missing."""
     state: str
     """Its state: ``admitted`` or ``leased``."""
     worker: str
-    """Who holds it, or held it last."""
+    """The worker that holds it, or held it last."""
     reason: str
     """One clause for a person."""
     run_state: str = "running"
     """State of the run."""
     ended: bool = False
-    """No row will ever come: the run has taken all that it was to take."""
+    """Whether no row will ever come, because the run has taken all its rows."""
 
     def __str__(self) -> str:
         if self.ended:
@@ -285,4 +284,4 @@ class Receipt:
     result: CommitResult
     """Committed, duplicate, superseded or rejected."""
     detail: str = ""
-    """Why, where it was rejected."""
+    """Why it was rejected, if it was."""

@@ -1,4 +1,4 @@
-"""The registry of live processes: who is there, since when unheard of, and how to reach it."""
+"""The registry of live processes: which there are, when they were last heard of, how to reach them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .store import RunStore
 log = logging.getLogger("tandem.replay")
 
 TELL_SECONDS = 60.0
-"""Between two lines in the log about one damaged entry, which every look meets again."""
+"""Least time between two log lines about one damaged entry, which every look meets again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +30,11 @@ class Member:
     """One process of the run."""
 
     member: str
-    """``<role>-<index>``, or ``<role>-<host>-<pid>`` where it was started by hand."""
+    """``<role>-<index>``, or ``<role>-<host>-<pid>`` if it was started by hand."""
     role: str
     """learner, rollout or reward."""
     info: Mapping[str, Any]
-    """What it says of itself: endpoint, public key, pid, version, …"""
+    """What it reports about itself: endpoint, public key, pid, version, …"""
     age: float
     """Seconds since its last heartbeat, by Redis ``TIME``."""
 
@@ -45,10 +45,10 @@ class _Entry(Record, frozen=True, kw_only=True):
 
 
 def read_member(name: bytes, raw: bytes, age_ms: int) -> Member:
-    """One entry of the registry.
+    """Reads one entry of the registry.
 
     Raises:
-        StoreError: it isn't one.
+        StoreError: it isn't a valid entry.
     """
     what = f"the entry of {name[:80]!r} in the registry"
     entry = read_record(_Entry, raw, what, StoreError, WAY_OUT)
@@ -65,13 +65,13 @@ class Members:
         self._told: dict[bytes, float] = {}
 
     def register(self, role: str, member: str, info: Mapping[str, Any]) -> None:
-        """Enters a process, in place of an earlier life of the same member."""
+        """Enters a process, replacing an earlier start of the same member."""
         with self._lock:
             self._own[member] = (role, dict(info))
         self._beat(member)
 
     def beat(self, member: str, updates: Mapping[str, Any] | None = None) -> None:
-        """Says that the member lives, with what has changed in its info."""
+        """Reports that the member lives, with the changes in its info."""
         with self._lock:
             if member not in self._own:
                 raise ValueError(f"{member} has not registered in this process")
@@ -80,25 +80,24 @@ class Members:
         self._beat(member)
 
     def leave(self, member: str) -> None:
-        """Takes the member out."""
         with self._lock:
             self._own.pop(member, None)
         self.store.script("leave", member)
 
     def live(self, role: str | None = None, within: float = 10.0) -> list[Member]:
-        """Members (of a role) heard of within so many seconds, sorted by member id."""
+        """Members (of a role) that were heard of within the last ``within`` seconds, sorted by member id."""
         raw = self.store.script("live", int(within * 1000))
-        found = []
-        for name, told, age_ms in zip(raw[::3], raw[1::3], raw[2::3], strict=True):
+        members = []
+        for name, content, age_ms in zip(raw[::3], raw[1::3], raw[2::3], strict=True):
             try:
-                entry = read_member(name, told, int(age_ms))
+                entry = read_member(name, content, int(age_ms))
             except StoreError as error:
-                # Its next heartbeat replaces it; the others are there all the same.
+                # Its next heartbeat replaces it; the other members are still listed.
                 self._tell(name, error)
                 continue
             if role is None or entry.role == role:
-                found.append(entry)
-        return sorted(found, key=lambda m: m.member)
+                members.append(entry)
+        return sorted(members, key=lambda m: m.member)
 
     def _tell(self, name: bytes, error: StoreError) -> None:
         now = time.monotonic()
@@ -116,7 +115,7 @@ class Members:
 
 
 def membership(store: Store, member: str) -> Membership:
-    """What a process of the run needs to send or receive weights."""
+    """What a process of the run needs in order to send or receive weights."""
     return Membership(
         run_id=store.run_id,
         member=member,

@@ -1,4 +1,4 @@
-"""Which expert traces enter a group, and which own rows they replace: keyed, never by chance."""
+"""Which expert traces enter a group, and which own rows they replace: drawn by key, never by chance."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .order import permutation
 
 
 def choose_traces(problem: Problem, seed: int, group_id: str, per_group: int) -> tuple[str, ...]:
-    """Trace ids attached to a group at admission, in ledger order; at most ``per_group``.
+    """Ids of the traces attached to a group at admission, in ledger order; at most ``per_group``.
 
-    A problem with more traces than that gets a draw keyed by (seed, group id), so that a group
-    that is leased again holds the same ones.
+    If a problem has more traces than that, they are drawn by (seed, group id), so that a group
+    that is leased again has the same ones.
     """
     traces = problem.trace_ids
     if per_group <= 0 or not traces:
@@ -27,10 +27,10 @@ def choose_traces(problem: Problem, seed: int, group_id: str, per_group: int) ->
 def choose_replaced(
     seed: int, step: int, group_id: str, own_rows: Sequence[int], count: int
 ) -> tuple[int, ...]:
-    """Own rows that give way to traces chosen after grading, ascending; a group keeps G rows.
+    """Own rows that are replaced by traces chosen after grading, ascending; a group keeps G rows.
 
-    Keyed by (seed, step, group id): those whose SHA-1 of these and their place is least, which
-    ``take.lua`` can tell as well.
+    Drawn by (seed, step, group id): the rows for which the SHA-1 of these and their place is smallest,
+    which ``take.lua`` can compute as well.
     """
     if count > len(own_rows):
         raise ValueError(f"{count} traces can't replace {len(own_rows)} own rows of {group_id}")
@@ -53,19 +53,19 @@ def mix(
     step: int,
     group_id: str,
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Traces that are rows of a group in its step, and the own samples that give way to them.
+    """Traces that are rows of a group in its step, and the own samples that they replace.
 
     Args:
-        traces: chosen at admission.
+        traces: ids chosen at admission.
         when: ``always``: the traces took the places of samples that weren't asked for.
-            ``all_failed``: they enter where no own sample is correct, and then take the places of
-            samples without a verdict, which are no rows, and of own rows for the rest.
-        correct: own samples with the verdict ``correct``.
+            ``all_failed``: they enter if no own sample is correct, and then take the places of
+            samples without a verdict, which aren't rows, and of own rows for the rest.
+        correct: number of own samples with the verdict ``correct``.
         own_rows: places of the samples that have a verdict to learn from, ascending.
         group_size: G.
-        seed: of the run.
-        step: that takes the group.
-        group_id: of the group.
+        seed: the run's seed.
+        step: the step that takes the group.
+        group_id: the group's id.
 
     >>> group = {"own_rows": (0, 1, 3), "group_size": 4, "seed": 7, "step": 1, "group_id": "0-0"}
     >>> mix(["a", "b"], when="all_failed", correct=0, **group)

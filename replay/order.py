@@ -14,22 +14,22 @@ from ..common.errors import DataError
 from ..common.seeds import keyed_seed
 
 LAST_SERIAL = 2**32 - 1
-"""Final states are kept as bits of strings in Redis, which have no more."""
+"""Final states are kept as bits of strings in Redis, which can't be longer."""
 _NUMBER = re.compile("0|[1-9][0-9]{0,9}")
 
 
 def permutation(size: int, *key: int | str) -> NDArray[np.int64]:
-    """``[size]`` a permutation that depends on the key alone.
+    """A permutation ``[size]`` that depends only on the key.
 
-    It sorts the raw 64-bit output of Philox, which NumPy keeps the same for good (it does not
-    promise that of ``Generator.permutation``), so that a run resumes on any machine.
+    It sorts the raw 64-bit output of Philox, which NumPy guarantees never to change (unlike
+    ``Generator.permutation``), so that a run can be resumed on any machine.
     """
     raw = np.random.Philox(key=keyed_seed(*key)).random_raw(size)
     return np.argsort(raw, kind="stable")
 
 
 class Order:
-    """Where each position of each pass finds its problem.
+    """Maps each position of each pass to its problem.
 
     Sources are mixed by weight in cycles of ``sum(weights)`` slots, spread evenly. Each source
     runs through its own permutation, drawn anew whenever it is used up. A *pass* is the
@@ -61,7 +61,7 @@ class Order:
         self.sizes = tuple(size for _, size, _ in sources)
         self.weights = tuple(weight // divisor for _, _, weight in sources)
         self.seed = seed
-        # Slot k of a source with weight w stands at (k + 1/2) / w of the cycle.
+        # Slot k of a source with weight w is at (k + 1/2) / w of the cycle.
         slots = sorted(
             ((2 * k + 1) / (2 * weight), source, k)
             for source, weight in enumerate(self.weights)
@@ -75,7 +75,7 @@ class Order:
 
     @property
     def pass_length(self) -> int:
-        """Positions of one pass."""
+        """Number of positions in one pass."""
         return self._cycles * len(self._slots)
 
     def place(self, pass_: int, position: int) -> tuple[int, int]:
@@ -101,7 +101,7 @@ class Order:
         return int(pass_), int(position)
 
     def serial(self, group_id: str) -> int:
-        """Position counted over all passes: the ledger's sort key.
+        """Position counted over all passes, which is the ledger's sort key.
 
         Raises:
             ValueError: it isn't the id of a group of this run.
@@ -115,7 +115,7 @@ class Order:
         return serial
 
     def id_of(self, serial: int) -> str:
-        """Inverse of :meth:`serial`."""
+        """The inverse of :meth:`serial`."""
         return self.group_id(*divmod(serial, self.pass_length))
 
     def _draw(self, source: int, round_: int) -> NDArray[np.int64]:

@@ -13,8 +13,8 @@ extra_info      struct (may be absent)             anything: split, index, …
                                                    target and of its end token
 ==============  =================================  ==========================================
 
-As in the data of Yan et al., "Learning to Reason under Off-Policy Guidance" (arXiv 2504.14945).
-Whatever isn't that ends in a ``DataError`` that names file, row, column, value and way out.
+The columns are those of Yan et al., "Learning to Reason under Off-Policy Guidance" (arXiv 2504.14945).
+Anything else raises a ``DataError`` that names file, row, column, value and way out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..common.records import Float32Array
 
 REQUIRED = ("data_source", "prompt", "reward_model")
 PROBABILITY_COLUMNS = ("target_probs", "target_ds_qwen_7b_probs")
-"""Names under which per-token teacher probabilities are looked for; the second is LUFFY's."""
+"""Column names for per-token teacher probabilities; the second is LUFFY's."""
 ROLES = ("system", "user", "assistant")
 SHOWN = 60
 BATCH_ROWS = 1024
@@ -47,15 +47,14 @@ class Message:
     role: str
     """system, user or assistant."""
     content: str
-    """Its text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProblemRow:
-    """One row of a data set, as it is stated there."""
+    """One row of a data set, as stated there."""
 
     row: int
-    """From 0, counted over all files of the source, sorted by name."""
+    """Row number from 0, counted over all files of the source, sorted by name."""
     data_source: str
     """The data set's own name for where the row is from."""
     prompt: tuple[Message, ...]
@@ -67,23 +66,23 @@ class ProblemRow:
     gold: str
     """The gold answer, not empty."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """``extra_info``: plain values; None where a value is absent."""
+    """``extra_info`` as plain values; None for an absent value."""
     target_logprobs: Float32Array | None = None
     """``[tokens of the target + 1]`` nats, under the expert's own tokenizer; None if unknown."""
 
 
 def read_rows(path: Path) -> list[ProblemRow]:
-    """All rows of a parquet file, or of the ``.parquet`` files of a folder, sorted by name.
+    """All rows of a parquet file, or of the ``.parquet`` files in a folder, sorted by name.
 
     Raises:
         DataError: a missing or unreadable file, a missing column, an empty data set, or a row
-            that isn't what its column should hold.
+            with a value that doesn't belong in its column.
     """
     return list(iterate_rows(path))
 
 
 def iterate_rows(path: Path) -> Iterator[ProblemRow]:
-    """:func:`read_rows`, one row at a time."""
+    """Like :func:`read_rows`, one row at a time."""
     number = 0
     for file in parquet_files(path):
         for row in _read_file(file, number):
@@ -94,11 +93,7 @@ def iterate_rows(path: Path) -> Iterator[ProblemRow]:
 
 
 def parquet_files(path: Path) -> list[Path]:
-    """The files of a source.
-
-    Raises:
-        DataError: there is none.
-    """
+    """The files of a source; raises ``DataError`` if there are none."""
     if path.is_dir():
         files = sorted(p for p in path.glob("*.parquet") if not p.name.startswith("."))
         if not files:
@@ -141,7 +136,7 @@ def _read_file(path: Path, first: int) -> Iterator[ProblemRow]:
 
 
 class _Row:
-    """One row while it is parsed: knows where it stands, for the errors."""
+    """One row while it is parsed; it knows its place, for the errors."""
 
     def __init__(self, path: Path, index: int, plain: dict[str, Any]) -> None:
         self.path = path
@@ -206,7 +201,7 @@ class _Row:
         return messages
 
     def _target(self) -> str | None:
-        # An empty list is how some writers of parquet store "no target".
+        # Some writers of parquet store an empty list for "no target".
         if not self.plain.get("target") and self.plain.get("target") in (None, []):
             return None
         messages = self._messages("target")
@@ -244,7 +239,7 @@ class _Row:
         return {str(name): self._plain(inner) for name, inner in value.items()}
 
     def _plain(self, value: Any) -> Any:
-        """Values that may travel; what else parquet knows (dates, decimals) as text."""
+        """Values that may travel; parquet's other types (dates, decimals) become text."""
         if isinstance(value, dict):
             return {str(name): self._plain(inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The run's small shared things in Redis: config, problems, traces, evaluations, reports, state."""
+"""Small data in Redis that the run shares: config, problems, traces, evaluations, reports, state."""
 
 from __future__ import annotations
 
@@ -25,62 +25,62 @@ R = TypeVar("R", Problem, ExpertTrace)
 
 STATES: tuple[RunState, ...] = ("running", "draining", "finished", "failed")
 CLAIM_SECONDS = 30.0
-"""An evaluation whose worker doesn't renew its claim for so long goes to another one."""
+"""An evaluation whose worker doesn't renew its claim for this long goes to another worker."""
 EVALUATION_FAILURES = 5
-"""Failed attempts after which an evaluation is given up."""
+"""Number of failed attempts after which an evaluation is given up."""
 FAILED_SECONDS = 2.0
-"""After a failed attempt nobody claims the evaluation for so long."""
+"""Time after a failed attempt during which nobody claims the evaluation."""
 PUT_BYTES = 4 << 20
-"""Bytes of one round trip while problems are put."""
+"""Bytes per round trip while problems are put."""
 
 
 class EvaluationRequest(Record, frozen=True, kw_only=True):
-    """An evaluation that some rollout worker is to make."""
+    """An evaluation for some rollout worker to make."""
 
     id: str
     """Unique in the run, such as ``heldout@50``."""
     set_name: str
-    """Held-out set."""
+    """Name of the held-out set."""
     step: int
     """The worker must hold this step's weights or newer ones."""
     limit: int | None = None
-    """First so many problems; None = all."""
+    """Use only this many problems, the first ones; None = all."""
     temperature: float = 0.0
-    """0 = greedy."""
+    """Sampling temperature; 0 = greedy."""
     samples: int = 1
-    """Responses a problem."""
+    """Responses per problem."""
     final: bool = False
-    """The run ends when it is done."""
+    """Whether the run ends when it is done."""
 
 
 class EvaluationResult(Record, frozen=True, kw_only=True):
-    """What a held-out set gave."""
+    """The result of an evaluation."""
 
     id: str
-    """Of the request."""
+    """Id of the request."""
     set_name: str
-    """Held-out set."""
+    """Name of the held-out set."""
     step: int
-    """Of the oldest weights that were really used."""
+    """Step of the oldest weights that were actually used."""
     accuracy: float
-    """Mean over problems and samples."""
+    """Mean over problems and samples, 0 to 1."""
     problems: int
-    """How many."""
+    """Number of problems."""
     format_share: float
     """Share of responses in the right form."""
     mean_length: float
-    """Tokens of a response."""
+    """Mean tokens per response."""
     seconds: float
-    """Wall time."""
+    """Wall time in seconds."""
     member: str
-    """Worker that made it."""
+    """The worker that made it."""
     right_and_formed: float | None = None
-    """Share of responses that are correct and in the right form, where that is known."""
+    """Share of responses that are correct and in the right form, if it is known."""
     version: str = ""
-    """The weights that were really used, ``term.step``; several, oldest first, where new ones came
-    in the middle of it."""
+    """The weights that were actually used, ``term.step``; several, oldest first, if new ones came
+    during the evaluation."""
     samples: int = 1
-    """Responses a problem (k of pass@k)."""
+    """Responses per problem (k of pass@k)."""
     pass_rate: float | None = None
     """pass@k: share of problems with at least one correct response."""
     accuracy_by_source: dict[str, float] = msgspec.field(default_factory=dict)
@@ -88,23 +88,23 @@ class EvaluationResult(Record, frozen=True, kw_only=True):
     pass_by_source: dict[str, float] = msgspec.field(default_factory=dict)
     """pass@k by data source."""
     problems_by_source: dict[str, int] = msgspec.field(default_factory=dict)
-    """Problems by data source."""
+    """Number of problems by data source."""
 
     def classes(self) -> dict[str, float]:
-        """Shares of form x answer: see :func:`four_classes`."""
+        """Shares of responses by form and answer, see :func:`four_classes`."""
         return four_classes(self.accuracy, self.format_share, self.right_and_formed)
 
 
 def four_classes(accuracy: float, form: float, both: float | None) -> dict[str, float]:
     """Shares of responses by form, then answer: ``11``, ``10``, ``01`` and ``00``.
 
-    ``10`` is in the right form with another answer, ``01`` is right in another form. Empty where
+    ``10`` has the right form with a wrong answer, ``01`` the right answer in a wrong form. Empty if
     one of the three shares isn't known.
 
     Args:
-        accuracy: share that is correct.
+        accuracy: share of correct responses.
         form: share in the right form.
-        both: share that is both.
+        both: share that is correct and in the right form.
     """
     if both is None or math.isnan(accuracy + form):
         return {}
@@ -117,7 +117,7 @@ def four_classes(accuracy: float, form: float, both: float | None) -> dict[str, 
 
 
 class RunStore:
-    """Run-wide things that every role may read. Every method may be repeated safely."""
+    """Run-wide data that every role may read. Every method may be repeated safely."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -125,14 +125,14 @@ class RunStore:
     # -- config and keys -------------------------------------------------------------------
 
     def put_config(self, yaml: str) -> None:
-        """The resolved config, which every role reads from here."""
+        """Stores the resolved config, which every role reads from here."""
         self.store.call("set", self.store.key("config"), yaml.encode())
 
     def config_yaml(self) -> str:
         """The resolved config.
 
         Raises:
-            StoreError: there is none: this Redis doesn't hold the run.
+            StoreError: there is none, so this Redis doesn't hold the run.
         """
         text = self.store.call("get", self.store.key("config"))
         if text is None:
@@ -143,7 +143,7 @@ class RunStore:
         return read_text(text, "the config in Redis")
 
     def curve_client(self) -> CurveKeys:
-        """The key pair by which the run's clients are let in; made on the first call."""
+        """The key pair with which the run's clients are admitted; made on the first call."""
         fresh = new_keys()
         key = self.store.key("curve_client")
         self.store.call("set", key, json.dumps([fresh.public, fresh.secret]), nx=True)
@@ -155,7 +155,7 @@ class RunStore:
         return read_state(raw) if raw else "running"
 
     def set_state(self, state: RunState) -> None:
-        """Tells every process (hint ``state``)."""
+        """Sets the state and notifies every process (hint ``state``)."""
         if state not in STATES:
             raise ValueError(f"{state!r} is not one of {', '.join(STATES)}")
         self.store.script("set_state", state)
@@ -180,7 +180,6 @@ class RunStore:
         self._put(commands())
 
     def problem(self, problem_id: str) -> Problem:
-        """One problem."""
         return self.problems([problem_id])[0]
 
     def problems(self, ids: Sequence[str]) -> list[Problem]:
@@ -188,7 +187,7 @@ class RunStore:
         return self._get("problems", ids, Problem)
 
     def problem_ids(self, source: str) -> list[str]:
-        """A source's problems, ascending by row: what the order's indices point into."""
+        """Ids of a source's problems, ascending by row; the order's indices refer to this list."""
         raw = self.store.call("zrange", self.store.key(f"problem_ids:{source}"), 0, -1)
         return [name.decode() for name in raw]
 
@@ -207,12 +206,12 @@ class RunStore:
         return self._get("traces", ids, ExpertTrace)
 
     def all_trace_ids(self) -> list[str]:
-        """Every trace, in ledger order: by source, row and number."""
+        """Ids of all traces, in ledger order: by source, row and number."""
         names = [name.decode() for name in self.store.call("hkeys", self.store.key("traces"))]
         return sorted(names, key=_trace_order)
 
     def put_eval_set(self, name: str, problems: Iterable[Problem]) -> None:
-        """Stores a held-out set, in place of one of that name."""
+        """Stores a held-out set, replacing one with the same name."""
         key = self.store.key(f"eval:{name}")
         fresh = self.store.key(f"eval_new:{name}")
         encoded = [wire.encode(problem) for problem in problems]
@@ -232,10 +231,10 @@ class RunStore:
         self.store.persist(f"held-out set {name}", put)
 
     def eval_set(self, name: str, limit: int | None = None) -> list[Problem]:
-        """The first ``limit`` problems of a held-out set; all without it.
+        """The first ``limit`` problems of a held-out set, or all of them without a limit.
 
         Raises:
-            DataError: there is none of this name.
+            DataError: there is no set with this name.
         """
         last = -1 if limit is None else limit - 1
         raw = self.store.call("lrange", self.store.key(f"eval:{name}"), 0, last)
@@ -244,13 +243,13 @@ class RunStore:
         return [wire.decode(data, Problem) for data in raw]
 
     def eval_set_names(self) -> list[str]:
-        """Held-out sets, sorted."""
+        """Names of the held-out sets, sorted."""
         return sorted(n.decode() for n in self.store.call("smembers", self.store.key("eval_sets")))
 
     # -- evaluations -----------------------------------------------------------------------
 
-    # due -> claimed -> done, and back: claimed -> due (given back, or the claim has expired); after
-    # its last failed attempt it is given up, until it is asked for again.
+    # due -> claimed -> done, and back: claimed -> due (given back, or the claim has expired). After its
+    # last failed attempt an evaluation is given up, until it is asked for again.
 
     def request_evaluation(self, request: EvaluationRequest, term: int) -> None:
         """Asks for an evaluation; asking again for one that is due or done changes nothing.
@@ -261,7 +260,7 @@ class RunStore:
         self.store.script("request_evaluation", request.id, request.step, _json(request), term)
 
     def claim_evaluation(self, member: str, held: Version) -> EvaluationRequest | None:
-        """Claims the earliest one that is due with the weights that the worker holds.
+        """Claims the earliest evaluation that is due with the weights that the worker holds.
 
         A claim expires after 30 s; see :meth:`renew_evaluation`.
         """
@@ -269,27 +268,27 @@ class RunStore:
         return read_request(raw) if raw else None
 
     def renew_evaluation(self, id_: str, member: str) -> bool:
-        """Keeps a claim for another 30 s; False where another worker has it now."""
+        """Keeps a claim for another 30 s; False if another worker has it now."""
         return bool(self.store.script("renew_evaluation", id_, member, int(CLAIM_SECONDS * 1000)))
 
     def give_back_evaluation(self, id_: str, member: str, *, reason: str, failed: bool) -> bool:
-        """Ends a claim without a result; False where another worker has it now.
+        """Ends a claim without a result; False if another worker has it now.
 
         Args:
-            id_: of the evaluation.
-            member: who has claimed it.
+            id_: id of the evaluation.
+            member: the worker that has claimed it.
             reason: why there is no result.
-            failed: the attempt failed by the evaluation's own doing, which counts: after
-                :data:`EVALUATION_FAILURES` of them it is given up.
+            failed: whether the evaluation itself failed, which counts: after
+                :data:`EVALUATION_FAILURES` failures it is given up.
         """
         limits = EVALUATION_FAILURES, int(FAILED_SECONDS * 1000)
-        said = self.store.script(
+        answer = self.store.script(
             "give_back_evaluation", id_, member, reason[:2000], int(failed), *limits
         )
-        return bool(said)
+        return bool(answer)
 
     def finish_evaluation(self, id_: str, result: EvaluationResult) -> bool:
-        """Stores the result; the first one stands. Returns whether this was it."""
+        """Stores the result unless there is one already; returns whether it was stored."""
         return bool(self.store.script("finish_evaluation", id_, _json(result)))
 
     def evaluation(self, id_: str) -> EvaluationResult | None:
@@ -305,12 +304,12 @@ class RunStore:
         return {id_: read_result(text) for id_, text in zip(ids, raw, strict=True) if text}
 
     def asked_evaluations(self) -> list[str]:
-        """Ids of all that were ever asked for, sorted."""
+        """Ids of all evaluations that were ever asked for, sorted."""
         raw = self.store.call("hkeys", self.store.key("evaluations"))
         return sorted(read_text(name, "an evaluation's id") for name in raw)
 
     def given_up_evaluations(self) -> dict[str, str]:
-        """Ids of those that failed too often, with what the last attempt said."""
+        """Ids of evaluations that failed too often, with the last attempt's reason."""
         failures = self.store.call("hgetall", self.store.key("evaluation_failures"))
         if not failures:
             return {}
@@ -324,18 +323,18 @@ class RunStore:
     def evaluations(self) -> list[EvaluationResult]:
         """All results, by step and set."""
         raw = self.store.call("hvals", self.store.key("evaluation_results"))
-        found = [read_result(text) for text in raw]
-        return sorted(found, key=lambda result: (result.step, result.set_name, result.id))
+        results = [read_result(text) for text in raw]
+        return sorted(results, key=lambda result: (result.step, result.set_name, result.id))
 
     def open_evaluations(self) -> list[str]:
-        """Ids that are asked for and not done, by step."""
+        """Ids of evaluations that were asked for and aren't done, by step."""
         raw = self.store.call("zrange", self.store.key("evaluations_open"), 0, -1)
         return [name.decode() for name in raw]
 
     # -- reports ---------------------------------------------------------------------------
 
     def report(self, member: str, stats: Mapping[str, Any]) -> None:
-        """A process's newest figures."""
+        """Stores a process's newest figures."""
         self.store.call("hset", self.store.key("reports"), member, json.dumps(stats))
 
     def reports(self) -> dict[str, dict[str, Any]]:
@@ -347,12 +346,12 @@ class RunStore:
         }
 
     def count_restart(self, name: str, detail: str) -> None:
-        """Lists that a process (or a grader) was started again."""
+        """Records that a process (or a grader) was restarted."""
         entry = {"name": name, "detail": detail, "time": time.time()}
         self.store.script("append", "restarts", json.dumps(entry), 10_000)
 
     def restart_count(self) -> int:
-        """How many restarts are listed."""
+        """Number of recorded restarts."""
         return int(self.store.call("llen", self.store.key("restarts")))
 
     def restarts(self) -> list[dict[str, Any]]:
@@ -391,7 +390,7 @@ def read_keys(raw: bytes) -> CurveKeys:
     """The clients' key pair as Redis holds it.
 
     Raises:
-        StoreError: it isn't a pair of keys; neither is shown.
+        StoreError: it isn't a pair of keys; the message shows neither.
     """
     pair = read_json(raw, "the clients' key pair in Redis", StoreError, WAY_OUT)
     if not (
@@ -406,22 +405,22 @@ def read_keys(raw: bytes) -> CurveKeys:
 
 
 def read_report(raw: bytes, what: str) -> dict[str, Any]:
-    """A process's figures; what is added up of all of them is numbers.
+    """A process's figures; those that are summed over processes must be numbers.
 
     Raises:
         StoreError: it isn't an object, or its time or its seconds aren't numbers.
     """
     report = read_object(raw, what, StoreError, WAY_OUT)
-    told = {name: report.get(name) for name in ("clock", "seconds", "shares")}
+    figures = {name: report.get(name) for name in ("clock", "seconds", "shares")}
     numbers: list[Any] = [report.get("time") or 0.0]
-    for name, value in told.items():
+    for name, value in figures.items():
         if value is not None and not isinstance(value, int | float | dict):
             raise damaged(what, f"has {name}={str(value)[:40]!r}", StoreError, WAY_OUT)
         numbers += value.values() if isinstance(value, dict) else [value or 0.0]
-    if isinstance(told["clock"], dict) and "total" not in told["clock"]:
+    if isinstance(figures["clock"], dict) and "total" not in figures["clock"]:
         raise damaged(what, "has a clock without its total", StoreError, WAY_OUT)
     for value in numbers:
-        # Beyond 2^53 float() could fail.
+        # Beyond 2^53, float() could fail.
         if not (isinstance(value, int | float) and abs(value) < 2**53):
             raise damaged(what, f"has {str(value)[:40]!r} for seconds", StoreError, WAY_OUT)
     return report
@@ -431,7 +430,7 @@ def read_state(raw: bytes) -> RunState:
     """The run's state.
 
     Raises:
-        StoreError: it is none of :data:`STATES`.
+        StoreError: it isn't one of :data:`STATES`.
     """
     for state in STATES:
         if raw == state.encode():
@@ -445,20 +444,12 @@ def read_state(raw: bytes) -> RunState:
 
 
 def read_request(raw: bytes) -> EvaluationRequest:
-    """An evaluation as it was asked for.
-
-    Raises:
-        StoreError: it isn't one.
-    """
+    """Reads a request for an evaluation; raises ``StoreError`` if it isn't one."""
     return read_record(EvaluationRequest, raw, "a request to evaluate", StoreError, WAY_OUT)
 
 
 def read_result(raw: bytes) -> EvaluationResult:
-    """The result of an evaluation.
-
-    Raises:
-        StoreError: it isn't one.
-    """
+    """Reads the result of an evaluation; raises ``StoreError`` if it isn't one."""
     return read_record(EvaluationResult, raw, "the result of an evaluation", StoreError, WAY_OUT)
 
 
