@@ -1,11 +1,11 @@
-"""The torch engine's batch: rows of tokens that are sampled together, one token a step.
+"""The torch engine's batch: rows of tokens that are sampled together, one token per step.
 
 A row has a place, which is its index in all arrays and in the key-value cache::
 
     join -> [a place] -> step, step, … -> ended (end token, length, abort) -> place is free
 
-Rows that join take free places first; before a step the last rows move into those that are left,
-so that what is computed is the rows that run. Nothing but the rows that come or move is copied.
+Rows that join take free places first. Before a step the last rows move into the remaining free places,
+so that only running rows are computed. Only rows that join or move are copied.
 """
 
 from __future__ import annotations
@@ -23,27 +23,26 @@ from .model_facts import ModelFacts
 from .sampling import Noise, draw
 
 GROWTH = 64
-"""Least number of slots that the cache grows by."""
+"""Least number of slots by which the cache grows."""
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One sample in the making; its tokens stand in the batch's arrays."""
+    """One sample in progress; its tokens are in the batch's arrays."""
 
     group: Running
-    """The group that it belongs to."""
     index: int
     """Its place in the group."""
     context: Int32Array
-    """``[P + L]`` prompt and prefix."""
+    """``[P + L]`` token ids of prompt and prefix."""
     spans: list[tuple[Version, int, int]] = field(default_factory=list)
     """Closed spans: version, start, end, counted in the sampled tokens."""
     since: int = 0
-    """Sampled tokens when the version in use took over."""
+    """Number of sampled tokens when the version in use took over."""
 
 
 def rows_of(group: Running) -> list[Row]:
-    """A row for each sample of a group."""
+    """Makes a row for each sample of a group."""
     request = group.request
     rows = []
     for index in range(request.count):
@@ -55,7 +54,7 @@ def rows_of(group: Running) -> list[Row]:
 
 
 class Batch:
-    """The rows that run, and everything that is kept of them between two steps."""
+    """The running rows, with everything that is kept of them between two steps."""
 
     def __init__(
         self,
@@ -67,15 +66,15 @@ class Batch:
         prefill_tokens: int,
         version: Version | None,
     ) -> None:
-        """An empty batch.
+        """Makes an empty batch.
 
         Args:
-            decoder: of the model.
-            facts: of the model.
-            device: of the model.
-            max_rows: places beyond it are made for rows that come at once and no others.
-            prefill_tokens: most padded tokens of one prefill pass.
-            version: of the weights in use.
+            decoder: the model's decoder.
+            facts: the model's facts.
+            device: the model's device.
+            max_rows: number of places; more are made only for rows that join at the same time.
+            prefill_tokens: greatest number of padded tokens in one prefill pass.
+            version: version of the weights in use.
         """
         self._decoder = decoder
         self._context = facts.context
@@ -84,34 +83,34 @@ class Batch:
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
         self.version = version
-        """Of the weights in use; changed by :meth:`restamp`."""
+        """Version of the weights in use; changed by :meth:`restamp`."""
         self.sampled = 0
-        """Tokens sampled."""
+        """Number of sampled tokens."""
         self.prefilled = 0
-        """Tokens whose keys and values were computed other than by sampling them."""
+        """Number of tokens whose keys and values were computed other than by sampling them."""
         self.steps = 0
-        """Token steps."""
+        """Number of token steps."""
         self.clear()
 
     def clear(self) -> None:
-        """Drops all rows and the memory of their keys and values."""
+        """Drops all rows and frees the memory of their keys and values."""
         self._rows: list[Row | None] = []
         self._live = 0
         self._cache: KeyValues | None = None
         self._seen: KeyValues | None = None
         self._noise = Noise()
-        # By place; there may be more places than rows, and more slots than tokens.
+        # Indexed by place; there may be more places than rows, and more slots than tokens.
         self._tokens = np.zeros((0, 0), dtype=np.int64)
         self._logprobs = np.zeros((0, 0), dtype=np.float32)
         self._length = np.zeros(0, dtype=np.int64)
         self._limit = np.zeros(0, dtype=np.int64)
         self._kind = np.zeros(0, dtype=np.int64)
-        # Sampling parameters that rows share, whatever their length limits.
+        # Sampling parameters that rows share, whatever their length limits are.
         self._kinds: list[SamplingParams] = []
         self._next: torch.Tensor | None = None
 
     def __len__(self) -> int:
-        """Rows that run."""
+        """Number of running rows."""
         return self._live
 
     def groups(self) -> list[Running]:
@@ -121,7 +120,7 @@ class Batch:
     # Rows come and go.
 
     def join(self, rows: Sequence[Row]) -> None:
-        """Adds rows; where it raises, none was added."""
+        """Adds rows; if it raises, none was added."""
         lengths = np.array([len(row.context) for row in rows], dtype=np.int64)
         requests = [row.group.request for row in rows]
         begun = [len(r.prefix(row.index)) for r, row in zip(requests, rows, strict=True)]
@@ -164,7 +163,7 @@ class Batch:
     def end(
         self, wanted: Callable[[Row], bool], reason: FinishReason
     ) -> list[tuple[Row, Response]]:
-        """Takes rows out as they are."""
+        """Takes rows out as they are, without sampling further."""
         return self._take(
             (place, reason)
             for place, row in enumerate(self._rows)
@@ -214,11 +213,11 @@ class Batch:
     # Memory.
 
     def _resize(self, places: int, capacity: int) -> None:
-        """Room for so many places and slots, at least."""
+        """Makes room for at least ``places`` places and ``capacity`` slots."""
         had = len(self._length)
         more = max(places - had, 0)
         if more and had:
-            # Geometric, so that copying stays a fraction of the work.
+            # Grows geometrically, so that copying stays a fraction of the work.
             more = max(more, min(had // 2, self._max_rows - had))
         wider = max(capacity - self._tokens.shape[1], 0)
         if not (more or wider):
@@ -235,9 +234,9 @@ class Batch:
             self._seen = None
 
     def _fill(self, places: np.ndarray, contexts: Sequence[np.ndarray]) -> None:
-        """Computes keys and values of token lists, each distinct one once, into places.
+        """Computes keys and values of token lists, each distinct one once, and stores them at the places.
 
-        Passes have token lists of like lengths and are bounded in size.
+        Each pass has token lists of similar lengths and is bounded in size.
         """
         distinct: dict[bytes, int] = {}
         which = np.array(
@@ -262,7 +261,7 @@ class Batch:
             if self._cache is None:
                 self._cache = KeyValues([layer[:, :0] for layer in part.layers])
             self._cache.resize(*self._tokens.shape)
-            # The rows of this pass, and which of its lists each one has.
+            # Rows of this pass, and which of its token lists each one has.
             where = {int(i): b for b, i in enumerate(chosen)}
             members = [n for n, i in enumerate(which.tolist()) if i in where]
             source = np.array([where[int(which[n])] for n in members])
@@ -275,12 +274,12 @@ class Batch:
     # One token.
 
     def step(self) -> list[tuple[Row, Response]]:
-        """Samples one token for every row; takes out those that it ended."""
+        """Samples one token for every row; takes out the rows that it ended."""
         self._close_ranks()
         count = self._live
         longest = int(self._length[:count].max())
         if longest >= self._tokens.shape[1]:
-            # Geometric, so that copying stays a fraction of the work; no further than needed.
+            # Grows geometrically, so that copying stays a fraction of the work, but no further than needed.
             capacity = max(longest + GROWTH, longest * 3 // 2)
             limit = int(self._limit[:count].max())
             self._resize(count, max(longest + 1, min(capacity, limit)))
@@ -326,7 +325,7 @@ class Batch:
     # New weights.
 
     def restamp(self, version: Version) -> None:
-        """Names the weights in use; the rows begin a new span."""
+        """Renames the weights in use; the rows begin a new span."""
         for place, row in enumerate(self._rows):
             if row is not None:
                 self._end_span(row, int(self._length[place]) - len(row.context))
@@ -338,7 +337,7 @@ class Batch:
         row.since = end
 
     def recompute(self) -> None:
-        """Keys and values of all rows under the weights in use."""
+        """Computes the keys and values of all rows again, under the weights in use."""
         self._close_ranks()
         if self._live:
             contexts = [

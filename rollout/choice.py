@@ -1,4 +1,4 @@
-"""Which decoder runs a model: the fastest whose log-probs are the model's own."""
+"""Chooses the decoder for a model: the fastest one whose log-probs are the model's own."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from .generic_decoder import WAYS, GenericDecoder
 log = logging.getLogger("tandem.rollout")
 
 LONGEST = 4096
-"""Tokens of the longest row of a model that names no limit."""
+"""Greatest length of a row, in tokens, for a model that has no limit of its own."""
 PREFILL_TOKENS = 4096
-"""Most padded tokens that are tried at once."""
+"""Greatest number of padded tokens that are tried at once."""
 
 
 @torch.inference_mode()
 def disagreement(model: Any, decoder: Decoder, probe: Probe) -> Difference:
-    """Between a decoder's log-probs and entropies and the model's own.
+    """The difference between a decoder's log-probs and entropies and the model's own.
 
-    The rows run side by side, with a cache as samples do and without one as given tokens: the
+    The rows run side by side, with a cache as samples do and without one as given tokens: first the
     short ones, then the long ones beside a short one.
 
     Args:
-        model: of both.
-        decoder: tried.
-        probe: of the model.
+        model: the model of both.
+        decoder: the decoder to test.
+        probe: rows with the model's own scores.
     """
     rows = probe.rows
-    found = Difference()
+    difference = Difference()
     short = [number for number, row in enumerate(rows) if not row.long]
     long = [number for number, row in enumerate(rows) if row.long]
     for which in (short, [*short[:1], *long] if long else []):
         if which:
             chosen = [rows[number] for number in which]
-            # Given tokens get all logits of a row, which of long ones may be too many.
+            # Given tokens get all logits of a row, which may be too many for long rows.
             for way in (_decoded, _given) if which == short else (_decoded,):
                 for number, one in zip(which, way(model, decoder, chosen), strict=True):
-                    found |= Difference.of(one, probe.own[number], rows[number])
-    return found
+                    difference |= Difference.of(one, probe.own[number], rows[number])
+    return difference
 
 
 def _given(model: Any, decoder: Decoder, rows: Sequence[ProbeRow]) -> list[Scores]:
-    """As the engine scores tokens that it is given."""
+    """Scores as the engine computes them for given tokens."""
     device = model.get_input_embeddings().weight.device
     width = max(len(row.ids) for row in rows)
-    found = []
+    scores = []
     for row in rows:
         padded = np.zeros((1, width), dtype=np.int64)
         padded[0, : len(row.ids)] = row.ids
@@ -61,12 +61,12 @@ def _given(model: Any, decoder: Decoder, rows: Sequence[ProbeRow]) -> list[Score
             torch.from_numpy(padded).to(device), torch.tensor([len(row.ids)], device=device)
         )[0, len(row.prompt) - 1 : len(row.ids) - 1]
         tokens = torch.from_numpy(row.response).to(device)
-        found.append(Scores.of_logits(logits, tokens, row.temperature))
-    return found
+        scores.append(Scores.of_logits(logits, tokens, row.temperature))
+    return scores
 
 
 def _decoded(model: Any, decoder: Decoder, rows: Sequence[ProbeRow]) -> list[Scores]:
-    """As the engine does: a prefill up to the prompt's last token, then a step for each token."""
+    """Scores as the engine computes them: a prefill up to the prompt's last token, then one step per token."""
     device = model.get_input_embeddings().weight.device
     known = np.array([max(len(row.prompt) - 1, 1) for row in rows])
     width = int(known.max())
@@ -74,7 +74,7 @@ def _decoded(model: Any, decoder: Decoder, rows: Sequence[ProbeRow]) -> list[Sco
     padded = np.zeros((len(rows), width), dtype=np.int64)
     for number, row in enumerate(rows):
         padded[number, : known[number]] = row.ids[: known[number]]
-    # Few rows at a time where they are long.
+    # Only a few rows at a time if they are long.
     at_once = max(1, PREFILL_TOKENS // width)
     cache: KeyValues | None = None
     for start in range(0, len(rows), at_once):
@@ -110,13 +110,13 @@ def _decoded(model: Any, decoder: Decoder, rows: Sequence[ProbeRow]) -> list[Sco
 def choose(model: Any, kind: str = "auto", *, longest: int | None = None) -> Decoder:
     """The fastest decoder that is right for a model.
 
-    A decoder is right where its log-probs and entropies are those of the model's own forward, on
+    A decoder is right if its log-probs and entropies are those of the model's own forward, on
     a few rows that reach every branch of the model that rows of the run reach.
 
     Args:
         model: a transformers causal model in evaluation mode.
-        kind: ``direct`` and ``generic`` force one; ``auto`` takes the direct one where it can.
-        longest: most tokens of prompt and response; None = the model's own limit.
+        kind: ``direct`` and ``generic`` force one; ``auto`` takes the direct one if it is right.
+        longest: greatest number of tokens of prompt and response; None = the model's own limit.
 
     Raises:
         ConfigError: no decoder can run this model.
@@ -128,10 +128,10 @@ def choose(model: Any, kind: str = "auto", *, longest: int | None = None) -> Dec
     reason = why_not_direct(model, longest)
     if kind != "generic" and reason is None:
         direct = DirectDecoder(model)
-        found = disagreement(model, direct, probe)
-        if probe.allows(found):
+        difference = disagreement(model, direct, probe)
+        if probe.allows(difference):
             return direct
-        reason = f"its log-probs are off by {found.logprob:.2g} nats"
+        reason = f"its log-probs are off by {difference.logprob:.2g} nats"
     if kind == "direct":
         raise ConfigError(f"the direct decoder can't run this model: {reason}")
     if kind == "auto":
@@ -140,20 +140,20 @@ def choose(model: Any, kind: str = "auto", *, longest: int | None = None) -> Dec
 
 
 def _generic(model: Any, probe: Probe) -> GenericDecoder:
-    """With the first way of telling what is seen that is right."""
+    """A generic decoder with the first way of masking that is right."""
     several = len(layer_kinds(model.config.get_text_config())) > 1
     least, failure = None, None
     for way in WAYS if several else WAYS[1:]:
         decoder = GenericDecoder(model, way)
         try:
-            found = disagreement(model, decoder, probe)
+            difference = disagreement(model, decoder, probe)
         except Exception as error:  # noqa: BLE001 - a model's own code raises what it likes
             failure = failure or error
             continue
-        if probe.allows(found):
+        if probe.allows(difference):
             return decoder
-        if least is None or found.logprob < least.logprob:
-            least = found
+        if least is None or difference.logprob < least.logprob:
+            least = difference
     if least is None:
         assert failure is not None
         raise ConfigError(

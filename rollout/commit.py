@@ -1,7 +1,7 @@
-"""New weights on their last steps: into the engine, and through the check of what it then computes.
+"""Commits new weights: loads them into the engine, and checks what the engine then computes.
 
-The receiver's thread calls, the loop works. A version whose check fails is fetched and loaded once more;
-if it fails again, the worker has to end.
+The receiver's thread calls, and the loop does the work. A version that fails its check is fetched and
+loaded once more; if it fails again, the worker has to end.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Committer:
     """Commits versions into one engine.
 
     Args:
-        engine: loads them.
-        check: compares what it then computes with what the learner did.
-        loop: the worker's, in which both work.
+        engine: loads the weights.
+        check: compares what the engine then computes with the learner's results.
+        loop: the worker's loop, in which both work.
         seconds: deadline of a commit (``weights.commit_seconds``).
         on_change: called in the loop when the engine serves a version, and when a check has ended.
-        spoil: called in the loop when a check has failed: discards all that is under way.
+        spoil: called in the loop when a check has failed; discards everything that is under way.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class Committer:
         self._on_change = on_change
         self._spoil = spoil
         self.steady = asyncio.Lock()
-        """Whoever holds it keeps the engine's weights as they are."""
+        """Whoever holds it keeps the engine's weights from changing."""
         self.hopeless = ""
-        """Why the worker has to end: a version failed its check twice. Empty while it hasn't."""
+        """Why the worker has to end: a version failed its check twice. Empty otherwise."""
 
     def load(self, tensors: StagedTensors, version: Version) -> float:
-        """Returns when the engine serves the version; called from the receiver's thread.
+        """Loads a version and returns when the engine serves it; called from the receiver's thread.
 
         Args:
-            tensors: the new weights; none where only the version's name is new.
-            version: their name.
+            tensors: the new weights; empty if only the version's name is new.
+            version: the version's name.
 
         Returns:
-            Seconds in which the engine sampled nothing on account of it.
+            Seconds during which the engine sampled nothing because of the load.
 
         Raises:
             TimeoutError: the engine took longer than ``seconds``.
@@ -77,7 +77,7 @@ class Committer:
         still = False
         before = self._engine.stats().load_seconds
         try:
-            # An evaluation should be of one version, but not at the price of the deadline.
+            # An evaluation should use a single version, but the deadline matters more.
             async with asyncio.timeout(self._seconds / 2):
                 await self.steady.acquire()
             still = True
@@ -102,34 +102,34 @@ class Committer:
     def examine(self, version: Version, scored: ScoredRows | None) -> bool:
         """Checks a version that the engine serves; called from the receiver's thread.
 
-        Every question to the engine has a deadline of its own (``seconds``).
+        Every request to the engine has its own deadline (``seconds``).
 
         Returns:
-            False if it is to be fetched and loaded once more.
+            False if the version must be fetched and loaded once more.
         """
         done = asyncio.run_coroutine_threadsafe(self._examine(version, scored), self._loop)
         return done.result()
 
     async def _examine(self, version: Version, scored: ScoredRows | None) -> bool:
         try:
-            found = await self._check.examine(version, scored)
-            failed = [str(difference) for difference in found if not difference.passes]
+            differences = await self._check.examine(version, scored)
+            failed = [str(difference) for difference in differences if not difference.passes]
         except TandemError as error:
             failed = [str(error)]
         except Exception as error:
-            # Groups wait for the check's end, whatever that is.
+            # Groups wait for the end of the check, whatever its result.
             log.exception(f"version {version} couldn't be checked")
             failed = [f"it couldn't be checked: {type(error).__name__}: {error}"]
         self._check.end(passed=not failed)
         self._on_change()
         if not failed:
             return True
-        # Before anything that has waited goes on.
+        # Done before anything that has waited goes on.
         self._spoil()
         alarm = f"version {version} isn't what the learner published ({'; '.join(failed)})"
         self._check.counts.alarm = alarm
         if self._check.in_a_row == 1:
-            log.error(f"{alarm}: what it sampled is discarded, and it is fetched anew")
+            log.error(f"{alarm}: what it sampled is discarded, and it is fetched again")
             return False
         self.hopeless = (
             f"{alarm}, loaded {self._check.in_a_row} times. If it is the engine's own rounding, raise "

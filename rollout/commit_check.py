@@ -1,15 +1,15 @@
-"""Checks each version of the weights that the engine has taken up, before its samples count.
+"""Checks each version of the weights that the engine has loaded, before its samples count.
 
-Checksums say that the right bytes have arrived. That the engine also computes with them what the
-learner would is seen from what it says of a few tokens:
+Checksums show that the right bytes have arrived. Whether the engine also computes with them what the
+learner would is tested with a few tokens:
 
-- **given rows**: it scores the rows that the learner scored when it published the version. Finds
-  matrices in each other's place, a part of an older version, another model.
-- **samples**: it draws a few tokens after the same prompt as ever, whose keys and values the prefix
-  cache may still have from before, and then scores them as given ones. Finds cached keys of other
-  weights, and log-probs that aren't those of the distribution that was drawn from.
-- **samples that ran on**: where samples are under way when the weights change, four of its own are
-  too. Finds keys and values that should have been computed again.
+- **given rows**: the engine scores the rows that the learner scored when it published the version.
+  Finds swapped matrices, parts of an older version, another model.
+- **samples**: the engine draws a few tokens after the same prompt as in every check, whose keys and
+  values the prefix cache may still have from before, and then scores them as given ones. Finds cached
+  keys of other weights, and log-probs that don't belong to the distribution that was sampled from.
+- **samples that ran on**: if samples are under way when the weights change, four of the check's own
+  are among them. Finds keys and values that should have been computed again.
 
 The greatest difference, and of the given rows the mean one too, are held against bounds: those of
 the dtype in the first check, later a multiple of what earlier checks found, since rounding differs
@@ -55,43 +55,43 @@ log = logging.getLogger("tandem.rollout")
 SAMPLES, TOKENS = 3, 8
 """What is drawn in a check: so many samples of so many tokens."""
 RUN_ON_SAMPLES = 4
-"""Samples that are to run on."""
+"""Number of samples that are to run on."""
 HOT = 2.0
-"""Their temperature, unless the engine scores at 1 alone without ado: a trained model is so certain of
-its tokens at its own that older keys make no difference to them."""
+"""Temperature of the samples that run on, unless the engine can score only at 1 cheaply: at its own
+temperature a trained model is so certain of its tokens that older keys make no difference to them."""
 BLOCK = 16
-"""Tokens that a prefix cache keeps together, where the engine doesn't say."""
+"""Tokens per block of the prefix cache, unless the engine reports another number."""
 STEPS_BEFORE, STEPS_AFTER = 2, 8
 """Token steps of samples that are to run on, before the weights change and after."""
 RUN_ON_SECONDS = 2.0
 """Longest wait for these steps."""
 LONGEST_RUN_ON = 256
-"""Tokens of the check's longest row."""
+"""Greatest number of tokens in a row of the check."""
 LOOK_SECONDS = 0.001
 LARGEST = 1e9
-"""Told in place of infinity."""
+"""The number that is reported for an infinite difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The greatest one among tokens of one kind."""
+    """The greatest difference among tokens of one kind."""
 
     kind: str
-    """Of what: given rows, samples, or samples that ran on."""
+    """Kind of the tokens: given rows, samples, or samples that ran on."""
     size: float
-    """Nats; infinite where one side isn't a number."""
+    """Size in nats; infinite if one side isn't a number."""
     bound: float
-    """What passes."""
+    """Greatest size that passes."""
     where: str
     """Row, token and both figures, for a person."""
     mean: float
     """Over all tokens but the greatest twentieth, nats."""
     mean_bound: float
-    """What of it passes."""
+    """Greatest mean that passes."""
 
     @property
     def nearness(self) -> float:
-        """The difference in bounds, the greatest or the mean one; over 1 it can't be rounding."""
+        """The greatest or mean difference in units of its bound; over 1 it can't be rounding."""
         return max(self.size / self.bound, self.mean / self.mean_bound)
 
     @property
@@ -100,10 +100,10 @@ class Difference:
         return self.nearness <= 1.0
 
     def __str__(self) -> str:
-        told = f"{self.kind}: {self.where}: {self.size:.4g} nats apart, where {self.bound:.2g} pass"
+        text = f"{self.kind}: {self.where}: {self.size:.4g} nats apart, where {self.bound:.2g} pass"
         if self.kind != GIVEN:
-            return told
-        return f"{told}; in the mean {self.mean:.4g}, where {self.mean_bound:.2g} pass"
+            return text
+        return f"{text}; in the mean {self.mean:.4g}, where {self.mean_bound:.2g} pass"
 
 
 @dataclass(slots=True)
@@ -116,32 +116,32 @@ class _RunOn:
 
 @dataclass(slots=True)
 class CheckCounts:
-    """Since the worker's start."""
+    """Counters since the worker's start, and the results of the last check."""
 
     checks: int = 0
-    """Versions that were checked, each load once."""
+    """Number of checked versions, counting each load."""
     failures: int = 0
-    """Of them, those that weren't what the learner published."""
+    """Number of checks that failed."""
     seconds: float = 0.0
-    """Of the last check, from the end of the load."""
+    """Duration of the last check in seconds, from the end of the load."""
     last: tuple[Difference, ...] = field(default=())
-    """What the last check found."""
+    """Differences found by the last check."""
     alarm: str = ""
-    """What the last one that failed found; empty as long as none has."""
+    """What the last failed check found; empty as long as none has failed."""
 
 
 class CommitCheck:
-    """Checks one engine; for one loop.
+    """Checks one engine; for use in one loop.
 
     Args:
-        engine: is checked where it is a :class:`~.engine.Scorer`.
-        dtypes: the learner's and the engine's; the coarser one counts.
-        bound: of the first check; None = by the dtype, 0 = nothing is checked.
-        temperature: of the run's samples.
-        runs_on: samples under way go on with keys and values of the new weights.
-        seconds: deadline for what is asked of the engine.
-        longest: tokens of the run's longest row, prompt and response: a model may be tried for no
-            longer ones, so the check's aren't.
+        engine: the engine; it is checked only if it is a :class:`~.engine.Scorer`.
+        dtypes: the learner's and the engine's; the less exact one counts.
+        bound: bound of the first check; None = by the dtype, 0 = nothing is checked.
+        temperature: temperature of the run's samples.
+        runs_on: whether running samples continue with keys and values of the new weights.
+        seconds: deadline of each request to the engine.
+        longest: tokens of the run's longest row, prompt and response. The check's rows are no longer,
+            since the model may have been tested only up to there.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class CommitCheck:
         longest: int = LONGEST_RUN_ON,
     ) -> None:
         self._engine: Any = engine
-        # vLLM can't score a row without sampling one token more.
+        # vLLM can't score a row without sampling one more token.
         self._longest = min(longest - 1, LONGEST_RUN_ON)
         # Greedy tokens have the log-probs of temperature 1.
         hot = temperature if getattr(engine, "scores_plain", False) else HOT
@@ -175,11 +175,11 @@ class CommitCheck:
         self._settled.set()
         self.counts = CheckCounts()
         self.unchecked: Version | None = None
-        """The version whose check isn't over."""
+        """The version whose check isn't over yet."""
         self.suspect = False
-        """The weights in use have failed their check."""
+        """Whether the weights in use have failed their check."""
         self.in_a_row = 0
-        """Checks that have failed since the last one that passed."""
+        """Number of checks that have failed since the last one that passed."""
         self.is_on = bound != 0
         """Whether versions are checked."""
         if self.is_on and not isinstance(engine, Scorer):
@@ -190,8 +190,8 @@ class CommitCheck:
             )
 
     def stats(self) -> dict[str, Any]:
-        """For the worker's report: counts, how near to their bounds the recent checks came at most
-        (over 1 one failed), and of the last one the kind that came nearest, with its greatest
+        """Figures for the worker's report: counters; how near the recent checks came to their bounds at most
+        (over 1, one failed); and the kind that came nearest in the last check, with its greatest
         difference and bound (nats)."""
         counts = self.counts
         last = max(counts.last, key=lambda found: found.nearness, default=None)
@@ -211,7 +211,7 @@ class CommitCheck:
     # What waits for a check.
 
     async def settled(self, samples: Iterable[Sample] = ()) -> None:
-        """Returns when these samples have no token of a version whose check isn't over."""
+        """Returns when none of these samples has a token of a version whose check isn't over."""
         spans = {(span.term, span.step) for sample in samples for span in sample.spans}
         while (version := self.unchecked) is not None:
             if (version.term, version.step) not in spans:
@@ -219,7 +219,7 @@ class CommitCheck:
             await self._settled.wait()
 
     def end(self, *, passed: bool | None) -> None:
-        """Lets go of what waits: the check has passed or failed, or (None) there is none to make."""
+        """Releases what waits: the check has passed or failed, or (None) there is none to make."""
         if passed is not None:
             self.suspect = not passed
             self.in_a_row = 0 if passed else self.in_a_row + 1
@@ -232,20 +232,20 @@ class CommitCheck:
     # Before the weights change.
 
     async def begin(self, version: Version) -> None:
-        """Just before a version is loaded: what has a token of it is to wait from here on. Where
-        samples are under way, gets some of its own under way too."""
+        """Called just before a version is loaded: from here on, whatever has a token of it must wait. If
+        samples are under way, starts some samples of the check's own as well."""
         self.unchecked = version
         self._settled.clear()
         if self._prompt is None or not self._runs_on or not self._engine.stats().running_rows:
             return
-        # As long as they may be: they are ended once the weights have changed.
+        # As long as allowed, since they are ended once the weights have changed.
         request = self._request(RAN_ON, RUN_ON_SAMPLES, tokens=self._longest)
         task = asyncio.create_task(self._sample(request))
         self._running = _RunOn(request, task)
         await self._steps(STEPS_BEFORE, task)
 
     async def _steps(self, count: int, task: asyncio.Task[Any]) -> None:
-        """Returns after so many token steps, or when the task is done."""
+        """Returns after ``count`` token steps, or when the task is done."""
         until = time.monotonic() + RUN_ON_SECONDS
         wanted = self._engine.stats().decode_steps + count
         while not task.done() and self._engine.stats().decode_steps < wanted:
@@ -256,7 +256,7 @@ class CommitCheck:
     # After it.
 
     async def examine(self, version: Version, scored: ScoredRows | None) -> list[Difference]:
-        """What differs, given rows first; empty where the learner has told no figures.
+        """Differences for a version, given rows first; empty if the learner sent no figures.
 
         Raises:
             TandemError: the engine can't score given rows.
@@ -270,44 +270,44 @@ class CommitCheck:
             block = int(getattr(self._engine, "prefix_block", BLOCK))
             tokens = np.array([token for row in scored.rows for token in row], dtype=np.int32)
             self._prompt = np.resize(tokens, max(1, min(block + 1, self._longest - TOKENS)))
-            found = [await self._given(scored)]
+            differences = [await self._given(scored)]
             for kind, samples in (
                 (SAMPLED, await self._sampled(version)),
                 (RAN_ON, await self._ran_on(version, running)),
             ):
                 if samples:
-                    found.append(await self._recorded(kind, samples))
+                    differences.append(await self._recorded(kind, samples))
         finally:
             if running is not None and not running.samples.done():
                 running.samples.cancel()
         counts = self.counts
         counts.checks += 1
-        counts.last = tuple(found)
+        counts.last = tuple(differences)
         counts.seconds = time.perf_counter() - since
-        self._nearness.append(max(difference.nearness for difference in found))
-        if all(difference.passes for difference in found):
-            for difference in found:
+        self._nearness.append(max(difference.nearness for difference in differences))
+        if all(difference.passes for difference in differences):
+            for difference in differences:
                 self._noise[difference.kind].add(difference.size)
                 if difference.kind == GIVEN:
                     self._noise[MEAN].add(difference.mean)
         else:
             counts.failures += 1
-        return found
+        return differences
 
     async def _given(self, scored: ScoredRows) -> Difference:
         rows = [np.array(row, dtype=np.int32) for row in scored.rows]
         try:
             async with asyncio.timeout(self._seconds):
-                found = await self._engine.score(rows)
+                scores = await self._engine.score(rows)
         except TimeoutError:
             raise TandemError(
                 f"the engine didn't score {len(rows)} rows in {self._seconds:.0f} s"
             ) from None
         expected = [np.array(some) for some in scored.logprobs]
-        return self._greatest(GIVEN, rows, [1] * len(rows), expected, found, "learner's")
+        return self._greatest(GIVEN, rows, [1] * len(rows), expected, scores, "learner's")
 
     async def _sampled(self, version: Version) -> list[tuple[NDArray[np.int32], Sample, int, int]]:
-        """Rows with their samples, and from which token to which they are of this version."""
+        """Rows with their samples, and the range of tokens that are of this version."""
         request = self._request(SAMPLED, SAMPLES, tokens=TOKENS)
         try:
             async with asyncio.timeout(self._seconds):
@@ -342,7 +342,7 @@ class CommitCheck:
         rows = [row for row, *_ in samples]
         try:
             async with asyncio.timeout(self._seconds):
-                found = await self._engine.score(rows, self._temperature[kind] or 1.0)
+                scores = await self._engine.score(rows, self._temperature[kind] or 1.0)
         except TimeoutError:
             raise TandemError(
                 f"the engine didn't score {len(rows)} rows in {self._seconds:.0f} s"
@@ -364,7 +364,7 @@ class CommitCheck:
         found: Sequence[Float32Array],
         whose: str,
     ) -> Difference:
-        """Over all tokens of the rows from the first on that counts."""
+        """The difference over all tokens of the rows from the first one that counts."""
         worst, where, every = -1.0, "", []
         for number, (row, first, here, there) in enumerate(
             zip(rows, firsts, expected, found, strict=True)
@@ -429,15 +429,15 @@ class CommitCheck:
 def _of_version(
     request: GroupRequest, samples: Iterable[Sample], version: Version, *, crossing: bool
 ) -> list[tuple[NDArray[np.int32], Sample, int, int]]:
-    """Of each sample that has tokens of a version: its row up to them, itself, their start and end.
+    """For each sample with tokens of a version: its row up to their end, the sample, their start and end.
 
     Args:
-        request: of the samples.
-        samples: with their spans.
-        version: of the tokens.
-        crossing: only tokens that follow on others of another version.
+        request: the request of the samples.
+        samples: samples with their spans.
+        version: version of the tokens.
+        crossing: only tokens that follow tokens of another version.
     """
-    found = []
+    rows = []
     for sample in samples:
         for span in sample.spans:
             end = min(span.end, span.start + TOKENS)
@@ -445,5 +445,5 @@ def _of_version(
                 continue
             row = np.concatenate([request.prompt_tokens, sample.tokens[:end]]).astype(np.int32)
             if (span.start > 0) is crossing:
-                found.append((row, sample, span.start, end))
-    return found
+                rows.append((row, sample, span.start, end))
+    return rows

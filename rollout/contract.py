@@ -1,7 +1,7 @@
-"""What every engine does alike: checks of requests and weights, groups in and samples out.
+"""What all engines have in common: checks of requests and weights, and how groups become samples.
 
-Each engine has its own way of sampling; these parts of the contract of :mod:`.engine` have one
-wording. No deep-learning library is imported here.
+Each engine samples in its own way; these parts of the contract in :mod:`.engine` are shared. No
+deep-learning library is imported here.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from .model_facts import ModelFacts
 log = logging.getLogger("tandem.rollout")
 
 NAMED = 3
-"""Parameters that an error names of each kind."""
+"""Number of parameters of each kind that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What an engine sampled of one sample, its prefix not included."""
+    """What an engine sampled for one sample, not including its prefix."""
 
     tokens: Int32Array
-    """``[L]``."""
+    """``[L]`` token ids."""
     logprobs: Float32Array
-    """``[L]`` nats."""
+    """``[L]`` log-probs in nats."""
     spans: tuple[tuple[Version, int, int], ...]
     """Version, start, end, counted in the sampled tokens."""
     reason: FinishReason
@@ -49,21 +49,20 @@ class Response:
 
 
 NOTHING = Response(no_tokens(), np.empty(0, dtype=np.float32), (), FinishReason.ABORT)
-"""Of a sample that was aborted before it began."""
+"""The response of a sample that was aborted before it began."""
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A group in an engine."""
+    """A group that an engine is generating."""
 
     request: GroupRequest
-    """What was asked for."""
     deliver: Callable[[Any], None]
     """Hands the group to its caller; called once, from any thread."""
     finished: dict[int, Response] = field(default_factory=dict)
-    """Ended samples by index."""
+    """Responses of ended samples, by index."""
     error: str | None = None
-    """Why it failed."""
+    """Why the group failed."""
 
 
 RunningT = TypeVar("RunningT", bound=Running)
@@ -80,9 +79,9 @@ async def stream(
 
     Args:
         kind: the engine's record of a running group.
-        requests: of the groups.
-        submit: gives them to the engine, which then calls each one's ``deliver``.
-        leave: called with the ids of those that are left when the caller goes.
+        requests: requests for the groups.
+        submit: gives them to the engine, which later calls each one's ``deliver``.
+        leave: called with the ids of unfinished groups when the caller leaves.
         tokenizer: decodes samples.
     """
     loop = asyncio.get_running_loop()
@@ -108,10 +107,10 @@ async def stream(
 
 
 def enter(groups: Sequence[RunningT], running: dict[str, RunningT]) -> None:
-    """Notes groups as running.
+    """Records groups as running.
 
     Raises:
-        ValueError: an id runs already, or comes twice; none was noted.
+        ValueError: an id is running already, or comes twice; none was recorded.
     """
     ids = [group.request.group_id for group in groups]
     clash = [i for i in ids if i in running]
@@ -121,7 +120,7 @@ def enter(groups: Sequence[RunningT], running: dict[str, RunningT]) -> None:
 
 
 def refusal(request: GroupRequest, facts: ModelFacts) -> str | None:
-    """Why a request can't be generated with a model, or None."""
+    """Why a request can't be generated with a model; None if it can."""
     if len(request.prompt_tokens) == 0:
         return "the prompt has no tokens"
     if isinstance(request.prefix_tokens, tuple) and len(request.prefix_tokens) != request.count:
@@ -155,7 +154,7 @@ def refusal(request: GroupRequest, facts: ModelFacts) -> str | None:
 
 
 def finished_group(group: Running, tokenizer: Any) -> FinishedGroup:
-    """What a caller gets of a group that has ended: its samples in order, or its error."""
+    """The result of a group that has ended, for its caller: its samples in order, or its error."""
     request = group.request
     if group.error is not None:
         return FinishedGroup(group_id=request.group_id, samples=(), error=group.error)
@@ -178,7 +177,7 @@ def finished_group(group: Running, tokenizer: Any) -> FinishedGroup:
         source[:start] = request.prefix_source
         logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
         if known is not None:
-            # The prefix's own behaviour policy: what its ratio, or weight, divides by.
+            # The prefix's own behaviour policy, by which its ratio, or weight, is divided.
             logprobs[:start] = known
         logprobs[start:] = response.logprobs
         samples.append(
@@ -211,8 +210,8 @@ def fitting(
 
     Args:
         tensors: name and tensor of every parameter, in any order.
-        specs: what the engine expects.
-        version: of the new weights; errors name it.
+        specs: the parameters that the engine expects.
+        version: version of the new weights, for errors.
 
     Raises:
         WeightsError: a parameter is missing, unknown, or of another shape or dtype.
@@ -221,13 +220,13 @@ def fitting(
     expected = {spec.name: spec for spec in specs}
     missing, unknown = sorted(expected.keys() - new.keys()), sorted(new.keys() - expected.keys())
     if missing or unknown:
-        told = [
+        counts = [
             f"{len(names)} {what} ({', '.join(names[:NAMED])}{', …' if len(names) > NAMED else ''})"
             for what, names in (("missing", missing), ("unknown", unknown))
             if names
         ]
         raise WeightsError(
-            f"weights {version} don't fit the engine: {' and '.join(told)} of its "
+            f"weights {version} don't fit the engine: {' and '.join(counts)} of its "
             f"{len(expected)} parameters; is it the same model?"
         )
     for name, spec in expected.items():

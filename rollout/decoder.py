@@ -1,15 +1,15 @@
 """Forward passes over a key-value cache whose slot is the token's position.
 
 Row b's token at position p has its keys and values in slot p. So a prefill is plain causal
-attention over right-padded rows (what lies past a row's end is overwritten before it is ever
-seen), rows of unlike lengths stand side by side, and a row can be dropped or can join without
+attention over right-padded rows (whatever is past a row's end is overwritten before it is ever
+read), rows of different lengths can be side by side, and a row can be dropped or can join without
 moving another. A row's results don't depend on the rows beside it.
 
-Two decoders:
+There are two decoders:
 
-- :class:`DirectDecoder` calls the matrices of Llama-like models itself. At small sizes most of
-  a step is Python: for 64 rows of the miniature on one thread, transformers' own forward took
-  3.4 ms a step where this took 1.5 ms.
+- :class:`DirectDecoder` multiplies with the matrices of Llama-like models itself. At small sizes most
+  of a step is Python: for 64 rows of the miniature on one thread, transformers' own forward took
+  3.4 ms per step, this one 1.5 ms.
 - :class:`~.generic_decoder.GenericDecoder` calls transformers' forward, for other causal models.
 """
 
@@ -25,9 +25,9 @@ from torch.nn import functional as F
 from .products import linear
 
 DIRECT_MODELS = ("llama", "mistral", "qwen2", "qwen3")
-"""``model_type`` whose layers are pre-norm RMS, rotary attention and a gated MLP."""
+"""Values of ``model_type`` with pre-norm RMS layers, rotary attention and a gated MLP."""
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-"""Kinds of layers that keep keys and values, as transformers names them in ``layer_types``."""
+"""Kinds of layers that keep keys and values, by their names in transformers' ``layer_types``."""
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies don't depend on the length of the sequence."""
 
@@ -43,17 +43,17 @@ class KeyValues:
 
     @property
     def rows(self) -> int:
-        """B."""
+        """B: number of rows."""
         return self.layers[0].shape[1]
 
     @property
     def capacity(self) -> int:
-        """Slots of a row."""
+        """Number of slots per row."""
         return self.layers[0].shape[3]
 
     def resize(self, rows: int, capacity: int) -> None:
-        """Makes room for so many rows and slots, if there is less; contents stay."""
-        # Zeros, not whatever the memory held: a masked slot still enters a product with 0.
+        """Makes room for at least this many rows and slots; contents stay."""
+        # Zeros rather than uninitialised memory: a masked slot still enters a product with 0.
         extra = max(capacity - self.capacity, 0), max(rows - self.rows, 0)
         if any(extra):
             for i, layer in enumerate(self.layers):
@@ -64,17 +64,17 @@ class KeyValues:
         return KeyValues([layer[:, :rows] for layer in self.layers])
 
     def write(self, rows: Tensor, other: KeyValues, source: Tensor) -> None:
-        """Puts rows of another, of no greater capacity, in the place of these rows.
+        """Replaces rows by rows of another cache that has no greater capacity.
 
         Args:
-            rows: ``[N]`` int64: where to.
-            other: may be on its way out; nothing of it is kept.
-            source: ``[N]`` int64: which rows of ``other``; one may come several times.
+            rows: ``[N]`` int64: destination rows.
+            other: the other cache, of which no reference is kept.
+            source: ``[N]`` int64: rows of ``other``; one may come several times.
         """
         width = other.capacity
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             mine[:, :, :, :width].index_copy_(1, rows, theirs.index_select(1, source))
-            # What the last tenant left past its end would enter a product with 0.
+            # What the previous row left past its end would enter a product with 0.
             mine[:, :, :, width:].index_fill_(1, rows, 0.0)
 
     def move(self, rows: Tensor, source: Tensor) -> None:
@@ -84,10 +84,10 @@ class KeyValues:
 
 
 class Decoder(Protocol):
-    """The two passes that an engine needs."""
+    """The passes that an engine needs."""
 
     def prefill(self, tokens: Tensor, lengths: Tensor) -> KeyValues:
-        """Keys and values of right-padded rows.
+        """Computes keys and values of right-padded rows.
 
         Args:
             tokens: ``[B, S]`` int64, S >= 1.
@@ -100,8 +100,8 @@ class Decoder(Protocol):
 
         Args:
             tokens: ``[B]`` int64.
-            positions: ``[B]`` int64 on the host: the tokens' positions, under the capacity.
-            cache: of the same rows.
+            positions: ``[B]`` int64 on the host: the tokens' positions, below the capacity.
+            cache: cache of the same rows.
 
         Returns:
             ``[B, V]`` in the model's dtype.
@@ -109,7 +109,7 @@ class Decoder(Protocol):
         ...
 
     def logits(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """``[B, S, V]`` Logits after every token of right-padded rows, without a cache."""
+        """``[B, S, V]`` logits after every token of right-padded rows, without a cache."""
         ...
 
 
@@ -124,7 +124,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension."""
     if x.is_cuda or x.dtype != torch.float32:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    # On CPUs F.rms_norm is slower: 22 us for [64, 256], where this way takes 14.
+    # On CPUs F.rms_norm is slower: 22 us for [64, 256], where this takes 14.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = torch.addcmul(norm.new_full((), eps), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
     return x.mul(scale).mul_(weight)
@@ -170,9 +170,9 @@ def _norm(module: Any) -> tuple[Tensor, float]:
 
 
 def _fuse(modules: list[Any]) -> tuple[Tensor, Tensor | None]:
-    """One matrix for several, of which the modules' own parameters become views.
+    """Fuses the matrices of several modules into one, of which their own parameters become views.
 
-    So loading new weights into the model's parameters is all that loading takes.
+    So new weights only have to be loaded into the model's parameters.
     """
     fused: list[Tensor | None] = []
     for name in ("weight", "bias"):
@@ -193,25 +193,25 @@ def _fuse(modules: list[Any]) -> tuple[Tensor, Tensor | None]:
 
 
 def layer_kinds(config: Any) -> set[str]:
-    """What kinds of attention a model's layers have, by transformers' names."""
+    """Kinds of attention in a model's layers, by transformers' names."""
     kinds = set(getattr(config, "layer_types", None) or ())
     return kinds or {SLIDING if getattr(config, "sliding_window", None) else FULL}
 
 
 def attention_limit(config: Any, longest: int) -> str | None:
-    """What keeps tokens of rows of a length from seeing all tokens before them; None if nothing."""
+    """What prevents tokens from seeing all earlier tokens in rows of this length; None if nothing does."""
     kinds = layer_kinds(config) - {FULL}
     if kinds - {SLIDING}:
         return f"layers of {', '.join(sorted(kinds))}"
     window = getattr(config, "sliding_window", None)
-    # The last token of a row is never fed: in a row of window + 1 tokens nothing is out of sight.
+    # The last token of a row is never fed, so in a row of window + 1 tokens nothing is out of sight.
     if kinds and window is not None and window + 1 < longest:
         return f"a sliding window of {window} tokens"
     return None
 
 
 def why_not_direct(model: Any, longest: int) -> str | None:
-    """Why :class:`DirectDecoder` can't run rows of a length; None if it can."""
+    """Why :class:`DirectDecoder` can't run rows of this length; None if it can."""
     config = model.config
     if config.model_type not in DIRECT_MODELS:
         return f"model type {config.model_type}"
@@ -244,7 +244,7 @@ def why_not_direct(model: Any, longest: int) -> str | None:
 
 
 class DirectDecoder:
-    """Llama, Mistral (full attention), Qwen2 and Qwen3, straight on their parameters."""
+    """Runs Llama, Mistral (full attention), Qwen2 and Qwen3 directly on their parameters."""
 
     def __init__(self, model: Any) -> None:
         base = model.model
@@ -273,7 +273,7 @@ class DirectDecoder:
         self._sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1).unsqueeze(1)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # rotate_half(x) * sin == roll(x) * sin with its first half negated: one pass less.
+        # rotate_half(x) * sin == roll(x) * sin with its first half negated, which saves one pass.
         return torch.addcmul(x * cos, x.roll(self._size // 2, -1), sin)
 
     def _project(
@@ -316,8 +316,8 @@ class DirectDecoder:
         return linear(hidden, self._head).view(*tokens.shape, -1)
 
     def _run(self, tokens: Tensor, caches: list[Tensor] | None = None) -> Tensor:
-        """``[B * S, H]`` Hidden states before the final norm of right-padded rows, or their keys and
-        values into ``caches``; then the last layer ends with those."""
+        """``[B * S, H]`` hidden states before the final norm of right-padded rows. With ``caches``, stores
+        keys and values there instead, and stops after those of the last layer."""
         batch, width = tokens.shape
         self._rotation(width)
         cos = self._cos[:width].repeat(batch, 1, 1)
@@ -331,7 +331,7 @@ class DirectDecoder:
             if caches is not None:
                 caches.append(torch.stack([k, v]))
                 if number == last:
-                    break  # What follows would only serve logits, and a step makes those.
+                    break  # The rest would only serve logits, and a step computes those.
             if repeat > 1:
                 k = k.repeat_interleave(repeat, dim=1)
                 v = v.repeat_interleave(repeat, dim=1)
@@ -351,8 +351,8 @@ class DirectDecoder:
             mask = torch.zeros((), dtype=x.dtype, device=x.device)
         else:
             at = torch.from_numpy(positions).to(x.device)
-            # Of [B, KV heads, capacity] in one dimension: an index_copy takes half of what an
-            # index_put takes.
+            # [B, KV heads, capacity] as one dimension: an index_copy takes half as long as an
+            # index_put.
             heads = torch.arange(batch * self._kv_heads, device=x.device).view(batch, -1)
             slots = (heads * cache.capacity + at[:, None]).flatten()
             cos, sin = self._cos[at], self._sin[at]

@@ -8,17 +8,17 @@ The contract:
 
 - The log-prob of a sampled token is that of the **sampling distribution**: after temperature,
   top-k and top-p, renormalised over the tokens kept. Greedy tokens (temperature 0) report the
-  log-prob at temperature 1, since a distribution with one outcome has nothing to tell.
+  log-prob at temperature 1, since a distribution with a single outcome carries no information.
 - A sample's tokens depend on the weights, the prompt, the prefix and the sampling parameters,
-  and, where the engine says ``keyed_noise``, on ``(seed, group id, sample, position)``: never on
+  and, if the engine has ``keyed_noise``, on ``(seed, group id, sample, position)``: never on
   what else is in the batch, on the worker or on time.
 - Weights change **between token steps**. Samples keep their tokens, and their spans say which
-  version sampled which.
+  version sampled which tokens.
 - Closing the iterator of :meth:`Engine.generate` aborts what is left of its groups.
 
 An engine may have one more attribute, ``weights_device``: the GPU through which new weights pass on
-their way to the host's memory where NCCL carries them. One that is a :class:`Scorer` too has every
-version checked that it takes up; both of the above are.
+their way to host memory if NCCL carries them. If an engine is also a :class:`Scorer`, every version
+that it loads is checked; both engines above are.
 """
 
 from __future__ import annotations
@@ -43,43 +43,43 @@ class GroupRequest:
     """Asks for ``count`` samples of one prompt."""
 
     group_id: str
-    """Names the group within the engine and keys its noise; unique among those running."""
+    """Names the group within the engine and keys its noise; unique among the running groups."""
     prompt_tokens: Int32Array
     """``[P]`` token ids, at least one."""
     count: int
-    """Samples wanted."""
+    """Number of samples."""
     sampling: SamplingParams
     """The distribution and the length limit."""
     seed: int
-    """Of the run; keys the noise together with the group's id."""
+    """The run's seed; keys the noise together with the group's id."""
     prefix_tokens: Int32Array | tuple[Int32Array, ...] = field(default_factory=no_tokens)
     """``[L]`` how each response begins: one array for all samples, or one for each."""
     prefix_source: Source = Source.EXPERT
     """Who wrote the prefix."""
     prefix_logprobs: Float32Array | tuple[Float32Array | None, ...] | None = None
-    """``[L]`` nats; what its writer gave to each token of the prefix: one array for all samples, or
-    one for each; None where that wasn't recorded."""
+    """``[L]`` log-probs in nats that its writer gave to the prefix's tokens: one array for all samples,
+    or one for each; None if they weren't recorded."""
     longest: int | None = None
-    """Most tokens of a response, its prefix counted; None = as many as its prefix and
-    ``sampling.max_new_tokens`` make."""
+    """Greatest number of tokens of a response, including its prefix; None = its prefix plus
+    ``sampling.max_new_tokens``."""
     urgent: bool = False
-    """Begins before all that wait, and beyond the engine's greatest number of samples if need be.
-    For the few short samples of a check; an engine may take no notice."""
+    """Whether it begins before all waiting groups, and beyond the engine's greatest number of samples if
+    need be. Meant for the few short samples of a check; an engine may ignore it."""
 
     def prefix(self, index: int) -> Int32Array:
-        """``[L]`` The prefix of one sample."""
+        """``[L]`` token ids of one sample's prefix."""
         if isinstance(self.prefix_tokens, tuple):
             return self.prefix_tokens[index]
         return self.prefix_tokens
 
     def recorded(self, index: int) -> Float32Array | None:
-        """``[L]`` The recorded log-probs of one sample's prefix, or None."""
+        """``[L]`` recorded log-probs of one sample's prefix, or None."""
         if isinstance(self.prefix_logprobs, tuple):
             return self.prefix_logprobs[index]
         return self.prefix_logprobs
 
     def room(self, prefix: int) -> int:
-        """Most tokens that are sampled after a prefix of so many."""
+        """Greatest number of tokens that are sampled after a prefix of ``prefix`` tokens."""
         if self.longest is None:
             return self.sampling.max_new_tokens
         return min(self.sampling.max_new_tokens, self.longest - prefix)
@@ -90,9 +90,8 @@ class FinishedGroup:
     """All samples of one request, in order, or the reason why there are none."""
 
     group_id: str
-    """Of the request."""
     samples: tuple[Sample, ...]
-    """``count`` ungraded samples; those that were aborted hold the tokens they had."""
+    """``count`` ungraded samples; aborted ones hold the tokens sampled so far."""
     error: str | None = None
     """Why the engine could not generate; ``samples`` is then empty and the engine goes on."""
 
@@ -102,11 +101,10 @@ class ParameterSpec:
     """One parameter as the engine wants to receive it."""
 
     name: str
-    """As in the Hugging Face checkpoint; tied parameters appear once."""
+    """Name in the Hugging Face checkpoint; tied parameters appear once."""
     shape: tuple[int, ...]
-    """Its shape."""
     dtype: str
-    """``float32``, ``bfloat16``, …: the engine's, hence the wire's."""
+    """``float32``, ``bfloat16``, …: the engine's dtype, and hence the wire's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +112,7 @@ class EngineStats:
     """Counters since the engine was started."""
 
     sampled_tokens: int = 0
-    """Tokens sampled, aborted ones included."""
+    """Sampled tokens, including those of aborted samples."""
     prefill_tokens: int = 0
     """Tokens whose keys and values were computed other than by sampling them."""
     decode_steps: int = 0
@@ -126,14 +124,14 @@ class EngineStats:
     load_seconds: float = 0.0
     """Seconds in which no token was sampled because the weights were changed."""
     running_rows: int = 0
-    """Samples being generated now."""
+    """Samples that are being generated now."""
     waiting_groups: int = 0
-    """Groups not yet started."""
+    """Groups that haven't started."""
 
 
 @runtime_checkable
 class StagedWeights(Protocol):
-    """A whole set of verified weights that an engine may copy from until ``load`` returns."""
+    """A complete set of verified weights, from which an engine may copy until ``load`` returns."""
 
     def tensors(self) -> Iterable[tuple[str, Any]]:
         """Name and tensor of every parameter, in the engine's dtypes."""
@@ -141,12 +139,12 @@ class StagedWeights(Protocol):
 
     @property
     def place(self) -> SegmentPlace | None:
-        """Where other processes of the host can map them; None where they can't."""
+        """Where other processes of the host can map them; None if they can't."""
         ...
 
 
 class NamedWeights:
-    """Staged weights that are a mapping, and the shared memory in which they may lie."""
+    """Staged weights as a mapping, with the shared memory that may hold them."""
 
     def __init__(self, tensors: Mapping[str, Any], place: SegmentPlace | None = None) -> None:
         self._tensors = dict(tensors)
@@ -159,10 +157,10 @@ class NamedWeights:
 
 @runtime_checkable
 class Engine(Protocol):
-    """What a rollout worker and an evaluation need of an inference engine."""
+    """What a rollout worker and an evaluation need from an inference engine."""
 
     keyed_noise: bool
-    """True where noise is keyed by (seed, group id, sample, position)."""
+    """Whether noise is keyed by (seed, group id, sample, position)."""
 
     @property
     def version(self) -> Version | None:
@@ -186,12 +184,12 @@ class Engine(Protocol):
     async def abort(self, group_ids: Iterable[str]) -> None:
         """Ends groups at the next token step; they are yielded with their partial samples.
 
-        Unknown ids are ignored: a group may have finished meanwhile.
+        Unknown ids are ignored, since a group may just have finished.
         """
         ...
 
     async def pause(self) -> None:
-        """Returns once no token step runs; rows keep their state until :meth:`resume`."""
+        """Returns when no token step runs; rows keep their state until :meth:`resume`."""
         ...
 
     async def resume(self) -> None:
@@ -199,10 +197,10 @@ class Engine(Protocol):
         ...
 
     async def load(self, state: StagedWeights, version: Version) -> None:
-        """Changes the weights between two token steps and takes the new version's name.
+        """Changes the weights between two token steps and adopts the new version's name.
 
-        Running samples go on under the new weights; their keys and values are recomputed where
-        the engine is set to do so.
+        Running samples go on under the new weights; their keys and values are recomputed if
+        the engine is configured to do so.
 
         Raises:
             WeightsError: names, shapes or dtypes aren't the engine's; nothing was changed.
@@ -210,7 +208,7 @@ class Engine(Protocol):
         ...
 
     async def restamp(self, version: Version) -> None:
-        """Renames the weights in use: a step that changed nothing was published as a version."""
+        """Renames the weights in use, for a step that was published as a version but changed nothing."""
         ...
 
     def parameter_specs(self) -> list[ParameterSpec]:
@@ -218,35 +216,35 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Counters; cheap, from any thread."""
+        """Counters; cheap, and callable from any thread."""
         ...
 
     async def close(self) -> None:
-        """Aborts what runs and frees the engine."""
+        """Aborts everything and frees the engine."""
         ...
 
 
 @runtime_checkable
 class Scorer(Protocol):
-    """What an engine has besides, so that its weights can be checked."""
+    """What an engine needs in addition so that its weights can be checked."""
 
     async def score(
         self, rows: Sequence[Int32Array], temperature: float = 1.0
     ) -> list[Float32Array]:
         """Log-probs that the weights in use give to the tokens of some rows.
 
-        Computed from the tokens alone, not from any stored keys and values, over the whole
-        vocabulary, at the temperature asked for, whatever the samples' own may be. Generation
-        goes on before and after it.
+        They are computed from the tokens alone, not from any stored keys and values, over the whole
+        vocabulary and at the given temperature, whatever the samples' own may be. Generation goes on
+        before and afterwards.
 
         Args:
             rows: ``[S]`` token ids each, at least two and fewer than the model's context.
             temperature: above 0.
 
         Returns:
-            Of each row ``[S - 1]`` nats: of every token but the first, given those before it.
+            For each row ``[S - 1]`` nats, for every token but the first, given those before it.
 
         Raises:
-            TandemError: the engine can't.
+            TandemError: the engine can't score them.
         """
         ...

@@ -1,12 +1,12 @@
-"""Makes the engine that a config asks for. torch and vLLM are imported when one is made.
+"""Makes the engine that a config names. torch and vLLM are imported only when one is made.
 
 An engine of your own is named by its import path, ``rollout.engine=package.module:factory``; the
 module must be installed or on ``PYTHONPATH`` wherever a worker runs. The factory is called as
 
     factory(model, rollout, max_rows=…) -> Engine
 
-with the sections ``model`` and ``rollout`` of the config and the most samples that are generated
-at a time; what it returns must keep the contract of :mod:`tandem.rollout.engine`.
+with the config's sections ``model`` and ``rollout`` and the greatest number of samples that are
+generated at a time; what it returns must fulfil the contract of :mod:`tandem.rollout.engine`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..common.import_path import is_import_path, load
 from .engine import Engine
 
 MIN_ROWS = 256
-"""Least number of samples that an engine may run at a time."""
+"""Least value for the number of samples that an engine may run at a time."""
 _METHODS = ("keyed_noise", *(name for name in vars(Engine) if not name.startswith("_")))
 
 
@@ -30,19 +30,19 @@ def make_engine(
     max_rows: int | None = None,
     max_prompt_tokens: int | None = None,
 ) -> Engine:
-    """The engine with the base model's weights, not yet started.
+    """Makes the engine with the base model's weights, not yet started.
 
     Args:
-        model: which model, in which dtype.
-        rollout: which engine, and its settings.
-        max_rows: most samples generated at a time; None = a worker's batch, at least
+        model: the model and its dtype.
+        rollout: the engine and its settings.
+        max_rows: greatest number of samples generated at a time; None = a worker's batch, at least
             :data:`MIN_ROWS`.
-        max_prompt_tokens: of the longest prompt that it will be given; None = the model's own
-            limit of prompt and response together holds.
+        max_prompt_tokens: length of the longest prompt that it will get; None = only the model's
+            own limit of prompt and response together applies.
 
     Raises:
         DataError: the model can't be loaded.
-        ConfigError: the engine isn't available here, or its import path leads to none.
+        ConfigError: the engine isn't available here, or its import path leads nowhere.
     """
     rows = max_rows or max(MIN_ROWS, rollout.groups_per_batch * rollout.group_size)
     if choose_engine(rollout) == "vllm":
@@ -53,7 +53,7 @@ def make_engine(
 
 
 def choose_engine(rollout: RolloutConfig) -> str:
-    """``torch``, ``vllm`` or an import path, as the config says; see ``rollout.engine``."""
+    """``torch``, ``vllm`` or an import path, according to ``rollout.engine``."""
     if rollout.engine != "auto":
         return rollout.engine
     from . import vllm_version
@@ -141,10 +141,10 @@ def _vllm(
 
 
 def ranks(rollout: RolloutConfig, *, gpus: bool) -> dict[str, int]:
-    """How an engine is shared out, as arguments of vLLM's.
+    """How an engine is divided into ranks, as arguments of vLLM.
 
     Raises:
-        ConfigError: into more or fewer ranks than there are GPUs for it.
+        ConfigError: there would be more or fewer ranks than GPUs for it.
     """
     args = rollout.vllm.args if rollout.vllm is not None else {}
     pipeline = int(args.get("pipeline_parallel_size", 1))

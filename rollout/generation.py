@@ -1,4 +1,4 @@
-"""What the engine of a worker is generating, and what becomes of each group that it finishes."""
+"""The groups that a worker's engine is generating, and what happens to each one that finishes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ log = logging.getLogger("tandem.rollout")
 
 
 class Generation:
-    """Batches in the engine; for one loop.
+    """Batches in the engine; for use in one loop.
 
     Args:
         name: the worker's member id.
-        config: the run's.
+        config: the run's config.
         engine: generates.
         ledger: knows how many verdicts a group needs.
         leases: holds the groups.
-        check: of new weights; finished groups wait for it.
+        check: the check of new weights, for which finished groups wait.
         submitter: takes finished groups.
-        in_redis: runs a call that blocks on Redis, beside the loop.
+        in_redis: runs a call that blocks on Redis outside the loop.
         on_finish: called whenever the engine has room for another group.
     """
 
@@ -60,9 +60,9 @@ class Generation:
         self._on_finish = on_finish
         self._batches: set[asyncio.Task[None]] = set()
         self.groups = 0
-        """Groups that the engine has."""
+        """Number of groups in the engine."""
         self.failures = 0
-        """Batches in a row of which the engine finished nothing."""
+        """Number of batches in a row of which the engine finished nothing."""
         self.counts = {
             "groups": 0,
             "samples": 0,
@@ -71,22 +71,22 @@ class Generation:
             "revoked_groups": 0,
             "failed_groups": 0,
         }
-        """Since the worker's start, for its report."""
+        """Counters since the worker's start, for its report."""
 
     def begin(self, groups: Sequence[HeldGroup]) -> None:
-        """Gives the engine a batch; each group is handed in as it finishes."""
+        """Gives the engine a batch; each group is submitted as it finishes."""
         self.groups += len(groups)
         batch = asyncio.create_task(self._generate(groups))
         self._batches.add(batch)
         batch.add_done_callback(self._batches.discard)
 
     async def wait(self, seconds: float) -> None:
-        """Until all batches have ended, but no longer than ``seconds``."""
+        """Waits until all batches have ended, but at most ``seconds``."""
         if self._batches:
             await asyncio.wait(self._batches, timeout=seconds)
 
     async def _generate(self, groups: Sequence[HeldGroup]) -> None:
-        """Generates one batch; hands in each group as it finishes."""
+        """Generates one batch; submits each group as it finishes."""
         left = {held.lease.group_id: held for held in groups}
         finished = 0
         try:
@@ -110,7 +110,7 @@ class Generation:
         self.failures = 0 if finished else self.failures + 1
 
     async def _hand_in(self, finished: FinishedGroup, held: HeldGroup) -> bool:
-        """Submits a finished group or gives its lease back; False if the engine failed at it."""
+        """Submits a finished group or gives its lease back; False if the engine failed to generate it."""
         lease = held.lease
         await self._check.settled(finished.samples)
         if self._leases.still_holds(lease.group_id) is None:
@@ -128,14 +128,14 @@ class Generation:
         samples = finished.samples
         ended = sum(s.finish_reason is not FinishReason.ABORT for s in samples)
         if ended < len(samples):
-            if not held.is_late:  # It was aborted in a drain.
+            if not held.is_late:  # It was aborted during a drain.
                 await self.give_back(lease, "drained", failed=False)
                 return True
             samples = at_deadline(samples)
             keeps_late = self._config.learner.objective.stragglers != "leave_out"
             enough = (len(samples) if keeps_late else ended) >= self._ledger.settings.least_verdicts
             # The ledger would reject a group with too few verdicts (its settings were read for the
-            # lease), and a group without a sample that ended teaches nothing.
+            # lease), and a group in which no sample has ended teaches nothing.
             if not (ended and enough):
                 await self.give_back(
                     lease,
@@ -157,16 +157,16 @@ class Generation:
         return True
 
     async def give_back(self, lease: Lease, reason: str, *, failed: bool) -> None:
-        """Gives a lease back to the ledger, beside the loop."""
+        """Gives a lease back to the ledger, outside the loop."""
         await self._in_redis(lambda: self._leases.give_back(lease, reason, failed=failed))
 
 
 def at_deadline(samples: Sequence[Sample]) -> tuple[Sample, ...]:
-    """What of a group's samples is handed in at its deadline.
+    """The samples of a group that are submitted at its deadline.
 
-    Those that ended, and those that were still being sampled, with the tokens they had, under a
-    finish reason of their own: leaving them out would favour short answers. One of which no token
-    was sampled can be no row; it leaves its group as one without a verdict does.
+    These are the samples that ended, and those that were still being sampled, with their tokens so
+    far and a finish reason of their own: leaving them out would favour short answers. A sample
+    without any token can't be a row, and leaves its group like one without a verdict.
     """
     return tuple(
         replace(s, finish_reason=FinishReason.DEADLINE)

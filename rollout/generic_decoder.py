@@ -1,4 +1,4 @@
-"""The decoder for any causal model of transformers: its own forward over the slots of a batch."""
+"""The decoder for any causal model of transformers: the model's own forward over a batch's slots."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..common.errors import ConfigError
 from .decoder import CHUNKED, FULL, SLIDING, KeyValues, layer_kinds, visible
 
 WAYS = ("by_layer", "one", "padding")
-"""How :class:`GenericDecoder` tells what a row sees."""
+"""Ways in which :class:`GenericDecoder` may tell the model what a row sees."""
 
 
 class _SlotLayer(CacheLayerMixin):
-    """One layer's slots, as transformers' attention wants to see them."""
+    """One layer's slots, in the form that transformers' attention expects."""
 
     def __init__(self, store: Tensor, positions: Tensor, end: int, sizes: tuple[int, int]) -> None:
         super().__init__()
@@ -29,35 +29,35 @@ class _SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The store is there already."""
+        """Does nothing, since the store exists already."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Puts one token a row into its slot; returns all slots up to the last one in use."""
+        """Stores one token per row in its slot; returns all slots up to the last one in use."""
         self.keys[self._rows, :, self._positions] = key_states[:, :, 0]
         self.values[self._rows, :, self._positions] = value_states[:, :, 0]
         return self.keys[:, :, : self._end], self.values[:, :, : self._end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys seen, and the first one's offset."""
+        """Number of keys seen, and the first one's offset."""
         return self._end, 0
 
     def get_seq_length(self) -> int:
-        """Tokens before this one, in the longest row."""
+        """Number of tokens before this one, in the longest row."""
         return self._end - 1
 
     def get_max_length(self) -> int:
-        """No limit of its own."""
+        """Returns -1: there is no limit of its own."""
         return -1
 
 
 class GenericDecoder:
-    """Any transformers causal model whose layers keep keys and values, through its own forward.
+    """Runs any transformers causal model whose layers keep keys and values, through its own forward.
 
-    Which tokens a row sees is told as transformers would: by a mask for each kind of layer
-    (``by_layer``), by one for all of them (``one``), or, to models that make more of it than a
-    mask, by which slots are in use (``padding``).
+    The model is told which tokens a row sees in one of transformers' ways: with one mask for each kind
+    of layer (``by_layer``), with one for all of them (``one``), or, for models that derive more than a
+    mask from it, by which slots are in use (``padding``).
     """
 
     def __init__(self, model: Any, way: str = "one") -> None:
@@ -78,7 +78,7 @@ class GenericDecoder:
         self._kinds = layer_kinds(config)
         self._window = getattr(config, "sliding_window", None) or None
         self._chunk = getattr(config, "attention_chunk_size", None) or None
-        # Of each layer: keys and values may be of unlike size, and lie in one tensor.
+        # Per layer: keys and values may differ in size, but are in one tensor.
         self._sizes: list[tuple[int, int]] = []
 
     def prefill(self, tokens: Tensor, lengths: Tensor) -> KeyValues:
@@ -131,7 +131,7 @@ class GenericDecoder:
         return self._narrowed(seen, kind, at)[:, None, None]
 
     def _narrowed(self, seen: Tensor, kind: str, at: Tensor) -> Tensor:
-        """``[B, end]`` additive: without what lies before a layer's window or chunk."""
+        """``[B, end]`` additive mask without what is before a layer's window or chunk."""
         if kind == SLIDING and self._window is not None:
             first = at + 1 - self._window
         elif kind == CHUNKED and self._chunk is not None:
@@ -143,6 +143,6 @@ class GenericDecoder:
 
 
 def _together(keys: Tensor, values: Tensor) -> Tensor:
-    """``[2, B, KV heads, S, size]``, the smaller ones filled up with zeros."""
+    """``[2, B, KV heads, S, size]``, with the smaller of the two padded with zeros."""
     size = max(keys.shape[-1], values.shape[-1])
     return torch.stack([F.pad(part, (0, size - part.shape[-1])) for part in (keys, values)])

@@ -15,19 +15,19 @@ from .leases import Leases
 log = logging.getLogger("tandem.rollout")
 
 BEAT_SECONDS = 2.0
-"""Between two heartbeats."""
+"""Time between two heartbeats."""
 LOOK_SECONDS = 1.0
-"""Between two looks at the groups' deadlines."""
+"""Time between two checks of the groups' deadlines."""
 
 
 class Keeper:
-    """Does all of it in one thread, so that a busy loop costs no lease.
+    """Does all this in one thread, so that a busy loop never costs a lease.
 
     Args:
         name: the worker's member id.
         members: gets the heartbeats.
         leases: are renewed.
-        version: what the engine serves now.
+        version: returns the version that the engine serves now.
         renew_evaluation: keeps a claimed evaluation; may raise StoreError.
     """
 
@@ -53,7 +53,7 @@ class Keeper:
         self._thread.start()
 
     def wake(self) -> None:
-        """A new version is served: its heartbeat goes out at once."""
+        """Sends a heartbeat at once, because a new version is served."""
         self._wake.set()
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class Keeper:
             now = time.monotonic()
             try:
                 version = self._version()
-                # A new version is told at once: it is what a status of the run is read for.
+                # A new version is reported at once, since people follow it in the run's status.
                 if now >= next_beat or version != beaten:
                     next_beat, beaten = now + BEAT_SECONDS, version
                     held = [version.term, version.step] if version else None

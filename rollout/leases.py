@@ -1,8 +1,8 @@
-"""The groups that a worker has leased: taken with all that generating them needs, renewed, given back.
+"""The groups that a worker has leased: taken with everything needed to generate them, renewed, given back.
 
-The loop takes groups and gives them back, the keeper's thread renews them and minds their deadlines, and
-the submitter's thread forgets each with its receipt. All methods but those named otherwise may be called
-from any of them; those that talk to the ledger block on Redis.
+The loop takes groups and gives them back, the keeper's thread renews them and watches their deadlines,
+and the submitter's thread forgets each one with its receipt. All methods may be called from any of these
+threads unless they say otherwise; those that talk to the ledger block on Redis.
 """
 
 from __future__ import annotations
@@ -27,34 +27,33 @@ from .prefixes import Prefixes, prefixes
 log = logging.getLogger("tandem.rollout")
 
 PROBLEMS_KEPT = 4096
-"""Problems that are kept in memory, because a later pass leases them again."""
+"""Number of problems that are kept in memory, because a later pass leases them again."""
 
 
 @dataclass(slots=True)
 class HeldGroup:
-    """A group that this worker holds a lease of."""
+    """A group of which this worker holds a lease."""
 
     lease: Lease
-    """The ledger's lease."""
     problem: Problem
-    """What the group's samples answer."""
+    """The problem that the group's samples answer."""
     traces: tuple[str, ...]
-    """The expert traces that fill rows of the group, or may replace failed samples."""
+    """Ids of the expert traces that complete the group, or may replace failed samples."""
     begins: Prefixes | None
     """How the samples begin, if they begin with a part of a trace."""
     deadline: float
     """When the group is ended with what it has (monotonic seconds)."""
     is_revoked: bool = False
-    """Another worker holds the group now, so nothing of it is submitted."""
+    """Whether another worker holds the group now, so that nothing of it is submitted."""
     is_late: bool = False
-    """The group was ended at its deadline."""
+    """Whether the group was ended at its deadline."""
     is_spoiled: bool = False
-    """It may have tokens of weights that failed their check, so nothing of it is submitted."""
+    """Whether it may have tokens of weights that failed their check, so that nothing is submitted."""
 
     def request(self, config: Config) -> GroupRequest:
-        """What the engine is asked for."""
+        """The request to the engine."""
         rollout = config.rollout
-        # Traces that enter only where all samples failed replace some of them after grading.
+        # Traces that enter only if all samples failed replace some of them after grading.
         rows_of_traces = len(self.traces) if config.expert.when == "always" else 0
         return GroupRequest(
             group_id=self.lease.group_id,
@@ -73,7 +72,7 @@ class HeldGroup:
         )
 
     def group(self, worker: str, samples: tuple[Sample, ...]) -> Group:
-        """The finished group, as it is submitted."""
+        """The finished group as it is submitted."""
         return Group.of(
             self.problem,
             samples,
@@ -85,13 +84,13 @@ class HeldGroup:
 
 
 class Leases:
-    """What one worker holds.
+    """The leases of one worker.
 
     Args:
         ledger: gives the leases.
         runs: has the problems and traces.
-        config: the run's.
-        abort: ends groups in the engine, by their ids, with what they have; it returns at once.
+        config: the run's config.
+        abort: ends groups in the engine, by id, with what they have; it returns at once.
     """
 
     def __init__(
@@ -106,17 +105,17 @@ class Leases:
         # Only `take` uses it.
         self._problems: OrderedDict[str, Problem] = OrderedDict()
         self.seconds = config.replay.lease_seconds
-        """How long a lease lasts without being renewed; the ledger tells it with each reply."""
+        """Seconds that a lease lasts without being renewed; the ledger reports it with each reply."""
 
     def __len__(self) -> int:
         return len(self._held)
 
     def take(self, version: Version, room: int) -> tuple[LeaseReply, list[HeldGroup]]:
-        """Leases up to ``room`` groups; from one thread at a time.
+        """Leases up to ``room`` groups; to be called from one thread at a time.
 
         Args:
-            version: what the engine serves.
-            room: how many groups at most.
+            version: the version that the engine serves.
+            room: greatest number of groups.
 
         Raises:
             StoreError: Redis is away; what was leased already is given back, or expires.
@@ -140,8 +139,8 @@ class Leases:
         wanted = [lease.problem_id for lease in leases]
         missing = [name for name in dict.fromkeys(wanted) if name not in self._problems]
         if missing:
-            found = self._runs.problems(missing)
-            self._problems.update(zip(missing, found, strict=True))
+            read = self._runs.problems(missing)
+            self._problems.update(zip(missing, read, strict=True))
         for name in wanted:
             self._problems.move_to_end(name)
         expert, seed = self._config.expert, self._config.run.seed
@@ -164,7 +163,7 @@ class Leases:
             HeldGroup(
                 lease=lease,
                 problem=self._problems[lease.problem_id],
-                # A trace that samples begin with fills no row of its own.
+                # A trace that samples begin with isn't a row of its own.
                 traces=chosen[lease.group_id] if expert.prefix is None else (),
                 begins=begins.get(lease.group_id),
                 deadline=float("inf"),
@@ -185,9 +184,9 @@ class Leases:
         """Gives a group back to the ledger; what can't be given back expires by itself.
 
         Args:
-            lease: of the group.
-            reason: for people.
-            failed: counts as a failed attempt of the group.
+            lease: the group's lease.
+            reason: the reason, for people.
+            failed: whether it counts as a failed attempt of the group.
         """
         self.forget(lease.group_id)
         try:
@@ -198,22 +197,22 @@ class Leases:
             log.warning(f"group {lease.group_id} wasn't given back and will expire: {error}")
 
     def forget(self, group_id: str) -> None:
-        """The group isn't this worker's any more: it has a receipt, or its lease is left to expire."""
+        """Drops a group: it has a receipt, or its lease is left to expire."""
         with self._lock:
             self._held.pop(group_id, None)
 
     def ids(self) -> list[str]:
-        """The ids of all groups that are held."""
+        """Ids of all groups that are held."""
         with self._lock:
             return list(self._held)
 
     def left(self) -> list[Lease]:
-        """The leases of all groups that are held."""
+        """Leases of all groups that are held."""
         with self._lock:
             return [held.lease for held in self._held.values()]
 
     def renew(self) -> None:
-        """Renews all leases; ends the groups that are another worker's by now.
+        """Renews all leases; ends the groups that now belong to another worker.
 
         Raises:
             StoreError: Redis is away.

@@ -1,4 +1,4 @@
-"""What an engine must know of its model: parameters, vocabulary, context, end tokens."""
+"""What an engine must know about its model: parameters, vocabulary, context, end tokens."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from .engine import ParameterSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What an engine must know of its model."""
+    """What an engine must know about its model."""
 
     specs: tuple[ParameterSpec, ...]
     """Every parameter, in the model's order; tied ones once."""
     vocabulary: int
-    """Token ids are under it."""
+    """Number of token ids, which are all below it."""
     context: int
-    """Most tokens of prompt and response together."""
+    """Greatest number of tokens of prompt and response together."""
     end_tokens: frozenset[int]
     """Token ids that end a response."""
 
 
 def facts_of(model: Any, tokenizer: Any, *, context: int | None = None) -> ModelFacts:
-    """Reads them off a transformers model, whose weights may be on the meta device.
+    """Reads the facts from a transformers model, whose weights may be on the meta device.
 
     Args:
         model: a causal model in the engine's dtype.
         tokenizer: names the end token.
-        context: most tokens of prompt and response together; None = the model's own limit.
+        context: greatest number of tokens of prompt and response together; None = the model's own limit.
 
     Raises:
         DataError: no end token is named.
@@ -54,12 +54,12 @@ def facts_of(model: Any, tokenizer: Any, *, context: int | None = None) -> Model
 
 
 def model_facts(path: str, *, dtype: str, context: int | None, tokenizer: Any) -> ModelFacts:
-    """Reads a model folder without loading its weights.
+    """Reads the facts from a model folder without loading its weights.
 
     Args:
         path: a Hugging Face folder or a hub name.
-        dtype: of the engine's parameters.
-        context: most tokens of prompt and response together; None = the model's own limit.
+        dtype: dtype of the engine's parameters.
+        context: greatest number of tokens of prompt and response together; None = the model's own limit.
         tokenizer: names the end token.
 
     Raises:
@@ -70,25 +70,25 @@ def model_facts(path: str, *, dtype: str, context: int | None, tokenizer: Any) -
 
     config = AutoConfig.from_pretrained(path)
     with torch.device("meta"):
-        # Its parameters are those that the learner sends: the same class, ties included.
+        # These are the parameters that the learner sends: from the same class, ties included.
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     try:
         model.generation_config = GenerationConfig.from_pretrained(path)
     except OSError:
-        pass  # The folder has none; the model's own config has its say.
+        pass  # The folder has none, so the model's own config decides.
     return facts_of(model, tokenizer, context=context)
 
 
 def require_checkpoint_names(path: str, specs: Iterable[ParameterSpec], kind: str) -> None:
-    """Refuses a model whose parameters transformers names otherwise than its checkpoint does.
+    """Refuses a model whose parameters have other names in transformers than in its checkpoint.
 
-    Weights travel under transformers' names, and an engine that reads checkpoints knows theirs: it
-    would leave out what it doesn't know, such as experts that transformers holds in one tensor.
+    Weights travel under transformers' names, and an engine that reads checkpoints knows the checkpoint's:
+    it would ignore unknown ones, such as experts that transformers holds in one tensor.
 
     Args:
-        path: a model folder with safetensors; anything else is let through.
-        specs: of the model's parameters.
-        kind: ``model_type``.
+        path: a model folder with safetensors; anything else passes.
+        specs: the model's parameters.
+        kind: the model's ``model_type``.
 
     Raises:
         ConfigError: a parameter isn't in the checkpoint under its name.
@@ -96,7 +96,7 @@ def require_checkpoint_names(path: str, specs: Iterable[ParameterSpec], kind: st
     known = _checkpoint_names(Path(path))
     if not known:
         return
-    # Some checkpoints are of the model without its head, whose names lack the first part.
+    # Some checkpoints hold the model without its head, and their names lack the first part.
     unknown = [
         spec.name
         for spec in specs
@@ -115,16 +115,16 @@ def _checkpoint_names(folder: Path) -> set[str]:
 
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        found = read_object(
+        content = read_object(
             index.read_bytes(), str(index), DataError, "get the model's files again"
         )
-        return set(found.get("weight_map") or {})
+        return set(content.get("weight_map") or {})
     names: set[str] = set()
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, "pt") as tensors:
                 names |= set(tensors.keys())
         except (OSError, SafetensorError):
-            # Whoever loads it says what is wrong with it.
+            # Whoever loads it will say what is wrong with it.
             return set()
     return names

@@ -14,25 +14,25 @@ from .engine import no_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prefixes:
-    """How each sample of a group begins, one entry a sample."""
+    """How each sample of a group begins, one entry per sample."""
 
     tokens: tuple[Int32Array, ...]
-    """``[L]`` each."""
+    """``[L]`` token ids each."""
     logprobs: tuple[Float32Array | None, ...]
-    """``[L]`` nats; what the expert gave to them, None where its trace has none recorded."""
+    """``[L]`` nats each: the expert's log-probs, None if its trace has none recorded."""
 
 
 def prefixes(config: Config, group_id: str, step: int, traces: Sequence[ExpertTrace]) -> Prefixes:
-    """The beginnings of a group's samples; the last ones are those of the traces.
+    """The beginnings of a group's samples; the last samples begin with the traces.
 
-    Keyed by (run seed, group id). At least one token is left to the policy, both of the trace and
+    Drawn by (run seed, group id). At least one token is left to the policy, both of the trace and
     of ``rollout.max_new_tokens``, which bounds prefix and continuation together.
 
     Args:
-        config: The run's; ``expert.prefix`` is set.
-        group_id: Of the group.
-        step: That the worker's weights are of.
-        traces: That it begins with, at most ``expert.per_group``.
+        config: the run's config, with ``expert.prefix`` set.
+        group_id: the group's id.
+        step: step of the worker's weights.
+        traces: the traces to begin with, at most ``expert.per_group``.
     """
     expert, rollout = config.expert, config.rollout
     assert expert.prefix is not None

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LARGE_BYTES = 8 << 20
-"""A matrix from this size on is multiplied piece by piece."""
+"""Size from which on a matrix is multiplied piece by piece."""
 PIECE_BYTES = 3 << 19
-"""Of one thread's piece, so that it stays in a core's cache. Of 0.4 to 6 MB, what is between 0.75 and
-3 MB was the fastest; the whole matrix (32,768 x 768, 2 to 64 rows) took 1.1 to 1.6 times as long."""
+"""Size of one thread's piece, which must fit into a core's cache. Among 0.4 to 6 MB, sizes from 0.75 to
+3 MB were the fastest; the whole matrix (32,768 x 768, 2 to 64 rows) took 1.1 to 1.6 times as long."""
 FEW_ROWS = 5
-"""Up to this many rows the product with the matrix in front is faster: 1.3 to 1.7 times."""
+"""Up to this many rows the product with the matrix in front is faster, by 1.3 to 1.7 times."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

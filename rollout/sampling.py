@@ -1,7 +1,7 @@
 """Draws the next token of every row from its sampling distribution, with keyed noise.
 
 Each (sample, position) has one uniform number, and the token is the inverse of the cumulative
-distribution at it. So a sample depends on its key and on the probabilities alone, not on the
+distribution at that number. So a sample depends only on its key and on the probabilities, not on the
 rows beside it, and a repeated run repeats its samples.
 """
 
@@ -18,20 +18,20 @@ from ..common.records import SamplingParams
 from ..common.seeds import keyed_seed
 
 CHUNK = 64
-"""Positions for which uniforms are drawn at a time; a power of two, at least 4."""
+"""Number of positions for which uniforms are drawn at a time; a power of two, at least 4."""
 
 
 class Noise:
-    """Uniform numbers of some rows: row b's number at response position t is fixed by its key.
+    """Uniform numbers for some rows: row b's number at response position t is fixed by its key.
 
     They are the doubles of ``keyed_generator(seed, group_id, index).random()``, number t for
-    position t. Positions are those of the whole response, its prefix counted, so that a sample
-    that is continued from its own first tokens sees the numbers that it would have seen.
+    position t. Positions are counted in the whole response, prefix included, so that a sample
+    that is continued from its own first tokens sees the same numbers as before.
     """
 
     def __init__(self) -> None:
-        # One generator, set to a row's key and counter when that row needs numbers: making a
-        # generator takes 25 us, which is dear for every row of a small model.
+        # A single generator, set to a row's key and counter when that row needs numbers: making a
+        # generator takes 25 us, which is too expensive for every row of a small model.
         self._bits = np.random.Philox(key=0)
         self._generator = np.random.Generator(self._bits)
         self._state: Any = self._bits.state
@@ -56,7 +56,7 @@ class Noise:
             array[rows] = array[source]
 
     def next(self, count: int) -> np.ndarray:
-        """``[count]`` float64 in [0, 1): the next number of each of the first rows."""
+        """``[count]`` float64 in [0, 1): the next number for each of the first ``count`` rows."""
         place = self._position[:count] & (CHUNK - 1)
         if not place.all():
             for row in np.flatnonzero(place == 0).tolist():
@@ -66,10 +66,10 @@ class Noise:
         return numbers
 
     def _fill(self, row: int) -> None:
-        """Draws the chunk of positions that the row's position is in."""
+        """Draws the chunk of numbers that contains the row's position."""
         state = self._state["state"]
         state["key"][0] = self._keys[row]
-        # A counter makes four doubles, and Philox raises it before it draws.
+        # Each counter value makes four doubles, and Philox increments it before it draws.
         state["counter"][0] = self._position[row] // CHUNK * (CHUNK // 4)
         self._state["buffer_pos"] = 4
         self._bits.state = self._state
@@ -77,9 +77,9 @@ class Noise:
 
 
 def kept(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """Logits of the sampling distribution: ``[B, V]`` float32, -inf for tokens left out.
+    """Logits of the sampling distribution: ``[B, V]`` float32, -inf for tokens that are left out.
 
-    Temperature first, then top-k, then top-p over what is left: the order of vLLM and
+    Applies temperature, then top-k, then top-p to what is left, in the order of vLLM and
     transformers. At temperature 0 they are those of temperature 1.
     """
     logits = logits.float()
@@ -91,7 +91,7 @@ def kept(logits: Tensor, sampling: SamplingParams) -> Tensor:
     if sampling.top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True)
         probs = ordered.softmax(-1)
-        # A token stays while what lies before it is under top_p: the most likely always does.
+        # A token stays if what comes before it is under top_p, so the most likely one always does.
         outside = probs.cumsum(-1) - probs >= sampling.top_p
         left_out = torch.zeros_like(outside).scatter_(-1, order, outside)
         logits = logits.masked_fill(left_out, float("-inf"))
@@ -99,26 +99,26 @@ def kept(logits: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def draw(logits: Tensor, sampling: SamplingParams, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """One token a row and its log-prob under the sampling distribution, renormalised.
+    """One token per row and its log-prob under the sampling distribution, renormalised.
 
     Args:
         logits: ``[B, V]``.
-        sampling: of all rows; temperature 0 takes the most likely token.
+        sampling: the parameters of all rows; temperature 0 takes the most likely token.
         uniforms: ``[B]`` float64 in [0, 1), not read when greedy.
 
     Returns:
-        ``[B]`` int64 tokens and ``[B]`` float32 log-probs, nats.
+        ``[B]`` int64 tokens and ``[B]`` float32 log-probs, in nats.
     """
     logits = kept(logits, sampling)
     if sampling.temperature == 0.0:
         best = logits.log_softmax(-1).max(-1)
         return best.indices, best.values
-    # The same sum gives the token and its log-prob. In float64: with 150k tokens a float32 sum is
-    # off by more than a rare token's probability.
+    # The same sum gives the token and its log-prob. It is in float64: with 150k tokens, a float32 sum
+    # is off by more than a rare token's probability.
     greatest = logits.amax(-1, keepdim=True)
     cumulative = (logits - greatest).exp_().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    # The first token whose cumulative probability is above the number: one of probability 0
+    # The first token whose cumulative probability is above the number. A token of probability 0
     # adds nothing to the sum, so it is never the first.
     tokens = torch.searchsorted(cumulative, uniforms.unsqueeze(-1) * total, right=True)
     logprobs = (logits.gather(-1, tokens) - greatest).double() - total.log()

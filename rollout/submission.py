@@ -1,10 +1,10 @@
 """Keeps finished groups until a reward pool's receipt for them has come.
 
-One thread owns a DEALER to every live pool (one DEALER over several pools would queue to dead
-ones). A group goes to the connected pool with the fewest groups outstanding. It goes out again
-when its pool's connection breaks, when its pool leaves the registry, and when no receipt has
-come for long: the ledger takes a repeat for what it is. Only a receipt ends the matter; a dead
-pool, a dead Redis or a slow grader never loses a group.
+One thread owns a DEALER to every live pool (a single DEALER for several pools would queue to dead
+ones). A group goes to the connected pool with the fewest groups outstanding. It is sent again when
+its pool's connection breaks, when its pool leaves the registry, and when no receipt has come for a
+long time; the ledger recognises repeats. Only a receipt ends this: a dead pool, a dead Redis or a
+slow grader never loses a group.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ..common.waiting import Wait
 log = logging.getLogger("tandem.rollout")
 
 LOOK_SECONDS = 0.5
-"""Between two looks into the registry."""
+"""Time between two looks into the registry."""
 RESEND_SECONDS = 30.0
-"""First wait for a receipt from a pool that stays connected; doubles up to the longest."""
+"""First wait for a receipt from a pool that stays connected; it doubles up to the longest."""
 LONGEST_RESEND_SECONDS = 480.0
-"""Slow graders are no reason to make them work twice."""
+"""Longest such wait, since slow graders shouldn't have to work twice."""
 RELINK_SECONDS = 10.0
-"""A registered pool that isn't connected for so long gets a fresh socket."""
+"""A registered pool that hasn't been connected for this long gets a new socket."""
 TELL_SECONDS = 15.0
-"""Without any receipt for so long while groups wait, a line says who is waited for."""
+"""Time without any receipt, while groups wait, after which a line says who is waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,11 @@ class PoolAddress:
     """Where a reward pool listens."""
 
     member: str
-    """Its member id."""
+    """The pool's member id."""
     endpoint: str
     """``tcp://host:port``."""
     public_key: str | None
-    """Its CURVE key; None where the run has none."""
+    """The pool's CURVE key; None if the run has no keys."""
 
 
 @dataclass(slots=True)
@@ -61,13 +61,13 @@ class _Pending:
     message: bytes
     """The encoded submission."""
     since: float
-    """When it was handed in (monotonic)."""
+    """When it was submitted (monotonic)."""
     pool: str | None = None
-    """Who has it; None: it is to be sent."""
+    """The pool that has it; None if it has to be sent."""
     sent: float = 0.0
     """When it was last sent."""
     sends: int = 0
-    """How often."""
+    """How often it was sent."""
     patience: float = RESEND_SECONDS
     """Seconds until it is sent again."""
 
@@ -93,7 +93,7 @@ class _Link:
         )
         self.socket.setsockopt(zmq.SNDHWM, 1000)
         # Before connecting: a handshake on loopback may be over by the next line, and a link whose
-        # handshake nobody heard of would count as not connected for ever.
+        # handshake was missed would count as unconnected forever.
         self.monitor = self.socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
         )
@@ -114,9 +114,9 @@ class SubmissionStats:
     """Counters of one worker's submissions."""
 
     submitted: int = 0
-    """Groups handed in."""
+    """Groups that were submitted."""
     resent: int = 0
-    """Sendings beyond a group's first."""
+    """Number of sends beyond each group's first."""
     results: Counter[str] = field(default_factory=Counter)
     """Receipts by result."""
     outstanding: int = 0
@@ -124,19 +124,19 @@ class SubmissionStats:
     pools: int = 0
     """Pools that are connected."""
     receipt_seconds: float = 0.0
-    """Sum over receipts of the time from handing in to receipt."""
+    """Time from submission to receipt, summed over receipts."""
 
 
 class Submitter:
     """Sends finished groups to the reward pools.
 
     Args:
-        member: member id of this worker.
-        pools: the live pools by the registry; called from a thread of its own, may raise
-            ``StoreError``, which is a wait.
-        client: the run's client keys; None where the run has none.
-        on_receipt: called from the sending thread with every group's one receipt.
-        most: groups that may be outstanding before :meth:`wait_room` waits.
+        member: this worker's member id.
+        pools: returns the live pools in the registry; called from a thread of its own. If it raises
+            ``StoreError``, it is called again later.
+        client: the run's client keys; None if the run has none.
+        on_receipt: called from the sending thread with every group's single receipt.
+        most: number of outstanding groups from which on :meth:`wait_room` waits.
         resend_seconds: see :data:`RESEND_SECONDS`.
         relink_seconds: see :data:`RELINK_SECONDS`.
     """
@@ -200,7 +200,7 @@ class Submitter:
 
     @property
     def outstanding(self) -> int:
-        """Groups without a receipt."""
+        """Number of groups without a receipt."""
         return self._open
 
     def wait_room(self, timeout: float) -> bool:
@@ -209,11 +209,11 @@ class Submitter:
             return self._changed.wait_for(lambda: self._open < self._most, timeout)
 
     def drain(self, deadline: float) -> None:
-        """Waits for the receipts of all that was handed in.
+        """Waits for the receipts of all submitted groups.
 
         Raises:
-            DeadlineError: some are missing after ``deadline`` seconds; says how many, and who
-                was waited for.
+            DeadlineError: some are missing after ``deadline`` seconds; the message says how many, and
+                who was waited for.
         """
         wait = Wait(self._whom(), "acknowledge the last finished groups", deadline)
         with self._changed:
@@ -256,16 +256,16 @@ class Submitter:
         known: list[PoolAddress] | None = None
         while not self._stopping.is_set():
             try:
-                found = list(self._pools())
+                pools = list(self._pools())
             except StoreError as error:
                 if not failing:
                     log.warning(f"the registry can't be read, pools stay as they are: {error}")
                 failing = True
             else:
                 failing = False
-                if found != known:
-                    known = found
-                    self._mailbox.post(found)
+                if pools != known:
+                    known = pools
+                    self._mailbox.post(pools)
             self._stopping.wait(LOOK_SECONDS)
 
     # The sending thread.
@@ -276,7 +276,7 @@ class Submitter:
                 try:
                     self._turn()
                 except Exception:
-                    # A fault of one turn must not end the only thread that keeps groups.
+                    # An error in one turn must not end the only thread that keeps groups.
                     log.exception("a fault while submitting; going on")
                     self._stopping.wait(0.5)
         finally:
@@ -320,7 +320,7 @@ class Submitter:
         self._count_pools()
 
     def _relink(self) -> None:
-        """Replaces sockets that have not got through, in case it is they that are stuck."""
+        """Replaces sockets that don't get through, in case the sockets themselves are stuck."""
         now = time.monotonic()
         for member, link in list(self._links.items()):
             if link.connected or now - link.since < self._relink_seconds:
@@ -339,7 +339,7 @@ class Submitter:
         self._count_pools()
 
     def _lose(self, link: _Link, how: str) -> None:
-        """What a pool had goes out again: whether it was committed there, nobody knows."""
+        """Marks a pool's groups to be sent again, since nobody knows whether it committed them."""
         link.connected = False
         if link.outstanding:
             log.warning(
@@ -369,7 +369,7 @@ class Submitter:
             receipt.group_id,
             receipt.attempt,
         ):
-            return  # The receipt of a repeat, after that of another sending.
+            return  # A receipt of a repeat, after that of another send.
         del self._pending[receipt.request_id]
         for link in self._links.values():
             link.outstanding.discard(receipt.request_id)
@@ -404,7 +404,7 @@ class Submitter:
                 return
 
     def _send(self, request: int, pending: _Pending, now: float) -> bool:
-        """Sends to the least busy pool, another than the last one if there is; False if none."""
+        """Sends to the least busy pool, if possible not to the last one again; False if there is none."""
         last, pending.pool = pending.pool, None
         links = [link for link in self._links.values() if link.connected]
         links.sort(key=lambda link: (link.address.member == last, len(link.outstanding)))

@@ -1,8 +1,8 @@
 """The torch engine: batched sampling with a key-value cache, in a thread of its own.
 
 One decode thread owns the model. Between two token steps, and only there, it does what it was
-asked for meanwhile: take in groups, abort, pause, change the weights. All else (building
-samples, decoding text) happens in the caller's thread, beside the next token step.
+asked to do: take in groups, abort, pause, change the weights. Everything else (building samples,
+decoding text) happens in the caller's thread, in parallel with the next token step.
 
 A group waits, joins the :mod:`.batch` as a whole when at least an eighth of the places is free,
 and is delivered when the last of its rows has ended.
@@ -37,11 +37,11 @@ log = logging.getLogger("tandem.rollout")
 T = TypeVar("T")
 
 URGENT_ROWS = 8
-"""Places beyond ``max_rows`` that the cache is given room for, so that it isn't copied as a whole
+"""Places beyond ``max_rows`` for which the cache has room, so that it isn't copied as a whole
 when urgent groups join a full batch."""
 
 SCORED_TOKENS = 128
-"""Tokens that are scored in one pass, unless one row has more: their logits are held at once."""
+"""Tokens that are scored in one pass, unless one row has more: their logits are in memory together."""
 
 
 class TorchEngine:
@@ -62,20 +62,20 @@ class TorchEngine:
         version: Version | None = None,
         longest: int | None = None,
     ) -> None:
-        """Takes over a model, which must be used by nothing else from here on.
+        """Takes over a model, which nothing else may use from here on.
 
         Args:
             model: a transformers causal model on its device, in the dtype to generate in.
             tokenizer: decodes samples; its end token ends a response.
             recompute_kv: after new weights, compute the keys and values of running rows again.
-            update_wait: most seconds that new weights wait for the running samples to end; while
-                they wait, no group joins. 0 = they are loaded between two token steps.
-            max_rows: most samples generated at a time; bounds the cache's memory.
-            prefill_tokens: most padded tokens of one prefill pass; bounds its memory.
+            update_wait: greatest number of seconds that new weights wait for the running samples to
+                end; no group joins in the meantime. 0 = they are loaded between two token steps.
+            max_rows: greatest number of samples generated at a time; bounds the cache's memory.
+            prefill_tokens: greatest number of padded tokens in one prefill pass; bounds its memory.
             decoder: ``auto``, ``direct`` or ``generic``; see :func:`tandem.rollout.choice.choose`.
-            version: of the model's own weights, where they have one.
-            longest: most tokens of prompt and response that will be asked for; None = the
-                model's own limit. Windows of the model that such rows don't reach aren't tried,
+            version: version of the model's own weights, if they have one.
+            longest: greatest number of tokens of prompt and response that will be asked for; None =
+                the model's own limit. Windows of the model that such rows don't reach aren't tested,
                 and rows that would reach them are refused.
 
         Raises:
@@ -113,11 +113,11 @@ class TorchEngine:
         self._loads = 0
         self._load_seconds = 0.0
 
-    # What callers see.
+    # The interface for callers.
 
     @property
     def weights_device(self) -> str:
-        """The GPU through which new weights may pass on their way to the host's memory."""
+        """The GPU through which new weights may pass on their way to host memory."""
         return str(next(iter(self._parameters.values())).device)
 
     @property
@@ -223,7 +223,7 @@ class TorchEngine:
         def command() -> None:
             try:
                 answer.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - whoever asked is to have it
+            except BaseException as error:  # noqa: BLE001 - passed on to whoever asked
                 answer.set_exception(error)
 
         return command
@@ -266,7 +266,7 @@ class TorchEngine:
         self._update_when_due()
 
     def _update_when_due(self) -> None:
-        """Loads the weights that wait, if nothing runs or they have waited long enough."""
+        """Loads waiting weights if nothing runs or they have waited long enough."""
         if self._update is None:
             return
         due, load = self._update
@@ -287,7 +287,7 @@ class TorchEngine:
                 self._waiting.append(group)
 
     def _admit(self) -> None:
-        """Takes waiting groups into the batch, whole, while there is room."""
+        """Takes waiting groups into the batch, each as a whole, while there is room."""
         if not self._waiting or self._update is not None:
             return
         running = len(self._batch)
@@ -308,7 +308,7 @@ class TorchEngine:
         try:
             self._batch.join([row for group in groups for row in rows_of(group)])
         except Exception:
-            # What was taken out of the queue must not be lost with the error.
+            # Groups that were taken out of the queue must not be lost with the error.
             self._waiting.extendleft(reversed(groups))
             if not running:
                 failed = self._waiting.popleft()
@@ -359,21 +359,21 @@ class TorchEngine:
 def score(
     decoder: Decoder, rows: Sequence[Int32Array], temperature: float, device: torch.device
 ) -> list[Float32Array]:
-    """Of each row ``[S - 1]`` log-probs of its tokens; so many rows at a time as the memory of their
-    logits allows."""
+    """For each row ``[S - 1]`` log-probs of its tokens; scores as many rows at a time as the memory for
+    their logits allows."""
     found: list[Float32Array] = []
     longest = max(map(len, rows), default=1)
     start = 0
     while start < len(rows):
-        some = rows[start : start + max(1, SCORED_TOKENS // longest)]
-        start += len(some)
-        lengths = torch.tensor([len(row) for row in some], device=device)
-        padded = np.zeros((len(some), longest), dtype=np.int64)
-        for row, place in zip(some, padded, strict=True):
+        chunk = rows[start : start + max(1, SCORED_TOKENS // longest)]
+        start += len(chunk)
+        lengths = torch.tensor([len(row) for row in chunk], device=device)
+        padded = np.zeros((len(chunk), longest), dtype=np.int64)
+        for row, place in zip(chunk, padded, strict=True):
             place[: len(row)] = row
         tokens = torch.from_numpy(padded).to(device)
         logits = decoder.logits(tokens, lengths)[:, :-1]
-        every = (logits.float() / temperature).log_softmax(-1)
-        scored = every.gather(2, tokens[:, 1:, None]).squeeze(2).cpu().numpy()
-        found += [one[: len(row) - 1] for one, row in zip(scored, some, strict=True)]
+        distribution = (logits.float() / temperature).log_softmax(-1)
+        scored = distribution.gather(2, tokens[:, 1:, None]).squeeze(2).cpu().numpy()
+        found += [one[: len(row) - 1] for one, row in zip(scored, chunk, strict=True)]
     return found

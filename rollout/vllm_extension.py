@@ -1,4 +1,4 @@
-"""What Tandem adds to vLLM's worker processes: loading new weights, and dying with their owner.
+"""Tandem's additions to vLLM's worker processes: loading new weights, and dying with their owner.
 
 vLLM imports this file by name in every process that holds a part of the model, and mixes
 :class:`WorkerExtension` into its own worker class; methods are called by ``collective_rpc``.
@@ -18,22 +18,22 @@ OWNER = "TANDEM_ENGINE_OWNER"
 
 
 PACKED = "cpu_linear"
-"""Attribute of vLLM's layers on CPUs: the product with the packed weight."""
+"""Attribute of vLLM's layers on CPUs that computes the product with the packed weight."""
 
 Reply = tuple[str, int, str]
-"""What a rank made of an order: the order's ticket, how many tensors it took, and what went wrong.
+"""A rank's reply to an order: the order's ticket, how many tensors it took, and what went wrong.
 
-vLLM stops reading the ranks' replies at the first that is an exception, and takes those it left for
-replies to its next call, and so on for ever: a rank that failed would be believed to have succeeded.
-So a rank doesn't raise, and each reply names what it replies to.
+vLLM stops reading the ranks' replies at the first one that is an exception, and takes the rest for
+replies to its next call, and so on forever: a rank that failed would seem to have succeeded.
+So a rank doesn't raise, and each reply names the order that it answers.
 """
 
 
 class WorkerExtension:
-    """Methods of the worker's, called ``tandem_…`` because the two classes share their names."""
+    """Methods of the worker, called ``tandem_…`` because the two classes share a namespace."""
 
     reload_weights: Any
-    """The worker's own, as the next one; declared for type checkers, absent from this class."""
+    """The worker's own method, next in line; declared for type checkers, absent from this class."""
     get_model: Any
     _tandem_staged: tuple[str, list[tuple[str, Any]]] = ("", [])
     """A ticket, and the weights to be loaded with it: views of shared memory."""
@@ -50,7 +50,7 @@ class WorkerExtension:
     def tandem_load(self, ticket: str) -> Reply:
         """Loads what was staged with this ticket, and nothing else.
 
-        Goes through vLLM's own reloading, which repacks what its kernels want packed, keeps the
+        It uses vLLM's own reloading, which repacks what its kernels need packed, keeps the
         addresses that CUDA graphs hold, and takes this rank's share of each tensor.
         """
         (staged, tensors), self._tandem_staged = self._tandem_staged, ("", [])
@@ -78,16 +78,16 @@ class WorkerExtension:
 
 
 def _repack_tied(model: Any, before: dict[Any, Any]) -> None:
-    """Packs the matrix of an output layer again that shares its weight with the embedding.
+    """Packs the matrix of an output layer again if it shares its weight with the embedding.
 
     On CPUs vLLM multiplies with a packed copy of each layer's weight. Reloading loads a tied
-    weight, and packs it, for the layer that the checkpoint names; the other one keeps the copy of
+    weight, and packs it, for the layer that the checkpoint names; the other layer keeps the copy of
     the old weights (seen in 0.32). On GPUs there is no copy.
 
     Args:
-        model: vLLM's, reloaded.
-        before: what each layer multiplied with before it was; one that has something else by now
-            was packed in reloading.
+        model: vLLM's model, reloaded.
+        before: what each layer multiplied with before; a layer that has something else now was
+            packed during reloading.
     """
     from vllm.platforms import current_platform
 
@@ -109,7 +109,7 @@ def _repack_tied(model: Any, before: dict[Any, Any]) -> None:
 def _die_with(owner: int) -> None:
     """Ends this process, and vLLM's process between it and its owner, when the owner has died.
 
-    vLLM's processes end when their owner closes them; when it is killed they'd wait for ever.
+    vLLM's processes end when their owner closes them; if it is killed, they would wait forever.
     """
     parent = os.getppid()
 
@@ -126,7 +126,7 @@ def _die_with(owner: int) -> None:
 
 
 def _wait_for_end(pid: int) -> None:
-    """Returns when a process has ended, be it as a zombie."""
+    """Returns when a process has ended, even if it is still a zombie."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,12 +1,11 @@
 """Runs vLLM: one ``AsyncLLM`` on an event loop in a thread of its own, and its processes.
 
-vLLM's front end lives in this process, its engine core and its workers (one for each
-tensor-parallel rank) in processes of their own. The front end has a thread and a loop to itself,
-so that starting it, which blocks for half a minute, holds up nobody, and whoever uses it may have
-any loop.
+vLLM's front end is in this process; its engine core and its workers (one per tensor-parallel rank)
+are processes of their own. The front end has a thread and a loop to itself, so that starting it,
+which blocks for half a minute, holds up nobody, and whoever uses it may have any loop.
 
-Everything that depends on the version of vLLM is in the files called ``vllm_…``. Where the versions
-that :mod:`.vllm_version` lets in differ, what is there is found out by looking, not by the number.
+Everything that depends on the version of vLLM is in the files called ``vllm_…``. If the versions that
+:mod:`.vllm_version` allows differ, the code looks at what is there rather than at the number.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ log = logging.getLogger("tandem.rollout")
 T = TypeVar("T")
 
 EXTENSION = "tandem.rollout.vllm_extension.WorkerExtension"
-"""As vLLM's workers import it."""
+"""Import path of the extension for vLLM's workers."""
 CPU_CACHE_MB = 1024
-"""Memory for keys and values where there is no GPU and nothing is set."""
+"""Memory for keys and values if there is no GPU and nothing is set."""
 SHUTDOWN_SECONDS = 10.0
-"""How long vLLM's processes may take to end before it kills them itself; ranks take five."""
+"""How long vLLM's processes may take to end before vLLM kills them; ranks take five seconds."""
 END_SECONDS = 15.0
 """How long all that may take before they are killed from here."""
 
@@ -55,11 +54,11 @@ class Counters:
     """What vLLM has done since it was started; written by its front end's thread."""
 
     steps: int = 0
-    """Batched steps in which a token was sampled."""
+    """Number of batched steps in which a token was sampled."""
     sampled: int = 0
-    """Tokens sampled."""
+    """Number of sampled tokens."""
     prefilled: int = 0
-    """Prompt tokens of requests that have begun, found in the prefix cache or not."""
+    """Number of prompt tokens of started requests, found in the prefix cache or not."""
 
 
 class VllmProcess:
@@ -69,7 +68,7 @@ class VllmProcess:
         """Takes the engine's arguments; nothing is imported before :meth:`start`.
 
         Args:
-            arguments: fields of vLLM's ``AsyncEngineArgs``. What Tandem relies on is added.
+            arguments: fields of vLLM's ``AsyncEngineArgs``. Those that Tandem relies on are added.
             start_seconds: deadline for :meth:`start`.
         """
         self._arguments = dict(arguments)
@@ -81,19 +80,19 @@ class VllmProcess:
         self._family: list[psutil.Process] = []
         self.counters = Counters()
         self.llm: Any = None
-        """vLLM's ``AsyncLLM``; to be used from :meth:`run` alone."""
+        """vLLM's ``AsyncLLM``; to be used only from :meth:`run`."""
 
     @property
     def started(self) -> bool:
-        """Whether it runs."""
+        """Whether vLLM is running."""
         return self.llm is not None
 
     async def start(self) -> None:
-        """Starts vLLM with the model's weights from disk. Once.
+        """Starts vLLM with the model's weights from disk. To be called once.
 
         Raises:
             DeadlineError: it didn't come up in time.
-            TandemError: it failed to start; the log has its own words.
+            TandemError: it failed to start; its own messages are in the log.
         """
         vllm_version.require()
         remove_left_behind()
@@ -119,11 +118,11 @@ class VllmProcess:
         log.info(f"vLLM started in {time.monotonic() - since:.1f} s")
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Awaits something in the front end's loop, from any other one."""
+        """Awaits a coroutine in the front end's loop, from any other loop."""
         return await asyncio.wrap_future(self.post(work))
 
     def post(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begins something in the front end's loop."""
+        """Starts a coroutine in the front end's loop."""
         if self._loop is None or not self.started:
             work.close()
             raise TandemError("the engine isn't running: start() it first")
@@ -139,7 +138,7 @@ class VllmProcess:
             try:
                 loop.call_soon_threadsafe(stop.set)
             except RuntimeError:
-                pass  # Ended meanwhile.
+                pass  # It has ended in the meantime.
         await asyncio.to_thread(thread.join, END_SECONDS)
         if thread.is_alive():
             log.warning(f"vLLM's front end has not ended in {END_SECONDS:.0f} s; left behind")
@@ -167,7 +166,7 @@ class VllmProcess:
         llm = make_llm(self._arguments, self.counters)
         try:
             if hasattr(llm, "get_supported_tasks"):
-                # Asked for once; from here on a request is registered without a wait in between.
+                # Requested once, so that registering a request never has to wait for it.
                 await llm.get_supported_tasks()
             self._family = self._relatives()
             self.llm = llm
@@ -182,12 +181,12 @@ class VllmProcess:
             gc.collect()
 
     def _relatives(self) -> list[psutil.Process]:
-        """vLLM's processes: those that this one has got since the start."""
+        """vLLM's processes: the children that this process has gained since the start."""
         children = psutil.Process().children(recursive=True)
         return [c for c in children if c not in self._strangers and not _is_helper(c)]
 
     def _kill(self, patience: float = END_SECONDS) -> None:
-        """Kills what is left of vLLM's processes after some seconds."""
+        """Kills what is left of vLLM's processes after ``patience`` seconds."""
         family = {*self._family, *(self._relatives() if not self._family else ())}
         _, left = psutil.wait_procs(list(family), timeout=patience)
         for process in left:
@@ -201,7 +200,7 @@ class VllmProcess:
 
 
 def _is_helper(process: psutil.Process) -> bool:
-    """multiprocessing's resource tracker, which ends with this process and not with vLLM."""
+    """Whether it is multiprocessing's resource tracker, which ends with this process and not with vLLM."""
     try:
         return any("resource_tracker" in word for word in process.cmdline())
     except psutil.Error:
@@ -209,7 +208,7 @@ def _is_helper(process: psutil.Process) -> bool:
 
 
 def make_llm(arguments: Mapping[str, Any], counters: Counters) -> Any:
-    """An ``AsyncLLM``; blocks until its processes are up. Call it in the loop that will use it.
+    """Makes an ``AsyncLLM``; blocks until its processes are up. To be called in the loop that will use it.
 
     Raises:
         ConfigError: vLLM has no such argument, or refuses its value; nothing was started.
@@ -226,12 +225,12 @@ def make_llm(arguments: Mapping[str, Any], counters: Counters) -> Any:
         "logprobs_mode": "processed_logprobs",
         # Prompts come as token ids, and texts are decoded here.
         "skip_tokenizer_init": True,
-        # A model folder's own temperature or top_p must not stand in for what was asked.
+        # A model folder's own temperature or top_p must not replace what was asked for.
         "generation_config": "vllm",
         "enable_prefix_caching": True,
-        # A check of new weights doesn't wait behind the groups that do.
+        # A check of new weights mustn't wait behind the groups that wait for it.
         "scheduling_policy": "priority",
-        # At a temperature other than 1 it takes a position's whole distribution.
+        # Scoring at a temperature other than 1 takes a position's whole distribution.
         "max_logprobs": -1,
         "disable_log_stats": True,
         # Two workers with one seed would draw the same numbers.
@@ -241,12 +240,12 @@ def make_llm(arguments: Mapping[str, Any], counters: Counters) -> Any:
     if current_platform.is_cpu():
         settings |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_MB << 20}
         if not shared_out(arguments):
-            # The model in the engine core's own process: one process and one copy of vLLM less,
+            # Runs the model in the engine core's own process: one process and one copy of vLLM less,
             # and no queue between the two on which both would spin.
             settings["distributed_executor_backend"] = "uni"
-            # Else vLLM insists on a process of its own for the model, to bind its threads to cores.
+            # Otherwise vLLM insists on a separate process for the model, to bind its threads to cores.
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        # Compiling wants a C++ compiler and half a minute in the midst of the first step: one of
+        # Compiling needs a C++ compiler and half a minute in the middle of the first step: one of
         # the sampler's functions is compiled whatever enforce_eager says.
         if arguments.get("enforce_eager") is not False:
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -256,13 +255,13 @@ def make_llm(arguments: Mapping[str, Any], counters: Counters) -> Any:
             AsyncEngineArgs(**settings), stat_loggers=[_counter(counters)]
         )
     except ValidationError as error:
-        # Of its configuration, which it reads before it starts anything: trying again won't help.
-        told = "; ".join(refused(each) for each in error.errors(include_url=False))
-        raise ConfigError(f"vLLM refuses its settings (rollout.vllm): {told}") from None
+        # The error is about its configuration, read before anything starts: trying again won't help.
+        complaints = "; ".join(refused(each) for each in error.errors(include_url=False))
+        raise ConfigError(f"vLLM refuses its settings (rollout.vllm): {complaints}") from None
 
 
 def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises ``ConfigError`` where vLLM doesn't know an argument, and names the nearest one."""
+    """Raises ``ConfigError`` with the nearest name if vLLM doesn't know an argument."""
     for name in arguments:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -276,19 +275,19 @@ def check_arguments(arguments: Mapping[str, Any], known: Collection[str]) -> Non
 
 
 def refused(error: Mapping[str, Any]) -> str:
-    """One of pydantic's complaints, with the value where it says little without."""
+    """One of pydantic's complaints, with the value if it says little without it."""
     where = ".".join(map(str, error["loc"]))
-    told = f"{where}={error['input']!r}: " if where else ""
-    return told + str(error["msg"]).removeprefix("Value error, ")
+    setting = f"{where}={error['input']!r}: " if where else ""
+    return setting + str(error["msg"]).removeprefix("Value error, ")
 
 
 def shared_out(arguments: Mapping[str, Any]) -> bool:
-    """Whether the arguments ask for more ranks than one, each of which is a process."""
+    """Whether the arguments ask for several ranks, each of which is a process."""
     return any((arguments.get(name) or 1) != 1 for name in VLLM_RANKS)
 
 
 def _counter(counters: Counters) -> Any:
-    """A vLLM stat logger that counts."""
+    """A stat logger for vLLM that counts."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Counter(StatLoggerBase):
@@ -310,19 +309,19 @@ def _counter(counters: Counters) -> Any:
 
 
 def _prepare_environment() -> None:
-    """What vLLM reads from its environment, where the user hasn't set it."""
+    """Sets variables of vLLM's environment that the user hasn't set."""
     os.environ[OWNER] = str(os.getpid())
     for name, value in {
         "VLLM_NO_USAGE_STATS": "1",
-        # Its warnings are of no use to whoever reads a run's log.
+        # Its warnings are of no use to readers of a run's log.
         "VLLM_LOGGING_LEVEL": "ERROR",
         # A forked child would hold this process's sockets and locks.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # All ranks of an engine are on this host; no address beyond it is to be bound.
         "VLLM_HOST_IP": "127.0.0.1",
-        # On CPUs the ranks talk over gloo, which would listen where the host's name points to.
+        # On CPUs the ranks talk over gloo, which would listen on the address of the host's name.
         "GLOO_SOCKET_IFNAME": "lo",
-        # Several workers share the host: each has the threads that it was given, on any core.
+        # Several workers share the host, so each has as many threads as it was given, on any core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }.items():
         os.environ.setdefault(name, value)

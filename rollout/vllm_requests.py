@@ -1,7 +1,7 @@
 """One vLLM request: prompt and sampling parameters in, plain arrays out.
 
-Which weights sampled which tokens is for vLLM to say, where it can; where not, it is noted here:
-while no step runs, :class:`Progress` is told of new weights and remembers how far each sample was.
+If vLLM can say which weights sampled which tokens, it does. If not, it is recorded here: while no step
+runs, :class:`Progress` is told about new weights and remembers how far each sample was.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ REASONS = {
     "length": FinishReason.LENGTH,
     "abort": FinishReason.ABORT,
 }
-"""vLLM's finish reasons. It has more, of requests that failed; those fail their group."""
+"""vLLM's finish reasons. It has others for requests that failed; those fail their group."""
 
 
 FIRST = -1
-"""vLLM's priority of what is urgent; less comes first, and all else has 0."""
+"""vLLM's priority for urgent requests; lower comes first, and all others have 0."""
 
 
 def says_versions(llm: Any) -> bool:
-    """Whether vLLM says of its own accord which weights sampled which tokens."""
+    """Whether vLLM reports by itself which weights sampled which tokens."""
     from vllm.outputs import CompletionOutput
 
     fields = getattr(CompletionOutput, "__dataclass_fields__", {})
@@ -36,14 +36,14 @@ def says_versions(llm: Any) -> bool:
 
 
 class Progress:
-    """How far the samples of one request are, and which weights sampled what of them."""
+    """How far the samples of one request are, and which weights sampled which of their tokens."""
 
     def __init__(self, count: int, version: Version | None) -> None:
-        """Nothing is sampled yet.
+        """Starts without any sampled token.
 
         Args:
-            count: of samples.
-            version: of the weights in use.
+            count: number of samples.
+            version: version of the weights in use.
         """
         self.latest: list[Any] = [None] * count
         """The newest ``CompletionOutput`` of each sample, with all its tokens."""
@@ -52,16 +52,16 @@ class Progress:
         self._spans: list[list[tuple[Version, int, int]]] = [[] for _ in range(count)]
 
     def lengths(self) -> list[int]:
-        """Tokens of each sample so far."""
+        """Number of tokens of each sample so far."""
         return [0 if output is None else len(output.token_ids) for output in self.latest]
 
     def change(self, version: Version) -> None:
-        """Other weights sample from here on; all tokens of those before have come."""
+        """Notes that other weights sample from here on; all tokens of the earlier ones have come."""
         self._close()
         self._version = version
 
     def spans(self) -> list[tuple[tuple[Version, int, int], ...]]:
-        """Of each sample, now that all have ended."""
+        """Spans of each sample, once all have ended."""
         self._close()
         return [tuple(spans) for spans in self._spans]
 
@@ -86,20 +86,20 @@ async def sample(
     progress: Progress | None = None,
     urgent: bool = False,
 ) -> list[Response]:
-    """Draws some samples of one prompt. Up to vLLM's hearing of the request it doesn't wait.
+    """Draws some samples of one prompt. Doesn't wait before vLLM has registered the request.
 
     Args:
         llm: vLLM's ``AsyncLLM``; it must have been asked for its tasks before.
         name: the request's id, by which it can be aborted.
         context: token ids of prompt and prefix.
-        sampling: the distribution; at temperature 0 one sample is all that vLLM gives.
-        count: of samples.
-        room: tokens that the engine's context, or the request's longest response, has left.
-        end_tokens: end a response.
-        salt: requests with unlike salts share no cached keys.
-        versions: by the names that vLLM was told; weights of other names have none.
-        progress: keeps the spans where vLLM doesn't; costs an output each step.
-        urgent: goes before all that wait.
+        sampling: the distribution; at temperature 0 vLLM gives only one sample.
+        count: number of samples.
+        room: tokens that are left in the engine's context or the request's longest response.
+        end_tokens: token ids that end a response.
+        salt: requests with different salts share no cached keys.
+        versions: versions by the names that vLLM was given; weights with other names have none.
+        progress: records the spans if vLLM doesn't; costs one output per step.
+        urgent: whether it goes before all that wait.
     """
     import vllm
     from vllm.sampling_params import RequestOutputKind
@@ -111,11 +111,11 @@ async def sample(
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=min(sampling.max_new_tokens, room),
-        # The sampled token's log-prob and no other's.
+        # Only the sampled token's log-prob.
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        # What ends a response is for Tandem to say, not for vLLM's reading of the model's files.
+        # Tandem decides what ends a response, not vLLM's reading of the model's files.
         ignore_eos=True,
         stop_token_ids=list(end_tokens),
         output_kind=kind,
@@ -150,18 +150,18 @@ async def sample(
 async def score(
     llm: Any, name: str, row: Sequence[int], temperature: float, *, salt: str
 ) -> Float32Array:
-    """``[S - 1]`` Log-probs of a row's tokens but the first, from a prefill of their own.
+    """``[S - 1]`` log-probs of a row's tokens except the first, from a prefill of their own.
 
-    vLLM reads no cached keys for prompts whose log-probs are asked for, and it gives those of
-    temperature 1. At another one they are over the sum of all tokens' ``p^(1/T)``, so that each
-    position's whole distribution has to come.
+    vLLM reads no cached keys for prompts whose log-probs are requested, and gives the log-probs of
+    temperature 1. At another temperature they need the sum of all tokens' ``p^(1/T)``, so that each
+    position's whole distribution has to be returned.
 
     Args:
         llm: vLLM's ``AsyncLLM``.
         name: the request's id.
         row: ``[S]`` token ids.
         temperature: above 0.
-        salt: no other request has it.
+        salt: must be unique to this request.
     """
     import vllm
     from vllm.sampling_params import RequestOutputKind
@@ -183,26 +183,28 @@ async def score(
         raise TandemError(
             f"vLLM gave log-probs of {0 if flat is None else len(flat)} of {len(row)} tokens"
         )
-    # Of the first token there are none; the row's own token stands first at its position.
+    # There is none for the first token; the row's own token comes first at its position.
     starts, ends = np.array(flat.start_indices[1:]), np.array(flat.end_indices[1:])
-    every = np.array(flat.logprobs, dtype=np.float64)
-    own = every[starts]
+    distributions = np.array(flat.logprobs, dtype=np.float64)
+    own = distributions[starts]
     if temperature == 1.0:
         return own.astype(np.float32)
-    found = []
+    logprobs = []
     for start, end in zip(starts, ends, strict=True):
-        # Those of all tokens follow, that of the row's own a second time.
-        heated = every[start + 1 : end] / temperature
+        # Those of all tokens follow, with the row's own token a second time.
+        heated = distributions[start + 1 : end] / temperature
         most = heated.max()
-        found.append(every[start] / temperature - most - np.log(np.exp(heated - most).sum()))
-    return np.array(found, dtype=np.float32)
+        logprobs.append(
+            distributions[start] / temperature - most - np.log(np.exp(heated - most).sum())
+        )
+    return np.array(logprobs, dtype=np.float32)
 
 
 def _prompt(context: list[int], salt: str) -> Any:
-    """Token ids as ``generate`` takes them."""
+    """Token ids in the form that ``generate`` takes."""
     try:
         from vllm.inputs.engine import tokens_input
-    except ImportError:  # An earlier one, which takes a plain mapping.
+    except ImportError:  # An earlier version, which takes a plain mapping.
         return {"prompt_token_ids": context, "cache_salt": salt}
     return tokens_input(context, cache_salt=salt)
 
@@ -216,7 +218,7 @@ def _response(output: Any, spans: tuple[tuple[Version, int, int], ...]) -> Respo
     flat = output.logprobs
     logprobs = np.empty(0, dtype=np.float32)
     if flat is not None and len(flat):
-        # The sampled token stands first at its position.
+        # The sampled token comes first at its position.
         logprobs = np.array(flat.logprobs, dtype=np.float32)[flat.start_indices]
     if len(logprobs) != len(tokens):
         raise TandemError(f"vLLM gave {len(logprobs)} log-probs for {len(tokens)} tokens")

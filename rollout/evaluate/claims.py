@@ -21,16 +21,16 @@ log = logging.getLogger("tandem.rollout")
 
 
 class ClaimedEvaluations:
-    """Evaluates the weights in use, which are held still meanwhile; for one loop.
+    """Evaluates the weights in use, which are kept from changing meanwhile; for use in one loop.
 
     Args:
         name: the worker's member id.
-        engine: samples.
+        engine: samples the responses.
         runs: has the held-out sets, and takes the results.
-        config: the run's.
-        check: of new weights; a result waits for it.
-        steady: whoever holds it keeps the engine's weights as they are.
-        in_redis: runs a call that blocks on Redis, beside the loop.
+        config: the run's config.
+        check: the check of new weights, for which a result waits.
+        steady: whoever holds it keeps the engine's weights from changing.
+        in_redis: runs a call that blocks on Redis outside the loop.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class ClaimedEvaluations:
         self._task: asyncio.Task[Evaluation] | None = None
         self._claimed: EvaluationRequest | None = None
         self.done = 0
-        """Evaluations whose results this worker has handed in."""
+        """Number of evaluations whose results this worker has submitted."""
 
     def renew(self) -> None:
-        """Keeps what is claimed from other workers; called from the keeper's thread.
+        """Keeps a claimed evaluation from other workers; called from the keeper's thread.
 
         Raises:
             StoreError: Redis is away.
@@ -67,7 +67,7 @@ class ClaimedEvaluations:
             self._runs.renew_evaluation(claimed.id, self._name)
 
     def cancel(self) -> None:
-        """Ends what is under way; :meth:`run` gives it back."""
+        """Ends the evaluation that is under way; :meth:`run` gives it back."""
         if self._task is not None:
             self._task.cancel()
 
@@ -77,15 +77,15 @@ class ClaimedEvaluations:
             self._evaluator.close()
 
     async def run(self, request: EvaluationRequest) -> None:
-        """Does one evaluation that was claimed; hands its result in, or gives it back.
+        """Does one claimed evaluation; submits its result, or gives it back.
 
         Raises:
             StoreError: Redis is away; the claim expires by itself.
         """
         self._claimed = request
         try:
-            found, step = await self._evaluate(request)
-            if found is None:
+            evaluation, step = await self._evaluate(request)
+            if evaluation is None:
                 spoiled = self._check.suspect
                 reason = "the weights failed their check" if spoiled else "drained"
                 await self._give_back(request, reason, failed=False)
@@ -94,25 +94,25 @@ class ClaimedEvaluations:
                 id=request.id,
                 set_name=request.set_name,
                 step=step,
-                version=found.version,
-                accuracy=found.accuracy,
-                samples=found.samples,
-                pass_rate=found.pass_rate,
-                accuracy_by_source=found.by_source,
-                pass_by_source=found.pass_by_source,
-                problems_by_source=found.problems_by_source,
-                problems=found.problems,
-                format_share=found.format_share,
-                right_and_formed=found.right_and_formed,
-                mean_length=found.mean_length,
-                seconds=found.seconds,
+                version=evaluation.version,
+                accuracy=evaluation.accuracy,
+                samples=evaluation.samples,
+                pass_rate=evaluation.pass_rate,
+                accuracy_by_source=evaluation.by_source,
+                pass_by_source=evaluation.pass_by_source,
+                problems_by_source=evaluation.problems_by_source,
+                problems=evaluation.problems,
+                format_share=evaluation.format_share,
+                right_and_formed=evaluation.right_and_formed,
+                mean_length=evaluation.mean_length,
+                seconds=evaluation.seconds,
                 member=self._name,
             )
             await self._in_redis(lambda: self._runs.finish_evaluation(request.id, result))
             self.done += 1
             log.info(
-                f"{request.set_name} at step {result.step}: accuracy {found.accuracy:.1%} of "
-                f"{found.problems} problems in {found.seconds:.1f} s"
+                f"{request.set_name} at step {result.step}: accuracy {evaluation.accuracy:.1%} of "
+                f"{evaluation.problems} problems in {evaluation.seconds:.1f} s"
             )
         except StoreError:
             raise
@@ -124,9 +124,9 @@ class ClaimedEvaluations:
             self._claimed = None
 
     async def _evaluate(self, request: EvaluationRequest) -> tuple[Evaluation | None, int]:
-        """What was found, and the step of the weights that were measured; None if it was ended or
-        the weights failed their check."""
-        # The graders' imports are paid for only by a worker that evaluates.
+        """The result, and the step of the weights that were measured; None if it was ended or the weights
+        failed their check."""
+        # Imported here, so that only a worker that evaluates pays for the graders' imports.
         from .evaluation import Evaluator
 
         if self._evaluator is None:
@@ -152,11 +152,11 @@ class ClaimedEvaluations:
         step = version.step if version is not None else request.step
         if self._task.cancelled() or self._check.suspect:
             return None, step
-        found = self._task.result()
-        return found, found.step if found.step is not None else step
+        evaluation = self._task.result()
+        return evaluation, evaluation.step if evaluation.step is not None else step
 
     async def _give_back(self, request: EvaluationRequest, reason: str, *, failed: bool) -> None:
-        # It is not renewed any more: another worker may claim it from here on.
+        # It is no longer renewed, so another worker may claim it from here on.
         self._claimed = None
         await self._in_redis(
             lambda: self._runs.give_back_evaluation(

@@ -1,6 +1,6 @@
 """Accuracy of a policy on a held-out set, with any engine and the run's own grader.
 
-Used by a rollout worker for evaluations during a run, and by ``tandem evaluate`` for a model
+A rollout worker uses it for evaluations during a run, and ``tandem evaluate`` for a model
 folder on its own, which needs no Redis.
 """
 
@@ -33,26 +33,26 @@ FORMAT = "format"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What a set of problems gave."""
+    """The result of evaluating a set of problems."""
 
     problems: int
-    """Problems answered."""
+    """Number of problems."""
     samples: int
-    """Responses a problem (k of avg@k)."""
+    """Responses per problem (k of avg@k)."""
     accuracy: float
     """avg@k: mean over problems of the share of their responses that are correct."""
     pass_rate: float
     """pass@k: share of problems with at least one correct response."""
     format_share: float
-    """Share of responses in the right form; NaN where the reward has no component for it."""
+    """Share of responses in the right form; NaN if the reward has no component for it."""
     right_and_formed: float | None
-    """Share of responses that are correct and in the right form; None without a form."""
+    """Share of responses that are correct and in the right form; None if the form isn't known."""
     classes: dict[str, float]
-    """Shares by form, then answer: ``11``, ``10``, ``01``, ``00`` (empty without a form)."""
+    """Shares by form, then answer: ``11``, ``10``, ``01``, ``00``; empty if the form isn't known."""
     reward: float
-    """Mean composed reward of the responses that have one; NaN without any."""
+    """Mean composed reward of the responses that have one; NaN if none has."""
     mean_length: float
-    """Tokens of a response, its end token included."""
+    """Mean tokens per response, end token included."""
     cut_share: float
     """Share of responses that were cut by the length limit."""
     ungraded: int
@@ -62,15 +62,15 @@ class Evaluation:
     pass_by_source: dict[str, float]
     """pass@k by data source."""
     problems_by_source: dict[str, int]
-    """Problems by data source."""
+    """Number of problems by data source."""
     step: int | None
-    """Step of the oldest weights that sampled; None where the engine has no version."""
+    """Step of the oldest weights that sampled; None if the engine has no version."""
     version: str
-    """Versions of the weights that sampled, ``term.step``, oldest first; empty without any."""
+    """Versions of the weights that sampled, ``term.step``, oldest first; empty if there are none."""
     seconds: float
-    """Wall time, grading included."""
+    """Wall time in seconds, grading included."""
     tokens: int
-    """Tokens sampled."""
+    """Number of sampled tokens."""
     responses: tuple[tuple[Sample, Grade], ...] = field(repr=False, default=())
     """Every response with its grade, by problem, then sample."""
 
@@ -98,20 +98,20 @@ async def evaluate(
     """Answers every problem ``samples`` times and grades the answers.
 
     Args:
-        engine: started; other groups may run in it meanwhile.
-        problems: at least one.
-        grader: the run's.
-        temperature: 0 = greedy, which gives one response a problem whatever ``samples`` says.
+        engine: an engine that has been started; it may run other groups at the same time.
+        problems: at least one problem.
+        grader: the run's grader.
+        temperature: 0 = greedy, which gives one response per problem whatever ``samples`` says.
         samples: k of avg@k.
-        max_new_tokens: most tokens of a response.
+        max_new_tokens: greatest number of tokens of a response.
         seed: keys the noise together with ``name`` and the problem's place.
-        top_p: nucleus of the sampling.
-        name: the same name, seed and weights give the same responses.
-        deadline: seconds for all of it.
+        top_p: share of the probability that is sampled from.
+        name: with the same name, seed and weights, the responses are the same.
+        deadline: seconds for everything.
 
     Raises:
-        DataError: no problems.
-        TandemError: the engine could not answer a problem; or the deadline has passed.
+        DataError: there are no problems.
+        TandemError: the engine couldn't answer a problem, or the deadline has passed.
     """
     if not problems:
         raise DataError("an evaluation needs at least one problem, and the set is empty")
@@ -188,13 +188,13 @@ def summarise(
     *,
     seconds: float,
 ) -> Evaluation:
-    """Figures of graded responses.
+    """The result for graded responses.
 
     Args:
-        problems: ``[N]``.
-        responses: ``[N][k]`` of them.
-        grades: ``[N * k]`` by problem, then sample.
-        seconds: wall time of it all.
+        problems: ``[N]`` problems.
+        responses: ``[N][k]`` responses to them.
+        grades: ``[N * k]`` grades by problem, then sample.
+        seconds: wall time of the whole evaluation.
     """
     count = len(responses[0])
     correct = np.array([grade.verdict is Verdict.CORRECT for grade in grades])
@@ -252,15 +252,15 @@ def evaluate_folder(
     name: str = "evaluation",
     max_rows: int = 256,
 ) -> Evaluation:
-    """Evaluates a model folder in this process: no run, no Redis.
+    """Evaluates a model folder in this process, without a run or Redis.
 
     Args:
         model_path: a Hugging Face folder, a hub name or ``miniature``.
         problems: rendered and tokenised with that model's tokenizer.
-        model, rollout, reward, settings: as in a run's config; defaults where None.
-        seed: of the noise.
-        name: of the set; keys the noise.
-        max_rows: most responses generated at a time.
+        model, rollout, reward, settings: sections as in a run's config; defaults if None.
+        seed: seed of the noise.
+        name: name of the set, which also keys the noise.
+        max_rows: greatest number of responses generated at a time.
 
     Raises:
         DataError: the folder holds no model, or there are no problems.
@@ -302,7 +302,7 @@ def load_problems(
     """The first ``limit`` problems of a parquet file in LUFFY's columns, rendered for a model.
 
     Raises:
-        DataError: the file can't be read, or a row isn't what its columns should hold.
+        DataError: the file can't be read, or a row has a value that doesn't belong in its column.
     """
     path = Path(path)
     problems = []

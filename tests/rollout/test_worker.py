@@ -507,7 +507,7 @@ def test_it_leaves_when_its_weights_are_not_those_that_were_published(planted: B
     said = planted.log()
     version = f"version {planted.term}.2 isn't what the learner published"
     assert said.count(version) == 2
-    assert "what it sampled is discarded, and it is fetched anew" in said
+    assert "what it sampled is discarded, and it is fetched again" in said
     assert "given rows: row " in said
     assert "learner's -" in said
     assert "loaded 2 times. If it is the engine's own rounding, raise weights.check_bound" in said
