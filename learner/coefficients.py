@@ -1,4 +1,4 @@
-"""Coefficients that follow what an update measured: state of the run, kept in its checkpoints."""
+"""Coefficients that follow what an update measured; they are state of the run, kept in its checkpoints."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .losses.penalties import controlled_coefficient, learned_coefficient, stepp
 
 @dataclass(slots=True, kw_only=True)
 class Coefficients:
-    """Those of the next update. Every rank has the same, since metrics are over all ranks."""
+    """The coefficients of the next update. All ranks have the same, since metrics cover all ranks."""
 
     settings: ObjectiveConfig
-    """Where they begin, and how they move."""
+    """Their initial values, and how they move."""
     entropy: float
-    """c_H of the entropy bonus."""
+    """c_H, coefficient of the entropy bonus."""
     kl: float
     """β of the KL in the loss."""
     kl_reward: float
@@ -25,7 +25,7 @@ class Coefficients:
 
     @classmethod
     def of(cls, settings: ObjectiveConfig) -> Coefficients:
-        """At the start of a run."""
+        """The coefficients at the start of a run."""
         return cls(
             settings=settings,
             entropy=settings.entropy_coefficient if isinstance(settings, Entropy) else 0.0,
@@ -35,34 +35,34 @@ class Coefficients:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """For the losses of an update."""
+        """Scalars for the losses of an update."""
         return {"entropy_coefficient": self.entropy, "kl_coefficient": self.kl}
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Those that move, by their key."""
+        """The coefficients that move, by key."""
         moving = self.settings
-        found = {}
+        adaptive = {}
         if (
             isinstance(moving, Entropy)
             and moving.entropy_target is not None
             and moving.entropy_adapt != "scaled"
         ):
-            found["entropy_coefficient"] = self.entropy
+            adaptive["entropy_coefficient"] = self.entropy
         if isinstance(moving, Kl) and moving.kl_target is not None:
             if moving.kl_coefficient:
-                found["kl_coefficient"] = self.kl
+                adaptive["kl_coefficient"] = self.kl
             if moving.kl_reward_coefficient:
-                found["kl_reward_coefficient"] = self.kl_reward
-        return found
+                adaptive["kl_reward_coefficient"] = self.kl_reward
+        return adaptive
 
     def follow(self, measured: Mapping[str, float]) -> None:
-        """Moves on after an update that was applied.
+        """Moves the coefficients after an update that was applied.
 
         Args:
-            measured: Its metrics: ``entropy``, ``entropy_expert``, ``tokens_own``,
-                ``tokens_expert``, ``k3_reference`` and ``k1_reference``. What a coefficient needs
-                and isn't there leaves it where it is.
+            measured: the update's metrics: ``entropy``, ``entropy_expert``, ``tokens_own``,
+                ``tokens_expert``, ``k3_reference`` and ``k1_reference``. A coefficient whose metric is
+                missing stays as it is.
         """
         settings = self.settings
         if isinstance(settings, Entropy) and settings.entropy_target is not None:
@@ -77,11 +77,11 @@ class Coefficients:
             self.kl_reward = _controlled(settings, self.kl_reward, measured.get("k1_reference"))
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The values that a checkpoint keeps."""
         return {"entropy": self.entropy, "kl": self.kl, "kl_reward": self.kl_reward}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Inverse of :meth:`state`; a checkpoint of a run without them leaves the start."""
+        """The inverse of :meth:`state`; values missing from a checkpoint stay at their start."""
         self.entropy = float(state.get("entropy", self.entropy))
         self.kl = float(state.get("kl", self.kl))
         self.kl_reward = float(state.get("kl_reward", self.kl_reward))
@@ -94,7 +94,7 @@ def _controlled(settings: Kl, coefficient: float, measured: float | None) -> flo
 
 
 def _entropy(measured: Mapping[str, float], everywhere: bool) -> float | None:
-    """The mean over own, or own and expert tokens; None where there are none."""
+    """The mean over own, or own and expert tokens; None if there are none."""
     kinds = (("tokens_own", "entropy"), ("tokens_expert", "entropy_expert"))
     total = tokens = 0.0
     for count, name in kinds if everywhere else kinds[:1]:

@@ -37,36 +37,34 @@ if TYPE_CHECKING:
 log = logging.getLogger("tandem.learner")
 
 TAG = "engine"
-"""DeepSpeed's name for the one checkpoint in a folder."""
+"""Name of DeepSpeed's one checkpoint in a folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UpdateResult:
-    """What came of one update."""
+    """The result of one update."""
 
     applied: bool
-    """False where loss or gradient wasn't finite: then no parameter has changed."""
+    """False if the loss or gradient wasn't finite; then no parameter has changed."""
     loss: float
-    """Over all ranks."""
+    """Loss over all ranks."""
     grad_norm: float
-    """Before clipping, over all ranks; infinite where it wasn't finite."""
+    """Norm of the gradient before clipping, over all ranks; infinite if it wasn't finite."""
     sums: dict[str, float]
     """The objective's sums over all ranks."""
     logprobs: list[Tensor]
-    """``[N]`` of each micro-batch of this rank, detached."""
+    """``[N]`` log-probs of each micro-batch of this rank, detached."""
     entropies: list[Tensor]
-    """``[N]`` likewise."""
+    """``[N]`` entropies of each micro-batch of this rank, detached."""
 
 
 class DeepSpeedEngine:
-    """One rank of the learner.
+    """One rank of the learner. The process group must exist (:mod:`tandem.learner.rendezvous`).
 
     Args:
-        model: Loaded in ``config.model.dtype``; its parameters become DeepSpeed's.
-        config: The run's.
-        device: Of this rank.
-
-    The process group must stand (:mod:`tandem.learner.rendezvous`).
+        model: loaded in ``config.model.dtype``; its parameters become DeepSpeed's.
+        config: the run's config.
+        device: this rank's device.
     """
 
     def __init__(self, model: PreTrainedModel, config: Config, device: torch.device) -> None:
@@ -83,7 +81,7 @@ class DeepSpeedEngine:
         self._optimizer = _Optimizer(self.policy, config, self.stage)
         self._engine = self._initialise()
         self._engine.train()
-        # Through DeepSpeed, as it trains; every rank scores the same rows.
+        # Compared through DeepSpeed, as it trains; every rank scores the same rows.
         self.policy.require_own(probe, lambda micro: self._forward(micro.to(device), False))
 
     @property
@@ -100,7 +98,7 @@ class DeepSpeedEngine:
             dist_init_required=False,
         )
         if self.stage == 3:
-            # The policy reads the output matrix itself, outside the head's own forward: its
+            # The policy reads the output matrix itself, outside the head's own forward, so its
             # hooks must gather it for the forward and the backward pass.
             for parameter in self.policy.head.layer.parameters():
                 deepspeed.zero.register_external_parameter(self.policy, parameter)
@@ -109,11 +107,11 @@ class DeepSpeedEngine:
     def _settings(self) -> dict[str, Any]:
         learner = self.config.learner
         bf16 = self.config.model.dtype == "bfloat16"
-        # Everything that has a default which acts on the result is written out.
+        # Every default that affects the result is written out.
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
-            # The caller owns the boundary: any number of backward passes, then one step.
+            # The caller decides where a step ends: any number of backward passes, then one step.
             "managed_gradient_accumulation": False,
             "gradient_clipping": 0.0 if self._optimizer.guards else learner.optimizer.grad_clip,
             "zero_optimization": {"stage": self.stage, "overlap_comm": False},
@@ -123,7 +121,7 @@ class DeepSpeedEngine:
             "wall_clock_breakdown": False,
         }
         if bf16 and self.stage:
-            # Gradients of many micro-batches are summed up: bf16 would lose the small ones.
+            # Gradients of many micro-batches are summed, and bf16 would lose the small ones.
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
         if self.stage == 3:
             settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
@@ -144,13 +142,13 @@ class DeepSpeedEngine:
         """One optimizer step on the sum of the micro-batches' losses.
 
         Args:
-            micro_batches: This rank's; every rank has as many.
-            objective: The loss.
-            scalars: Its statistics over the whole update.
-            lr: Learning rate.
-            before_step: Called once all gradients are there, before a parameter changes.
-            inspect: Called then with the ``[N]`` log-probs of each of this rank's micro-batches,
-                dummies left out. False: no parameter changes. All ranks have to agree.
+            micro_batches: this rank's micro-batches; every rank has the same number.
+            objective: computes the loss.
+            scalars: the objective's statistics over the whole update.
+            lr: learning rate.
+            before_step: called once all gradients are there, before a parameter changes.
+            inspect: called then with the ``[N]`` log-probs of each of this rank's micro-batches
+                (without dummies). If it returns False, no parameter changes. All ranks must agree.
         """
         losses: list[Tensor] = []
         sums: dict[str, Tensor] = {}
@@ -170,8 +168,8 @@ class DeepSpeedEngine:
                 entropies.append(entropy.detach())
             value = loss.detach()
             losses.append(value)
-            # Data parallelism averages over ranks; the sum is wanted. The factor in brackets is
-            # 1, or NaN where the loss isn't finite, so that no such loss has a finite gradient.
+            # Data parallelism averages over ranks, but the sum is needed. The factor in brackets is 1, or
+            # NaN if the loss isn't finite, so that such a loss never has a finite gradient.
             scaled = loss * (float(self.world_size) * (1 + (value - value)))
             self._engine.backward(scaled, scale_wrt_gas=False)
         if before_step is not None:
@@ -185,7 +183,7 @@ class DeepSpeedEngine:
         flat = torch.stack(
             [torch.stack(losses).sum().double(), *(sums[name].double() for name in names)]
         )
-        # A rank of dummies alone has no sums of its own.
+        # A rank that has only dummies has no sums of its own.
         total = self.sum_by_name(dict(zip(["loss", *names], flat.tolist(), strict=True)))
         return UpdateResult(
             applied=applied,
@@ -197,7 +195,7 @@ class DeepSpeedEngine:
         )
 
     def _spoil(self, micro: MicroBatch) -> None:
-        """Makes the gradient NaN, which at every stage of ZeRO the step drops whole."""
+        """Makes the gradient NaN, for which every ZeRO stage drops the whole step."""
         scored, _ = self._forward(micro.to(self.device), False)
         self._engine.backward(scored.sum() * math.nan, scale_wrt_gas=False)
 
@@ -211,7 +209,7 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Log-probs and entropies of every micro-batch's tokens under the present weights."""
+        """Log-probs and entropies of every micro-batch's tokens under the current weights."""
         self._engine.eval()
         try:
             return [self._forward(micro.to(self.device), False) for micro in micro_batches]
@@ -245,7 +243,7 @@ class DeepSpeedEngine:
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor of every parameter as the model names them, tied ones once.
 
-        With ZeRO-3 each is gathered while it is looked at, so every rank must walk through all.
+        With ZeRO-3 each one is gathered while it is used, so every rank must go through all of them.
         """
         for name, parameter in self.model.named_parameters():
             with self._gathered([parameter]):
@@ -262,7 +260,7 @@ class DeepSpeedEngine:
             yield
 
     def parameter_count(self) -> int:
-        """Parameters of the model, tied ones once."""
+        """Number of parameters, tied ones counted once."""
         if self.stage < 3:
             return count_parameters(self.model)
         return sum(p.ds_numel for p in self.model.parameters())
@@ -275,11 +273,11 @@ class DeepSpeedEngine:
     # Checkpoints.
 
     def save(self, folder: Path, coefficients: Mapping[str, float] | None = None) -> None:
-        """Parameters, optimizer and random states of all ranks, into an existing folder.
+        """Writes parameters, optimizer and random states of all ranks into an existing folder.
 
         Args:
-            folder: Where.
-            coefficients: Further numbers to keep, the same on every rank.
+            folder: the folder.
+            coefficients: further numbers to keep, the same on every rank.
         """
         state = {"torch_rng": torch.get_rng_state()}
         if self.device.type == "cuda":
@@ -295,10 +293,10 @@ class DeepSpeedEngine:
         )
 
     def load(self, folder: Path) -> dict[str, float]:
-        """Inverse of :meth:`save`, at the same number of ranks; gives the numbers kept.
+        """The inverse of :meth:`save`, with the same number of ranks; returns the kept numbers.
 
         Raises:
-            DataError: it can't be read, or is of another number of ranks.
+            DataError: it can't be read, or was written by another number of ranks.
         """
         try:
             path, client = self._engine.load_checkpoint(str(folder), tag=TAG)
@@ -316,7 +314,7 @@ class DeepSpeedEngine:
         return dict(client.get("coefficients") or {})
 
     def load_weights(self, folder: Path) -> None:
-        """The parameters alone, whatever number of ranks wrote them; not of ZeRO stage 3.
+        """Loads only the parameters, whatever number of ranks wrote them; not for ZeRO stage 3.
 
         Raises:
             DataError: they can't be read.
@@ -333,11 +331,11 @@ class DeepSpeedEngine:
             raise DataError(f"the checkpoint {folder} can't be read: {why}")
 
     def export(self, folder: Path, base: Path | None) -> None:
-        """Writes the model as a plain Hugging Face folder, whole or not at all. Collective.
+        """Writes the model as a plain Hugging Face folder, completely or not at all. Collective.
 
         Args:
-            folder: Replaced if it is there.
-            base: The folder that the model was loaded from: its tokenizer and config files are
+            folder: replaced if it exists.
+            base: the folder that the model was loaded from. Its tokenizer and config files are
                 copied byte for byte, so that whatever reads the base reads the result.
         """
         tensors = {name: tensor.cpu().clone() for name, tensor in self._exported()}
@@ -369,8 +367,8 @@ class DeepSpeedEngine:
 def _loss(
     objective: Objective, rows: Rows, scalars: Mapping[str, float]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The objective's loss; NaN where it refuses the log-probs, so that every rank goes on to the
-    step that none of them makes."""
+    """The objective's loss; NaN if it refuses the log-probs, so that every rank reaches the step, which
+    none of them makes."""
     try:
         return objective.loss(rows, scalars)
     except NonFiniteError as error:
@@ -380,7 +378,7 @@ def _loss(
 
 
 def stage_of(config: Config, ranks: int) -> int:
-    """The ZeRO stage that is run: see the config's own."""
+    """The ZeRO stage that is actually run, see :meth:`Config.zero_stage`."""
     return config.zero_stage(ranks)
 
 
@@ -402,7 +400,7 @@ def _deepspeed(device: torch.device) -> Any:
     """DeepSpeed, set up so that it compiles nothing."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # A build that was killed leaves a lock there, on which every later process waits for ever. The
+    # A build that was killed leaves a lock there, on which every later process waits forever. The
     # folder isn't made: nothing is built, and a process that is killed could not remove it.
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
         place = Path(tempfile.gettempdir()) / f"tandem-extensions-{secrets.token_hex(16)}"
@@ -421,9 +419,9 @@ def _deepspeed(device: torch.device) -> Any:
 
 
 class _Optimizer:
-    """The client AdamW, and with ZeRO-0 the gradient's norm, clip and check.
+    """The client AdamW, and for ZeRO-0 the gradient's norm, clipping and check.
 
-    ZeRO-0 in float32 gives no norm and would apply a gradient that isn't finite.
+    ZeRO-0 in float32 returns no norm and would apply a gradient that isn't finite.
     """
 
     def __init__(self, policy: Policy, config: Config, stage: int) -> None:
@@ -464,7 +462,7 @@ class _Optimizer:
 
 
 class _Guarded(torch.optim.AdamW):
-    """AdamW that asks before it steps."""
+    """AdamW that asks a function before it steps."""
 
     guard: Callable[[], bool]
 

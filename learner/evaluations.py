@@ -1,9 +1,9 @@
-"""Asks the rollout workers to evaluate the held-out sets, and gathers what they find.
+"""Asks the rollout workers to evaluate the held-out sets, and collects the results.
 
-What is asked for and what was found stand in Redis, what was told in ``metrics.jsonl``. So each
-evaluation that is due is told once, whoever dies: a learner that starts takes up what is asked for
-and not told (:meth:`Evaluations.begin`), and asks again for what is due since its checkpoint, in
-case its predecessor didn't come to it (:meth:`Evaluations.request_since`).
+Requests and results are in Redis; what was recorded is in ``metrics.jsonl``. So each evaluation that
+is due is recorded once, whichever process dies: a learner that starts takes over the requests that
+aren't recorded (:meth:`Evaluations.begin`), and repeats those that are due since its checkpoint, in
+case its predecessor didn't get to it (:meth:`Evaluations.request_since`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..replay.store import EvaluationRequest, EvaluationResult, RunStore
 log = logging.getLogger("tandem.learner")
 
 LOOK_SECONDS = 0.25
-"""Between two looks for results."""
+"""Time between two checks for results."""
 ABANDONED_SECONDS = 60.0
-"""No live rollout worker for so long: nobody will evaluate."""
+"""Time without a live rollout worker after which nobody is expected to evaluate."""
 DEADLINE_SECONDS = 3600.0
 """For one evaluation that is waited for."""
 WHOLE = ".whole"
@@ -34,13 +34,13 @@ WHOLE = ".whole"
 
 
 class Evaluations:
-    """Evaluations of a run. Ids are ``<set>@<step>``, so asking twice asks once.
+    """Evaluations of a run. Ids are ``<set>@<step>``, so that a repeated request changes nothing.
 
     Args:
-        runs: Where requests and results are.
-        members: Tells whether a worker is there.
-        config: The run's.
-        stopping: True once the process is to drain.
+        runs: holds requests and results.
+        members: knows whether a worker is there.
+        config: the run's config.
+        stopping: returns True once the process is to drain.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class Evaluations:
         self._looked = 0.0
 
     def begin(self, term: int, told: Iterable[str]) -> None:
-        """Takes up what is asked for and not told; all of it arrives once more.
+        """Takes over requests that aren't recorded; all of their results arrive again.
 
         Args:
-            term: the learner's.
-            told: ids of which ``metrics.jsonl`` has a record.
+            term: the learner's term.
+            told: ids that have a record in ``metrics.jsonl``.
         """
         self._term = term
         self._told = set(told)
         self._open = [name for name in self._runs.asked_evaluations() if name not in self._told]
 
     def due(self, step: int, total: int) -> bool:
-        """Whether the config wants an evaluation of this step's weights."""
+        """Whether the config asks for an evaluation of this step's weights."""
         settings = self._settings
         if step == 0:
             return settings.at_start
@@ -115,27 +115,27 @@ class Evaluations:
         return ids
 
     def request_since(self, first: int, last: int, total: int) -> list[str]:
-        """Asks for what is due from one step to another, both included; returns the ids."""
+        """Requests what is due from one step to another, both included; returns the ids."""
         return [id_ for step in range(first, last + 1) for id_ in self.request(step, total)]
 
     def open(self) -> list[str]:
-        """Ids that are asked for and not told."""
+        """Ids of requests that aren't recorded."""
         return list(self._open)
 
     def arrived(self) -> list[EvaluationResult]:
-        """Results that are there and not told, each once; looks at most every 0.25 s."""
+        """Results that are there and not recorded, each once; checks at most every 0.25 s."""
         now = time.monotonic()
         if not self._open or now - self._looked < LOOK_SECONDS:
             return []
         self._looked = now
-        found = self._runs.evaluation_results(self._open)
-        self._told |= found.keys()
+        results = self._runs.evaluation_results(self._open)
+        self._told |= results.keys()
         for name, reason in self._runs.given_up_evaluations().items():
             if name in self._open:
                 self._open.remove(name)
                 log.error(f"evaluation {name} is given up, it failed too often; the last: {reason}")
-        self._open = [name for name in self._open if name not in found]
-        return sorted(found.values(), key=lambda result: (result.step, result.id))
+        self._open = [name for name in self._open if name not in results]
+        return sorted(results.values(), key=lambda result: (result.step, result.id))
 
     def wait(
         self,
@@ -143,7 +143,7 @@ class Evaluations:
         got: Callable[[EvaluationResult], None],
         deadline: float = DEADLINE_SECONDS,
     ) -> bool:
-        """Waits for these results and hands over whatever arrives; False where they don't come.
+        """Waits for these results and passes on whatever arrives; False if they don't come.
 
         Gives up at the deadline, when the process is to drain, and when no rollout worker has
         been there for a minute.
@@ -158,7 +158,7 @@ class Evaluations:
                 return False
             if now - looked >= 2.0:
                 looked = now
-                # Where nobody at all is heard of, Redis is out of reach or its disk is full.
+                # If nobody at all was heard of, Redis is out of reach or its disk is full.
                 if self._members.live("rollout") or not self._members.live():
                     seen = now
             waited = ", ".join(name for name in ids if name in self._open)
@@ -188,18 +188,18 @@ def told_in(path: Path) -> set[str]:
                 try:
                     record = json.loads(line)
                 except (ValueError, RecursionError):
-                    continue  # cut by a crash: it is told again
+                    continue  # cut by a crash: it will be recorded again
                 if isinstance(record, dict) and "eval/id" in record:
                     found.add(str(record["eval/id"]))
     return found
 
 
 def record_of(result: EvaluationResult) -> dict[str, Any]:
-    """The metrics of a result, and ``step``, the one of the weights that it measured."""
+    """The metrics of a result, with the ``step`` of the weights that it measured."""
     name = f"eval/{result.set_name}"
     due = result.id.rpartition("@")[2].removesuffix(WHOLE)
     several = result.samples > 1 and result.pass_rate is not None
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "step": result.step,
         "eval/id": result.id,
         "eval/due": int(due) if due.isdecimal() else result.step,
@@ -213,11 +213,11 @@ def record_of(result: EvaluationResult) -> dict[str, Any]:
         f"{name}/seconds": result.seconds,
     }
     if several:
-        found[f"{name}/pass@{result.samples}"] = result.pass_rate
+        record[f"{name}/pass@{result.samples}"] = result.pass_rate
     for source, accuracy in result.accuracy_by_source.items():
         by = f"{name}/source/{source}"
-        found[f"{by}/accuracy"] = accuracy
-        found[f"{by}/problems"] = result.problems_by_source.get(source)
+        record[f"{by}/accuracy"] = accuracy
+        record[f"{by}/problems"] = result.problems_by_source.get(source)
         if several:
-            found[f"{by}/pass@{result.samples}"] = result.pass_by_source.get(source)
-    return found
+            record[f"{by}/pass@{result.samples}"] = result.pass_by_source.get(source)
+    return record

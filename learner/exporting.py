@@ -17,18 +17,18 @@ from .resume.checkpoints import Checkpoints
 def export(
     folder: RunFolder, config: Config, out: Path | None, port: int, last_step: int | None = None
 ) -> tuple[int, Path]:
-    """Writes the newest whole checkpoint's model; returns its step and where it is.
+    """Writes the model of the newest whole checkpoint; returns its step and the folder.
 
     Args:
-        folder: The run's.
-        config: The run's.
-        out: A folder that isn't there yet; ``model-of-step-N`` in the run's folder where None.
-        port: A free one, for the one rank's rendezvous.
-        last_step: No later checkpoint is taken.
+        folder: the run's folder.
+        config: the run's config.
+        out: a folder that doesn't exist yet; None = ``model-of-step-N`` in the run's folder.
+        port: a free port, for the single rank's rendezvous.
+        last_step: newest step that may be taken.
 
     Raises:
-        DataError: there is no whole checkpoint, or it is one of ZeRO stage 3, whose parts are one
-            rank's each.
+        DataError: there is no whole checkpoint, or it is one of ZeRO stage 3, in which each rank has
+            written a part.
     """
     checkpoint = Checkpoints(folder.checkpoints).newest(last_step)
     if checkpoint is None:

@@ -1,4 +1,4 @@
-"""One rank of the learner: it makes the engine, and then leads the others or follows."""
+"""One rank of the learner: it makes the engine, and then leads the other ranks or follows."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def main(
     world_size: int = 1,
     master_port: int | None = None,
 ) -> int:
-    """One rank of the learner; returns the exit code.
+    """Runs one rank of the learner; returns the exit code.
 
-    Ends with 0 when the run is finished, and after SIGTERM, once the step at hand is done and a
+    Returns 0 when the run is finished, and after SIGTERM, once the current step is done and a
     checkpoint is written.
 
     Raises:
@@ -64,7 +64,7 @@ def main(
         try:
             Trainer(store, join, config, name, folder, leader, stop).run()
         except FencedError:
-            # A newer learner owns the run's state; leave without touching it.
+            # A newer learner owns the run's state, so this one leaves without touching it.
             raise
         except DamagedError as error:
             raise DamagedError(f"{error}. {what_is_left(folder)}") from None
@@ -79,7 +79,7 @@ def main(
 
 def _check_unit(updates: Updates, config: Config) -> None:
     """Refuses a micro-batch that is too small for the unit of a user's own objective, which only the
-    objective itself can tell."""
+    objective itself knows."""
     unit, name = updates.objective.unit, config.learner.objective.name
     if unit != "row" and (refusal := micro_batch_refusal(config, unit=unit, what=name)):
         raise ConfigError(refusal)

@@ -1,4 +1,4 @@
-"""What rank 0 of a learner tells the others to do: a declared record each, as MessagePack."""
+"""Orders of the learner's rank 0 to the other ranks: one declared record each, as MessagePack."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..common.plain import Record, read_message
 
 
 class Order(Record, frozen=True, kw_only=True, tag_field="do", tag=str.lower):
-    """A map: ``do`` is the class's name in small letters, the rest are its fields."""
+    """A map: ``do`` is the class's name in lower case, the rest are its fields."""
 
     def pack(self) -> bytes:
-        """As it is broadcast."""
+        """The order as it is broadcast."""
         return msgspec.msgpack.encode(self)
 
 
@@ -32,7 +32,7 @@ class Save(Order, frozen=True, kw_only=True):
 
 
 class Load(Order, frozen=True, kw_only=True):
-    """Read it again."""
+    """Read your part of a checkpoint."""
 
     folder: str
 
@@ -55,7 +55,7 @@ class Score(Order, frozen=True, kw_only=True):
 
 
 class Idle(Order, frozen=True, kw_only=True):
-    """Nothing: rank 0 is alive."""
+    """Do nothing: rank 0 is alive."""
 
 
 class Stop(Order, frozen=True, kw_only=True):
@@ -63,10 +63,10 @@ class Stop(Order, frozen=True, kw_only=True):
 
 
 def read_order(data: bytes) -> Order:
-    """What rank 0 says.
+    """Reads an order of rank 0.
 
     Raises:
-        WireError: it is none of its orders.
+        WireError: it isn't one of the orders.
     """
     kinds = Train | Save | Load | Export | Parameters | Score | Idle | Stop
     order: Order = read_message(kinds, data, "order of rank 0")

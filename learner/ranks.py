@@ -1,6 +1,6 @@
-"""Rank 0 leads, the other ranks follow: every collective is entered by all, or by none.
+"""Rank 0 leads and the other ranks follow: every collective is entered by all of them, or by none.
 
-Rank 0 decides alone (step, checkpoint, export, end) and broadcasts the decision; of a step the
+Rank 0 decides alone (step, checkpoint, export, end) and broadcasts the decision; for a step the
 others get the rows as tensors (:func:`~.updates.share_rows`). A follower knows neither Redis nor the
 journal.
 """
@@ -37,11 +37,11 @@ from .scored import score
 from .updates import StepOutcome, Updates
 
 IDLE_SECONDS = 20.0
-"""Rank 0 says so often that it is alive while it waits for something."""
+"""Interval at which rank 0 says that it is alive while it waits for something."""
 
 
 class Leader:
-    """Rank 0's view of all ranks. For one thread, but for the signs of life."""
+    """Rank 0's view of all ranks. To be used by one thread, except for the signs of life."""
 
     def __init__(self, engine: DeepSpeedEngine, updates: Updates) -> None:
         self.engine = engine
@@ -62,37 +62,36 @@ class Leader:
         return self._updates.train(step, groups, lr=lr, before_step=before_step, settled=settled)
 
     def save(self, folder: Path) -> None:
-        """Writes the engine's part of a checkpoint."""
+        """Writes a checkpoint's engine part on all ranks."""
         self._tell(Save(folder=str(folder)))
         self.engine.save(folder, self._updates.state())
         # All ranks' files are there once all have answered.
         self.engine.barrier()
 
     def load(self, folder: Path) -> None:
-        """Reads it again."""
+        """Reads a checkpoint's engine part on all ranks."""
         self._tell(Load(folder=str(folder)))
         self._updates.restore(self.engine.load(folder))
 
     def export(self, folder: Path, base: Path | None) -> None:
-        """Writes the Hugging Face folder."""
         self._tell(Export(folder=str(folder)))
         self.engine.export(folder, base)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of every parameter; must be walked through to its end."""
+        """Name and tensor of every parameter; must be iterated to the end."""
         if self.engine.stage == 3:
             self._tell(Parameters())
         return self.engine.parameters()
 
     def score(self, rows: NDArray[np.int64], dtype: torch.dtype) -> Tensor:
-        """``[R, S - 1]`` Log-probs of some rows in a dtype; see :func:`~.scored.score`."""
+        """``[R, S - 1]`` log-probs of some rows in a dtype; see :func:`~.scored.score`."""
         if self.engine.stage == 3:
             name: Any = str(dtype).removeprefix("torch.")
             self._tell(Score(rows=rows.tolist(), dtype=name))
         return score(self.engine, rows, dtype)
 
     def stop(self) -> None:
-        """Lets the followers go."""
+        """Ends the followers."""
         self._tell(Stop())
 
     @contextmanager
@@ -121,7 +120,7 @@ class Leader:
 
 
 def follow(engine: DeepSpeedEngine, updates: Updates) -> None:
-    """Does what rank 0 says until it says stop."""
+    """Follows the orders of rank 0 until it says stop."""
     while True:
         match read_order(broadcast_bytes(None)):
             case Train() as order:

@@ -15,18 +15,18 @@ from ..common.errors import ConfigError
 
 ADDRESS = "127.0.0.1"
 TIMEOUT = timedelta(minutes=10)
-"""A rank that waits longer for another gives up; rank 0 sends a sign of life while it waits."""
+"""A rank that waits longer than this for another gives up; rank 0 sends signs of life while it waits."""
 
 
 def _store(rank: int, world_size: int, port: int | None) -> dist.Store:
     if world_size == 1:
-        # One rank meets nobody: no socket at all.
+        # A single rank meets nobody and needs no socket.
         return dist.HashStore()
     if port is None:
         raise ConfigError(f"learner.ranks={world_size} needs the port at which the ranks meet")
     listener = None
     if rank == 0:
-        # TCPStore by itself listens on every address of the host.
+        # By itself, TCPStore listens on every address of the host.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -43,14 +43,14 @@ def _store(rank: int, world_size: int, port: int | None) -> dist.Store:
         world_size,
         rank == 0,
         timeout=TIMEOUT,
-        # The store takes the socket over, so it must not be closed here.
+        # The store takes over the socket, so it must not be closed here.
         master_listen_fd=None if listener is None else listener.detach(),
     )
 
 
 @contextmanager
 def process_group(rank: int, world_size: int, port: int | None) -> Iterator[None]:
-    """The default process group: gloo for CPU tensors, NCCL for CUDA ones where there are GPUs.
+    """The default process group: gloo for CPU tensors, and NCCL for CUDA tensors if there are GPUs.
 
     Raises:
         ConfigError: the port is missing or taken.
@@ -58,7 +58,7 @@ def process_group(rank: int, world_size: int, port: int | None) -> Iterator[None
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if torch.cuda.is_available():
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    # DeepSpeed reads these instead of asking torch.
+    # DeepSpeed reads these variables instead of asking torch.
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -81,7 +81,7 @@ def process_group(rank: int, world_size: int, port: int | None) -> Iterator[None
 
 
 def broadcast_bytes(payload: bytes | None, source: int = 0) -> bytes:
-    """One rank's bytes on every rank; the others give None."""
+    """One rank's bytes on every rank; the other ranks pass None."""
     if dist.get_world_size() == 1:
         assert payload is not None
         return payload
@@ -96,7 +96,7 @@ def broadcast_bytes(payload: bytes | None, source: int = 0) -> bytes:
 
 
 def sum_over_ranks(values: list[float]) -> list[float]:
-    """Sums in float64 over all ranks, the same on each."""
+    """Sums over all ranks in float64, the same on each rank."""
     if dist.get_world_size() == 1 or not values:
         return values
     total = torch.tensor(values, dtype=torch.float64)
@@ -105,7 +105,7 @@ def sum_over_ranks(values: list[float]) -> list[float]:
 
 
 def max_over_ranks(values: list[float]) -> list[float]:
-    """Greatest values over all ranks; a NaN anywhere is a NaN everywhere."""
+    """Greatest values over all ranks; a NaN anywhere gives NaN everywhere."""
     if dist.get_world_size() == 1 or not values:
         return values
     gathered = [torch.zeros(len(values), dtype=torch.float64) for _ in range(dist.get_world_size())]
@@ -114,7 +114,7 @@ def max_over_ranks(values: list[float]) -> list[float]:
 
 
 def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """``[n]`` float64 of each rank, one after the other: ``[ranks · n]``, the same on each."""
+    """``[n]`` float64 of each rank, concatenated: ``[ranks · n]``, the same on each rank."""
     if dist.get_world_size() == 1:
         return values
     gathered = [torch.zeros_like(values) for _ in range(dist.get_world_size())]
@@ -123,7 +123,7 @@ def gather_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def gather_names(names: list[str]) -> list[list[str]]:
-    """Every rank's list of names, by rank."""
+    """Every rank's list of names, in the order of ranks."""
     everyone = []
     for rank in range(dist.get_world_size()):
         mine = "\n".join(names).encode() if rank == dist.get_rank() else None

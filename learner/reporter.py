@@ -1,4 +1,4 @@
-"""What the learner tells: metrics.jsonl, samples.jsonl, its report in Redis and its log."""
+"""What the learner reports: metrics.jsonl, samples.jsonl, its report in Redis and its log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .transfer_rates import TransferRates
 log = logging.getLogger("tandem.learner")
 
 REPORT_SECONDS = 1.0
-"""Between two reports to Redis, and between two looks at those of pools and workers."""
+"""Time between two reports to Redis, and between two reads of the reports of pools and workers."""
 PROGRESS = {
     "train/loss": "loss",
     "reward/mean": "reward",
@@ -35,19 +35,19 @@ PROGRESS = {
     "replay/staleness_mean": "staleness",
     "train/grad_norm": "gradient",
 }
-"""Metrics of the log's lines, and their names there."""
+"""Metrics in the log's lines, and their labels there."""
 
 
 class Reporter:
-    """Tells what the learner does; :meth:`cut_back` comes before the first record.
+    """Reports what the learner does; :meth:`cut_back` must come before the first record.
 
     Args:
-        runs: Where reports are.
-        config: The run's.
-        folder: The run's.
-        name: The learner's.
-        clock: Of the learner's loop.
-        total_steps: Of the run.
+        runs: holds the reports.
+        config: the run's config.
+        folder: the run's folder.
+        name: the learner's member id.
+        clock: clock of the learner's loop.
+        total_steps: number of steps of the run.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Reporter:
         self._progress = (time.monotonic(), 0)
 
     def cut_back(self, step: int) -> None:
-        """Puts aside what was told of later steps, which will be trained again."""
+        """Sets aside what was reported of later steps, which will be trained again."""
         for file in (self._metrics, self._samples):
             if file is not None:
                 file.close()
@@ -86,7 +86,7 @@ class Reporter:
         self._samples = PartedLines(self._folder.samples)
 
     def begin(self, step: int) -> None:
-        """The pace of the log's lines is reckoned from this step on."""
+        """Starts to measure the pace shown in the log at this step."""
         self._progress = (time.monotonic(), step)
 
     def record(self, version: Version, metrics: Mapping[str, Any]) -> None:
@@ -102,12 +102,12 @@ class Reporter:
             self._samples.write(text_of(step, mixed))
 
     def step(self, version: Version, metrics: dict[str, float], weights: Mapping[str, Any]) -> None:
-        """Records a step that was trained, with what pools and workers told meanwhile.
+        """Records a step that was trained, with what pools and workers have reported since the last one.
 
         Args:
-            version: That it made.
-            metrics: Its figures.
-            weights: What the sender of weights counts.
+            version: the version that the step made.
+            metrics: the step's figures.
+            weights: counters of the sender of weights.
         """
         self._last = {**metrics, **self._told(weights)}
         self._seconds = self._clock.take()
@@ -115,7 +115,7 @@ class Reporter:
         self.record(version, {**self._last, **times})
 
     def evaluation(self, result: EvaluationResult, term: int) -> None:
-        """Records what an evaluation found."""
+        """Records the result of an evaluation."""
         record = record_of(result)
         assert self._metrics is not None, "cut_back opens the files"
         self._metrics.write({**record, "term": term, "time": time.time()})
@@ -133,7 +133,7 @@ class Reporter:
         waiting: str = "",
         force: bool = False,
     ) -> None:
-        """Tells Redis how the learner gets on, at most once a second unless forced."""
+        """Reports the learner's progress to Redis, at most once a second unless forced."""
         now = time.monotonic()
         if not force and now - self._reported < REPORT_SECONDS:
             return
@@ -157,7 +157,7 @@ class Reporter:
         )
 
     def progress(self, step: int) -> None:
-        """Logs a line every ``log.every`` steps, and at the last one."""
+        """Logs a line every ``log.every`` steps, and at the last step."""
         if step % self._config.log.every and step != self._total:
             return
         since, before = self._progress
@@ -173,7 +173,7 @@ class Reporter:
         log.info(", ".join(parts))
 
     def _told(self, weights: Mapping[str, Any]) -> dict[str, float]:
-        """What pools and workers have told since it was last asked, at most once a second."""
+        """What pools and workers have reported since the last call, at most once a second."""
         now = time.monotonic()
         if now - self._asked < REPORT_SECONDS:
             return {}

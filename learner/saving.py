@@ -1,7 +1,7 @@
 """Checkpoints and the exported model, written once the disk has room for them.
 
-A checkpoint also lets go of samples: Redis keeps those of the steps since the oldest checkpoint kept,
-from which a resumed learner trains again.
+A checkpoint also frees samples: Redis keeps those of the steps since the oldest checkpoint, from which a
+resumed learner trains again.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .rows.sources import BatchSource
 log = logging.getLogger("tandem.learner")
 
 FAILURES = (OSError, RuntimeError, SafetensorError)
-"""What torch, DeepSpeed and safetensors raise where a write fails."""
+"""Errors that torch, DeepSpeed and safetensors raise if a write fails."""
 
 
 def write_with_room(
     folder: Path, nbytes: int, leader: Leader, write: Callable[[], object], undo: Callable[[], None]
 ) -> None:
-    """Waits for room, then writes; where it failed for want of room all the same, once more.
+    """Waits for room, then writes; if the write still fails for lack of room, writes once more.
 
     Args:
-        folder: where it is written.
-        nbytes: that it takes at least.
-        leader: of the ranks that write; several can't repeat a write that one of them failed in.
+        folder: destination of the write.
+        nbytes: bytes that it takes at least.
+        leader: leader of the ranks that write; several ranks can't repeat a write in which one failed.
         write: writes.
         undo: removes what a failed write has left.
 
@@ -62,7 +62,7 @@ def write_with_room(
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder."""
+    """Total size in bytes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -70,14 +70,14 @@ class Saver:
     """The checkpoints of one term.
 
     Args:
-        folder: The run's.
-        kept: Checkpoints that are kept (``learner.checkpoints_kept``).
-        leader: Of the ranks, which all write their part.
-        ledger: Says whether another learner has taken over.
-        source: Has the samples that a checkpoint lets go of.
-        clock: Of the learner's loop.
-        term: The learner's.
-        state: What a checkpoint says of its run.
+        folder: the run's folder.
+        kept: number of checkpoints that are kept (``learner.checkpoints_kept``).
+        leader: leader of the ranks, all of which write their part.
+        ledger: knows whether another learner has taken over.
+        source: holds the samples that a checkpoint frees.
+        clock: clock of the learner's loop.
+        term: the learner's term.
+        state: further state of the run for the checkpoint.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class Saver:
         self._state = dict(state)
         self._released = 0
         self.saved = -1
-        """Step of the newest checkpoint; −1 where there is none."""
+        """Step of the newest checkpoint; −1 if there is none."""
 
     def load_newest(self, last_step: int) -> int | None:
-        """Goes back to the newest whole checkpoint; its step, or None where there is none.
+        """Loads the newest whole checkpoint; returns its step, or None if there is none.
 
         Args:
-            last_step: No later one is taken: the newest step of the journal.
+            last_step: the newest step of the journal; later checkpoints are ignored.
 
         Raises:
             DataError: it was written by another number of ranks.
@@ -123,16 +123,16 @@ class Saver:
         return self.saved
 
     def oldest(self) -> int:
-        """Step of the oldest checkpoint; 0 where there is none."""
+        """Step of the oldest checkpoint; 0 if there is none."""
         return min((kept.version.step for kept in self._checkpoints.all()), default=0)
 
     def save(self, step: int) -> None:
-        """Writes the checkpoint of this step, if there is none yet."""
+        """Writes the checkpoint of this step unless it exists."""
         if self.saved == step:
             return
         with self._clock.doing("checkpoint"):
             before = self._checkpoints.all()[-1:]
-            # Weights and both moments, of four bytes each.
+            # Weights and both moments, four bytes each.
             sizes = [size_of(checkpoint.folder) for checkpoint in before]
             least = max([12 * self._leader.engine.parameter_count(), *sizes])
             write_with_room(
@@ -143,18 +143,18 @@ class Saver:
                 undo=self._checkpoints.clean,
             )
             self.saved = step
-            # One alone might be damaged, and then the samples since the start are needed.
+            # A single one might be damaged, and then the samples since the start are needed.
             kept = self._checkpoints.all()
             if len(kept) >= 2:
                 self._let_go(kept[0].version.step)
         log.info(f"checkpoint of step {step}")
 
     def can_make_room(self, step: int) -> bool:
-        """Whether Redis keeps samples of steps up to this one that :meth:`make_room` lets go of."""
+        """Whether Redis keeps samples of steps up to this one that :meth:`make_room` can free."""
         return self._released < step
 
     def make_room(self, step: int) -> None:
-        """Lets go of samples that are kept for a resume, where Redis is too full for another lease."""
+        """Frees samples that are kept for a resume, when Redis is too full for another lease."""
         if self.saved < step:
             log.warning(
                 f"Redis is too full for another lease: a checkpoint is written at step {step}, so "

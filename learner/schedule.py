@@ -1,4 +1,4 @@
-"""The learning rate of a step."""
+"""The learning rate of each step."""
 
 from __future__ import annotations
 

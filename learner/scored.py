@@ -1,6 +1,6 @@
-"""What the policy makes of a few fixed rows, in the dtype in which its weights travel.
+"""The policy's log-probs of a few fixed rows, in the dtype in which its weights travel.
 
-They travel with the version; workers' engines score the same rows when they have loaded it.
+They travel with the version; workers' engines score the same rows once they have loaded it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from .engine import DeepSpeedEngine
 
 ROWS = 4
 LENGTH = 24
-"""Tokens of a row: 96 in all, of which 92 are scored."""
+"""Tokens per row; with 4 rows there are 96, of which 92 are scored."""
 
 
 def fixed_rows(vocabulary: int, context: int, seed: int) -> NDArray[np.int64]:
-    """``[R, S]`` The rows of a run: random tokens, so that every matrix takes part.
+    """``[R, S]`` the fixed rows of a run: random tokens, so that every matrix is used.
 
     Args:
-        vocabulary: ids are below it.
-        context: most tokens of a row.
-        seed: of the run.
+        vocabulary: number of token ids.
+        context: greatest length of a row.
+        seed: the run's seed.
 
     >>> fixed_rows(32, 256, seed=0).shape
     (4, 24)
@@ -38,17 +38,17 @@ def fixed_rows(vocabulary: int, context: int, seed: int) -> NDArray[np.int64]:
 
 @torch.no_grad()
 def score(engine: DeepSpeedEngine, rows: NDArray[np.int64], dtype: torch.dtype) -> Tensor:
-    """Log-probs of rows under the present weights, by the policy's own forward.
+    """Log-probs of rows under the current weights, by the policy's own forward.
 
-    With ZeRO-3 collective: every rank calls it with the same rows.
+    Collective with ZeRO-3: every rank must call it with the same rows.
 
     Args:
-        engine: of this rank.
+        engine: this rank's engine.
         rows: ``[R, S]`` token ids.
-        dtype: of the weights on the wire. Where it isn't the learner's own, they are rounded to
-            it for this one pass (in a copy, which is what it costs), and computed with as ever: an
-            engine in bf16 then differs by its own rounding alone. With ZeRO-3 no rank has all of
-            them at once: there the matrix products alone are made in it, by autocast.
+        dtype: dtype of the weights on the wire. If it isn't the learner's own, the weights are rounded
+            to it for this one pass (which costs a copy), and the computation is otherwise unchanged:
+            an engine in bf16 then differs only by its own rounding. With ZeRO-3 no rank has all
+            weights at once, so there only the matrix products are computed in it, by autocast.
 
     Returns:
         ``[R, S - 1]`` nats at temperature 1, float32, on the CPU.
@@ -63,28 +63,28 @@ def score(engine: DeepSpeedEngine, rows: NDArray[np.int64], dtype: torch.dtype) 
     policy.eval()
     try:
         if dtype == own:
-            found, _ = policy(*arguments)
+            logprobs, _ = policy(*arguments)
         elif engine.stage < 3:
             with _rounded(policy, dtype):
-                found, _ = policy(*arguments)
+                logprobs, _ = policy(*arguments)
         else:
             with torch.autocast(engine.device.type, dtype, enabled=dtype != torch.float32):
-                found, _ = policy(*arguments)
+                logprobs, _ = policy(*arguments)
     finally:
         policy.train()
-    return found.view(count, length - 1).float().cpu()
+    return logprobs.view(count, length - 1).float().cpu()
 
 
 @contextmanager
 def _rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Puts rounded copies in the parameters' places, and the parameters back."""
+    """Replaces the parameters by rounded copies, and puts the parameters back."""
     places = [
         (module._parameters, name, parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter.is_floating_point()
     ]
-    # Tied ones stay tied.
+    # Tied parameters stay tied.
     copies = {
         id(p): nn.Parameter(p.detach().to(dtype).to(p.dtype), requires_grad=False)
         for _, _, p in places

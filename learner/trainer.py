@@ -4,7 +4,7 @@ One step, on rank 0::
 
     take -> journal(row) -> update -> journal(applied) -> publish -> confirm -> metrics
 
-A resumed learner takes a new term, loads the newest checkpoint, trains the steps again that are
+A resumed learner takes a new term, loads the newest checkpoint, trains again the steps that are
 journalled above it, and only then publishes.
 """
 
@@ -55,7 +55,7 @@ log = logging.getLogger("tandem.learner")
 HINT_SECONDS = 0.25
 """Longest wait for a hint before the ledger is asked again."""
 FULL_SECONDS = 1.0
-"""Between two looks, while a batch is waited for, whether Redis is too full for one to come."""
+"""Time between two checks, while waiting for a batch, whether Redis is too full for one to come."""
 
 
 class StopSignal:
@@ -73,7 +73,7 @@ class StopSignal:
 
 
 class _Full:
-    """No batch can come before samples are let go."""
+    """No batch can come until samples are freed."""
 
 
 class Trainer:
@@ -119,7 +119,7 @@ class Trainer:
         self._evaluations = Evaluations(self._runs, self._members, config, lambda: self._stop.asked)
         self._publisher: WeightSender | None = None
         self._published: Version | None = None
-        # Shorter than the run's own, for which alone the model was tried.
+        # Shorter than the run's own rows, which are the only ones that the model was tested for.
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens - 1
         vocabulary = leader.engine.model.config.get_text_config().vocab_size
         self._rows = fixed_rows(vocabulary, longest, config.run.seed)
@@ -135,7 +135,7 @@ class Trainer:
     # The run.
 
     def run(self) -> None:
-        """From the newest checkpoint to the end of the run, or until told to stop."""
+        """Runs from the newest checkpoint to the end of the run, or until asked to stop."""
         total = self._source.total_steps
         try:
             journalled = self._resume()
@@ -156,9 +156,9 @@ class Trainer:
             self._hints.close()
 
     def _resume(self) -> int:
-        """Goes back to the newest checkpoint; returns J, the steps that have rows.
+        """Goes back to the newest checkpoint; returns J, the number of steps that have rows.
 
-        Nothing of the run's records is given up before all that it takes to go on is there.
+        None of the run's records is given up before everything needed to go on is there.
         """
         newest = self._saver.load_newest(self._journal.last_step)
         if newest is not None:
@@ -177,7 +177,7 @@ class Trainer:
         """Reads the batches of all steps that will be trained again.
 
         Raises:
-            StoreError: one is gone or damaged.
+            StoreError: a batch is gone or damaged.
         """
         for step in range(self._step + 1, journalled + 1):
             fetch = self._source.take(step, self._term)
@@ -192,7 +192,7 @@ class Trainer:
         self._evaluations.begin(self._term, told_in(self._folder.metrics))
 
     def _replay(self, journalled: int) -> None:
-        """Trains the steps again that have a row and are above the checkpoint."""
+        """Trains again the steps that have a row and are above the checkpoint."""
         if journalled > self._step:
             log.info(f"trains steps {self._step + 1} to {journalled} again from the journal")
         while self._step < journalled and not self._stop.asked:
@@ -203,7 +203,7 @@ class Trainer:
         self._clock.take()
 
     def _publish_first(self, total: int, oldest: int) -> None:
-        """Publishes what was resumed from; ``oldest`` is the step of the oldest checkpoint then."""
+        """Publishes the weights that were resumed from; ``oldest`` is the step of the oldest checkpoint."""
         self._publisher = WeightSender(
             membership(self._store, self._name),
             self._config,
@@ -211,8 +211,8 @@ class Trainer:
             snapshot_folder=self._folder.weights,
         )
         self._publisher.start()
-        # Asked for before anybody holds the weights, so that it comes before the first lease.
-        # Redis may have lost what was asked for before the newest checkpoint, too.
+        # Requested before anybody holds the weights, so that it comes before the first lease.
+        # Redis may also have lost requests from before the newest checkpoint.
         ids = self._evaluations.request_since(oldest, self._step, total)
         self._publish()
         engine = self._leader.engine
@@ -277,18 +277,18 @@ class Trainer:
     # One step.
 
     def _next(self, step: int) -> Fetch | None:
-        """What fetches the step's batch; None when no row will come, or the process is to drain."""
+        """Returns a function that fetches the step's batch; None if no row will come or the process is to drain."""
         since = time.monotonic()
         while True:
             with self._leader.waiting():
-                found = self._wait_for(step, since)
-            if not isinstance(found, _Full):
-                return found
-            # A checkpoint is made by all ranks, which wait for no batch then.
+                fetch = self._wait_for(step, since)
+            if not isinstance(fetch, _Full):
+                return fetch
+            # A checkpoint is written by all ranks, which then don't wait for a batch.
             self._saver.make_room(self._step)
 
     def _wait_for(self, step: int, since: float) -> Fetch | _Full | None:
-        told = asked = time.monotonic()
+        warned_at = checked_at = time.monotonic()
         stall = self._config.launch.stall_seconds
         while not self._stop.asked:
             taken = self._source.take(step, self._term)
@@ -298,18 +298,18 @@ class Trainer:
                 return None
             self._between(taken)
             now = time.monotonic()
-            if now - asked >= FULL_SECONDS:
-                asked = now
+            if now - checked_at >= FULL_SECONDS:
+                checked_at = now
                 if self._saver.can_make_room(self._step) and self._source.is_full():
                     return _Full()
-            if now - told >= stall:
-                told = now
+            if now - warned_at >= stall:
+                warned_at = now
                 log.warning(f"no step for {now - since:.0f} s: {self._source.waiting_for()}")
             self._hints.wait(HINT_SECONDS)
         return None
 
     def _between(self, waiting: Waiting) -> None:
-        """What is done while a batch is waited for."""
+        """Called between checks while a batch is waited for."""
         for result in self._evaluations.arrived():
             self._log_evaluation(result)
         self._report(str(waiting))
@@ -337,11 +337,11 @@ class Trainer:
             )
         alarm = self._alarm.take(step, outcome.metrics, warn=not outcome.refused)
         if not outcome.applied:
-            told = {"train/applied": 0.0, **ratios_of(outcome.metrics)}
+            figures = {"train/applied": 0.0, **ratios_of(outcome.metrics)}
             if outcome.refused and self._config.learner.ratio_check.on_alarm == "stop":
-                self._halt(step, told, alarm)
+                self._halt(step, figures, alarm)
             reason = alarm if outcome.refused else "loss or gradient not finite"
-            self._quarantine(batch, outcome.undone, reason, told)
+            self._quarantine(batch, outcome.undone, reason, figures)
             return
         self._bad_in_a_row = 0
         self._step = step
@@ -371,10 +371,10 @@ class Trainer:
             self._log_evaluation(result)
         self._report()
 
-    def _halt(self, step: int, told: dict[str, float], alarm: str) -> NoReturn:
-        """Ends the run before a step that the check of what was sampled refuses."""
+    def _halt(self, step: int, figures: dict[str, float], alarm: str) -> NoReturn:
+        """Ends the run before a step that the ratio check refuses."""
         self._saver.save(self._step)
-        self._reporter.record(Version(term=self._term, step=step), told)
+        self._reporter.record(Version(term=self._term, step=step), figures)
         raise RunFailedError(
             f"step {step} is not trained (learner.ratio_check.on_alarm=stop): {alarm}. The checkpoint "
             f"of step {self._step} is from before it, and its groups stay as they are: starting again "
@@ -383,7 +383,7 @@ class Trainer:
         )
 
     def _quarantine(
-        self, batch: StepBatch, undone: bool, reason: str, told: dict[str, float]
+        self, batch: StepBatch, undone: bool, reason: str, figures: dict[str, float]
     ) -> None:
         step = batch.step
         ids = ", ".join(mixed.group.group_id for mixed in batch.groups)
@@ -391,10 +391,10 @@ class Trainer:
         self._journal.quarantined(self._term, step, reason)()
         self._bad_in_a_row += 1
         if undone:
-            # Earlier updates of the step are in the weights: back to the checkpoint and on.
+            # Earlier updates of the step are in the weights, so it goes back to the checkpoint.
             self._rewind(step - 1)
         self._use_up(step, reason)
-        self._reporter.record(self._version, told)
+        self._reporter.record(self._version, figures)
         if self._bad_in_a_row >= self._config.learner.max_nonfinite:
             raise RunFailedError(
                 f"{self._bad_in_a_row} steps in a row had a loss or gradient that isn't finite, or an "
@@ -444,17 +444,17 @@ class Trainer:
         self._published = version
 
     def _scored(self) -> ScoredRows | None:
-        """What the weights make of the run's fixed rows; None where nobody is to check."""
+        """Scores of the run's fixed rows; None if nobody is to check them."""
         if self._config.weights.check_bound == 0:
             return None
         with self._clock.doing("score"):
-            found = self._leader.score(self._rows, getattr(torch, self._config.engine_dtype))
-        if not bool(torch.isfinite(found).all()):
+            logprobs = self._leader.score(self._rows, getattr(torch, self._config.engine_dtype))
+        if not bool(torch.isfinite(logprobs).all()):
             log.warning(f"step {self._step}: the check's rows have log-probs that aren't finite")
             return None
         return ScoredRows(
             rows=tuple(map(tuple, self._rows.tolist())),
-            logprobs=tuple(map(tuple, found.tolist())),
+            logprobs=tuple(map(tuple, logprobs.tolist())),
         )
 
     # What is told.
@@ -481,6 +481,6 @@ class Trainer:
 
 
 def _trained(metrics: dict[str, float]) -> dict[str, int]:
-    """What a step was trained on, for the journal."""
+    """The samples and tokens that a step was trained on, for the journal."""
     tokens = metrics.get("train/tokens_own", 0) + metrics.get("train/tokens_expert", 0)
     return {"samples": int(metrics.get("train/rows", 0)), "tokens": int(tokens)}

@@ -1,4 +1,4 @@
-"""What sending weights took, and cost the engines, between two records of the metrics."""
+"""What sending weights took, and cost the engines, from one record of the metrics to the next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ COUNTS = ("committed", "failed", "superseded")
 
 
 class TransferRates:
-    """Turns the weight publisher's counters and the workers' reports into figures of a step."""
+    """Turns the weight sender's counters and the workers' reports into figures per step."""
 
     def __init__(self) -> None:
         self._counts: dict[str, float] = {}
@@ -18,15 +18,15 @@ class TransferRates:
         self._checks: dict[str, tuple[int, int, int]] = {}
 
     def sent(self, stats: Mapping[str, Any]) -> dict[str, float]:
-        """``weights/…`` of the transfers that have ended since the last call.
+        """``weights/…`` figures of the transfers that have ended since the last call.
 
         Args:
-            stats: of the :class:`~tandem.common.weights.sender.WeightSender`.
+            stats: counters of the :class:`~tandem.common.weights.sender.WeightSender`.
         """
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         for name in COUNTS:
             count = float(stats.get(name, 0))
-            found[f"weights/{name}"] = count - self._counts.get(name, 0.0)
+            figures[f"weights/{name}"] = count - self._counts.get(name, 0.0)
             self._counts[name] = count
         for member, last in stats.get("transfers", {}).items():
             if self._versions.get(member) == last["version"]:
@@ -35,14 +35,14 @@ class TransferRates:
             if last["transport"] == "none":
                 continue
             for name in ("seconds", "gb_per_second", "pause_seconds", "latency_seconds"):
-                found[f"weights/{member}/{name}"] = float(last[name])
-        return found
+                figures[f"weights/{member}/{name}"] = float(last[name])
+        return figures
 
     def lost(self, reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
         """``weights/engine_time_lost``: the share of the engines' busy time since the last call.
 
         Args:
-            reports: of all members.
+            reports: reports of all members.
         """
         lost = busy = 0.0
         for member, report in reports.items():
@@ -60,10 +60,10 @@ class TransferRates:
         return {"weights/engine_time_lost": min(1.0, lost / busy)} if busy > 0 else {}
 
     def checked(self, reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-        """``weights/check…`` of the checks that workers have made since the last call.
+        """``weights/check…`` figures of the checks that workers have made since the last call.
 
         Args:
-            reports: of all members.
+            reports: reports of all members.
         """
         made = failed = 0
         nearest, seconds = 0.0, 0.0

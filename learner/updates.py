@@ -33,16 +33,16 @@ from .rows.rows import Rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What came of a step."""
+    """The result of a step."""
 
     applied: bool
-    """False where a loss or gradient wasn't finite."""
+    """False if a loss or gradient wasn't finite."""
     undone: bool
     """Whether updates of the step were made before that and must be undone."""
     refused: bool = False
-    """Whether the check of what was sampled kept the step from being made."""
+    """Whether the ratio check prevented the step."""
     metrics: dict[str, float]
-    """``train/…`` and ``ratio/…``"""
+    """``train/…`` and ``ratio/…`` figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,20 +50,20 @@ class _Update:
     """One mini-batch, ready to be trained on."""
 
     rows: Rows
-    """All its rows."""
+    """All rows of the mini-batch."""
     micro_batches: list[MicroBatch]
     """This rank's share of the rows that can move the gradient."""
     scoring: list[MicroBatch]
-    """This rank's share of all rows, where the objective's columns or statistics want it."""
+    """This rank's share of all rows, if the objective's columns or statistics need it."""
     fixed: Mapping[str, float]
     """Scalars that don't come from the rows: ``constant`` (configured response length × nominal
     rows), ``width`` (that length) and ``step``."""
     active: int
-    """Rows that can move the gradient, over all ranks."""
+    """Number of rows that can move the gradient, over all ranks."""
     forward_tokens: int
     """Tokens of this rank's forward passes."""
     measured: Mapping[str, float]
-    """Metrics that came of preparing it."""
+    """Metrics from preparing it."""
 
     @property
     def real(self) -> list[MicroBatch]:
@@ -75,7 +75,7 @@ def objective_of(config: Config) -> Objective:
     """The configured objective.
 
     Raises:
-        ConfigError: there is none of that name, or it wants a column that nothing fills.
+        ConfigError: there is none of that name, or it needs a column that nothing fills.
     """
     wanted = config.learner.objective
     objective = make(wanted.name, wanted, expert_negative=config.expert.negative)
@@ -88,7 +88,7 @@ def objective_of(config: Config) -> Objective:
 
 
 def frozen_policy(config: Config, device: torch.device) -> Policy:
-    """The base model as it was before the run: π_ref. Held whole by every rank.
+    """The base model as it was before the run: π_ref. Every rank holds all of it.
 
     Raises:
         ConfigError: its log-probs aren't the model's own.
@@ -107,7 +107,7 @@ def frozen_policy(config: Config, device: torch.device) -> Policy:
 
 
 def share_rows(rows: Rows | None) -> Rows:
-    """Rank 0's rows on every rank; the others give None."""
+    """Rank 0's rows on every rank; the other ranks pass None."""
     if dist.get_world_size() == 1:
         assert rows is not None
         return rows
@@ -127,8 +127,8 @@ class Updates:
     """Trains one step at a time, on every rank.
 
     Args:
-        engine: This rank's.
-        config: The run's.
+        engine: this rank's engine.
+        config: the run's config.
         objective: None = the configured one.
     """
 
@@ -141,7 +141,7 @@ class Updates:
         self.coefficients = Coefficients.of(self.objective.settings)
         """The coefficients of the next update; a checkpoint keeps them."""
         self.ratio_check = RatioCheck(config, self.objective)
-        """The check of what was sampled; a checkpoint keeps its history."""
+        """The ratio check; a checkpoint keeps its history."""
         self._reference: Policy | None = None
         if "reference" in self.objective.columns or self.coefficients.kl_reward:
             self._reference = frozen_policy(config, engine.device)
@@ -155,15 +155,15 @@ class Updates:
         before_step: Callable[[], None] | None = None,
         settled: bool = False,
     ) -> StepOutcome:
-        """All updates of a step. Every rank calls it with the same arguments, but for the groups.
+        """Makes all updates of a step. Every rank calls it with the same arguments, except for the groups.
 
         Args:
-            step: Of the ledger, from 1; the engine's weights are of ``step − 1``.
-            groups: Of the step, in its order, on rank 0; None on the others, which get their rows
-                from it.
-            lr: Learning rate.
-            before_step: Called once, before the first parameter changes.
-            settled: The step was made before and is repeated: an alarm is told and changes nothing.
+            step: step of the ledger, from 1; the engine's weights are of ``step − 1``.
+            groups: the step's groups in order, on rank 0; None on the other ranks, which get their
+                rows from rank 0.
+            lr: learning rate.
+            before_step: called once, before the first parameter changes.
+            settled: the step was made before and is repeated: an alarm is reported but changes nothing.
         """
         rows = share_rows(None if groups is None else self._rows(step, groups))
         measured: dict[str, float] = {}
@@ -173,7 +173,7 @@ class Updates:
         shares = np.array_split(np.arange(rows.groups), size)
         updates = [self._prepare(step, rows, share, measured) for share in shares]
         found: list[dict[str, float]] = []
-        # What is sampled is checked once a step, while the weights are those of its start.
+        # Sampled log-probs are checked once per step, while the weights are those of its start.
         ratios: dict[str, float] = {}
         looked = refused = False
 
@@ -181,14 +181,14 @@ class Updates:
             nonlocal looked, refused
             looked = True
             there = [micro.to(self.engine.device).rows for micro in update.real]
-            told, refused = self.ratio_check.look(there, logprobs, settled=settled)
-            ratios.update(told)
+            figures, refused = self.ratio_check.look(there, logprobs, settled=settled)
+            ratios.update(figures)
             return not refused
 
         for number, update in enumerate(updates):
             scalars = self._scalars(update)
             if not update.active:
-                # Nothing can move the gradient: no pass, and no step of the optimizer either.
+                # Nothing can move the gradient, so there is no pass and no step of the optimizer either.
                 found.append({"applied": 1.0, "rows": float(update.rows.count), "rows_active": 0.0})
                 continue
             result = self.engine.update(
@@ -214,11 +214,11 @@ class Updates:
         return StepOutcome(applied=True, undone=False, metrics=_named(found, lr) | ratios)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps besides the engine's own: it is the same on every rank."""
+        """What a checkpoint keeps besides the engine's own state; it is the same on every rank."""
         return {**self.coefficients.state(), **self.ratio_check.state()}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Inverse of :meth:`state`."""
+        """The inverse of :meth:`state`."""
         self.coefficients.restore(state)
         self.ratio_check.restore(state)
 
@@ -237,7 +237,7 @@ class Updates:
     def _prepare(
         self, step: int, rows: Rows, share: np.ndarray, measured: Mapping[str, float]
     ) -> _Update:
-        """The mini-batch of the groups with these numbers, which follow one another."""
+        """The mini-batch of the groups with these numbers, which are consecutive."""
         settings = self.config.learner
         nominal = len(share)
         if settings.source == "ledger":
@@ -270,8 +270,8 @@ class Updates:
         )
 
     def _penalised(self, rows: Rows) -> tuple[Rows, dict[str, float]]:
-        """Advantages with the KL in the reward: every rank scores its share under π_ref, and all
-        ranks get all rows' sums."""
+        """Rows whose advantages include the KL in the reward: every rank scores its share under π_ref, and
+        all ranks get all rows' sums."""
         gaps = torch.zeros(rows.count, dtype=torch.float64)
         shares = self._shares(rows)
         scored = self._with_reference(self._laid_out(rows, shares))
@@ -305,12 +305,12 @@ class Updates:
     def _units(self, rows: Rows) -> Tensor | None:
         if self.objective.unit == "row":
             return None
-        # Both rows of a pair are of one group; keeping the group together keeps the pair.
+        # Both rows of a pair are in one group, so keeping the group together keeps the pair.
         return rows.group
 
     def _shares(self, rows: Rows, which: Tensor | None = None) -> list[Tensor]:
-        """Indices of the rows (of these alone, where given) of each of this rank's micro-batches;
-        none for a dummy."""
+        """Indices of the rows (or of ``which`` only) in each of this rank's micro-batches; empty for a
+        dummy."""
         if which is None:
             which = torch.arange(rows.count)
         units = self._units(rows)
@@ -343,7 +343,7 @@ class Updates:
     @torch.no_grad()
     def _with_reference(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         assert self._reference is not None
-        found = []
+        filled = []
         for micro in micro_batches:
             if not micro.dummy:
                 there = micro.to(self.engine.device)
@@ -357,8 +357,8 @@ class Updates:
                 )
                 rows = micro.rows.with_columns(reference=scored.to(micro.rows.row.device))
                 micro = replace(micro, rows=rows)
-            found.append(micro)
-        return found
+            filled.append(micro)
+        return filled
 
     @torch.no_grad()
     def _scalars(self, update: _Update) -> dict[str, float]:
@@ -397,7 +397,7 @@ class Updates:
             "rows_active": float(update.active),
             "micro_batches": float(len(update.micro_batches)),
             "forward_tokens": float(update.forward_tokens),
-            # Rows that the loss refuses have no sums to tell of.
+            # Rows that the loss refuses have no sums to report.
             **(self.objective.report(result.sums, scalars) if result.applied else {}),
             **looked,
             **update.measured,
@@ -411,17 +411,17 @@ _SUMMED = frozenset(
 _GREATEST = frozenset({"ratio_max", "k3_p99"})
 
 
-def _named(found: Sequence[Mapping[str, float]], lr: float) -> dict[str, float]:
+def _named(updates: Sequence[Mapping[str, float]], lr: float) -> dict[str, float]:
     """Metrics of a step from those of its updates, each under ``train/``."""
-    names = dict.fromkeys(name for one in found for name in one)
-    metrics = {"train/lr": lr, "train/updates": float(len(found))}
+    names = dict.fromkeys(name for one in updates for name in one)
+    metrics = {"train/lr": lr, "train/updates": float(len(updates))}
     for name in names:
-        values = [one[name] for one in found if name in one]
+        values = [one[name] for one in updates if name in one]
         if name == "log_ratio_max_lag0":
             # Only in the first update are the weights those that sampled.
-            if name not in found[0]:
+            if name not in updates[0]:
                 continue
-            value = found[0][name]
+            value = updates[0][name]
         elif name in _SUMMED:
             value = sum(values)
         elif name in _GREATEST:

@@ -1,9 +1,9 @@
-"""The model's output head: what turns hidden states into logits.
+"""The model's output head, which turns hidden states into logits.
 
 Some models do more than multiply by the output matrix: they add a bias (Phi), multiply the logits
 by a constant (Cohere, Granite, Falcon-H1) or bound them by a soft cap (Gemma 2). What a model does
-after its matrix is found out by trying it: the matrix is made to give known numbers once, and
-what comes out tells.
+after its matrix is determined by experiment: the matrix is made to give known numbers once, and the
+resulting logits show the rest.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CLOSE = 1e-3
-"""Greatest relative difference between what a model does to its logits and what is taken for it."""
+"""Greatest relative difference between a model's logits and the recognised formula for them."""
 _LARGEST = 64.0
-"""The size of the numbers that are tried: caps lie below."""
+"""Size of the numbers that are tried; caps are smaller."""
 
 _TRIED = 2048
-"""Least number of logits that are looked at, where there are as many."""
+"""Least number of logits that are compared, if there are as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,21 +34,21 @@ class Head:
     """logits = f(hidden Wᵀ + b), with f(z) = scale z, or cap tanh(scale z / cap)."""
 
     layer: nn.Module
-    """The model's own, since its parameters may be put in others' places."""
+    """The model's own layer, since its parameters may be replaced by others."""
     scale: float
-    """What the logits are multiplied by."""
+    """Factor of the logits."""
     cap: float | None
-    """Bound of their size."""
+    """Bound of the logits' size; None if there is none."""
 
     @property
     def weight(self) -> Tensor:
-        """``[V, H]``"""
+        """``[V, H]`` output matrix."""
         weight: Tensor = self.layer.weight  # type: ignore[assignment]
         return weight
 
     @property
     def bias(self) -> Tensor | None:
-        """``[V]``"""
+        """``[V]`` bias, or None."""
         bias: Tensor | None = getattr(self.layer, "bias", None)
         return bias
 
@@ -67,7 +67,7 @@ def head_of(model: PreTrainedModel) -> Head:
             f"log-probs: use another model"
         )
     given, made = _try(model, layer)
-    # A few thousand of them are enough, in float64, so that rounding tells nothing apart.
+    # A few thousand logits are enough; in float64, so that rounding doesn't matter.
     some = slice(None, None, max(1, len(given) // _TRIED))
     scale, cap = _recognised(
         given[some].double(), made[some].double(), list(_numbers(model.config)), kind
@@ -77,12 +77,12 @@ def head_of(model: PreTrainedModel) -> Head:
 
 @torch.no_grad()
 def _try(model: PreTrainedModel, layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """Numbers in place of the matrix's result, and the logits that the model makes of them."""
+    """Numbers in place of the matrix product, and the logits that the model makes of them."""
     given: list[Tensor] = []
 
     def replace(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         size = output.numel()
-        # Spread evenly and without zeros, whatever the size.
+        # Spread evenly and without zeros, whatever their number.
         ramp = torch.linspace(-_LARGEST, _LARGEST, size + size % 2, device=output.device)
         given.append(ramp[:size].reshape(output.shape))
         return given[-1]
@@ -97,7 +97,7 @@ def _try(model: PreTrainedModel, layer: nn.Module) -> tuple[Tensor, Tensor]:
         model.train(training)
         hook.remove()
     if not given or given[-1].shape != logits.shape:
-        # The logits don't come of the matrix's own call; the comparison at the start has its say.
+        # The logits don't come from calling the matrix; the comparison at the start will decide.
         return logits.reshape(-1), logits.reshape(-1)
     return given[-1].reshape(-1), logits.reshape(-1)
 
@@ -105,7 +105,7 @@ def _try(model: PreTrainedModel, layer: nn.Module) -> tuple[Tensor, Tensor]:
 def _recognised(
     given: Tensor, made: Tensor, numbers: list[float], kind: str
 ) -> tuple[float, float | None]:
-    """Scale and cap; of equally good ones the simplest."""
+    """Scale and cap; the simplest among equally good ones."""
     candidates: list[tuple[float, float | None]] = [(1.0, None)]
     for number in numbers:
         candidates += [(number, None), (1.0 / number, None), (1.0, abs(number))]
@@ -113,9 +113,9 @@ def _recognised(
     candidates.append((float((given @ made) / (given @ given)), None))
     best, error = candidates[0], float("inf")
     for scale, cap in candidates:
-        found = given * scale if cap is None else cap * torch.tanh(given * scale / cap)
-        off = float((found - made).abs().max() / made.abs().max().clamp_min(1e-30))
-        # By a margin, so that float32 rounding prefers nothing odd.
+        fitted = given * scale if cap is None else cap * torch.tanh(given * scale / cap)
+        off = float((fitted - made).abs().max() / made.abs().max().clamp_min(1e-30))
+        # With a margin, so that float32 rounding doesn't decide.
         if off < 0.5 * error:
             best, error = (scale, cap), off
     if not error < _CLOSE:

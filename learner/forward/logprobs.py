@@ -1,9 +1,9 @@
 """Log-probs and entropies of given tokens from hidden states and the output matrix.
 
-With a small vocabulary the logits of a micro-batch are made at once. With a large one they are
-made, used and dropped for a slice of the vocabulary at a time, forward and again backward, so that
-the logits of a whole micro-batch never exist. Slices of the vocabulary, and not of the tokens,
-since the output matrix is the larger side: it is read once a pass, and each row of its gradient is
+With a small vocabulary the logits of a micro-batch are computed at once. With a large one they are
+computed, used and dropped for one slice of the vocabulary at a time, forward and again backward, so
+that the logits of a whole micro-batch never exist. The vocabulary is sliced, not the tokens, since
+the output matrix is the larger side: it is read once per pass, and each row of its gradient is
 written once.
 """
 
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 CHUNKED_FROM = 8192
-"""Vocabulary size from which slices pay: below, the logits are smaller than the activations."""
+"""Vocabulary size from which slices are used; below it, the logits are smaller than the activations."""
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Size of one slice's float32 logits."""
 LEAST_SLICE = 256
-"""Columns below which a matrix product wastes its time."""
+"""Number of columns below which a matrix product is inefficient."""
 KEPT_BYTES = {"cpu": 1 << 30}
-"""Logits that are kept for the backward pass instead of being made again: a CPU is slow at that."""
+"""Size of the logits that are kept for the backward pass, since recomputing them is slow on a CPU."""
 
 
 def token_logprobs(
@@ -47,9 +47,9 @@ def token_logprobs(
         tokens: ``[N]`` int64.
         temperature: ``[N]`` float32, or None for 1 everywhere.
         bias: ``[V]`` b, or None.
-        scale: Multiplies the logits.
-        cap: Bound of the logits' size, or None.
-        entropy_gradient: Whether the entropy carries a gradient.
+        scale: factor of the logits.
+        cap: bound of the logits' size, or None.
+        entropy_gradient: whether the entropy carries a gradient.
         chunked: None = by the size of the vocabulary.
 
     Returns:
@@ -96,9 +96,9 @@ def from_logits(
     logits = _float(logits)
     if temperature is not None:
         logits = logits / temperature[:, None].to(logits.dtype)
-    every = torch.log_softmax(logits, -1)
-    logprobs = every.gather(1, tokens[:, None]).squeeze(1)
-    source = every if entropy_gradient else every.detach()
+    distribution = torch.log_softmax(logits, -1)
+    logprobs = distribution.gather(1, tokens[:, None]).squeeze(1)
+    source = distribution if entropy_gradient else distribution.detach()
     entropy = -torch.linalg.vecdot(source.exp(), source)
     return logprobs, entropy
 
@@ -129,7 +129,7 @@ def _slice_logits(
 def _factors(
     temperature: Tensor | None, scale: float, cap: float | None, like: Tensor
 ) -> tuple[Tensor | None, float | None]:
-    """Heat, ``[N, 1]``, and bend of :func:`_slice_logits`: in the heat the scale costs nothing."""
+    """Heat ``[N, 1]`` and bend for :func:`_slice_logits`; as a part of the heat, the scale costs nothing."""
     outside = scale if cap is None else cap
     if temperature is not None:
         heat = temperature[:, None].to(like.dtype).reciprocal()
@@ -142,7 +142,7 @@ def _factors(
 
 
 class _Sliced(torch.autograd.Function):
-    """Keeps hidden, W, b, tokens, logsumexp and entropy; makes the logits again in backward, but
+    """Keeps hidden, W, b, tokens, logsumexp and entropy; computes the logits again in backward, except
     for those of the first slices, which it keeps.
 
     Forward goes over slices with a running maximum m, ``s = Σ e^(z − m)`` and
@@ -178,10 +178,10 @@ class _Sliced(torch.autograd.Function):
             width = logits.shape[1]
             local = tokens - start
             here = (local >= 0) & (local < width)
-            found = logits.gather(1, local.clamp(0, width - 1)[:, None]).squeeze(1)
-            picked = torch.where(here, found, picked)
+            own_logits = logits.gather(1, local.clamp(0, width - 1)[:, None]).squeeze(1)
+            picked = torch.where(here, own_logits, picked)
             top = torch.maximum(most, logits.amax(1))
-            # A slice of forbidden tokens alone (−∞) must not make NaN of −∞ − (−∞).
+            # A slice of only forbidden tokens (−∞) must not make NaN of −∞ − (−∞).
             base = torch.where(top == -torch.inf, torch.zeros_like(top), top)
             if start < kept * size:
                 saved.append(logits)
@@ -193,7 +193,7 @@ class _Sliced(torch.autograd.Function):
             share = logits.exp()
             moment = shrunk * (moment + moved * total)
             total = shrunk * total + share.sum(1)
-            # e^x x is 0 at x = −∞, where the product is NaN.
+            # e^x x is 0 at x = −∞, but the product is NaN.
             moment += torch.linalg.vecdot(share, logits.clamp_(min=-1e30))
             most = top
         norms = most + total.log()
@@ -216,21 +216,21 @@ class _Sliced(torch.autograd.Function):
         for number, start in enumerate(range(0, weight.shape[0], ctx.size)):
             part = slice(start, start + ctx.size)
             if number < len(saved):
-                every = saved[number] - norms[:, None]
+                distribution = saved[number] - norms[:, None]
             else:
-                every = _slice_logits(hidden, weight, bias, part, ctx.bend, heat)
-                every.sub_(norms[:, None])
+                distribution = _slice_logits(hidden, weight, bias, part, ctx.bend, heat)
+                distribution.sub_(norms[:, None])
             bent = None
             if ctx.bend is not None:
                 # 1 − tanh², from heat · tanh.
-                bent = ((every + norms[:, None]) / heat).square_().neg_().add_(1)
-            share = every.exp()
+                bent = ((distribution + norms[:, None]) / heat).square_().neg_().add_(1)
+            share = distribution.exp()
             width = share.shape[1]
             if with_entropy:
                 # −p (g + h (log p + H)): one factor, then one product.
-                every.clamp_(min=-1e30).add_(entropy[:, None]).mul_(by_entropy[:, None])
-                every.add_(by_logprob[:, None])
-                grad = share.mul_(every.neg_())
+                distribution.clamp_(min=-1e30).add_(entropy[:, None]).mul_(by_entropy[:, None])
+                distribution.add_(by_logprob[:, None])
+                grad = share.mul_(distribution.neg_())
             else:
                 grad = share.mul_(-by_logprob[:, None])
             local = tokens - start

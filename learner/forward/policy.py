@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("tandem.learner")
 
 LONGEST = 2048
-"""Tokens of the longest row where nothing is said about rows."""
+"""Length of the longest row, in tokens, if nothing is known about rows."""
 
 EXACT = BOUNDS[torch.float32]
-"""Difference of log-probs, in nats, that rounding makes of float32."""
+"""Difference of log-probs, in nats, that float32 rounding causes."""
 
 
 class Policy(nn.Module):
-    """Wraps a causal language model so that only the wanted positions get logits.
+    """Wraps a causal language model so that only the needed positions get logits.
 
-    Rows are padded on the right and attention is causal, so no token can see padding and no
-    mask is passed: with one, SDPA would leave its fast causal path. ``use_cache`` is off, without
-    which transformers takes a call without a mask for something else.
+    Rows are padded on the right and attention is causal, so no token can see padding and no mask is
+    passed: with a mask, SDPA would leave its fast causal path. ``use_cache`` is off, because otherwise
+    transformers misinterprets a call without a mask.
 
-    The model stays in evaluation mode, also while it trains: dropout, noise of routers and the like
-    would make π_θ differ from the policy that sampled.
+    The model stays in evaluation mode, even while it trains: dropout, router noise and the like would
+    make π_θ differ from the policy that sampled.
 
     Args:
-        model: Its parameters are whole; DeepSpeed may part them afterwards.
+        model: its parameters must be whole; DeepSpeed may partition them afterwards.
 
     Raises:
         ConfigError: the model has no output matrix, or changes its logits in an unknown way.
@@ -104,13 +104,13 @@ class Policy(nn.Module):
             )
 
     def share_prompts(self, probe: Probe | None = None) -> bool:
-        """Switches to attention over shared prompts where the model can do it.
+        """Switches to attention over shared prompts if the model can do it.
 
-        Tries it on the probe's rows: a model with an attention of its own kind gives other
+        It is tested on the probe's rows: a model with a different kind of attention gives other
         log-probs, and keeps padded rows.
 
         Args:
-            probe: Of the model; None makes one for rows of :data:`LONGEST` tokens.
+            probe: the model's probe; None makes one for rows of :data:`LONGEST` tokens.
         """
         config = self.model.config
         before = config._attn_implementation
@@ -122,13 +122,13 @@ class Policy(nn.Module):
         try:
             padded = difference(probe, self.score, share_prompts=False)
             self.model.set_attn_implementation(shared_prompts.IMPLEMENTATION)
-            found = difference(probe, self.score, share_prompts=True)
-            # In half precision a small fault hides within the bound, but not beside padded rows.
-            self.shares_prompts = found.most <= min(probe.bound, 3 * padded.most + EXACT)
+            shared = difference(probe, self.score, share_prompts=True)
+            # In half precision a small fault is hidden by the bound, but not in comparison with padded rows.
+            self.shares_prompts = shared.most <= min(probe.bound, 3 * padded.most + EXACT)
             if not self.shares_prompts:
                 log.info(
                     f"keeps padded rows: with shared prompts log-probs are off by "
-                    f"{found.logprob:.2g} nats, with padded rows by {padded.logprob:.2g}"
+                    f"{shared.logprob:.2g} nats, with padded rows by {padded.logprob:.2g}"
                 )
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             log.info(f"keeps padded rows: {type(error).__name__}: {error}")
@@ -137,22 +137,22 @@ class Policy(nn.Module):
         return self.shares_prompts
 
     def require_own(self, probe: Probe, forward: Any = None, whose: str = "the learner's") -> None:
-        """Holds the log-probs and entropies against the model's own, padded and with shared prompts.
+        """Compares log-probs and entropies with the model's own, padded and with shared prompts.
 
         Args:
-            probe: Of the model.
-            forward: How micro-batches are scored; None = :meth:`score`.
-            whose: Names whose log-probs they are.
+            probe: the model's probe.
+            forward: how micro-batches are scored; None = :meth:`score`.
+            whose: names what computed the log-probs, for the error.
 
         Raises:
-            ConfigError: they differ over the dtype's bound.
+            ConfigError: they differ by more than the dtype's bound.
         """
         if not probe.rows:
             return
-        found = Difference()
+        greatest = Difference()
         try:
             for share in {False, self.shares_prompts}:
-                found |= difference(probe, forward or self.score, share_prompts=share)
+                greatest |= difference(probe, forward or self.score, share_prompts=share)
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             if isinstance(error, torch.OutOfMemoryError | DistError):
                 raise
@@ -164,11 +164,11 @@ class Policy(nn.Module):
         way_out = "use another model"
         if attention != "eager":
             way_out = f"set model.attention=eager (it is {attention}), or use another model"
-        probe.require(found, whose, way_out)
+        probe.require(greatest, whose, way_out)
 
 
 def _body_of(model: PreTrainedModel) -> nn.Module:
-    """What gives the last hidden states: the model without its head."""
+    """The part of the model that gives the last hidden states: everything but its head."""
     if model.base_model is not model:
         return model.base_model
     embeddings = model.get_input_embeddings()
@@ -181,8 +181,8 @@ def _body_of(model: PreTrainedModel) -> nn.Module:
 def _checkpoint_in_evaluation(policy: Policy) -> list[nn.Module]:
     """Layers that are checkpointed, arranged so that they compute as in evaluation mode.
 
-    transformers checkpoints a layer that is in training mode. It looks before the layer's hooks are
-    called, so these put the layer itself into evaluation mode, first and when it is recomputed.
+    transformers checkpoints a layer that is in training mode. It checks this before it calls the layer's
+    hooks, so these put the layer itself into evaluation mode, at first and when it is recomputed.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -204,12 +204,12 @@ def _checkpoint_in_evaluation(policy: Policy) -> list[nn.Module]:
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Parameters, tied ones once."""
+    """Number of parameters, tied ones counted once."""
     return sum(p.numel() for p in module.parameters())
 
 
 def device_of(rank: int) -> torch.device:
-    """``cuda:<rank>`` where there are GPUs, else the CPU."""
+    """``cuda:<rank>`` if there are GPUs, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", rank % torch.cuda.device_count())
     return torch.device("cpu")

@@ -1,12 +1,12 @@
 """Attention over rows that share their prompts, so that each prompt is computed once.
 
-The tokens of a micro-batch lie in one line without padding: every prompt once, then every
+The tokens of a micro-batch form one line without padding: every prompt once, then every
 response. All layers but attention work on that line. Attention gathers queries, keys and values
-into padded rows, a prompt's keys and values into every row of its group, and picks its results
+into padded rows, with a prompt's keys and values in every row of its group, and takes its results
 back out. On the miniature (8 groups of 8, 21 + 41 tokens) forward and backward take a third less
-time than padded rows do.
+time than with padded rows.
 
-For the CPU, where padding and repeated prompts cost what they weigh; a GPU has better kernels.
+This is for the CPU, where padding and repeated prompts cost full time; a GPU has better kernels.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def attention(
     kv_heads = key.shape[1]
     shape = (layout.rows, layout.width)
     q = _line(query).index_select(0, layout.gather).view(*shape, heads, size).transpose(1, 2)
-    # Together: one gather, and one scatter in the backward pass.
+    # Done together: one gather, and one scatter in the backward pass.
     both = torch.cat([_line(key), _line(value)], 1).index_select(0, layout.gather)
     both = both.view(*shape, 2 * kv_heads, size).transpose(1, 2)
     k, v = (_repeated(part, heads // kv_heads) for part in both.split(kv_heads, 1))
-    # A mask costs SDPA its fast causal path: only where a row is longer than the window.
+    # A mask costs SDPA its fast causal path, so it is used only if a row is longer than the window.
     mask = _band(layout.width, window, q.device) if window and layout.width > window else None
     result = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
@@ -74,7 +74,7 @@ def _line(tensor: Tensor) -> Tensor:
 
 
 def _repeated(tensor: Tensor, times: int) -> Tensor:
-    """``[r, h, S, d]`` to ``[r, h · times, S, d]``, without a copy where there is one head."""
+    """``[r, h, S, d]`` to ``[r, h · times, S, d]``, without a copy if there is one head."""
     rows, heads, width, size = tensor.shape
     if times == 1:
         return tensor
@@ -84,26 +84,26 @@ def _repeated(tensor: Tensor, times: int) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _band(width: int, window: int, device: torch.device) -> Tensor:
-    """``[S, S]`` bool: what a token sees of its row under a sliding window."""
+    """``[S, S]`` bool: which tokens of its row a token sees under a sliding window."""
     ones = torch.ones(width, width, dtype=torch.bool, device=device)
     return ones.tril().triu(1 - window)
 
 
 def arguments(layout: Layout) -> dict[str, Any]:
-    """What the model is called with beside the line of tokens."""
+    """Arguments of the model besides the line of tokens."""
     return {
         "position_ids": layout.positions,
         ARGUMENT: layout,
-        # A mask of four dimensions keeps transformers from making one of its own, [F, F] large.
+        # A mask with four dimensions keeps transformers from making its own, of size [F, F].
         "attention_mask": layout.positions.new_zeros(1, 1, 1, 1),
     }
 
 
 def register() -> None:
-    """Makes it known to transformers."""
+    """Registers the attention with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(IMPLEMENTATION, attention)
-    # Rows without a layout get the masks of SDPA: none, or a sliding window's.
+    # Rows without a layout get SDPA's masks: none, or a sliding window's.
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)

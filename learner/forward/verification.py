@@ -1,4 +1,4 @@
-"""Holds a policy's log-probs and entropies against the model's own, on rows packed as in training."""
+"""Compares a policy's log-probs and entropies with the model's own, on rows packed as in training."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from ..rows.microbatch import MicroBatch, micro_batch
 from ..rows.rows import Rows, ragged
 
 Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]
-"""``[N]`` log-probs and ``[N]`` entropies of a micro-batch."""
+"""Takes a micro-batch and returns ``[N]`` log-probs and ``[N]`` entropies."""
 
 
 @torch.no_grad()
 def difference(probe: Probe, forward: Forward, *, share_prompts: bool) -> Difference:
-    """Between a way of scoring and the model's own, over all rows.
+    """The difference between a way of scoring and the model's own scores, over all rows.
 
-    The short rows are a micro-batch, and the long ones beside a short one are another.
+    The short rows are one micro-batch, and the long ones beside a short one are another.
 
     Args:
-        probe: Of the model.
-        forward: The way of scoring.
-        share_prompts: How the rows are laid out.
+        probe: the model's probe.
+        forward: the way of scoring.
+        share_prompts: whether rows share their prompts.
     """
     short = [number for number, row in enumerate(probe.rows) if not row.long]
     long = [number for number, row in enumerate(probe.rows) if row.long]
-    found = Difference()
+    greatest = Difference()
     if not probe.rows:
-        return found
+        return greatest
     rows = _rows(probe.rows)
     for which in (short, [*short[:1], *long] if long else []):
         if not which:
@@ -43,12 +43,12 @@ def difference(probe: Probe, forward: Forward, *, share_prompts: bool) -> Differ
         parts = zip(which, logprobs.split(counts), entropies.split(counts), strict=True)
         for number, some, others in parts:
             scores = Scores(logprobs=some, entropies=others)
-            found |= Difference.of(scores, probe.own[number], probe.rows[number])
-    return found
+            greatest |= Difference.of(scores, probe.own[number], probe.rows[number])
+    return greatest
 
 
 def longest_row(config: Config) -> int:
-    """Most tokens of prompt and response of a run's rows; a trace's response has the same limit."""
+    """Greatest number of tokens of prompt and response in a run's rows; traces have the same limit."""
     return config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 

@@ -1,7 +1,7 @@
 """Advantages of the rows of groups: pure functions of rewards.
 
-Rows without a verdict are not among the rows that come in here; they leave the baseline and the
-loss before. Advantages of single tokens (GAE) are in :mod:`tandem.learner.recipes.returns`.
+Rows without a verdict never get here; they have left the baseline and the loss before. Advantages of
+single tokens (GAE) are in :mod:`tandem.learner.recipes.returns`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ dividing by it makes advantages of 0.03.
 STD_FLOOR = 1e-6
 """Added to the standard deviation, as in the code of GRPO and LUFFY."""
 WHITEN_FLOOR = 1e-8
-"""Least variance that :func:`whiten` divides by the root of."""
+"""Least variance whose root :func:`whiten` divides by."""
 
 
 def group_range(values: Tensor, group: Tensor, groups: int, among: Tensor | None = None) -> Tensor:
-    """``[groups]`` greatest minus least value by group; 0 where a group has no row among them."""
+    """``[groups]`` greatest minus least value by group; 0 if a group has no such row."""
     high = torch.full((groups,), -torch.inf, dtype=values.dtype, device=values.device)
     low = torch.full((groups,), torch.inf, dtype=values.dtype, device=values.device)
     if among is not None:
         values, group = values[among], group[among]
     high = high.scatter_reduce(0, group, values, "amax")
     low = low.scatter_reduce(0, group, values, "amin")
-    # Without a row they are still what they began as. A NaN among the values stays one: whatever is
-    # made of it has to be refused, and mustn't look like equal values.
+    # Groups without a row keep their initial value. A NaN among the values stays NaN: whatever is
+    # computed from it must be refused, and mustn't look like equal values.
     nothing = (high == -torch.inf) & (low == torch.inf)
     return torch.where(nothing, torch.zeros_like(high), high - low)
 
@@ -52,8 +52,8 @@ def whiten(values: Tensor, weight: Tensor | None = None, *, shift_mean: bool = T
     REINFORCE++'s normalisation over the whole batch (arXiv 2501.03262, eq. 8).
 
     Args:
-        values: Any shape.
-        weight: Same shape, how often each value counts (tokens of a row); None = once.
+        values: any shape.
+        weight: same shape, how often each value counts (tokens of a row); None = once.
         shift_mean: False keeps the mean where it was.
     """
     weight = torch.ones_like(values) if weight is None else weight.to(values.dtype)
@@ -91,12 +91,12 @@ def advantages(
 
     Args:
         rewards: ``[R]`` float; use float64.
-        group: ``[R]`` int64, which group a row is of, in ``[0, groups)``.
-        groups: How many groups there are.
+        group: ``[R]`` int64, index of each row's group, in ``[0, groups)``.
+        groups: number of groups.
         expert_row: ``[R]`` bool, rows with expert tokens.
-        baseline: Which baseline.
+        baseline: the baseline.
         lengths: ``[R]`` own and expert tokens of a row, for whitening; None = 1 each.
-        singles: What a group's only row (only own row, where own rows are the baseline) gets.
+        singles: the treatment of a group's only row (only own row, if own rows are the baseline).
     """
     if baseline == "none":
         return rewards.clone()
@@ -140,8 +140,8 @@ def _over_std(
 ) -> Tensor:
     """Divides by the std (n − 1) of the rows that count, plus the floor.
 
-    ``unit`` are groups whose std is 1. None: those where it is 0, as LUFFY's split has it, so that
-    equal own rewards leave the expert's distance as it is.
+    ``unit`` marks groups whose std is taken as 1. None: those where it is 0, as in LUFFY's split, so
+    that equal own rewards leave the expert's distance unchanged.
     """
     variance, count = _mean(result * result, group, groups, counted)
     std = (variance * count / (count - 1).clamp(min=1)).sqrt()

@@ -1,6 +1,6 @@
-"""From losses per token to one sum: denominators that are global over an update.
+"""From losses per token to one sum, with denominators that are global over an update.
 
-The denominators are counted once over the whole update (before any correction mask) and handed
+The denominators are counted once over the whole update (before any correction mask) and passed
 to every micro-batch. So the loss doesn't change with how the rows are split, and masking tokens
 doesn't inflate the others.
 """
@@ -16,12 +16,12 @@ from ...common.objectives.keys import Aggregation
 
 
 def counts(row: Tensor, expert: Tensor, rows: int) -> dict[str, Tensor]:
-    """What the denominators are made of; additive over rows.
+    """Counts from which the denominators are made; additive over rows.
 
     Args:
-        row: ``[N]`` int64, which row a token is of.
-        expert: ``[N]`` bool.
-        rows: R.
+        row: ``[N]`` int64, index of each token's row.
+        expert: ``[N]`` bool, expert tokens.
+        rows: number of rows, R.
 
     Returns:
         ``own_tokens``, ``expert_tokens`` and ``sequences`` (rows with at least one token),
@@ -46,7 +46,7 @@ def aggregate(
     how: Aggregation,
     scalars: Mapping[str, float],
 ) -> Tensor:
-    """The part of the update's loss that these tokens make.
+    """The contribution of these tokens to the update's loss.
 
     ``constant``: Σℓ / (longest response × nominal rows), Dr. GRPO's (arXiv 2503.20783).
     ``width``: Σℓ / longest response, without division by rows, as in LUFFY's code.

@@ -1,4 +1,4 @@
-"""Log-probs that aren't numbers are refused by name, before they spoil a loss."""
+"""Refuses log-probs that aren't numbers, by name, before they spoil a loss."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ...common.errors import TandemError
 
 
 class NonFiniteError(TandemError):
-    """Log-probs that a loss can't be made of: −inf, +inf or NaN where a token counts."""
+    """Log-probs from which no loss can be made: −inf, +inf or NaN for a token that counts."""
 
 
 def finite(name: str, values: Tensor) -> Tensor:
-    """The values themselves.
+    """Returns the values unchanged.
 
     Raises:
-        NonFiniteError: one of them is infinite or NaN; the message names the first.
+        NonFiniteError: a value is infinite or NaN; the message names the first.
     """
-    # A sum is finite in nearly every case, and then each term is; it is the quicker look.
+    # The sum is cheaper to check; it is nearly always finite, and then so is each term.
     if math.isfinite(float(values.detach().sum())) or bool(torch.isfinite(values.detach()).all()):
         return values
     flat = values.detach().reshape(-1)
@@ -34,5 +34,5 @@ def finite(name: str, values: Tensor) -> Tensor:
 
 
 def widened(values: Tensor) -> Tensor:
-    """float32 for bf16 and half, else the values themselves."""
+    """Converts bf16 and half to float32; returns other values unchanged."""
     return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values

@@ -58,15 +58,19 @@ def entropy_of(logits: Tensor) -> Tensor:
 
     logits [2, 1, 0] give 0.832396.
     """
-    every = torch.log_softmax(widened(logits), -1)
-    # 0 · −∞ of a forbidden token (logit −∞) counts 0.
-    return -torch.where(every == -torch.inf, torch.zeros_like(every), every.exp() * every).sum(-1)
+    distribution = torch.log_softmax(widened(logits), -1)
+    # 0 · −∞ of a forbidden token (logit −∞) counts as 0.
+    return -torch.where(
+        distribution == -torch.inf,
+        torch.zeros_like(distribution),
+        distribution.exp() * distribution,
+    ).sum(-1)
 
 
 def scaled_coefficient(coefficient: float, target: float, entropy: float) -> float:
     """``c · H*/H``: presses harder the less entropy is left (LUFFY's ``adaptive_temperature_fixed``).
 
-    An entropy of 0 or less counts as 1e-6 of the target, so that the result is finite.
+    An entropy of 0 or less is replaced by 1e-6 of the target, so that the result is finite.
     """
     return coefficient * target / max(entropy, 1e-6 * max(target, 1e-6))
 

@@ -1,7 +1,7 @@
 """Losses over pairs of responses, and KTO's over single ones: pure functions of row log-probs.
 
 ``chosen`` and ``rejected`` are ``[P]`` sums of a response's token log-probs at temperature 1
-(means where it says so). Every function gives ``[P]`` losses, differentiable.
+(means if the name says so). Every function returns ``[P]`` losses, differentiable.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ def cpo(
 
 
 def pairs_of_groups(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """``[P]`` row indices of the chosen and of the rejected rows: every pair of rows of a group with
+    """``[P]`` row indices of the chosen and of the rejected rows: every pair of rows in a group with
     different rewards, so that neither the order of rows nor ties matter.
 
     Args:
-        rewards: ``[R]``
-        group: ``[R]`` int64.
+        rewards: ``[R]`` rewards.
+        group: ``[R]`` int64, index of each row's group.
     """
     better = (rewards[:, None] > rewards[None]) & (group[:, None] == group[None])
     chosen, rejected = torch.nonzero(better, as_tuple=True)

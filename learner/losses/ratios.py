@@ -1,7 +1,8 @@
-"""Importance ratios in log space, clamped before ``exp``, and what is made of them.
+"""Importance ratios in log space, clamped before ``exp``, and what is computed from them.
 
-Functions of tokens take and give tensors of any one shape. Functions of rows take flat tokens
-``[N]`` with ``row`` ``[N]`` int64, which of R rows a token is of; nothing here knows of groups.
+Functions of tokens take and return tensors of the same, arbitrary shape. Functions of rows take flat
+tokens ``[N]`` with ``row`` ``[N]`` int64, the index of each token's row among R rows; nothing here
+knows about groups.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from ...common.objectives.keys import Correction, CorrectionLevel
 from .finite import finite, widened
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to ± this: e^20 = 4.9e8 is finite in float32, also squared."""
+"""Bound of the size of log-ratios: e^20 = 4.9e8 is finite in float32, even squared."""
 
 
 def clamped(log_ratios: Tensor) -> Tensor:
-    """To ± :data:`MAX_LOG_RATIO`, no gradient beyond."""
+    """Clamps to ± :data:`MAX_LOG_RATIO`, with no gradient beyond."""
     return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -46,10 +47,10 @@ def sequence_log_ratio(
     ``s_i = (π_θ(y_i|x) / μ(y_i|x))^(1/|y_i|)`` (GSPO, arXiv 2507.18071, eq. 7).
 
     Args:
-        logprobs: ``[N]``
-        behaviour: ``[N]``
-        row: ``[N]``
-        rows: R.
+        logprobs: ``[N]`` log π_θ.
+        behaviour: ``[N]`` log μ.
+        row: ``[N]`` index of each token's row.
+        rows: number of rows, R.
         among: ``[N]`` bool, tokens that count; None = all. A row without any gives 0.
     """
     difference = widened(logprobs) - widened(behaviour)
@@ -97,14 +98,14 @@ def correction_weights(
     """``[N]`` detached weight of every token, from ``[N]`` log π_prox/μ (not yet clamped).
 
     Args:
-        log_ratios: ``[N]``
-        how: See :func:`corrected`.
+        log_ratios: ``[N]`` log-ratios.
+        how: see :func:`corrected`.
         level: ``token``: the token's own. ``sequence``: the product over the row's tokens.
             ``geometric``: the row's geometric mean.
-        low: Least weight that ``mask`` keeps.
-        high: Greatest weight.
-        row: ``[N]``; for the levels of rows.
-        rows: R.
+        low: least weight that ``mask`` keeps.
+        high: greatest weight.
+        row: ``[N]`` index of each token's row; for the levels of rows.
+        rows: number of rows, R.
         among: ``[N]`` bool, tokens that count in a row's weight; None = all.
     """
     values = widened(log_ratios.detach())
@@ -199,5 +200,5 @@ def k3(log_r: Tensor) -> Tensor:
 
 
 def effective_sample_share(sum_w: float, sum_w2: float, count: float) -> float:
-    """Effective sample size as a share: ``(Σw)² / (n Σw²)``; 1 where all weights are equal."""
+    """Effective sample size as a share: ``(Σw)² / (n Σw²)``; 1 if all weights are equal."""
     return sum_w * sum_w / (count * sum_w2) if count and sum_w2 else 1.0

@@ -1,6 +1,6 @@
-"""Weights of tokens: shaped importance weights of expert and own ones, and CHORD's.
+"""Weights of tokens: shaped importance weights of expert and own tokens, and CHORD's.
 
-Tensors are of any one shape. A weight w comes as ``log w``.
+The tensors of a call have the same shape. A weight w is given as ``log w``.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def expert_weights(
     finite("recorded log-probs", past)
     log_w = logprobs - past if behaviour == "recorded" else logprobs
     if how == "log" or how == "plus_log":
-        # Linear in log w, which must not be clamped: only the exponential is.
+        # Linear in log w, which must not be clamped; only the exponential must be.
         weights = shape(log_w, how, coefficient=coefficient)
     else:
         weights = shape(clamped(log_w), how, gamma=gamma, exponent=exponent)
@@ -106,7 +106,7 @@ def expert_weights(
         plain = clamped(logprobs).exp() / (past.exp() + PUBLISHED_EPSILON)
         weights = torch.where(known, plain, weights)
     if clip_low is not None or clip_high is not None:
-        # The greatest first, as in the published code: where the two cross, the least one wins.
+        # The upper bound first, as in the published code: if the two cross, the lower one wins.
         weights = weights if clip_high is None else weights.clamp(max=clip_high)
         weights = weights if clip_low is None else weights.clamp(min=clip_low)
     return weights
@@ -128,7 +128,7 @@ def own_ratios(
     log_r = log_ratio(logprobs, behaviour)
     if how == "ratio":
         gap = math.log(gamma)
-        # log of p/(p+γ) is logsigmoid(log p − log γ): no division, so nothing to overflow.
+        # log of p/(p+γ) is logsigmoid(log p − log γ): without a division, nothing can overflow.
         new = torch.nn.functional.logsigmoid(widened(logprobs) - gap)
         old = torch.nn.functional.logsigmoid(widened(behaviour) - gap)
         return clamped(new - old).exp()
@@ -147,11 +147,11 @@ def chord_mu(
     2508.11408).
 
     Args:
-        step: Now, from 0.
-        peak: Greatest μ.
-        valley: What stays.
-        warmup_steps: Until the peak.
-        decay_steps: From the peak to the valley; 0 = the valley at once.
+        step: current step, from 0.
+        peak: greatest μ.
+        valley: final μ.
+        warmup_steps: steps until the peak.
+        decay_steps: steps from the peak to the valley; 0 = the valley at once.
     """
     if step < warmup_steps:
         return step / warmup_steps * peak

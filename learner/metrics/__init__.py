@@ -1,1 +1,1 @@
-"""What a step is told to be like: figures, alarms, texts."""
+"""What is reported about a step: figures, alarms, texts."""

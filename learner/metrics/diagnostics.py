@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 Reduce = Callable[[list[float]], list[float]]
 """Reduces values over ranks."""
 Gather = Callable[[Tensor], Tensor]
-"""``[n]`` values of each rank, one after the other."""
+"""Concatenates the ``[n]`` values of all ranks."""
 
 
 def alone(values: Tensor) -> Tensor:
-    """Gathers over one rank."""
+    """Gathers over a single rank."""
     return values
 
 
@@ -37,19 +37,19 @@ def diagnose(
 ) -> dict[str, float]:
     """Metrics of the tokens that were scored.
 
-    Own tokens: mean and greatest ρ = π_θ/μ, effective sample size as a share, k3 = KL(μ‖π_θ)
-    with its 99th percentile, mean probability, entropy, and the
-    greatest |log ρ| at lag 0, where engine and trainer have the same weights; with a reference
-    k3 = KL(π_θ‖π_ref). Of them the stale ones (lag above 0), and expert tokens: mean probability
-    and entropy, of the latter the mean log-prob too. Metrics of a source without tokens are left out.
+    For own tokens: mean and greatest ρ = π_θ/μ, effective sample size as a share, k3 = KL(μ‖π_θ)
+    with its 99th percentile, mean probability, entropy, and the greatest |log ρ| at lag 0, where
+    engine and trainer have the same weights; with a reference also k3 = KL(π_θ‖π_ref). For the stale
+    ones among them (lag above 0), and for expert tokens: mean probability and entropy; for expert
+    tokens also the mean log-prob. Metrics of a source without tokens are left out.
 
     Args:
-        rows: Of this rank's micro-batches.
-        logprobs: ``[N]`` of each.
-        entropies: ``[N]`` of each.
-        sum_over_ranks: Sums lists over ranks; the identity for one rank.
-        max_over_ranks: Likewise, greatest values.
-        gather_over_ranks: Likewise, all values.
+        rows: rows of this rank's micro-batches.
+        logprobs: ``[N]`` log-probs of each.
+        entropies: ``[N]`` entropies of each.
+        sum_over_ranks: sums lists over ranks; the identity for one rank.
+        max_over_ranks: the same for greatest values.
+        gather_over_ranks: the same for all values.
     """
     distance = torch.zeros(0)
     sums = torch.zeros(16, dtype=torch.float64)
@@ -63,7 +63,7 @@ def diagnose(
         every_lag = torch.cat([r.lag for r in rows])
         lag = every_lag[own]
         stale = own & (every_lag > 0)
-        # What isn't finite is told as it is: a loss of it has been refused before.
+        # Values that aren't finite are reported as they are; their loss has been refused already.
         ratio = clamped(logp - behaviour)[own]
         weight = ratio.exp()
         distance = k3(ratio)
@@ -98,9 +98,9 @@ def diagnose(
     total = sum_over_ranks([float(v) for v in sums])
     highest = max_over_ranks([float(v) for v in most])
     own_tokens, expert_tokens = total[0], total[1]
-    found = {"tokens_own": own_tokens, "tokens_expert": expert_tokens}
+    metrics = {"tokens_own": own_tokens, "tokens_expert": expert_tokens}
     if own_tokens:
-        found |= {
+        metrics |= {
             "ratio_mean": total[2] / own_tokens,
             "ratio_max": highest[0],
             "ess": effective_sample_share(total[2], total[3], own_tokens),
@@ -111,22 +111,22 @@ def diagnose(
             "lag": total[10] / own_tokens,
         }
         if highest[1] >= 0:
-            found["log_ratio_max_lag0"] = highest[1]
+            metrics["log_ratio_max_lag0"] = highest[1]
     if total[11]:
-        found |= {"prob_stale": total[12] / total[11], "entropy_stale": total[13] / total[11]}
+        metrics |= {"prob_stale": total[12] / total[11], "entropy_stale": total[13] / total[11]}
     if total[14]:
-        found["k3_reference"] = total[15] / total[14]
+        metrics["k3_reference"] = total[15] / total[14]
     if expert_tokens:
-        found |= {
+        metrics |= {
             "prob_expert": total[7] / expert_tokens,
             "logprob_expert": total[8] / expert_tokens,
             "entropy_expert": total[9] / expert_tokens,
         }
-    return found
+    return metrics
 
 
 def _to_reference(rows: Sequence[Rows], logp: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """How many own tokens have a reference, and their sum of k3 with r = π_ref/π_θ."""
+    """Number of own tokens that have a reference, and their sum of k3 with r = π_ref/π_θ."""
     if any(r.reference is None for r in rows):
         return own.new_zeros((), dtype=torch.int64), logp.new_zeros(())
     reference = torch.cat([r.reference for r in rows if r.reference is not None])
@@ -142,26 +142,30 @@ def evaluate(
     width: float = 1.0,
     step: int = 1,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The whole loss of an update in one piece, and all its metrics: the objective's and
-    :func:`diagnose`'s.
+    """The whole loss of an update in one piece, with the objective's metrics and those of
+    :func:`diagnose`.
 
-    For scripts and tests; the trainer goes by micro-batches.
+    For scripts and tests; the trainer uses micro-batches.
 
     Args:
-        objective: See :func:`tandem.learner.objectives.make`.
-        rows: All rows of the update, with the columns that the objective asks for.
-        constant: For ``aggregation="constant"``.
-        width: For ``aggregation="width"``.
-        step: For schedules, from 1.
+        objective: see :func:`tandem.learner.objectives.make`.
+        rows: all rows of the update, with the columns that the objective needs.
+        constant: denominator for ``aggregation="constant"``.
+        width: denominator for ``aggregation="width"``.
+        step: step for schedules, from 1.
     """
     scalars = {"constant": constant, "width": width, "step": float(step)}
     scalars |= {key: float(value) for key, value in objective.statistics(rows).items()}
     loss, sums = objective.loss(rows, scalars)
-    told = objective.report({key: float(value) for key, value in sums.items()}, scalars)
+    reported = objective.report({key: float(value) for key, value in sums.items()}, scalars)
     assert rows.logprobs is not None
     entropy = torch.zeros_like(rows.logprobs) if rows.entropy is None else rows.entropy
-    found = {"loss": float(loss.detach()), **told, **diagnose([rows], [rows.logprobs], [entropy])}
-    return loss, found
+    metrics = {
+        "loss": float(loss.detach()),
+        **reported,
+        **diagnose([rows], [rows.logprobs], [entropy]),
+    }
+    return loss, metrics
 
 
 def percentile(
@@ -169,17 +173,17 @@ def percentile(
 ) -> float:
     """The value that ``share`` of all ranks' values don't exceed, exactly.
 
-    Each rank gives its greatest ones alone: for the 99th percentile those are a hundredth of all
-    values at most.
+    Each rank contributes only its greatest values: for the 99th percentile, these are at most a
+    hundredth of all values.
 
     Args:
-        values: ``[n]`` of this rank; n may be 0 where others have some.
-        share: In (0, 1].
-        count: How many values there are over all ranks, at least 1; None = n.
-        gather: Gathers over ranks.
+        values: ``[n]`` values of this rank; n may be 0 if others have some.
+        share: in (0, 1].
+        count: number of values over all ranks, at least 1; None = n.
+        gather: gathers over ranks.
     """
     total = len(values) if count is None else count
-    # As many values aren't under the one that is looked for.
+    # This many values aren't below the one that is sought.
     kept = total - min(total, max(1, round(share * total))) + 1
     mine = torch.full((kept,), -torch.inf, dtype=torch.float64)
     here = min(kept, len(values))

@@ -1,4 +1,4 @@
-"""What the reward pools tell of their grading, as rates between two records of the metrics."""
+"""Rates of the reward pools' grading from one record of the metrics to the next."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ COUNTERS = (
     *("cache_hits", "coalesced", "to_process", "requests", "restarts"),
     *("grade_seconds", "queue_wait_seconds"),
 )
-"""Counters of a pool's report, which begin with the pool."""
+"""Counters in a pool's report, counted since the pool's start."""
 
 
 class GradingRates:
-    """Turns the pools' counters into rates; a pool that was started anew counts from 0."""
+    """Turns the pools' counters into rates; a restarted pool counts from 0."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, dict[str, float]]] = {}
 
     def take(self, reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-        """``grading/…`` since the last call that found something new; empty where none has.
+        """``grading/…`` rates since the last call with new figures; empty if there are no new ones.
 
         Args:
-            reports: of all members.
+            reports: reports of all members.
         """
         grown = dict.fromkeys(COUNTERS, 0.0)
         worst = {"hang_share": 0.0, "crash_share": 0.0, "longest_queue_wait": 0.0}
@@ -33,12 +33,12 @@ class GradingRates:
             if report.get("role") != "reward":
                 continue
             pid = int(report.get("pid") or 0)
-            told = {name: float(report.get(f"grader/{name}") or 0) for name in COUNTERS}
+            counters = {name: float(report.get(f"grader/{name}") or 0) for name in COUNTERS}
             known = self._seen.get(member)
             before = known[1] if known is not None and known[0] == pid else {}
-            self._seen[member] = (pid, told)
+            self._seen[member] = (pid, counters)
             fresh = False
-            for name, value in told.items():
+            for name, value in counters.items():
                 growth = value - before.get(name, 0.0)
                 grown[name] += growth
                 fresh = fresh or growth > 0
@@ -51,20 +51,20 @@ def _rates(grown: Mapping[str, float], worst: Mapping[str, float]) -> dict[str, 
     samples = sum(grown[verdict.value] for verdict in Verdict)
     if not samples:
         return {}
-    found = {
+    rates = {
         f"grading/verdict_{verdict.value}": grown[verdict.value] / samples for verdict in Verdict
     }
-    found["grading/samples"] = samples
-    found["grading/to_process"] = grown["to_process"] / samples
+    rates["grading/samples"] = samples
+    rates["grading/to_process"] = grown["to_process"] / samples
     shared = grown["cache_hits"] + grown["coalesced"]
-    asked = shared + grown["to_process"]
-    if asked:
-        found["grading/cache_hits"] = shared / asked
+    compared = shared + grown["to_process"]
+    if compared:
+        rates["grading/cache_hits"] = shared / compared
     if grown["requests"]:
-        found["grading/seconds"] = grown["grade_seconds"] / grown["requests"]
-        found["grading/queue_wait"] = grown["queue_wait_seconds"] / grown["requests"]
-        found["grading/queue_wait_max"] = worst["longest_queue_wait"]
-    found["grading/hang_share"] = worst["hang_share"]
-    found["grading/crash_share"] = worst["crash_share"]
-    found["grading/restarts"] = grown["restarts"]
-    return found
+        rates["grading/seconds"] = grown["grade_seconds"] / grown["requests"]
+        rates["grading/queue_wait"] = grown["queue_wait_seconds"] / grown["requests"]
+        rates["grading/queue_wait_max"] = worst["longest_queue_wait"]
+    rates["grading/hang_share"] = worst["hang_share"]
+    rates["grading/crash_share"] = worst["crash_share"]
+    rates["grading/restarts"] = grown["restarts"]
+    return rates

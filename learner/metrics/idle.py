@@ -1,7 +1,7 @@
-"""Steps that taught nothing: none of their tokens could move the gradient.
+"""Detects steps that taught nothing: none of their tokens could move the gradient.
 
-One is no fault (a step whose groups all have equal rewards). Many in a row mean that the run leaves
-the model as it is, and does so without an error.
+One such step is not a fault (the groups may all have equal rewards). Many in a row mean that the run
+leaves the model unchanged, and does so without an error.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ from ...common.config import Config
 
 
 class Idle:
-    """Counts such steps in a row, and says why once they are too many.
+    """Counts such steps in a row, and says why once there are too many.
 
     Args:
-        config: The run's.
-        total_steps: Of the run: one that is shorter than ``learner.max_idle`` is idle as a whole.
+        config: the run's config.
+        total_steps: number of steps of the run; one that is shorter than ``learner.max_idle`` counts as
+            idle only as a whole.
     """
 
     def __init__(self, config: Config, total_steps: int) -> None:
         self._config = config
         self._most = max(1, min(config.learner.max_idle, total_steps))
         self.steps = 0
-        """In a row, up to now."""
+        """Number of such steps in a row up to now."""
         self.alarm = ""
         """What is wrong while the stretch lasts, else empty."""
 
     def saw(self, metrics: Mapping[str, float]) -> bool:
-        """Takes in the ``train/…`` metrics of one step; whether the stretch has just become too long."""
+        """Takes in the ``train/…`` metrics of a step; returns whether the stretch has just become too long."""
         rows, active = metrics.get("train/rows", 0.0), metrics.get("train/rows_active", 0.0)
-        # NaN is no 0: what isn't finite is another matter.
+        # NaN isn't 0: values that aren't finite are handled elsewhere.
         if active and metrics.get("train/grad_norm", 0.0) != 0:
             self.steps, self.alarm = 0, ""
             return False

@@ -1,4 +1,4 @@
-"""What the learner tells of alarms of the ratio check: in its log, and in its reports."""
+"""How the learner reports alarms of the ratio check: in its log, and in its reports."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ...common.ratio_check import PREFIX, alarm_of
 log = logging.getLogger("tandem.learner")
 
 AGAIN_SECONDS = 60.0
-"""Between two warnings of an alarm that goes on."""
+"""Least time between two warnings of an alarm that goes on."""
 
 
 class RatioAlarm:
-    """Keeps the alarm of the ratio check while one learner lives."""
+    """Keeps the alarm of the ratio check from one start of the learner to the next."""
 
     def __init__(self) -> None:
         self.text = ""
-        """The newest alarm, its step and how many there were; empty where there was none."""
+        """The newest alarm, with its step and the number of alarms; empty if there was none."""
         self._count = 0
         self._warned = -AGAIN_SECONDS
 
     def take(self, step: int, metrics: Mapping[str, float], *, warn: bool = True) -> str:
-        """The step's alarm; empty where it has none.
+        """The step's alarm; empty if it has none.
 
         Args:
-            step: Of the run.
-            metrics: Of its updates.
-            warn: Say so in the log; False where the step's end says it.
+            step: step of the run.
+            metrics: metrics of its updates.
+            warn: whether to log it; False if the end of the step reports it.
         """
         alarm = alarm_of(metrics)
         if not alarm:
@@ -47,5 +47,5 @@ class RatioAlarm:
 
 
 def ratios_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """``ratio/…`` alone."""
+    """The ``ratio/…`` metrics only."""
     return {name: value for name, value in metrics.items() if name.startswith(PREFIX)}

@@ -1,16 +1,15 @@
-"""A check of what was sampled: are the log-probs that the engines recorded those that the learner
-computes?
+"""Checks sampled log-probs: are those that the engines recorded the ones that the learner computes?
 
 Faults between a learner and its engines are silent: a temperature that isn't recorded, labels shifted
-by one, weights that weren't taken up. The ratio ρ = π_θ/μ shows them, where nothing else has moved it.
-So it is looked at on the first mini-batch of a step, before the step's first update, on the tokens of
-the least lag: at lag 0 the weights that sampled a token are those that score it, and log ρ is the
-noise of two implementations, which each dtype bounds.
+by one, weights that weren't loaded. The ratio ρ = π_θ/μ shows them, if nothing else has moved it. So
+it is examined for the first mini-batch of a step, before the step's first update, on the tokens with
+the least lag. At lag 0 the weights that sampled a token also score it, and log ρ is the noise of two
+implementations, for which each dtype has a bound.
 
 At a greater lag the policy has moved as well, and nothing says how far it should have. There the means
-are held against the run's own recent history: an alarm is a mean over :data:`MULTIPLE` times the
-greatest of the last :data:`HISTORY` at the same lag, plus :data:`MOVED` for each step of lag, which a
-policy that learns fast may move without a history.
+are compared with the run's own recent history: it is an alarm if a mean exceeds :data:`MULTIPLE` times
+the greatest of the last :data:`HISTORY` at the same lag, plus :data:`MOVED` for each step of lag, by
+which a policy that learns fast may move without a history.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ BOUNDS: Mapping[str, Mapping[str, float]] = {
     "float32": {"log_ratio": 2e-5, "log_ratio_p99": 1e-3, "k3": 1e-8, "k3_p99": 5e-7},
     "bfloat16": {"log_ratio": 0.1, "log_ratio_p99": 3.0, "k3": 0.2, "k3_p99": 2.0},
 }
-"""At lag 0, by the coarser dtype of learner and engines; nats. The miniature in a thousand updates has
-shown a twentieth of them at most in float32, and with engines in bfloat16, early on when it learns
-fastest, a third: means up to 0.03 and 0.06, percentiles up to 1.1 and 0.4."""
+"""Bounds at lag 0 in nats, by the less exact dtype of learner and engines. In a thousand updates the
+miniature has reached at most a twentieth of them in float32, and with engines in bfloat16, early on
+when it learns fastest, a third: means up to 0.03 and 0.06, percentiles up to 1.1 and 0.4."""
 MOVED: Mapping[str, float] = {"log_ratio": 0.1, "k3": 0.1}
-"""Figures that are held at a greater lag, and how far a step may move them without a history; nats."""
+"""Figures that are checked at a greater lag, and how far a step may move them without a history; nats."""
 FEW = 100
-"""Tokens without which a 99th percentile is but a greatest value, and isn't held."""
+"""Number of tokens below which a 99th percentile is just the greatest value, and isn't checked."""
 MULTIPLE = 10.0
-"""How far over the greatest recent value a mean may be at a greater lag."""
+"""Factor by which a mean may exceed the greatest recent value at a greater lag."""
 HISTORY = 20
-"""So many values at a lag are recent. One with an alarm isn't among them."""
+"""Number of values at a lag that count as recent. Values with an alarm aren't among them."""
 
 
 def measure(
@@ -55,18 +54,18 @@ def measure(
     *,
     whole_rows: bool = False,
 ) -> dict[str, float]:
-    """The figures of the own tokens of the least lag, over all ranks, whatever the micro-batches.
+    """Figures of the own tokens with the least lag, over all ranks, whatever the micro-batches.
 
-    ``lag`` and ``tokens`` say which they are of; ``log_ratio``, ``k3`` and their 99th percentiles are
-    in nats; ``ess`` is the effective sample size as a share, ``clipped`` the share at which the clip
-    decides (objectives with a clip). Empty where no token has a lag.
+    ``lag`` and ``tokens`` say which tokens they cover; ``log_ratio``, ``k3`` and their 99th percentiles
+    are in nats; ``ess`` is the effective sample size as a share, ``clipped`` the share at which the clip
+    decides (for objectives with a clip). Empty if no token has a lag.
 
     Args:
-        rows: Of this rank's micro-batches.
+        rows: rows of this rank's micro-batches.
         logprobs: ``[N]`` log π_θ of each.
-        objective: Says what is clipped.
-        whole_rows: Only rows whose own tokens are all of one version: others went on with keys and
-            values of the version before.
+        objective: knows what is clipped.
+        whole_rows: use only rows whose own tokens are all of one version: others continued with keys
+            and values of the version before.
     """
     seen = [_seen(r, p, objective, whole_rows) for r, p in zip(rows, logprobs, strict=True)]
     lag, ratios, clipped = (
@@ -85,7 +84,7 @@ def measure(
         ]
     )
     count = int(tokens)
-    found = {
+    figures = {
         "lag": least,
         "tokens": tokens,
         "log_ratio": size / tokens,
@@ -95,16 +94,16 @@ def measure(
         "ess": effective_sample_share(weight, square, tokens),
     }
     if objective.clips_own:
-        found["clipped"] = decided / tokens
-    return found
+        figures["clipped"] = decided / tokens
+    return figures
 
 
 def _seen(
     rows: Rows, logprobs: Tensor, objective: Objective, whole_rows: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``[n]`` lag, log ρ and whether the clip decides, of the own tokens that count, on the CPU.
+    """``[n]`` lag, log ρ and whether the clip decides, for the own tokens that count, on the CPU.
 
-    In float64: k3 of a log-ratio of 1e-6 is 5e-13, far under float32's rounding of 1.
+    In float64: k3 of a log-ratio of 1e-6 is 5e-13, far below float32's rounding of 1.
     """
     which = ~rows.expert & (rows.lag >= 0)
     if whole_rows:
@@ -119,11 +118,11 @@ def _seen(
 
 
 class RatioCheck:
-    """Holds each step's figures against their bounds. Every rank has the same.
+    """Compares each step's figures with their bounds. Every rank has the same.
 
     Args:
-        config: The run's.
-        objective: That is trained with.
+        config: the run's config.
+        objective: the objective of the training.
     """
 
     def __init__(self, config: Config, objective: Objective) -> None:
@@ -140,35 +139,35 @@ class RatioCheck:
     def look(
         self, rows: Sequence[Rows], logprobs: Sequence[Tensor], *, settled: bool = False
     ) -> tuple[dict[str, float], bool]:
-        """``ratio/…`` of a step, bounds and ``alarm`` among them (empty where it has no such tokens),
-        and whether the step is refused for them.
+        """``ratio/…`` figures of a step with bounds and ``alarm`` (empty if it has no such tokens), and
+        whether the step is refused because of them.
 
         Args:
-            rows: Of this rank's micro-batches of the step's first mini-batch.
-            logprobs: ``[N]`` of each, under the weights of the step's start.
-            settled: The step was made before: it isn't refused.
+            rows: rows of this rank's micro-batches in the step's first mini-batch.
+            logprobs: ``[N]`` log-probs of each, under the weights of the step's start.
+            settled: the step was made before, so it isn't refused.
         """
         if not self._possible:
             return {}, False
-        found = measure(rows, logprobs, self._objective, whole_rows=self._whole_rows)
-        if not found:
+        figures = measure(rows, logprobs, self._objective, whole_rows=self._whole_rows)
+        if not figures:
             return {}, False
-        told, alarm = self.hold(found)
+        bounded, alarm = self.hold(figures)
         refused = alarm and not settled and self._on_alarm != "tell"
-        return {PREFIX + name: value for name, value in told.items()}, refused
+        return {PREFIX + name: value for name, value in bounded.items()}, refused
 
-    def hold(self, found: Mapping[str, float]) -> tuple[dict[str, float], bool]:
+    def hold(self, figures: Mapping[str, float]) -> tuple[dict[str, float], bool]:
         """The figures of :func:`measure` with their bounds and ``alarm``, and whether it is one."""
-        lag, tokens = int(found["lag"]), found["tokens"]
+        lag, tokens = int(figures["lag"]), figures["tokens"]
         bounds = self._bounds(lag, tokens)
-        alarm = any(found[name] > bound for name, bound in bounds.items())
-        # Figures of log-probs that aren't numbers: the step is undone for those.
-        if lag and not alarm and all(math.isfinite(found[name]) for name in MOVED):
+        alarm = any(figures[name] > bound for name, bound in bounds.items())
+        # The log-probs aren't numbers, for which the step will be undone anyway.
+        if lag and not alarm and all(math.isfinite(figures[name]) for name in MOVED):
             for name in MOVED:
-                self._recent(lag, name).append(found[name])
-        told = {**found, **{f"{name}_bound": bound for name, bound in bounds.items()}}
-        told["alarm"] = float(alarm)
-        return told, alarm
+                self._recent(lag, name).append(figures[name])
+        bounded = {**figures, **{f"{name}_bound": bound for name, bound in bounds.items()}}
+        bounded["alarm"] = float(alarm)
+        return bounded, alarm
 
     def _bounds(self, lag: int, tokens: float) -> dict[str, float]:
         bounds = dict(self._floor)
@@ -181,7 +180,7 @@ class RatioCheck:
             }
         if tokens < FEW:
             bounds = {name: bound for name, bound in bounds.items() if name in MOVED}
-        # A mean of few tokens is noise: of a hundred it may be twice as large, of one eleven times.
+        # A mean over few tokens is noise: over a hundred it may be twice as large, over one eleven times.
         wide = 1 + 10 / math.sqrt(tokens)
         return {
             name: self._slack * bound * (wide if name in MOVED else 1.0)
@@ -192,8 +191,8 @@ class RatioCheck:
         return self._history.setdefault((lag, name), deque(maxlen=HISTORY))
 
     def state(self) -> dict[str, float]:
-        """The history, for a checkpoint: steps that are trained again from it are held against the
-        bounds that they had."""
+        """The history, for a checkpoint: steps that are trained again from it are compared with the same
+        bounds."""
         return {
             f"{PREFIX}{name}/{lag}/{place}": value
             for (lag, name), values in self._history.items()
@@ -201,7 +200,7 @@ class RatioCheck:
         }
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Inverse of :meth:`state`; a checkpoint of a run without it leaves no history."""
+        """The inverse of :meth:`state`; without it in the checkpoint there is no history."""
         self._history.clear()
         kept = [key.split("/") for key in state if key.startswith(PREFIX)]
         for _, name, lag, place in sorted(kept, key=lambda parts: int(parts[-1])):

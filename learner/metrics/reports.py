@@ -1,4 +1,4 @@
-"""What a step's groups were like: figures for metrics.jsonl and texts for samples.jsonl."""
+"""Reports on a step's groups: figures for metrics.jsonl and texts for samples.jsonl."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from ...common.records import FinishReason, Sample, Source, Verdict
 from ..losses.advantages import EQUAL_REWARDS
 from ..rows.groups import MixedGroup
 
-# Looked up once: an enum's members are slow to reach, and this runs for every sample.
+# Looked up once: an enum's members are slow to access, and this runs for every sample.
 _CORRECT = Verdict.CORRECT
 _TOLD = tuple(v for v in Verdict if v not in (Verdict.CORRECT, Verdict.WRONG))
 
 OLDEST_TOLD = 8
-"""The staleness histogram's last bin: samples of this age and older ones."""
+"""The staleness histogram's last bin, which counts samples of this age and older ones."""
 
 
 def describe(step: int, groups: Sequence[MixedGroup], *, compared: bool = True) -> dict[str, float]:
-    """``reward/…``, ``rollout/…`` and ``replay/…`` of a step.
+    """``reward/…``, ``rollout/…`` and ``replay/…`` figures of a step.
 
     ``reward/zero_variance`` is the share of groups without a signal (all rewards equal, expert
-    rows included), where the rows of a group are ``compared``; ``…_accuracy`` the same by accuracy
-    alone. ``rollout/entropy`` is the estimate −mean log μ over all own tokens. ``replay/staleness_…`` is in steps;
-    ``replay/staleness_share_<age>`` is the share of the own samples of that age (the last bin,
-    8, also holds the older ones), for every age up to the greatest of the step. Samples that gave
-    way to traces count among the own samples.
+    rows included), if the rows of a group are ``compared``; ``…_accuracy`` is the same by accuracy
+    alone. ``rollout/entropy`` is the estimate −mean log μ over all own tokens.
+    ``replay/staleness_…`` is in steps; ``replay/staleness_share_<age>`` is the share of the own
+    samples with that age (the last bin, 8, includes the older ones), for every age up to the
+    greatest of the step. Samples that traces have replaced count among the own samples.
     """
     sampled = [[*mixed.group.samples, *mixed.replaced] for mixed in groups]
     samples = [sample for members in sampled for sample in members]
     used = [trace for mixed in groups for trace in mixed.traces]
-    found: dict[str, float] = {
+    figures: dict[str, float] = {
         "replay/groups": float(len(groups)),
         "replay/expert_rows": float(len(used)),
     }
     if used:
-        found["replay/expert_length"] = _mean([len(trace.tokens) for trace in used])
+        figures["replay/expert_length"] = _mean([len(trace.tokens) for trace in used])
     if samples:
-        found |= _rewards(groups, samples) | _rollouts(sampled, samples)
+        figures |= _rewards(groups, samples) | _rollouts(sampled, samples)
         if not compared:
-            # A group of equal rewards, or of one row, teaches something all the same.
-            del found["reward/zero_variance"], found["reward/zero_variance_accuracy"]
-        found["replay/replaced_groups"] = _mean([bool(mixed.replaced) for mixed in groups])
+            # Without comparison, a group of equal rewards, or of one row, still teaches something.
+            del figures["reward/zero_variance"], figures["reward/zero_variance_accuracy"]
+        figures["replay/replaced_groups"] = _mean([bool(mixed.replaced) for mixed in groups])
         begun = [s for s in samples if len(s.source) and s.source[0] == Source.EXPERT]
         if begun:
-            found["replay/prefixed_rows"] = float(len(begun))
+            figures["replay/prefixed_rows"] = float(len(begun))
             shares = [float((s.source == Source.EXPERT).mean()) for s in begun]
-            found["replay/prefix_share"] = _mean(shares)
+            figures["replay/prefix_share"] = _mean(shares)
         ages = [
             step - 1 - oldest for sample in samples if (oldest := sample.oldest_step) is not None
         ]
         if ages:
-            found["replay/staleness_mean"] = _mean(ages)
-            found["replay/staleness_max"] = float(max(ages))
-            found |= _histogram(ages)
-    return found
+            figures["replay/staleness_mean"] = _mean(ages)
+            figures["replay/staleness_max"] = float(max(ages))
+            figures |= _histogram(ages)
+    return figures
 
 
 def _histogram(ages: Sequence[int]) -> dict[str, float]:
@@ -71,16 +71,16 @@ def _rewards(groups: Sequence[MixedGroup], samples: Sequence[Sample]) -> dict[st
     counted = [s for s in samples if s.has_verdict]
     found = {"reward/graded": len(counted) / len(samples)}
     if counted:
-        found["reward/mean"] = _mean([s.reward for s in counted])
-        found["reward/accuracy"] = _mean([s.verdict is _CORRECT for s in counted])
+        figures["reward/mean"] = _mean([s.reward for s in counted])
+        figures["reward/accuracy"] = _mean([s.verdict is _CORRECT for s in counted])
         for name in dict.fromkeys(name for s in counted for name in s.components):
             values = [s.components[name] for s in counted if s.components.get(name) is not None]
             if values and name != "accuracy":
-                found[f"reward/{name}"] = _mean(values)
+                figures[f"reward/{name}"] = _mean(values)
     verdicts = [s.verdict for s in samples]
     for verdict in _TOLD:
         if verdict in verdicts:
-            found[f"reward/verdict_{verdict.value}"] = verdicts.count(verdict) / len(verdicts)
+            figures[f"reward/verdict_{verdict.value}"] = verdicts.count(verdict) / len(verdicts)
     equal, equal_accuracy, solved, unsolved = [], [], [], []
     for mixed in groups:
         own, experts = [s for s in mixed.group.samples if s.has_verdict], mixed.traces
@@ -92,7 +92,7 @@ def _rewards(groups: Sequence[MixedGroup], samples: Sequence[Sample]) -> dict[st
         equal_accuracy.append(len(set(both)) <= 1)
         solved.append(bool(right) and all(right))
         unsolved.append(not any(right))
-    return found | {
+    return figures | {
         "reward/zero_variance": _mean(equal),
         "reward/zero_variance_accuracy": _mean(equal_accuracy),
         "reward/solved_all": _mean(solved),
@@ -107,7 +107,7 @@ def _rollouts(groups: Sequence[Sequence[Sample]], samples: Sequence[Sample]) -> 
     ended = [s.finish_reason for s in samples]
     late = FinishReason.DEADLINE
     partial = [any(s.finish_reason is late for s in members) for members in groups]
-    found = {
+    figures = {
         "rollout/length_mean": _mean(lengths),
         "rollout/length_max": float(max(lengths)),
         "rollout/truncated": ended.count(FinishReason.LENGTH) / len(ended),
@@ -116,12 +116,12 @@ def _rollouts(groups: Sequence[Sequence[Sample]], samples: Sequence[Sample]) -> 
         "rollout/tokens": float(sum(lengths)),
     }
     if len(logprobs):
-        found["rollout/entropy"] = -float(logprobs.mean())
-    return found
+        figures["rollout/entropy"] = -float(logprobs.mean())
+    return figures
 
 
 def text_of(step: int, mixed: MixedGroup) -> dict[str, Any]:
-    """A group of a step as a record of samples.jsonl."""
+    """A group of a step as a record for samples.jsonl."""
     group = mixed.group
     rows: list[dict[str, Any]] = [
         {
@@ -134,7 +134,7 @@ def text_of(step: int, mixed: MixedGroup) -> dict[str, Any]:
             "extracted": sample.extracted,
             "components": dict(sample.components),
             "versions": [f"{s.term}.{s.step}" for s in sample.spans],
-            # It gave way to a trace, and wasn't trained on.
+            # A trace has replaced it, so it wasn't trained on.
             **({"replaced": True} if gone else {}),
         }
         for samples, gone in ((group.samples, False), (mixed.replaced, True))

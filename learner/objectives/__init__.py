@@ -1,7 +1,7 @@
 """The objectives: statistics of a batch plus an additive loss over its rows.
 
-:mod:`.base` has the contract and the registry; the others have the objectives by family. Names,
-equations, sources and the settings that each reads: :mod:`tandem.common.objectives`, of which
+:mod:`.base` has the contract and the registry; the other modules have the objectives by family. Names,
+equations, sources and the settings that each reads are in :mod:`tandem.common.objectives`, from which
 ``docs/objectives.md`` is made.
 """
 

@@ -1,11 +1,11 @@
 """The contract of an objective, and the registry.
 
-An :class:`Objective` is a pure function of tensors in two parts. ``statistics`` sums up what the
-denominators need, over all rows of an update, without gradient. ``loss`` gives the part of the
-loss that some of the rows make, so that the parts of any split add up to the same loss and
-gradient. A split never goes through a ``unit``.
+An :class:`Objective` is a pure function of tensors in two parts. ``statistics`` sums what the
+denominators need, over all rows of an update, without gradient. ``loss`` returns the contribution of
+some of the rows, so that the parts of any split add up to the same loss and gradient. A split never
+goes through a ``unit``.
 
-A new one is a function or class with a ``@register("name")`` and an entry in
+A new objective is a function or class with a ``@register("name")`` and an entry in
 :mod:`tandem.common.objectives`; a user's own is named in the config by its import path,
 ``package.module:function`` or ``package.module:Class``.
 """
@@ -36,8 +36,8 @@ from ..losses.finite import finite
 from ..rows.rows import Rows
 
 Column = Literal["behaviour", "proximal", "reference", "values", "current"]
-"""What the trainer fills in besides the rows themselves; ``current`` means that ``statistics``
-wants ``rows.logprobs`` (one pass without gradient)."""
+"""Columns that the trainer fills in besides the rows themselves; ``current`` means that
+``statistics`` needs ``rows.logprobs`` (one pass without gradient)."""
 Unit = Literal["row", "pair", "group"]
 Sums = dict[str, Tensor]
 """Detached sums for the metrics, additive over units."""
@@ -47,16 +47,16 @@ class Objective(ABC):
     """One training objective; see the module."""
 
     unit: ClassVar[Unit] = "row"
-    """What no micro-batch, mini-batch or rank splits."""
+    """The unit that no micro-batch, mini-batch or rank splits."""
     columns: frozenset[Column] = frozenset({"behaviour"})
-    """What the trainer has to fill in."""
+    """Columns that the trainer has to fill in."""
     clips_own: ClassVar[bool] = False
-    """Whether a clip may decide about own tokens: see :meth:`clipped`."""
+    """Whether a clip may decide about own tokens, see :meth:`clipped`."""
     plain_temperature: ClassVar[frozenset[Literal["own", "expert"]]] = frozenset()
     """Sources whose tokens are scored at temperature 1 rather than at the sample's (SFT,
     preference losses)."""
     kind: ClassVar[type[ObjectiveConfig]] = OwnObjective
-    """Of the settings: what a built-in name reads."""
+    """Class of the settings that a built-in name reads."""
     expert_negative: bool = False
     """Whether expert tokens with A < 0 stay in the loss: ``expert.negative``."""
 
@@ -74,14 +74,12 @@ class Objective(ABC):
         return settings.entropy_coefficient != 0 or stepped
 
     def active(self, rows: Rows) -> Tensor:
-        """``[R]`` bool: rows that can move the gradient. The others need no forward pass.
-
-        They still count in ``statistics``.
-        """
+        """``[R]`` bool: rows that can move the gradient. The others need no forward pass, but still
+        count in ``statistics``."""
         return torch.ones(rows.count, dtype=torch.bool, device=rows.advantages.device)
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
-        """Scalars that are summed over all rows of the update, then handed to every loss.
+        """Scalars that are summed over all rows of the update and then passed to every loss.
 
         Additive over units; float64; no gradient.
         """
@@ -89,26 +87,26 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
-        """The part of the update's loss that these rows make, and sums for the metrics.
+        """The contribution of these rows to the update's loss, and sums for the metrics.
 
         Args:
-            rows: Whole units, with ``logprobs`` filled in.
-            scalars: The sums of :meth:`statistics` over the update; ``width``: configured response
-                length; ``constant``: that × nominal rows of the update; ``step``: of the ledger,
-                from 1; ``entropy_coefficient`` and ``kl_coefficient`` where they have moved.
+            rows: whole units, with ``logprobs`` filled in.
+            scalars: the sums of :meth:`statistics` over the update; ``width``: configured response
+                length; ``constant``: that × nominal rows of the update; ``step``: step of the ledger,
+                from 1; ``entropy_coefficient`` and ``kl_coefficient`` if they have moved.
 
         Returns:
-            A scalar with gradient, additive over units, and detached sums, additive too.
+            A scalar with gradient, additive over units, and detached sums, also additive.
 
         Raises:
             NonFiniteError: a log-prob that counts is infinite or NaN.
         """
 
     def clipped(self, rows: Rows, log_ratios: Tensor) -> Tensor:
-        """``[N]`` bool: tokens at whose ratio to the behaviour policy a clip decides.
+        """``[N]`` bool: tokens for which a clip on their ratio to the behaviour policy decides.
 
         Args:
-            rows: Without ``logprobs``.
+            rows: rows without ``logprobs``.
             log_ratios: ``[N]`` log π_θ/μ.
         """
         return torch.zeros_like(rows.expert)
@@ -119,7 +117,7 @@ class Objective(ABC):
 
 
 def where(mask: Tensor, values: Tensor) -> Tensor:
-    """Values where the mask is on, else 0, with no gradient and no NaN from the others."""
+    """The values where the mask is on, else 0, with no gradient and no NaN from the others."""
     return torch.where(mask, values, torch.zeros_like(values))
 
 
@@ -141,8 +139,8 @@ LossFunction = Callable[[Rows, Mapping[str, float], OwnObjective], "Tensor | tup
 class FunctionObjective(Objective):
     """An objective that is one function ``loss(rows, scalars, settings)``.
 
-    Attributes of the function with the names of the class's (``unit``, ``columns``,
-    ``plain_temperature``, ``statistics(rows)``) are taken over.
+    Attributes of the function with the same names as the class's (``unit``, ``columns``,
+    ``plain_temperature``, ``statistics(rows)``) are adopted.
     """
 
     def __init__(self, settings: ObjectiveConfig, function: Any) -> None:
@@ -150,18 +148,18 @@ class FunctionObjective(Objective):
         self.function = function
         self.columns = frozenset(getattr(function, "columns", {"behaviour"}))
         self._statistics = getattr(function, "statistics", None)
-        # On the instance: every function has its own.
+        # Set on the instance, since every function has its own.
         for name in ("unit", "plain_temperature"):
             if hasattr(function, name):
                 setattr(self, name, getattr(function, name))
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
-        found = super().statistics(rows)
-        return found if self._statistics is None else found | self._statistics(rows)
+        sums = super().statistics(rows)
+        return sums if self._statistics is None else sums | self._statistics(rows)
 
     def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
-        found = self.function(rows, scalars, self.settings)
-        return found if isinstance(found, tuple) else (found, {})
+        result = self.function(rows, scalars, self.settings)
+        return result if isinstance(result, tuple) else (result, {})
 
 
 REGISTRY: dict[str, Any] = {}
@@ -169,16 +167,16 @@ REGISTRY: dict[str, Any] = {}
 
 
 def register(name: str) -> Callable[[Any], Any]:
-    """Decorator of a class or function: the objective's name in the config."""
+    """Decorator that gives a class or function its name in the config."""
 
-    def add(found: Any) -> Any:
+    def add(entry: Any) -> Any:
         if name not in OBJECTIVES:
             raise ValueError(f"{name} isn't a name of common/objectives")
-        if REGISTRY.setdefault(name, found) is not found:
+        if REGISTRY.setdefault(name, entry) is not entry:
             raise ValueError(f"{name} is already the name of another objective")
-        if isinstance(found, type) and issubclass(found, Objective):
-            found.kind = OBJECTIVES[name]
-        return found
+        if isinstance(entry, type) and issubclass(entry, Objective):
+            entry.kind = OBJECTIVES[name]
+        return entry
 
     return add
 
@@ -190,41 +188,39 @@ def make(
     expert_negative: bool = False,
     **changes: Any,
 ) -> Objective:
-    """The objective of that name, or at that import path.
+    """The objective with that name, or at that import path.
 
     Args:
-        name: Built in, or an import path.
-        settings: The keys that it reads; None = those of the name, with the changes.
-        expert_negative: See :attr:`Objective.expert_negative`.
-        changes: Keys whose values aren't the name's own.
+        name: a built-in name, or an import path.
+        settings: the keys that it reads; None = those of the name, with the changes.
+        expert_negative: see :attr:`Objective.expert_negative`.
+        changes: keys whose values differ from the name's own.
 
     Raises:
         ConfigError: there is none.
     """
     if settings is None:
         settings = kind_of(name)(name=name, **changes)
-    found = REGISTRY.get(name)
-    if found is None:
-        found = _imported(name)
+    entry = REGISTRY.get(name)
+    if entry is None:
+        entry = _imported(name)
     made: Objective
-    if isinstance(found, type):
-        made = found(_settings_of(found, settings))
+    if isinstance(entry, type):
+        made = entry(_settings_of(entry, settings))
     else:
-        made = FunctionObjective(settings, found)
+        made = FunctionObjective(settings, entry)
     made.expert_negative = expert_negative
     return made
 
 
-def _settings_of(found: type[Objective], settings: ObjectiveConfig) -> ObjectiveConfig:
-    """A user's class that derives from a built-in one reads the keys of that one too, which stand in
-    ``params``."""
-    if not isinstance(settings, OwnObjective) or found.kind is OwnObjective:
+def _settings_of(kind: type[Objective], settings: ObjectiveConfig) -> ObjectiveConfig:
+    """The settings of a user's class that derives from a built-in one: it also reads the built-in one's
+    keys, which are in ``params``."""
+    if not isinstance(settings, OwnObjective) or kind.kind is OwnObjective:
         return settings
-    both = make_dataclass(
-        "Derived", (), bases=(found.kind, OwnObjective), frozen=True, kw_only=True
-    )
+    both = make_dataclass("Derived", (), bases=(kind.kind, OwnObjective), frozen=True, kw_only=True)
     values = {one.name: getattr(settings, one.name) for one in fields(settings)}
-    keys = set(reads(found.kind)).intersection(settings.params)
+    keys = set(reads(kind.kind)).intersection(settings.params)
     derived: ObjectiveConfig = both(**values | {key: settings.params[key] for key in keys})
     return derived
 

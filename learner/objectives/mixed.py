@@ -58,38 +58,38 @@ class LuffyCode(Luffy):
             self.columns = self.columns | {"current"}
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
-        found = super().statistics(rows)
+        sums = super().statistics(rows)
         most = self.settings.max_probability
         if most is None or rows.logprobs is None:
-            return found
+            return sums
         kept = rows.logprobs.detach().exp() <= most
-        found["own_tokens"] = (kept & ~rows.expert).sum().double()
-        found["expert_tokens"] = (kept & rows.expert).sum().double()
-        return found
+        sums["own_tokens"] = (kept & ~rows.expert).sum().double()
+        sums["expert_tokens"] = (kept & rows.expert).sum().double()
+        return sums
 
 
 @register("exgrpo")
 class ExGrpo(Luffy):
     """``(1 − ρ) J(fresh groups) + ρ J(groups with a replayed success)``.
 
-    A group counts as replayed if one of its rows is an expert's: there its own past successes stand,
-    with their recorded log-probs. Where only one kind is there, that one has the whole weight.
+    A group counts as replayed if one of its rows is an expert's: these rows are its own past successes,
+    with their recorded log-probs. If there is only one kind of group, it has the whole weight.
     """
 
     settings: experts.ExGrpo
     unit: ClassVar[Unit] = "group"
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
-        found = super().statistics(rows)
+        sums = super().statistics(rows)
         replayed = self._replayed(rows)
         for name, kind in (("fresh", ~replayed), ("replayed", replayed)):
             tokens = rows.by_token(kind)
             part = counts(rows.row[tokens], rows.expert[tokens], rows.count)
-            found |= {f"{name}_{key}": value for key, value in part.items()}
-            found[f"{name}_groups"] = torch.unique(rows.group[kind]).numel() * torch.ones(
+            sums |= {f"{name}_{key}": value for key, value in part.items()}
+            sums[f"{name}_groups"] = torch.unique(rows.group[kind]).numel() * torch.ones(
                 (), dtype=torch.float64
             )
-        return found
+        return sums
 
     def _replayed(self, rows: Rows) -> Tensor:
         """``[R]`` bool: rows of groups with an expert row."""
@@ -186,12 +186,12 @@ class Srft(Luffy):
         return ~rows.masked
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
-        found = super().statistics(rows)
+        sums = super().statistics(rows)
         if rows.entropy is not None:
             entropy = rows.entropy.detach()
-            found["entropy_own"] = where(~rows.expert, entropy).sum().double()
-            found["entropy_expert"] = where(rows.expert, entropy).sum().double()
-        return found
+            sums["entropy_own"] = where(~rows.expert, entropy).sum().double()
+            sums["entropy_expert"] = where(rows.expert, entropy).sum().double()
+        return sums
 
     def own_losses(
         self, rows: Rows, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, own: Tensor
@@ -248,8 +248,8 @@ class PrefixRft(PolicyGradient):
 
 
 def most_uncertain(entropy: Tensor, among: Tensor, row: Tensor, rows: int, share: float) -> Tensor:
-    """``[N]`` bool: in each row the ``⌈share · n⌉`` of its n tokens among these with the greatest
-    entropy; of equal ones the first."""
+    """``[N]`` bool: in each row, the ``⌈share · n⌉`` with the greatest entropy among its n marked tokens;
+    of equal ones, the first."""
     order = torch.argsort(torch.where(among, -entropy, torch.inf), stable=True)
     order = order[torch.argsort(row[order], stable=True)]
     sizes = torch.bincount(row, minlength=rows)

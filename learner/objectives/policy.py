@@ -1,4 +1,4 @@
-"""Policy gradients on own tokens: what all of them share, and the plain ones."""
+"""Policy gradients on own tokens: what they all share, and the plain ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .base import Objective, Sums, register, scored, where
 class PolicyGradient(Objective):
     """``L = agg(ℓ_own) + agg(ℓ_expert) − c_H mean(H) + β agg(KL)``.
 
-    A subclass says what an own token costs (:meth:`own_losses`) and what an expert token costs
+    A subclass defines the loss of an own token (:meth:`own_losses`) and of an expert token
     (:meth:`expert_losses`). Advantages, masks and denominators: :mod:`tandem.learner.losses.advantages`,
     :mod:`tandem.learner.losses.aggregation`.
     """
@@ -58,26 +58,26 @@ class PolicyGradient(Objective):
         return (rows.advantages != 0) & ~rows.masked
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
-        found = super().statistics(rows)
+        sums = super().statistics(rows)
         if self.needs_entropy and "current" in self.columns and rows.entropy is not None:
             over = self._entropy_mask(rows)
-            found["entropy_sum"] = where(over, rows.entropy.detach()).sum().double()
-            found["entropy_tokens"] = over.sum().double()
-        return found
+            sums["entropy_sum"] = where(over, rows.entropy.detach()).sum().double()
+            sums["entropy_tokens"] = over.sum().double()
+        return sums
 
-    # What a subclass says.
+    # For subclasses to define.
 
     def own_losses(
         self, rows: Rows, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, own: Tensor
     ) -> Tensor:
-        """``[N]`` loss of each own token (anything at the others, but finite).
+        """``[N]`` loss of each own token (for other tokens any finite value).
 
         Args:
-            rows: All columns.
-            logprobs: ``[N]`` log π_θ of own tokens, 0 at the others.
-            behaviour: ``[N]`` log μ likewise.
-            advantages: ``[N]``
-            own: ``[N]`` bool.
+            rows: rows with all columns.
+            logprobs: ``[N]`` log π_θ of own tokens, 0 for the others.
+            behaviour: ``[N]`` log μ of own tokens, 0 for the others.
+            advantages: ``[N]`` advantages.
+            own: ``[N]`` bool, own tokens.
         """
         settings = self.settings
         if isinstance(settings, Clipped) and settings.own_shaping != "none":
@@ -95,23 +95,23 @@ class PolicyGradient(Objective):
     def expert_losses(
         self, rows: Rows, logprobs: Tensor, advantages: Tensor, expert: Tensor
     ) -> tuple[Tensor, Tensor | None] | None:
-        """``[N]`` loss of each expert token (anything at the others, but finite), and its weight
-        for the metrics; None = expert tokens stay out."""
+        """``[N]`` loss of each expert token (for other tokens any finite value), and its weight for the
+        metrics; None = expert tokens are left out."""
         return None
 
     def expert_mask(self, rows: Rows, advantages: Tensor) -> Tensor:
         """``[N]`` bool: expert tokens in the loss.
 
-        Those with A < 0 would push the expert's own text down; they leave unless told otherwise.
+        Those with A < 0 would make the expert's own text less likely; they are left out by default.
         """
         kept = rows.expert & ~rows.by_token(rows.masked)
         return kept if self.expert_negative else kept & (advantages >= 0)
 
-    # What they share.
+    # Shared by all.
 
     @property
     def clips(self) -> dict[str, float | None]:
-        """Keyword arguments of the clipped surrogate; None where the objective has no such key."""
+        """Keyword arguments of the clipped surrogate; None if the objective has no such key."""
         settings = self.settings
         return {
             "clip_low": settings.clip_low if isinstance(settings, Clip) else None,
@@ -132,7 +132,7 @@ class PolicyGradient(Objective):
         losses = self.own_losses(rows, logprobs, behaviour, own_advantages, own)
         counted = self._likely_left_out(rows, own)
         own_losses = where(counted, losses)
-        # Checked above, where the loss was made of them.
+        # Checked above, where the loss was computed from them.
         ratios = clamped(logprobs.detach() - widened(behaviour))
         sums = self._clip_sums(ratios, per_token, own)
         total = self.aggregate(rows, own_losses, scalars)
@@ -151,7 +151,7 @@ class PolicyGradient(Objective):
         return total, sums
 
     def token_advantages(self, rows: Rows) -> Tensor:
-        """``[N]`` in the log-probs' dtype (float32 for bf16): per token where there are such."""
+        """``[N]`` advantages in the log-probs' dtype (float32 for bf16): per token if there are such."""
         assert rows.logprobs is not None
         dtype = widened(rows.logprobs).dtype
         if rows.token_advantages is not None:
@@ -170,7 +170,7 @@ class PolicyGradient(Objective):
         )
 
     def _likely_left_out(self, rows: Rows, mask: Tensor) -> Tensor:
-        """Tokens that are likelier than ``max_probability`` leave; denominators keep them."""
+        """Removes tokens that are more likely than ``max_probability``; denominators keep them."""
         most = self.settings.max_probability
         if most is None:
             return mask
@@ -188,10 +188,10 @@ class PolicyGradient(Objective):
         settings = self.settings
         weight = settings.expert_advantage_weight if isinstance(settings, ExpertWeight) else 1.0
         advantages = _scaled(per_token, weight)
-        found = self.expert_losses(rows, widened(scored(rows, expert)), advantages, expert)
-        if found is None:
+        expert_part = self.expert_losses(rows, widened(scored(rows, expert)), advantages, expert)
+        if expert_part is None:
             return None
-        losses, weights = found
+        losses, weights = expert_part
         counted = self._likely_left_out(rows, expert)
         part = self.aggregate(rows, where(counted, losses), scalars)
         sums["loss_expert"] = part.detach()
@@ -271,18 +271,18 @@ class PolicyGradient(Objective):
         }
 
     def report(self, sums: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
-        found = {
+        metrics = {
             "clip_fraction_positive": sums["clipped_positive"] / max(sums["positive"], 1.0),
             "clip_fraction_negative": sums["clipped_negative"] / max(sums["negative"], 1.0),
             "clip_fraction_dual": sums["clipped_dual"] / max(sums["negative"], 1.0),
         }
         if "expert_weighted" in sums:
-            found["expert_weight"] = sums["expert_weight"] / max(sums["expert_weighted"], 1.0)
+            metrics["expert_weight"] = sums["expert_weight"] / max(sums["expert_weighted"], 1.0)
         if "corrected" in sums:
             tokens = max(scalars["own_tokens"], 1.0)
-            found["correction_weight"] = sums["correction_weight"] / tokens
-            found["corrected"] = sums["corrected"] / tokens
-        return {**found, **{k: v for k, v in sums.items() if k.startswith("loss_")}}
+            metrics["correction_weight"] = sums["correction_weight"] / tokens
+            metrics["corrected"] = sums["corrected"] / tokens
+        return {**metrics, **{k: v for k, v in sums.items() if k.startswith("loss_")}}
 
 
 def _scaled(advantages: Tensor, factor: float) -> Tensor:
@@ -303,7 +303,7 @@ class Grpo(PolicyGradient):
 @register("reinforce")
 @register("reinforce_baseline")
 class Reinforce(PolicyGradient):
-    """``−A log π_θ``: no ratio, so the samples must be the present policy's."""
+    """``−A log π_θ``: without a ratio, so the samples must be the current policy's."""
 
     def own_losses(
         self, rows: Rows, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, own: Tensor
@@ -355,7 +355,7 @@ class Cispo(PolicyGradient):
 @register("icepop")
 @register("mis")
 class Corrected(PolicyGradient):
-    """``−sg(w(π_θ/μ)) A log π_θ`` with w truncated or masked out of its bounds."""
+    """``−sg(w(π_θ/μ)) A log π_θ`` with w truncated, or masked if out of bounds."""
 
     settings: Weighed
 
@@ -398,8 +398,8 @@ class Corrected(PolicyGradient):
         total, sums = super().loss(rows, scalars)
         own = ~rows.expert & ~rows.by_token(rows.masked)
         anchor = self.anchor(rows, own)
-        _, told = self.weights(rows, anchor, where(own, rows.behaviour), own)
-        return total, sums | told
+        _, correction_sums = self.weights(rows, anchor, where(own, rows.behaviour), own)
+        return total, sums | correction_sums
 
     def anchor(self, rows: Rows, own: Tensor) -> Tensor:
         """``[N]`` detached log-probs whose ratio to μ is the weight."""

@@ -1,7 +1,7 @@
 """Preference losses over the rows of groups: the better answers against the worse ones.
 
-Every pair of a group's rows with different rewards counts
-(:func:`tandem.learner.losses.preferences.pairs_of_groups`), expert traces among them. All tokens are scored at temperature 1.
+Every pair of a group's rows with different rewards counts, including expert traces
+(:func:`tandem.learner.losses.preferences.pairs_of_groups`). All tokens are scored at temperature 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .base import Objective, Sums, Unit, register, scored, where
 
 
 class Preference(Objective):
-    """What they share: sums and means of row log-probs, pairs, metrics."""
+    """What these losses share: sums and means of row log-probs, pairs, metrics."""
 
     settings: Beta
     unit: ClassVar[Unit] = "group"
@@ -36,22 +36,22 @@ class Preference(Objective):
         return active
 
     def pairs(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """``[P]`` rows chosen and rejected; masked rows are in none."""
+        """``[P]`` chosen and rejected rows; masked rows are in no pair."""
         kept = torch.nonzero(~rows.masked & (rows.lengths > 0)).squeeze(1)
         chosen, rejected = pairs_of_groups(rows.rewards[kept], rows.group[kept])
         return kept[chosen], kept[rejected]
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
-        found = counts(rows.row, rows.expert, rows.count)
-        found["pairs"] = torch.tensor(float(len(self.pairs(rows)[0])), dtype=torch.float64)
-        return found
+        sums = counts(rows.row, rows.expert, rows.count)
+        sums["pairs"] = torch.tensor(float(len(self.pairs(rows)[0])), dtype=torch.float64)
+        return sums
 
     def row_sums(self, rows: Rows, which: Tensor) -> Tensor:
         """``[R]`` sums of log π_θ over the tokens of these rows, 0 for the others."""
         return rows.by_row(widened(scored(rows, self._tokens(rows, which))))
 
     def reference_sums(self, rows: Rows, which: Tensor) -> Tensor:
-        """``[R]`` likewise of log π_ref."""
+        """``[R]`` sums of log π_ref over the tokens of these rows, 0 for the others."""
         if rows.reference is None:
             raise ConfigError(
                 f"{type(self).__name__.lower()} needs the log-probs of a reference: rows.reference"
@@ -111,7 +111,7 @@ class Dpo(Preference):
 
 @register("cpo")
 class Cpo(Preference):
-    """As DPO with a uniform reference, plus the chosen answers' cross entropy."""
+    """Like DPO with a uniform reference, plus the chosen answers' cross entropy."""
 
     settings: preferences.Cpo
     columns = frozenset()
@@ -131,7 +131,7 @@ class Cpo(Preference):
 
 @register("orpo")
 class Orpo(Preference):
-    """Cross entropy of the chosen answers plus a term of the log-odds."""
+    """Cross entropy of the chosen answers plus a log-odds term."""
 
     columns = frozenset()
 
@@ -144,9 +144,9 @@ class Orpo(Preference):
 
 @register("kto")
 class Kto(Preference):
-    """Single rows, desirable where A > 0, against z₀, the update's KL to the reference.
+    """Single rows, desirable if A > 0, compared with z₀, the update's KL to the reference.
 
-    z₀ = max(0, mean over own rows of Σ_t log π_θ/π_ref): those are the policy's own samples, so no
+    z₀ = max(0, mean over own rows of Σ_t log π_θ/π_ref): own rows are the policy's own samples, so no
     second pass over mismatched answers is needed.
     """
 
@@ -158,15 +158,15 @@ class Kto(Preference):
         return ~rows.masked & (rows.advantages != 0)
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
-        found = counts(rows.row, rows.expert, rows.count)
-        found["pairs"] = self.active(rows).sum().double()
+        sums = counts(rows.row, rows.expert, rows.count)
+        sums["pairs"] = self.active(rows).sum().double()
         own = ~rows.expert_row & ~rows.masked
-        found["kto_rows"] = own.sum().double()
+        sums["kto_rows"] = own.sum().double()
         if rows.logprobs is not None and rows.reference is not None:
             gain = widened(rows.logprobs.detach()) - widened(rows.reference.detach())
             per_row = rows.by_row(where(rows.by_token(own), gain).double())
-            found["kto_gain"] = per_row.sum()
-        return found
+            sums["kto_gain"] = per_row.sum()
+        return sums
 
     def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
         which = torch.nonzero(self.active(rows)).squeeze(1)

@@ -27,11 +27,11 @@ class Sft(Objective):
         return rows.expert_row & ~rows.masked
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
-        found = counts(rows.row, rows.expert, rows.count)
-        # Own rows are no data of this objective, so they count in no denominator.
-        found["own_tokens"] = torch.zeros_like(found["own_tokens"])
-        found["sequences"] = rows.expert_row.sum().to(torch.float64)
-        return found
+        sums = counts(rows.row, rows.expert, rows.count)
+        # Own rows are no data for this objective, so they count in no denominator.
+        sums["own_tokens"] = torch.zeros_like(sums["own_tokens"])
+        sums["sequences"] = rows.expert_row.sum().to(torch.float64)
+        return sums
 
     def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
         kept = rows.expert & ~rows.by_token(rows.masked)

@@ -1,7 +1,7 @@
-"""What published code has and no run calls, for reproducing its numbers one batch at a time.
+"""Published code that no run calls, for reproducing its numbers one batch at a time.
 
 LUFFY's loss on padded tensors ``[B, T]`` with its metrics and its learned temperature, and ExGRPO's
-buckets. Training goes by the objectives ``luffy_code`` and ``luffy_paper``, whose denominators are
+buckets. Training uses the objectives ``luffy_code`` and ``luffy_paper``, whose denominators are
 global over an update.
 """
 
@@ -24,7 +24,7 @@ class MixedLoss:
     """A loss, and what the published code logs beside it (detached scalars)."""
 
     loss: Tensor
-    """With gradient."""
+    """The loss, with gradient."""
     own_loss: Tensor
     """Mean over own tokens (on_pg_loss)."""
     expert_loss: Tensor
@@ -40,9 +40,9 @@ class MixedLoss:
     expert_probability: Tensor
     """Mean π_θ of expert tokens (off_policy_prob)."""
     at_most: Tensor
-    """Share of expert tokens whose weight is at its greatest (off_ratio_max_clip_frac)."""
+    """Share of expert tokens whose weight is at its upper bound (off_ratio_max_clip_frac)."""
     at_least: Tensor
-    """Share of them at its least (off_ratio_min_clip_frac)."""
+    """Share of expert tokens whose weight is at its lower bound (off_ratio_min_clip_frac)."""
 
 
 def mixed_policy_loss(
@@ -77,7 +77,7 @@ def mixed_policy_loss(
         mask: ``[B, T]`` tokens of responses.
         expert: ``[B, T]`` bool, tokens of an expert's prefix.
         clip_low: PPO clip of own tokens; None = no clip (loss_remove_clip).
-        clip_high: Likewise above.
+        clip_high: the same above.
         own_shaping: on_policy_reshape.
         own_coefficient: c of it (1 for ``logp``, on_policy_reshape_weight for ``p_logp``).
         shaping: off_policy_reshape.
@@ -148,9 +148,9 @@ def supervised_multitask_loss(
     """``c · mean over the expert rows' tokens of −log π`` (sft multitask); 0 without such rows.
 
     Args:
-        logprobs: ``[B, T]``
-        mask: ``[B, T]``
-        expert_rows: ``[B]`` bool.
+        logprobs: ``[B, T]`` log π_θ.
+        mask: ``[B, T]`` tokens of responses.
+        expert_rows: ``[B]`` bool, expert rows.
         coefficient: c.
     """
     return coefficient * masked_mean(-logprobs, mask.bool() & expert_rows.bool()[:, None])

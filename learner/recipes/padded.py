@@ -1,8 +1,8 @@
-"""The losses once more on padded tensors ``[B, T]``, as papers and exercises write them.
+"""The losses on padded tensors ``[B, T]``, as papers and exercises write them.
 
-One function for each step of a plain GRPO loop. The trainer's objectives
+There is one function for each step of a plain GRPO loop. The trainer's objectives
 (:mod:`tandem.learner.objectives`) compute the same on flat tokens with denominators that are global
-over an update; the ones here take the micro-batch for the whole.
+over an update; the functions here treat the micro-batch as the whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..losses.ratios import cispo, clamped, clip_surrogate, log_ratio
 from .sequences import Tokenizer, masked_mean, masked_sum, response_log_probs, tokenize_pairs
 
 RewardFunction = Callable[[str, str], Mapping[str, float]]
-"""Response and gold answer to named rewards, ``reward`` among them."""
+"""Takes a response and a gold answer; returns named rewards, ``reward`` among them."""
 Method = Literal["none", "noclip", "grpo", "gspo", "cispo"]
 """How off-policy tokens are weighted; see :func:`policy_gradient_losses`."""
 
@@ -104,12 +104,12 @@ def policy_gradient_losses(
     else:
         ratio = log_ratio(logprobs, old_logprobs).exp()
     if method == "cispo":
-        found = cispo(
+        losses = cispo(
             logprobs, log_ratio(logprobs, old_logprobs), advantages, clip_low=None, clip_high=clip
         )
-        return found, {"clipped": ratio > 1 + clip}
-    found = clip_surrogate(ratio, advantages, clip_low=clip, clip_high=clip, dual_clip=None)
-    return found, {"clipped": found > -advantages * ratio}
+        return losses, {"clipped": ratio > 1 + clip}
+    losses = clip_surrogate(ratio, advantages, clip_low=clip, clip_high=clip, dual_clip=None)
+    return losses, {"clipped": losses > -advantages * ratio}
 
 
 def aggregate_padded(
@@ -123,14 +123,14 @@ def aggregate_padded(
     """A scalar: the mean over rows of each row's mean, the mean over tokens, or Σ / constant.
 
     Args:
-        losses: ``[B, T]``
-        mask: ``[B, T]``
-        how: Which.
-        constant: What Σ is divided by.
-        rows: Rows of the whole batch, where these are a part of it; None = B.
+        losses: ``[B, T]`` losses.
+        mask: ``[B, T]`` tokens that count.
+        how: which of the three.
+        constant: the divisor of Σ.
+        rows: number of rows in the whole batch, if these are a part of it; None = B.
 
     Raises:
-        ValueError: ``constant`` without one.
+        ValueError: ``constant`` is needed and missing.
     """
     if how == "constant":
         if constant is None:
@@ -145,7 +145,7 @@ def aggregate_padded(
 def sft_micro_batch(
     logprobs: Tensor, mask: Tensor, *, accumulation_steps: int, divisor: float = 1.0
 ) -> Tensor:
-    """Backward of one micro-batch of supervised fine-tuning; returns its detached loss.
+    """Runs backward on one micro-batch of supervised fine-tuning; returns its detached loss.
 
     ``Σ_t −log π / divisor`` of each row, the mean over rows, over the accumulation steps.
     """
@@ -164,14 +164,14 @@ def grpo_micro_batch(
     old_logprobs: Tensor | None = None,
     clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Backward of one micro-batch of a policy gradient; returns its detached loss and what
-    :func:`policy_gradient_losses` told."""
-    losses, told = policy_gradient_losses(
+    """Runs backward on one micro-batch of a policy gradient; returns its detached loss and the
+    metrics of :func:`policy_gradient_losses`."""
+    losses, metrics = policy_gradient_losses(
         advantages, logprobs, method, old_logprobs=old_logprobs, clip=clip, mask=mask
     )
     loss = aggregate_padded(losses, mask) / accumulation_steps
     loss.backward()
-    return loss.detach(), told
+    return loss.detach(), metrics
 
 
 def grpo_step(
@@ -190,22 +190,22 @@ def grpo_step(
     how: Literal["sequence", "constant"] = "sequence",
     constant: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """One optimizer step on the rows of a batch, in as many micro-batches as told.
+    """One optimizer step on the rows of a batch, in ``accumulation_steps`` micro-batches.
 
     Args:
-        model: A causal language model of transformers.
-        tokenizer: Its tokenizer.
-        optimizer: Of its parameters; gradients are gone afterwards.
-        prompts: ``B`` of them, one for each response.
-        responses: ``B``
-        advantages: ``[B]``
-        accumulation_steps: Micro-batches; the result doesn't depend on it.
+        model: a causal language model of transformers.
+        tokenizer: the model's tokenizer.
+        optimizer: optimizer of the model's parameters; gradients are gone afterwards.
+        prompts: ``B`` prompts, one for each response.
+        responses: ``B`` responses.
+        advantages: ``[B]`` advantages.
+        accumulation_steps: number of micro-batches; the result doesn't depend on it.
         max_grad_norm: None = no clipping of the gradient.
-        method: See :func:`policy_gradient_losses`.
+        method: see :func:`policy_gradient_losses`.
         old_logprobs: ``[B, T]`` for the methods that need them.
         clip: ε.
-        how: See :func:`aggregate_padded`.
-        constant: For ``how="constant"``.
+        how: see :func:`aggregate_padded`.
+        constant: divisor for ``how="constant"``.
 
     Returns:
         The detached loss of the batch; ``grad_norm`` before clipping and ``entropy``.

@@ -1,7 +1,7 @@
 """Advantages, returns and rewards of single tokens, for training with a critic.
 
-Flat tokens ``[N]`` in the order of their rows; environment text isn't among them, so that a step
-of GAE goes from an own token to the next own token, whatever text lay between.
+Tokens are flat, ``[N]``, in the order of their rows. Environment text isn't among them, so that a step
+of GAE goes from an own token to the next own token, whatever text is in between.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def gae(
     Example: rewards [0, 0, 1], values [.5, .6, .7], γ = 1, λ = 1 gives A = [.5, .4, .3].
 
     Args:
-        rewards: ``[N]`` of every token; the verdict's stands at a row's last one.
+        rewards: ``[N]`` reward of every token; the verdict's reward is at a row's last token.
         values: ``[N]`` V of the state before each token; no gradient goes through.
-        row: ``[N]`` int64, ascending.
+        row: ``[N]`` int64, index of each token's row, ascending.
         gamma: γ.
         lam: λ.
-        bootstrap: ``[R]`` V after the last token of cut rows, 0 of ended ones; None = all ended.
+        bootstrap: ``[R]`` V after the last token of cut rows, 0 for ended ones; None = all ended.
             A row number above its length counts as ended.
 
     Returns:
@@ -42,7 +42,7 @@ def gae(
     result = torch.zeros_like(values)
     if not len(row):
         return result, result.clone()
-    # One step for each place from the end, all rows at once.
+    # One step for each place from the end, for all rows at once.
     rows = int(row.max()) + 1
     lengths = torch.bincount(row, minlength=rows)
     ends = lengths.cumsum(0)

@@ -1,7 +1,7 @@
 """Padded sequences ``[B, T]``: masked means, prompts with responses, packing, batches of both.
 
-The trainer itself works on flat tokens without padding (:mod:`tandem.learner.rows.rows`); these are
-for scripts and notebooks, and for checking the one against the other.
+The trainer itself works on flat tokens without padding (:mod:`tandem.learner.rows.rows`); these functions
+are for scripts and notebooks, and for checking one against the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..losses.penalties import entropy_of
 
 
 class Tokenizer(Protocol):
-    """What is needed of a transformers tokenizer."""
+    """The part of a transformers tokenizer that is needed."""
 
     pad_token_id: int | None
     eos_token_id: int | None
@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
 def masked_sum(
     values: Tensor, mask: Tensor, dim: int | None = None, *, divisor: float = 1.0
 ) -> Tensor:
-    """Σ of the values where the mask is on, over a dimension (None = all), over ``divisor``.
+    """Σ of the values where the mask is on, over a dimension (None = all), divided by ``divisor``.
 
     A masked NaN or infinity leaks neither into the sum nor into the gradient.
     """
@@ -43,10 +43,10 @@ def masked_mean(
     """The mean of the values where the mask is on, over a dimension (None = all).
 
     Args:
-        values: Any shape.
-        mask: Same shape, bool or 0 and 1.
-        dim: Over which dimension.
-        empty: What a slice without any value gives: 0, so that training never meets a NaN.
+        values: any shape.
+        mask: same shape, bool or 0 and 1.
+        dim: the dimension to average over.
+        empty: result for a slice without any value: 0, so that training never meets a NaN.
     """
     mask = mask.bool()
     total = masked_sum(values, mask, dim)
@@ -58,9 +58,9 @@ def masked_mean(
 def tokenize_pairs(
     prompts: Sequence[str], responses: Sequence[str], tokenizer: Tokenizer
 ) -> dict[str, Tensor]:
-    """Prompts and responses, tokenised apart and joined, padded on the right.
+    """Prompts and responses, tokenised separately and joined, padded on the right.
 
-    No special tokens are added: what a template needs must stand in the texts. Padding is the
+    No special tokens are added: the texts must contain what a template needs. Padding is the
     tokenizer's pad token, else its end-of-sequence token, else 0; it never counts.
 
     Returns:
@@ -82,7 +82,7 @@ def tokenize_pairs(
 def pad_pairs(
     parts: Sequence[tuple[Sequence[int], Sequence[int]]], pad: int = 0
 ) -> dict[str, Tensor]:
-    """:func:`tokenize_pairs` of token ids: a prompt and a response each."""
+    """Like :func:`tokenize_pairs` for token ids, with one prompt and one response each."""
     width = max((len(prompt) + len(response) for prompt, response in parts), default=1)
     ids = torch.full((len(parts), max(width, 1)), pad, dtype=torch.int64)
     mask = torch.zeros_like(ids, dtype=torch.bool)
@@ -101,16 +101,16 @@ def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
 def response_log_probs(
     model: Any, input_ids: Tensor, labels: Tensor, *, with_entropy: bool = False
 ) -> dict[str, Tensor]:
-    """``log_probs`` and, if wanted, ``token_entropy``, ``[B, T]`` each, of a causal model.
+    """``log_probs`` and, on request, ``token_entropy``, ``[B, T]`` each, of a causal model.
 
-    Prompt and padding are not masked; that is for the loss. Whole logits are held: for training on
-    large vocabularies see :func:`tandem.learner.forward.logprobs.token_logprobs`.
+    Prompt and padding are not masked; that is left to the loss. Whole logits are in memory: for
+    training with large vocabularies see :func:`tandem.learner.forward.logprobs.token_logprobs`.
     """
     logits = model(input_ids).logits
-    found = {"log_probs": label_log_probs(logits, labels)}
+    result = {"log_probs": label_log_probs(logits, labels)}
     if with_entropy:
-        found["token_entropy"] = entropy_of(logits)
-    return found
+        result["token_entropy"] = entropy_of(logits)
+    return result
 
 
 def sequence_log_prob(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
@@ -118,20 +118,20 @@ def sequence_log_prob(model: Any, prompt: Sequence[int], response: Sequence[int]
     one = pad_pairs([(prompt, response)])
     device = next(model.parameters()).device
     batch = {name: value.to(device) for name, value in one.items()}
-    found = response_log_probs(model, batch["input_ids"], batch["labels"])["log_probs"]
-    return masked_sum(found, batch["response_mask"])
+    logprobs = response_log_probs(model, batch["input_ids"], batch["labels"])["log_probs"]
+    return masked_sum(logprobs, batch["response_mask"])
 
 
 class PackedDataset:
-    """Documents joined to one line of tokens and cut into pieces of equal length.
+    """Documents joined into one line of tokens and cut into pieces of equal length.
 
     Piece i has ``input_ids`` ``line[i L : (i + 1) L]`` and ``labels`` one token further; what is
     left at the end, too short for both, is dropped.
 
     Args:
-        documents: Token ids of each document, with the special tokens that it needs.
+        documents: token ids of each document, with the special tokens that it needs.
         length: L.
-        generator: Shuffles the documents first; None = their order.
+        generator: shuffles the documents first; None = in their order.
     """
 
     def __init__(
@@ -162,12 +162,12 @@ class PackedDataset:
 
 
 class Batches:
-    """Pieces of a data set, stacked; one pass each time it is gone through.
+    """Stacked pieces of a data set; each iteration is one pass.
 
     Args:
-        pieces: With a length, each a mapping of tensors.
-        size: Of a batch; the last may be smaller.
-        generator: Shuffles the pieces anew for each pass; None = their order.
+        pieces: a sized collection of mappings of tensors.
+        size: size of a batch; the last may be smaller.
+        generator: shuffles the pieces anew for each pass; None = in their order.
     """
 
     def __init__(self, pieces: Any, size: int, *, generator: torch.Generator | None = None) -> None:

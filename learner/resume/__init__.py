@@ -1,1 +1,1 @@
-"""What a resumed run goes on from: the journal and the checkpoints."""
+"""What a resumed run continues from: the journal and the checkpoints."""

@@ -1,9 +1,9 @@
-"""Checkpoints as folders that are there whole or not at all.
+"""Checkpoints as folders that exist completely or not at all.
 
 ``checkpoints/step-00000050/``: DeepSpeed's files of all ranks below ``engine/``, and ``state.json``
 with the step, the version, the position in the journal, and size and digest (xxh3-64) of every file.
-A folder is written beside, synced and renamed; ``LATEST`` names the newest. Sizes are compared at
-every look, digests of what is loaded alone.
+A folder is written under another name, synced and renamed; ``LATEST`` names the newest. Sizes are
+compared at every look, digests only for what is loaded.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _KINDS = {"term": int, "step": int, "ranks": int, "state": dict, "files": dict}
 _KEYS = {*_KINDS, SEAL}
 WAY_OUT = "remove this checkpoint, and an older one is resumed from"
 DIGEST_THREADS = 8
-"""Files that are read at a time; xxhash lets other threads run meanwhile."""
+"""Number of files that are read at a time; xxhash lets other threads run meanwhile."""
 TOLD_BYTES = 100 << 20
-"""The size of a checkpoint from which on the pace of its digests is logged."""
+"""Size of a checkpoint from which on the speed of its digests is logged."""
 DIGEST_BLOCK = 4 << 20
-"""Bytes that are read at a time."""
+"""Number of bytes that are read at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,23 +47,22 @@ class Checkpoint:
     """One checkpoint on disk."""
 
     folder: Path
-    """Where it lies."""
     version: Version
     """The version of its weights; the step is the position in the journal."""
     ranks: int
-    """Ranks that wrote it."""
+    """Number of ranks that wrote it."""
     state: dict[str, Any]
-    """What else was put into ``state.json``."""
+    """The other content of ``state.json``."""
     digests: dict[str, str]
-    """xxh3-64 of every file, hexadecimal; empty where an older version of Tandem wrote it."""
+    """File to xxh3-64, hexadecimal; empty if an older version of Tandem wrote it."""
 
 
 class Checkpoints:
     """The checkpoints of a run.
 
     Args:
-        folder: ``checkpoints/`` of the run.
-        kept: Newest so many are kept, at least 2.
+        folder: the run's ``checkpoints/``.
+        kept: number of newest checkpoints that are kept, at least 2.
     """
 
     def __init__(self, folder: Path, kept: int = 2) -> None:
@@ -73,23 +72,23 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
 
     def all(self) -> list[Checkpoint]:
-        """Whole ones, oldest first; damaged ones are logged and left out."""
-        found = []
+        """Whole checkpoints, oldest first; damaged ones are logged and left out."""
+        checkpoints = []
         for path in sorted(self.folder.glob(f"{PREFIX}*")):
             if path in self._damaged:
                 continue
             try:
-                found.append(_read_named(path))
+                checkpoints.append(_read_named(path))
             except DataError as error:
                 self._damaged.add(path)
                 log.warning(f"left out a checkpoint: {error}")
-        return sorted(found, key=lambda c: c.version.step)
+        return sorted(checkpoints, key=lambda c: c.version.step)
 
     def newest(self, last_step: int | None = None) -> Checkpoint | None:
-        """The newest whole one, every file of which has been read and is as it was written.
+        """The newest whole checkpoint, every file of which was read and is as it was written.
 
         Args:
-            last_step: No later one is taken: the journal ends there.
+            last_step: the journal's last step; later checkpoints are ignored.
         """
         for checkpoint in reversed(self.all()):
             step = checkpoint.version.step
@@ -114,15 +113,15 @@ class Checkpoints:
         state: dict[str, Any],
         may_finish: Callable[[], None] | None = None,
     ) -> Checkpoint:
-        """Writes a checkpoint and lets go of the oldest ones.
+        """Writes a checkpoint and removes the oldest ones.
 
         Args:
-            version: Of the weights.
-            write: Writes the engine's files into a folder; returns when all ranks have.
-            ranks: How many.
-            state: Plain data to keep with it.
-            may_finish: Called before the new one is put in place; raises where a newer learner
-                has taken over.
+            version: version of the weights.
+            write: writes the engine's files into a folder; returns when all ranks are done.
+            ranks: number of ranks.
+            state: plain data to keep with it.
+            may_finish: called before the new one is put in place; raises if a newer learner has
+                taken over.
         """
         staging = self.staging(version)
         write(staging)
@@ -164,11 +163,11 @@ class Checkpoints:
 
     def _let_go(self, newest: int) -> None:
         everything = self.all()
-        # Above the newest: of a line of history that was given up.
+        # Checkpoints above the newest belong to a line of history that was given up.
         behind = [c for c in everything if c.version.step <= newest]
         above = [c for c in everything if c.version.step > newest]
         for folder in [c.folder for c in behind[: -self.kept] + above] + sorted(self._damaged):
-            # Renamed first, so that what is being removed is never taken for a checkpoint.
+            # Renamed first, so that a folder being removed is never taken for a checkpoint.
             if not folder.exists():
                 continue
             doomed = folder.with_name(f".{folder.name}.old")
@@ -178,16 +177,16 @@ class Checkpoints:
 
 
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """xxh3-64 of files in a folder, hexadecimal; several are read at a time, none is held whole.
+    """xxh3-64 of files in a folder, hexadecimal; reads several at a time, and none into memory as a whole.
 
     Raises:
-        OSError: one can't be read.
+        OSError: a file can't be read.
     """
     names = list(names)
     began = time.monotonic()
     with ThreadPoolExecutor(DIGEST_THREADS) as pool:
         digests = pool.map(lambda name: _file_digest(folder / name), names)
-        found = dict(zip(names, digests, strict=True))
+        by_name = dict(zip(names, digests, strict=True))
     seconds = max(1e-9, time.monotonic() - began)
     total = sum((folder / name).stat().st_size for name in names)
     log.log(
@@ -195,7 +194,7 @@ def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
         f"digests of {folder}: {len(names)} file(s), {total / 1e9:.2f} GB in {seconds:.2f} s "
         f"({total / 1e9 / seconds:.1f} GB/s)",
     )
-    return found
+    return by_name
 
 
 def _file_digest(path: Path) -> str:
@@ -211,7 +210,7 @@ def verify(checkpoint: Checkpoint) -> None:
     """Reads every file of a checkpoint.
 
     Raises:
-        DataError: one can't be read, or isn't as it was written.
+        DataError: a file can't be read, or isn't as it was written.
     """
     folder = checkpoint.folder
     if not checkpoint.digests:
@@ -221,24 +220,26 @@ def verify(checkpoint: Checkpoint) -> None:
         )
         return
     try:
-        found = digests_of(folder, checkpoint.digests)
+        digests = digests_of(folder, checkpoint.digests)
     except OSError as error:
         raise DataError(f"{folder} can't be read: {error}") from None
     for name, digest in checkpoint.digests.items():
-        if found[name] != digest:
+        if digests[name] != digest:
             raise damaged(
                 f"{folder}/{name}",
-                f"has the digest {found[name]}, and was written with {digest}",
+                f"has the digest {digests[name]}, and was written with {digest}",
                 DataError,
                 "an older checkpoint is resumed from",
             )
 
 
 def _read_named(folder: Path) -> Checkpoint:
-    found = read(folder)
-    if folder.name != f"{PREFIX}{found.version.step:08d}":
-        raise damaged(f"{folder}/{STATE}", f"is of step {found.version.step}", DataError, WAY_OUT)
-    return found
+    checkpoint = read(folder)
+    if folder.name != f"{PREFIX}{checkpoint.version.step:08d}":
+        raise damaged(
+            f"{folder}/{STATE}", f"is of step {checkpoint.version.step}", DataError, WAY_OUT
+        )
+    return checkpoint
 
 
 def what_is_left(folder: RunFolder) -> str:
@@ -253,10 +254,10 @@ def what_is_left(folder: RunFolder) -> str:
 
 
 def read(folder: Path) -> Checkpoint:
-    """A checkpoint's description.
+    """Reads a checkpoint's description.
 
     Raises:
-        DataError: it isn't whole.
+        DataError: the checkpoint isn't whole.
     """
     try:
         data = (folder / STATE).read_bytes()
@@ -278,7 +279,7 @@ def read(folder: Path) -> Checkpoint:
     unknown = content.keys() - _KEYS
     if unknown:
         raise damaged(f"{folder}/{STATE}", f"has the key {min(unknown)[:60]!r}", DataError, WAY_OUT)
-    # Older versions wrote the size alone for each file.
+    # Older versions wrote only the size of each file.
     old = SEAL not in content and all(type(one) is int for one in content["files"].values())
     content = unsealed(content, f"{folder}/{STATE}", DataError, WAY_OUT, always=not old)
     digests = {}
@@ -287,11 +288,11 @@ def read(folder: Path) -> Checkpoint:
         if type(size) is not int or "\0" in name or Path(name).is_absolute() or ".." in name:
             raise damaged(f"{folder}/{STATE}", f"names the file {name[:80]!r}", DataError, WAY_OUT)
         try:
-            found = (folder / name).stat().st_size
+            actual = (folder / name).stat().st_size
         except OSError:
             raise DataError(f"{folder} lacks {name}") from None
-        if found != size:
-            raise DataError(f"{folder}/{name} has {found:,} bytes and should have {size:,}")
+        if actual != size:
+            raise DataError(f"{folder}/{name} has {actual:,} bytes and should have {size:,}")
         if digest:
             digests[name] = digest
     return Checkpoint(
@@ -303,10 +304,10 @@ def read(folder: Path) -> Checkpoint:
     )
 
 
-def _described(told: Any, folder: Path) -> tuple[Any, str]:
+def _described(entry: Any, folder: Path) -> tuple[Any, str]:
     """Size and digest of a file, as ``state.json`` gives them."""
-    if not (isinstance(told, dict) and isinstance(told.get("xxh3"), str) and told["xxh3"]):
+    if not (isinstance(entry, dict) and isinstance(entry.get("xxh3"), str) and entry["xxh3"]):
         raise damaged(
-            f"{folder}/{STATE}", f"has no digest of a file: {str(told)[:60]}", DataError, WAY_OUT
+            f"{folder}/{STATE}", f"has no digest of a file: {str(entry)[:60]}", DataError, WAY_OUT
         )
-    return told.get("bytes"), told["xxh3"]
+    return entry.get("bytes"), entry["xxh3"]

@@ -1,4 +1,4 @@
-"""Cuts metrics and samples back to the step that a learner goes on from, and keeps what it cuts."""
+"""Cuts metrics and samples back to the step that a learner continues from, and keeps what it cuts."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ...common.parts import parts
 log = logging.getLogger("tandem.learner")
 
 KEPT_FILES = 8
-"""Newest files of one kind (metrics, samples) that are kept of what was cut."""
+"""Number of newest files of one kind (metrics, samples) that are kept of what was cut."""
 KEPT_BYTES = 256 << 20
-"""What they may hold together; the newest one is kept whatever its size."""
+"""Bytes that they may have together; the newest one is kept whatever its size."""
 
 
 def cut_back(path: Path, step: int, aside: Path) -> None:
-    """Takes the records above a step out of a record in parts, into a file beside.
+    """Moves the records above a step from a record in parts into a separate file.
 
-    A line that can't be read goes with them, and is told. Parts are replaced whole, after what is
-    taken out of them is on disk; where nothing is to be taken out they aren't touched. Parts from
-    before the step aren't read.
+    Lines that can't be read go with them, and are reported. Parts are replaced as a whole, after what is
+    removed from them is on disk; if nothing is to be removed, they aren't touched. Parts from before the
+    step aren't read.
 
     Args:
         path: ``metrics.jsonl`` or ``samples.jsonl``, the first part; may be missing.
-        step: Records of this step and of earlier ones stay.
-        aside: Folder for what is cut, as ``metrics-above-38.1.jsonl``.
+        step: records of this step and of earlier ones stay.
+        aside: folder for what is cut, as ``metrics-above-38.1.jsonl``.
     """
     affected: dict[Path, list[bool | None]] = {}
     for part in reversed(parts(path)):
@@ -46,7 +46,7 @@ def cut_back(path: Path, step: int, aside: Path) -> None:
     with open(cut, "wb") as take:
         for part, temporary in kept.items():
             with open(part, "rb") as source, open(temporary, "wb") as keep:
-                # At b"\n" alone: a sample's text may hold other line separators.
+                # Split at b"\n" alone: a sample's text may hold other line separators.
                 for number, (line, it_stays) in enumerate(
                     zip(source, affected[part], strict=True), 1
                 ):
@@ -58,7 +58,7 @@ def cut_back(path: Path, step: int, aside: Path) -> None:
         take.flush()
         os.fsync(take.fileno())
     os.replace(cut, place)
-    # The oldest first: were it killed here, the next one would find what is left to cut.
+    # The oldest first: if killed here, the next start will find what is left to cut.
     for part, temporary in kept.items():
         if part != path and not temporary.stat().st_size:
             temporary.unlink()
@@ -73,7 +73,7 @@ def cut_back(path: Path, step: int, aside: Path) -> None:
 
 
 def _look(part: Path, step: int) -> tuple[list[bool | None], bool]:
-    """Which lines of a part stay, None for those that can't be read; has it steps from before?
+    """For each line of a part, whether it stays (None if it can't be read); and whether any stays.
 
     An evaluation's step is that of the weights that it measured, which may be long past.
     """
@@ -89,7 +89,7 @@ def _look(part: Path, step: int) -> tuple[list[bool | None], bool]:
 
 
 def _step_of(line: bytes) -> float | None:
-    """The step of a record; None where the line isn't one."""
+    """The step of a record; None if the line isn't one."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -106,10 +106,10 @@ def _free_name(folder: Path, stem: str) -> Path:
 
 
 def _let_go(aside: Path, stem: str) -> None:
-    """Removes the oldest of what was cut, where it is more than is kept."""
-    found = sorted(aside.glob(f"{stem}-above-*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    """Removes the oldest of what was cut if there is more than is kept."""
+    files = sorted(aside.glob(f"{stem}-above-*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
     total = 0
-    for number, path in enumerate(reversed(found)):
+    for number, path in enumerate(reversed(files)):
         total += path.stat().st_size
         if number >= KEPT_FILES or (number and total > KEPT_BYTES):
             path.unlink()

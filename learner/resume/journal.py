@@ -1,9 +1,9 @@
 """The learner's own record on disk of what it took and what it applied.
 
-Each step has one row. ``applied`` and ``quarantined`` above the step of a later ``resumed`` belong to
-a line of history that was given up; the step then stands there again. The form of the files is in
-:mod:`.journal_file`. What is held in memory of a step is its place on disk, its row's digest and its
-outcome: 19 bytes.
+Each step has one row. Records ``applied`` and ``quarantined`` above the step of a later ``resumed``
+belong to a line of history that was given up; the step then has such a record again. The form of the
+files is described in :mod:`.journal_file`. In memory, a step takes 19 bytes: its place on disk, its
+row's digest and its outcome.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .journal_file import (
 
 log = logging.getLogger("tandem.learner")
 DISK_SECONDS = 300.0
-"""For the disk to take a record; a network's file system may hang for minutes and come back."""
+"""How long the disk may take for a record; a network file system may hang for minutes and recover."""
 _OUTCOMES = ("", "applied", "quarantined")
 _GIVEN_UP = bytes([0, 0, *range(2, 256)])
 """Outcomes after a resume below them: quarantined stays, since the same samples would fail again."""
@@ -56,37 +56,37 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         path: ``journal.jsonl``, the first of its files.
 
     Raises:
-        DamagedError: one isn't as it was written.
+        DamagedError: a record isn't as it was written.
     """
     yield from records(chain_of(path))
 
 
 def trained(path: Path) -> dict[int, tuple[int, int] | None]:
-    """Samples and tokens of each step whose update is in the weights, by what a journal says.
+    """Samples and tokens of each step whose update is in the weights, according to a journal.
 
-    None for a step that was applied by a version of Tandem that didn't write them there.
+    None for a step that was applied by a version of Tandem that didn't record them.
 
     Raises:
         DamagedError: as :func:`read`.
     """
-    found: dict[int, tuple[int, int] | None] = {}
+    counts: dict[int, tuple[int, int] | None] = {}
     quarantined = set()
     for record in records(chain_of(path), rows=False):
         step = record["step"]
         if record["kind"] == "resumed":
-            # What a checkpoint has was applied, whatever became of the line that said so.
+            # What a checkpoint includes was applied, whatever became of the line that said so.
             steps = (at for at in range(1, step + 1) if at not in quarantined)
-            found = {at: found.get(at) for at in steps}
+            counts = {at: counts.get(at) for at in steps}
         elif record["kind"] == "quarantined":
             quarantined.add(step)
         else:
             known = "samples" in record and "tokens" in record
-            found[step] = (record["samples"], record["tokens"]) if known else None
-    return found
+            counts[step] = (record["samples"], record["tokens"]) if known else None
+    return counts
 
 
 class History:
-    """What a journal's files say on the present line of history, as they were when it was made.
+    """The content of a journal's files on the current line of history, when the object was made.
 
     Args:
         path: ``journal.jsonl``, the first of its files; it may be missing.
@@ -103,14 +103,14 @@ class History:
         self.last_term = self.chain.last_term
         """The greatest term that has written here."""
         self.applied_step = 0
-        """The last step whose update is in the weights, on the present line of history."""
+        """The last step whose update is in the weights, on the current line of history."""
         self._files = array("H")
         self._starts = array("Q")
         self._digests = array("Q")
         self._outcomes = bytearray()
         self._last = (0, 0)
         self.overtaken = 0
-        """Records in the file of an older version that a learner wrote after a newer one's."""
+        """Number of records in an older version's file that a learner wrote after a newer one's."""
         for line in lines(self.chain):
             if line.term < self.newest_term:
                 self.overtaken += 1
@@ -120,7 +120,7 @@ class History:
 
     @property
     def last_step(self) -> int:
-        """The last step that has a row; 0 without one."""
+        """The last step that has a row; 0 if there is none."""
         return len(self._starts)
 
     def row_of(self, step: int) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class History:
         return f"{self._digests[step - 1]:016x}"
 
     def outcome(self, step: int) -> str:
-        """``applied`` or ``quarantined``; empty where a step has neither."""
+        """``applied`` or ``quarantined``; empty if a step has neither."""
         return _OUTCOMES[self._outcomes[step - 1]] if 0 < step <= self.last_step else ""
 
     def outcomes(self) -> dict[int, str]:
@@ -147,10 +147,10 @@ class History:
         return {step: _OUTCOMES[one] for step, one in enumerate(self._outcomes, 1) if one}
 
     def check(self, step: int, row: Mapping[str, Any]) -> None:
-        """Holds a step's row against the one that stands here.
+        """Compares a step's row with the one in the journal.
 
         Raises:
-            DamagedError: it is another one.
+            DamagedError: they differ.
         """
         if 0 < step <= self.last_step and self.digest(step) != digest_of(row):
             raise DamagedError(
@@ -177,7 +177,7 @@ class History:
         step = line.step
         self.newest_term = line.term
         self.last_term = max(self.last_term, line.term)
-        # A file begins with a record, so that this is one of the newest file, if that has any.
+        # A file begins with a record, so this is a record of the newest file, if that has any.
         self._last = (line.start, line.end)
         if line.kind == "row":
             self._files.append(line.file)
@@ -193,9 +193,9 @@ class History:
 
 
 class Journal(History):
-    """Appends to the journal of a run, in the background where that is asked for.
+    """Appends to the journal of a run, in the background if that is asked for.
 
-    Nothing is written, and no file is made, before the first record: :meth:`resumed` where there is
+    Nothing is written, and no file is made, before the first record: :meth:`resumed` if there is
     a journal already, else the first step's row.
     """
 
@@ -220,7 +220,7 @@ class Journal(History):
         """Writes a step's row unless it stands there; the callable waits until it is on disk.
 
         Raises:
-            StoreError: another row stands there for that step, or it isn't the next one.
+            StoreError: there is another row for that step, or it isn't the next one.
         """
         if 0 < step <= self.last_step:
             self.check(step, row)
@@ -238,13 +238,13 @@ class Journal(History):
         return self._append("quarantined", term, step, self.digest(step), reason=reason)
 
     def resumed(self, term: int, step: int) -> None:
-        """The line of history goes on from the checkpoint of ``step``.
+        """Records that history continues from the checkpoint of ``step``.
 
-        The first of a term begins a file of its own, which builds on what was there when this
+        A term's first such record begins a new file, which builds on what was there when this
         journal was opened.
 
         Raises:
-            FencedError: the term has its file already, of another learner.
+            FencedError: the term already has a file, from another learner.
             DamagedError: the checkpoint is of a later step than the last one that has a row.
         """
         if step > self.last_step:
@@ -266,7 +266,7 @@ class Journal(History):
             self._file.close()
 
     def _end_of_base(self) -> dict[str, Any]:
-        """What the file was like when it was read that the term's file will build on."""
+        """The state of the file that the term's file will build on, when it was read."""
         *before, newest = self.chain.segments
         start, end = self._last
         with open(newest.path, "rb") as file:
@@ -307,7 +307,7 @@ class Journal(History):
         return lambda: self._wait(written)
 
     def _wait(self, written: Future[None]) -> None:
-        """Until a record is on disk.
+        """Waits until a record is on disk.
 
         Raises:
             StoreError: the disk doesn't answer.

@@ -1,4 +1,4 @@
-"""The journal as it lies on disk: its lines, its segments, and which of them count.
+"""The journal's form on disk: its lines, its segments, and which of them count.
 
 One JSON object a line, fsynced, with a digest of the line at its end (``sum``). Kinds::
 
@@ -7,19 +7,19 @@ One JSON object a line, fsynced, with a digest of the line at its end (``sum``).
     {"kind": "quarantined", "term", "step", "digest", "reason", …}        instead of it
     {"kind": "resumed", "term", "step", "after", …}       history goes on from this checkpoint
 
-Each term writes a file of its own, so that two learners never write to one: ``journal.jsonl`` the
-first, ``journal-0002.jsonl`` that of term 2. A later one begins with a ``resumed`` whose ``after``
+Each term writes a file of its own, so that two learners never write to the same one: the first term
+``journal.jsonl``, term 2 ``journal-0002.jsonl``. A later file begins with a ``resumed`` whose ``after``
 names the last record that it builds on: the file, its bytes up to the end of that record, and the
-record's digest. What an older term writes behind it, a learner that was stopped and continues, is no
-part of the run's history::
+record's digest. What an older term writes after it (a learner that was stopped and continues) isn't part
+of the run's history::
 
     journal.jsonl        row 1, applied 1, row 2 | applied 2          (written after term 3 had begun)
     journal-0002.jsonl   resumed 0 …                                  (nobody builds on it)
     journal-0003.jsonl   resumed 1 after (journal.jsonl, 812 bytes), row 3, …
 
-A file that has no whole first line has not begun and counts for nothing. Older versions of Tandem wrote
-all terms into ``journal.jsonl``, without ``sum`` and ``after``; there a record of an older term behind
-one of a newer is passed over.
+A file without a complete first line has not begun and counts for nothing. Older versions of Tandem
+wrote all terms into ``journal.jsonl``, without ``sum`` and ``after``; there, a record of an older term
+after one of a newer term is ignored.
 """
 
 from __future__ import annotations
@@ -60,29 +60,28 @@ class Line(NamedTuple):
     file: int
     """Index of its segment in :attr:`Chain.segments`."""
     start: int
-    """Where the line begins in that file, in bytes."""
+    """Offset of the line's beginning in that file, in bytes."""
     end: int
-    """The place behind its end."""
+    """Offset after its end."""
     kind: str
     """One of :data:`KINDS`."""
     term: int
     """The term of the learner that wrote it."""
     step: int
-    """n."""
+    """The step, n."""
     digest: str
-    """The digest of the step's row; empty where ``kind`` is ``resumed``."""
+    """The digest of the step's row; empty if ``kind`` is ``resumed``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """What counts of one file."""
+    """The part of one file that counts."""
 
     path: Path
-    """The file."""
     end: int | None
-    """Bytes of it that count; None for all whole lines, in the newest one."""
+    """Number of its bytes that count; None for all whole lines, in the newest file."""
     digest: str = ""
-    """The digest of the last record that counts; empty where nothing was said about it."""
+    """The digest of the last record that counts; empty if nothing was said about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +89,11 @@ class Chain:
     """The segments of the run's history, oldest first."""
 
     segments: tuple[Segment, ...]
-    """Each builds on the one before."""
+    """Segments, each of which builds on the one before."""
     ignored: tuple[str, ...]
-    """What is no part of it, a sentence each."""
+    """What isn't part of it, one sentence each."""
     last_term: int
-    """The greatest term of any file's name, ignored ones too."""
+    """The greatest term in any file's name, including ignored files."""
 
 
 def digest_of(row: Mapping[str, Any]) -> str:
@@ -109,28 +108,28 @@ def encoded(record: Mapping[str, Any]) -> bytes:
 
 
 def digest_at(path: Path, start: int, end: int) -> str:
-    """The digest of the line between two places, as ``after`` names it."""
+    """The digest of the line between two offsets, as ``after`` names it."""
     with open(path, "rb") as file:
         file.seek(start)
         return xxhash.xxh3_64_hexdigest(file.read(end - start - 1))
 
 
 def chain_of(path: Path) -> Chain:
-    """Which segments count.
+    """Determines which segments count.
 
     Args:
         path: ``journal.jsonl``; it may be missing.
 
     Raises:
-        DamagedError: a segment's first line is damaged, or names another file than an older one.
+        DamagedError: a segment's first line is damaged, or doesn't name an older file.
     """
-    found = {number_of(path, one): one for one in parts(path)}
+    files = {number_of(path, one): one for one in parts(path)}
     segments: list[Segment] = []
     ignored = []
     end: int | None = None
     digest = ""
     wanted = ""  # Name of the file that the segment before, which is a later one, builds on.
-    for number, one in sorted(found.items(), reverse=True):
+    for number, one in sorted(files.items(), reverse=True):
         if wanted and one.name != wanted:
             ignored += _overtaken(one, 0)
             continue
@@ -145,17 +144,17 @@ def chain_of(path: Path) -> Chain:
             wanted = ""
             break
         wanted, end, digest = after["file"], after["bytes"], after["digest"]
-        base = [n for n, p in found.items() if p.name == wanted]
+        base = [n for n, p in files.items() if p.name == wanted]
         if not base or base[0] >= number:
             why = f"builds on {wanted[:60]!r}, and that is " + ("no older" if base else "missing")
             raise damaged(str(one), why, DamagedError, WAY_OUT)
     return Chain(
-        segments=tuple(reversed(segments)), ignored=tuple(ignored), last_term=max(found, default=0)
+        segments=tuple(reversed(segments)), ignored=tuple(ignored), last_term=max(files, default=0)
     )
 
 
 def _first(path: Path) -> dict[str, Any] | None:
-    """``after`` of a segment's first record; None where it has no whole line."""
+    """``after`` of a segment's first record; None if it has no whole line."""
     with open(path, "rb") as file:
         line = file.readline()
     if not line.endswith(b"\n"):
@@ -196,7 +195,7 @@ def lines(chain: Chain) -> Iterator[Line]:
 
 
 def records(chain: Chain, *, rows: bool = True) -> Iterator[dict[str, Any]]:
-    """The same as plain data, with or without the steps' rows."""
+    """The records of :func:`lines` as plain data, with or without the steps' rows."""
     newest = 0
     for file, segment in enumerate(chain.segments):
         for number, _, text in _texts(segment):
@@ -209,7 +208,7 @@ def records(chain: Chain, *, rows: bool = True) -> Iterator[dict[str, Any]]:
 
 
 def row_at(chain: Chain, file: int, start: int) -> dict[str, Any]:
-    """The row of a record at a place that :func:`lines` gave."""
+    """The row of a record at an offset from :func:`lines`."""
     path = chain.segments[file].path
     with open(path, "rb") as opened:
         opened.seek(start)
@@ -219,7 +218,7 @@ def row_at(chain: Chain, file: int, start: int) -> dict[str, Any]:
 
 
 def _texts(segment: Segment) -> Iterator[tuple[int, int, bytes]]:
-    """Number, place and text of each whole line that counts."""
+    """Number, offset and text of each whole line that counts."""
     start = 0
     text = b""
     with open(segment.path, "rb") as file:
@@ -238,12 +237,12 @@ def _texts(segment: Segment) -> Iterator[tuple[int, int, bytes]]:
 
 
 def parse(text: bytes, what: str, *, whole: bool = False) -> dict[str, Any]:
-    """A record, whose ``sum`` and row are as they were written.
+    """Reads a record and checks that its ``sum`` and row are as they were written.
 
     Args:
-        text: The line without its end.
-        what: Where it stands, for the error.
-        whole: It must have a ``sum``; without one it may be of an older version of Tandem.
+        text: the line without its end.
+        what: names the line in the error.
+        whole: require a ``sum``; records without one may be from an older version of Tandem.
 
     Raises:
         DamagedError: it isn't a record.
@@ -260,7 +259,7 @@ def _sum(text: bytes) -> bytes:
 
 
 def _misfit(record: Mapping[str, Any], text: bytes, whole: bool) -> str:
-    """Why a record isn't one of a journal; empty where it is."""
+    """Why it isn't a record of a journal; empty if it is."""
     unknown = record.keys() - _FIELDS
     if unknown:
         return f"has the field {min(unknown)[:40]!r}"

@@ -29,7 +29,7 @@ from .rows import Rows, ragged
 NO_LAG = -1
 """Lag of a token that no version sampled."""
 
-# Looked up once: an enum's members are slow to reach, and this runs for every sample.
+# Looked up once: an enum's members are slow to access, and this runs for every sample.
 _OWN, _EXPERT, _ENVIRONMENT = Source.OWN, Source.EXPERT, Source.ENVIRONMENT
 _STOP, _DEADLINE = FinishReason.STOP, FinishReason.DEADLINE
 
@@ -39,11 +39,11 @@ class MixedGroup:
     """A group of a step with the expert traces that are rows beside its own samples."""
 
     group: Group
-    """The group as the ledger has it; its samples are the own rows."""
+    """The group from the ledger; its samples are the own rows."""
     traces: tuple[ExpertTrace, ...] = ()
     """The traces that are its expert rows."""
     replaced: tuple[Sample, ...] = ()
-    """Own samples that gave way to the traces; they are reported and not trained on."""
+    """Own samples that the traces have replaced; they are reported but not trained on."""
 
 
 def rows_of(
@@ -58,20 +58,20 @@ def rows_of(
 ) -> Rows:
     """The rows of a step.
 
-    A sample without a verdict, or without the behaviour log-prob of an own token, is no row: it is
+    A sample without a verdict, or without the behaviour log-prob of an own token, isn't a row: it is
     in no baseline, no loss and no denominator.
 
     Args:
-        groups: All of the step, in its order: some baselines whiten over the whole batch.
-        step: That trains on them; the learner's weights are of ``step − 1``.
-        temperature: At which expert tokens are scored: that of the rollouts.
-        baseline: Of the advantages.
-        truncation: What becomes of rows that were cut by length. ``wrong``: they count as what their
-            grade says. ``mask``: they are in the baseline and out of the loss. ``zero_advantage``:
-            the same through A = 0.
-        stragglers: The same of rows that were cut at their group's deadline; or ``leave_out``:
-            they are no rows.
-        plain_temperature: Sources (``own``, ``expert``) whose tokens are scored at temperature 1.
+        groups: all groups of the step in order, since some baselines whiten over the whole batch.
+        step: the step that trains on them; the learner's weights are of ``step − 1``.
+        temperature: temperature at which expert tokens are scored: that of the rollouts.
+        baseline: baseline of the advantages.
+        truncation: what happens to rows that were cut by length. ``wrong``: they count as graded.
+            ``mask``: they are in the baseline and out of the loss. ``zero_advantage``: the same
+            through A = 0.
+        stragglers: the same for rows that were cut at their group's deadline; or ``leave_out``:
+            they aren't rows.
+        plain_temperature: sources (``own``, ``expert``) whose tokens are scored at temperature 1.
 
     Raises:
         DataError: a prompt is empty.
@@ -131,7 +131,7 @@ def rows_of(
 
 
 def _samples(mixed: MixedGroup, temperature: float) -> Iterator[Sample]:
-    """A group's own samples, then its traces: samples that another model wrote."""
+    """A group's own samples, then its traces as samples that another model wrote."""
     if not len(mixed.group.prompt_tokens):
         raise DataError(
             f"problem {mixed.group.problem_id} has an empty prompt: the first token of a response "
@@ -161,8 +161,8 @@ def _samples(mixed: MixedGroup, temperature: float) -> Iterator[Sample]:
 def _is_row(sample: Sample) -> bool:
     if not sample.has_verdict or not len(sample.tokens):
         return False
-    # Without its behaviour log-prob an own token has no ratio. The sum is finite in nearly
-    # every case, and then each term is.
+    # Without its behaviour log-prob an own token has no ratio. The sum is nearly always finite,
+    # and then so is each term.
     return math.isfinite(float(sample.logprobs.sum())) or bool(
         np.isfinite(sample.logprobs[sample.source == _OWN]).all()
     )
@@ -173,7 +173,7 @@ def _is_late(sample: Sample) -> bool:
 
 
 def _steps(sample: Sample) -> NDArray[np.int64]:
-    """``[L]`` step of the version that sampled each token; −1 where none did."""
+    """``[L]`` step of the version that sampled each token; −1 for tokens that none sampled."""
     steps = np.full(len(sample.tokens), NO_LAG, np.int64)
     for span in sample.spans:
         steps[span.start : span.end] = span.step

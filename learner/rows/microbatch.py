@@ -13,22 +13,22 @@ from .rows import Rows, ragged
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
-    """Where the F tokens of a line stand in ``[r, S]`` rows, padded on the right.
+    """Maps the F tokens of a line to ``[r, S]`` rows, padded on the right.
 
     The line has every prompt once, then every response, so that the rows of a group share its
     prompt (:mod:`tandem.learner.forward.shared_prompts`).
     """
 
     rows: int
-    """r."""
+    """Number of rows, r."""
     width: int
-    """S."""
+    """Width of the padded rows, S."""
     positions: Tensor
-    """``[1, F]`` int64, the place of a token in its row."""
+    """``[1, F]`` int64, the position of each token in its row."""
     gather: Tensor
-    """``[r · S]`` int64, which token of the line fills a cell; any at padding."""
+    """``[r · S]`` int64, the token of the line that fills each cell; any token for padding."""
     back: Tensor
-    """``[F]`` int64, the cell that holds a token's result: of its first row, for a prompt's."""
+    """``[F]`` int64, the cell with each token's result; for a prompt's token, that of the first row."""
 
     def to(self, device: torch.device) -> Layout:
         """The same on another device."""
@@ -43,21 +43,21 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """What one forward and backward pass takes."""
+    """The input of one forward and backward pass."""
 
     input_ids: Tensor
     """``[r, S]`` int64, padded on the right with id 0; ``[1, F]`` with a layout."""
     index: Tensor
-    """``[N]`` int64, where in the flattened ids the token before each own or expert token
-    stands: its hidden state predicts that token."""
+    """``[N]`` int64, position in the flattened ids of the token before each own or expert token;
+    its hidden state predicts that token."""
     targets: Tensor
-    """``[N]`` int64, those tokens."""
+    """``[N]`` int64, the own and expert tokens."""
     temperature: Tensor | None
-    """``[N]`` float32; None where all are 1."""
+    """``[N]`` float32; None if all are 1."""
     rows: Rows
     """The rows, with the same N tokens, for the objective."""
     layout: Layout | None = None
-    """Where tokens stand when rows share their prompts; None for padded rows."""
+    """The layout if rows share their prompts; None for padded rows."""
 
     @property
     def dummy(self) -> bool:
@@ -85,11 +85,11 @@ class MicroBatch:
 
 
 def micro_batch(rows: Rows, *, share_prompts: bool = False) -> MicroBatch:
-    """The micro-batch of these rows; of none, a dummy.
+    """The micro-batch of these rows; without rows, a dummy.
 
     Args:
-        rows: All of it.
-        share_prompts: Lay the tokens out so that rows of a group share their prompt.
+        rows: all rows of the micro-batch.
+        share_prompts: lay the tokens out so that rows of a group share their prompt.
     """
     if not rows.count:
         return dummy(rows)
@@ -147,7 +147,7 @@ def dummy(rows: Rows) -> MicroBatch:
     """One row of two tokens with valid ids, attached to the graph, whose loss counts nothing.
 
     Args:
-        rows: Any; none of them is in it.
+        rows: any rows; none of them is in it.
     """
     return MicroBatch(
         input_ids=torch.zeros((1, 2), dtype=torch.int64),

@@ -1,8 +1,8 @@
 """Micro-batches: rows sorted by length, cut by a budget of padded tokens, equal in number.
 
 Every rank derives the same plan from the same batch. A unit of the objective (row, pair or
-group) is never split. Ranks that have fewer micro-batches than others get empty ones, which the
-trainer runs as dummies: a collective that one rank doesn't enter hangs the others.
+group) is never split. Ranks with fewer micro-batches than others get empty ones, which the trainer
+runs as dummies, since a collective that one rank doesn't enter hangs the others.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ def plan(
     budget: int,
     ranks: int = 1,
 ) -> Plan:
-    """Deals rows out to ranks and cuts each rank's into micro-batches.
+    """Distributes rows over ranks and cuts each rank's rows into micro-batches.
 
     Args:
         lengths: ``[R]`` tokens that a row's forward pass reads.
-        units: ``[R]`` rows with the same number stay together.
-        budget: Most padded tokens (rows × longest row) of a micro-batch.
-        ranks: How many ranks there are.
+        units: ``[R]`` number of each row's unit; rows of a unit stay together.
+        budget: greatest number of padded tokens (rows × longest row) in a micro-batch.
+        ranks: number of ranks.
 
     Returns:
-        As many micro-batches for every rank; longest rows first. No micro-batch at all where
-        there are no rows.
+        The same number of micro-batches for every rank, longest rows first; none if there are no
+        rows.
 
     Raises:
-        ConfigError: a unit alone is over the budget.
+        ConfigError: a single unit is over the budget.
     """
     if not len(lengths):
         return [[] for _ in range(ranks)]
@@ -63,7 +63,7 @@ def plan(
 def _deal(
     members: Sequence[list[int]], lengths: NDArray[np.int64], ranks: int
 ) -> list[list[list[int]]]:
-    """Each unit goes to the rank with the fewest tokens so far (longest first)."""
+    """Gives each unit to the rank with the fewest tokens so far, longest units first."""
     if ranks == 1:
         return [list(members)]
     dealt: list[list[list[int]]] = [[] for _ in range(ranks)]

@@ -1,11 +1,12 @@
-"""Rows as tensors: the one shape in which the learner holds what it trains on.
+"""Rows as tensors: the one form in which the learner holds what it trains on.
 
-A row is one prompt with one response: a sample of the policy's own, or an expert's trace. Tokens lie
-in flat vectors without padding, so nothing can leak from it.
+A row is one prompt with one response: a sample of the policy's own, or an expert's trace. Tokens are
+in flat vectors without padding, so that padding can't leak into anything.
 
-Two vectors of tokens stand side by side. ``ids`` is what the policy reads: every prompt and every
-response. The columns that an objective sees have an entry for each own and expert token alone;
-environment text is context of the forward pass and nothing else.
+
+There are two kinds of token vectors. ``ids`` is what the policy reads: every prompt and every
+response. The columns that an objective sees have an entry only for each own and expert token;
+environment text is nothing but context of the forward pass.
 
 Example: two rows with prompts of 3 tokens and responses of 2 and 3, the second an expert's::
 
@@ -41,26 +42,26 @@ class Rows:
     response_lengths: Tensor
     """``[R]`` int64, environment text included."""
     row: Tensor
-    """``[N]`` int64, which row a token is of, ascending."""
+    """``[N]`` int64, index of each token's row, ascending."""
     position: Tensor
     """``[N]`` int64, the token's place in its response."""
     expert: Tensor
     """``[N]`` bool, True for expert tokens, False for own ones."""
     behaviour: Tensor
-    """``[N]`` nats: log μ of own tokens, log π_φ of expert tokens, 0 where that isn't known."""
+    """``[N]`` nats: log μ of own tokens, log π_φ of expert tokens, 0 if that isn't known."""
     known: Tensor
     """``[N]`` bool, whether ``behaviour`` was recorded."""
     lag: Tensor
     """``[N]`` int64, steps between the version that sampled an own token and the learner's;
     −1 for expert tokens."""
     temperature: Tensor
-    """``[N]`` what divides the logits."""
+    """``[N]`` divisor of the logits."""
     advantages: Tensor
-    """``[R]``"""
+    """``[R]`` advantages."""
     rewards: Tensor
     """``[R]`` float64, as the graders gave them."""
     group: Tensor
-    """``[R]`` int64, which group of the mini-batch a row is of."""
+    """``[R]`` int64, index of each row's group in the mini-batch."""
     expert_row: Tensor
     """``[R]`` bool, rows with at least one expert token."""
     masked: Tensor
@@ -70,13 +71,13 @@ class Rows:
     lengths: Tensor
     """``[R]`` int64, own and expert tokens of the row."""
     groups: int
-    """Groups of the step; a group may have no row left."""
+    """Number of groups of the step; a group may have no row left."""
     logprobs: Tensor | None = None
     """``[N]`` log π_θ, with gradient in a loss; None in statistics that don't ask for it."""
     entropy: Tensor | None = None
     """``[N]`` entropy of π_θ over the whole vocabulary, nats."""
     proximal: Tensor | None = None
-    """``[N]`` log π_prox, the weights at the step's start."""
+    """``[N]`` log π_prox, of the weights at the step's start."""
     reference: Tensor | None = None
     """``[N]`` log π_ref."""
     values: Tensor | None = None
@@ -84,13 +85,13 @@ class Rows:
     old_values: Tensor | None = None
     """``[N]`` a critic's values when the rows were collected."""
     returns: Tensor | None = None
-    """``[N]`` what the critic learns (:func:`tandem.learner.recipes.returns.gae`)."""
+    """``[N]`` targets of the critic (:func:`tandem.learner.recipes.returns.gae`)."""
     token_advantages: Tensor | None = None
-    """``[N]`` in place of the rows' advantages, where tokens have their own."""
+    """``[N]`` advantages of single tokens, used in place of the rows' if they are given."""
 
     @property
     def count(self) -> int:
-        """R."""
+        """Number of rows, R."""
         return len(self.advantages)
 
     @property
@@ -100,7 +101,7 @@ class Rows:
 
     @property
     def starts(self) -> Tensor:
-        """``[R]`` int64, where a row begins in ``ids``."""
+        """``[R]`` int64, where each row begins in ``ids``."""
         sizes = self.prompt_lengths + self.response_lengths
         return sizes.cumsum(0) - sizes
 
@@ -119,10 +120,8 @@ class Rows:
 
     def with_advantages(self, rewards: Tensor, baseline: Baseline) -> Rows:
         """A copy with the advantages of these rewards ``[R]``; ``rewards`` stay as they were."""
-        found = advantages(
-            rewards, self.group, self.groups, self.expert_row, baseline, self.lengths
-        )
-        return replace(self, advantages=found.masked_fill(self.silent, 0.0))
+        new = advantages(rewards, self.group, self.groups, self.expert_row, baseline, self.lengths)
+        return replace(self, advantages=new.masked_fill(self.silent, 0.0))
 
     def select(self, which: Tensor) -> Rows:
         """The rows with these indices (``[r]`` int64), in that order, with their tokens."""
@@ -146,7 +145,7 @@ class Rows:
         return replace(self, **moved)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of every column that is there."""
+        """Name and tensor of every column that is set."""
         for name in _TENSORS:
             if (value := getattr(self, name)) is not None:
                 yield name, value
@@ -159,7 +158,7 @@ PER_ROW = frozenset(
         *("expert_row", "masked", "silent", "lengths"),
     }
 )
-"""Fields of :class:`Rows` that have one value a row."""
+"""Fields of :class:`Rows` that have one value per row."""
 
 
 def ragged(starts: Tensor, lengths: Tensor) -> Tensor:

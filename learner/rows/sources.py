@@ -1,4 +1,4 @@
-"""Where the steps' rows come from: the ledger, or stored expert traces (offline)."""
+"""The sources of the steps' rows: the ledger, or stored expert traces (offline)."""
 
 from __future__ import annotations
 
@@ -28,48 +28,48 @@ from .groups import MixedGroup
 log = logging.getLogger("tandem.learner")
 
 CACHED_TRACES = 4096
-"""Traces kept in memory: each is used again in every pass."""
+"""Number of traces kept in memory, since each is used again in every pass."""
 COMPARED_ROWS = 16
-"""Rows of the journal that are compared with those in Redis at a start."""
+"""Number of the journal's rows that are compared with those in Redis at a start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepBatch:
-    """All that a step is trained on."""
+    """Everything that a step is trained on."""
 
     step: int
-    """n."""
+    """The step's number, n."""
     row: dict[str, Any]
-    """As it stands in the journal."""
+    """The row as it is in the journal."""
     groups: list[MixedGroup]
-    """In the row's order."""
+    """Its groups, in the row's order."""
     quarantined: bool = False
-    """The row is written and marked: it uses its number and isn't trained on."""
+    """Whether the row is marked: it uses up its number and isn't trained on."""
 
 
 Fetch = Callable[[], StepBatch]
-"""Fetches the samples of a row that is there: time of its own, not of waiting."""
+"""Fetches the samples of an existing row, apart from the waiting, so that both can be timed."""
 
 
 class BatchSource(ABC):
     """Gives the batch of each step, the same one however often it is asked for."""
 
     total_steps: int
-    """Steps of the whole run; for passes over a ledger that rejects groups, at most so many."""
+    """Number of steps of the run; for passes over a ledger that rejects groups, an upper bound."""
 
     @abstractmethod
     def begin(self, term: int, journal: Journal, step: int) -> int:
-        """Brings the source in line with the journal; returns J, the steps that have rows.
+        """Brings the source in line with the journal; returns J, the number of steps that have rows.
 
         Args:
-            term: The learner's.
-            journal: As it was found: its outcomes above ``step`` are given up.
-            step: Of the checkpoint that is gone on from.
+            term: the learner's term.
+            journal: the journal as it was found; its outcomes above ``step`` are given up.
+            step: step of the checkpoint that the run continues from.
         """
 
     @abstractmethod
     def take(self, step: int, term: int) -> Fetch | Waiting:
-        """What fetches the step's batch, or whom it waits for.
+        """Returns a function that fetches the step's batch, or whom the batch waits for.
 
         Raises:
             FencedError: a newer learner has taken over.
@@ -77,31 +77,31 @@ class BatchSource(ABC):
 
     @abstractmethod
     def confirm(self, step: int, term: int) -> None:
-        """The step is trained."""
+        """Records that the step is trained."""
 
     @abstractmethod
     def quarantine(self, step: int, term: int, reason: str) -> None:
-        """The step used its number and changed nothing."""
+        """Records that the step used up its number and changed nothing."""
 
     @abstractmethod
     def durable(self, step: int, term: int) -> None:
-        """No checkpoint before this step will be gone back to."""
+        """Records that no checkpoint before this step will be gone back to."""
 
     @abstractmethod
     def waiting_for(self) -> str:
-        """Whom the next step waits for."""
+        """Says whom the next step waits for."""
 
     def checkpoint_is_due(self, saved: int) -> bool:
         """Whether what was trained since the checkpoint of step ``saved`` fills Redis too much."""
         return False
 
     def is_full(self) -> bool:
-        """Whether no batch can come before samples are let go."""
+        """Whether no batch can come until samples are freed."""
         return False
 
 
 class TraceCache:
-    """Expert traces by id, the last used ones kept."""
+    """Expert traces by id; keeps those that were used last."""
 
     def __init__(self, runs: RunStore) -> None:
         self._runs = runs
@@ -113,13 +113,13 @@ class TraceCache:
         missing = [name for name in wanted if name not in self._kept]
         for trace in self._runs.traces(missing) if missing else ():
             self._kept[trace.trace_id] = trace
-        found = {}
+        traces = {}
         for name in wanted:
             self._kept.move_to_end(name)
-            found[name] = self._kept[name]
+            traces[name] = self._kept[name]
         while len(self._kept) > CACHED_TRACES:
             self._kept.popitem(last=False)
-        return found
+        return traces
 
 
 class LedgerSource(BatchSource):
@@ -134,7 +134,7 @@ class LedgerSource(BatchSource):
         self.total_steps = settings.steps or math.ceil(groups / settings.groups_per_step)
 
     def begin(self, term: int, journal: Journal, step: int) -> int:
-        # What Redis lacks, and some before it: a different row there is another history.
+        # Rows that Redis lacks, and some before them: a different row there is another history.
         first = max(1, self._ledger.journalled() - COMPARED_ROWS + 1)
         rows = (Row.from_dict(journal.row_of(n)) for n in range(first, journal.last_step + 1))
         written = self._ledger.reassert(rows, term)
@@ -142,8 +142,8 @@ class LedgerSource(BatchSource):
             log.warning(
                 f"Redis had lost {written} row(s) that stand in the journal; they are written again"
             )
-        # Of steps that the checkpoint has, Redis may have lost what became of them: nobody trains
-        # these again, and no later checkpoint would be durable over them.
+        # For steps that the checkpoint includes, Redis may have lost the outcome: nobody trains these
+        # again, and no later checkpoint would be durable over them.
         for taken in self._ledger.open_steps():
             outcome = journal.outcome(taken)
             if outcome == "quarantined":
@@ -190,13 +190,13 @@ class LedgerSource(BatchSource):
         return self._ledger.is_full()
 
     def waiting_for(self) -> str:
-        told = self._ledger.waiting_for()
+        reason = self._ledger.waiting_for()
         if self._ledger.is_full():
-            told += (
+            reason += (
                 f"; Redis is {self._ledger.memory_share():.0%} full, so that nothing is leased: "
                 f"raise replay.maxmemory_mb, or lower learner.checkpoint_every"
             )
-        return told
+        return reason
 
 
 def mixed(group: Group, traces: Sequence[ExpertTrace], replaced: Sequence[int]) -> MixedGroup:
@@ -209,10 +209,11 @@ def mixed(group: Group, traces: Sequence[ExpertTrace], replaced: Sequence[int]) 
 
 
 class OfflineSource(BatchSource):
-    """Rows of stored expert traces: no rollout worker, no lease, the same journal.
+    """Rows of stored expert traces: no rollout worker, no lease, but the same journal.
 
     Pass e goes through the accepted traces in a permutation keyed by (run seed, e); step n takes
-    the next ``replay.groups_per_step`` of them, over pass borders. Each trace is a group of one.
+    the next ``replay.groups_per_step`` of them, across the borders of passes. Each trace is a group of
+    its own.
     """
 
     def __init__(self, config: Config, runs: RunStore) -> None:
@@ -233,12 +234,12 @@ class OfflineSource(BatchSource):
 
     def _accepted(self, verdicts: set[str]) -> list[str]:
         ids = self._runs.all_trace_ids()
-        found = []
+        accepted = []
         for start in range(0, len(ids), 256):
             for trace in self._runs.traces(ids[start : start + 256]):
                 if trace.verdict.value in verdicts:
-                    found.append(trace.trace_id)
-        return found
+                    accepted.append(trace.trace_id)
+        return accepted
 
     def begin(self, term: int, journal: Journal, step: int) -> int:
         return journal.last_step
@@ -280,20 +281,20 @@ class OfflineSource(BatchSource):
         return self._ids[int(self._drawn[1][position])]
 
     def confirm(self, step: int, term: int) -> None:
-        """Nothing: the journal alone keeps count."""
+        """Does nothing: the journal alone keeps count."""
 
     def quarantine(self, step: int, term: int, reason: str) -> None:
-        """Nothing: the journal alone keeps count."""
+        """Does nothing: the journal alone keeps count."""
 
     def durable(self, step: int, term: int) -> None:
-        """Nothing: traces stay."""
+        """Does nothing: traces stay."""
 
     def waiting_for(self) -> str:
         raise StoreError("an offline step waits for nobody")
 
 
 def source_of(config: Config, ledger: Ledger, runs: RunStore) -> BatchSource:
-    """Where the run's config says that batches come from."""
+    """The source of batches that the run's config names."""
     if config.learner.source == "offline":
         return OfflineSource(config, runs)
     return LedgerSource(ledger, runs)
