@@ -351,7 +351,7 @@ class CommitCheck:
         firsts = [len(row) - (end - start) for row, _, start, end in samples]
         each = [
             self._greatest(kind, [row], [first], [here], [there], "recorded")
-            for row, first, here, there in zip(rows, firsts, recorded, found, strict=True)
+            for row, first, here, there in zip(rows, firsts, recorded, scores, strict=True)
         ]
         return sorted(each, key=lambda difference: difference.size)[(len(each) - 1) // 2]
 
