@@ -373,7 +373,7 @@ def score(
             place[: len(row)] = row
         tokens = torch.from_numpy(padded).to(device)
         logits = decoder.logits(tokens, lengths)[:, :-1]
-        distribution = (logits.float() / temperature).log_softmax(-1)
-        scored = distribution.gather(2, tokens[:, 1:, None]).squeeze(2).cpu().numpy()
+        logps = (logits.float() / temperature).log_softmax(-1)
+        scored = logps.gather(2, tokens[:, 1:, None]).squeeze(2).cpu().numpy()
         found += [one[: len(row) - 1] for one, row in zip(scored, chunk, strict=True)]
     return found

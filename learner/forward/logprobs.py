@@ -96,9 +96,9 @@ def from_logits(
     logits = _float(logits)
     if temperature is not None:
         logits = logits / temperature[:, None].to(logits.dtype)
-    distribution = torch.log_softmax(logits, -1)
-    logprobs = distribution.gather(1, tokens[:, None]).squeeze(1)
-    source = distribution if entropy_gradient else distribution.detach()
+    logps = torch.log_softmax(logits, -1)
+    logprobs = logps.gather(1, tokens[:, None]).squeeze(1)
+    source = logps if entropy_gradient else logps.detach()
     entropy = -torch.linalg.vecdot(source.exp(), source)
     return logprobs, entropy
 
@@ -216,21 +216,21 @@ class _Sliced(torch.autograd.Function):
         for number, start in enumerate(range(0, weight.shape[0], ctx.size)):
             part = slice(start, start + ctx.size)
             if number < len(saved):
-                distribution = saved[number] - norms[:, None]
+                logps = saved[number] - norms[:, None]
             else:
-                distribution = _slice_logits(hidden, weight, bias, part, ctx.bend, heat)
-                distribution.sub_(norms[:, None])
+                logps = _slice_logits(hidden, weight, bias, part, ctx.bend, heat)
+                logps.sub_(norms[:, None])
             bent = None
             if ctx.bend is not None:
                 # 1 − tanh², from heat · tanh.
-                bent = ((distribution + norms[:, None]) / heat).square_().neg_().add_(1)
-            share = distribution.exp()
+                bent = ((logps + norms[:, None]) / heat).square_().neg_().add_(1)
+            share = logps.exp()
             width = share.shape[1]
             if with_entropy:
                 # −p (g + h (log p + H)): one factor, then one product.
-                distribution.clamp_(min=-1e30).add_(entropy[:, None]).mul_(by_entropy[:, None])
-                distribution.add_(by_logprob[:, None])
-                grad = share.mul_(distribution.neg_())
+                logps.clamp_(min=-1e30).add_(entropy[:, None]).mul_(by_entropy[:, None])
+                logps.add_(by_logprob[:, None])
+                grad = share.mul_(logps.neg_())
             else:
                 grad = share.mul_(-by_logprob[:, None])
             local = tokens - start

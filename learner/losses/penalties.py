@@ -58,12 +58,12 @@ def entropy_of(logits: Tensor) -> Tensor:
 
     logits [2, 1, 0] give 0.832396.
     """
-    distribution = torch.log_softmax(widened(logits), -1)
+    logps = torch.log_softmax(widened(logits), -1)
     # 0 · −∞ of a forbidden token (logit −∞) counts as 0.
     return -torch.where(
-        distribution == -torch.inf,
-        torch.zeros_like(distribution),
-        distribution.exp() * distribution,
+        logps == -torch.inf,
+        torch.zeros_like(logps),
+        logps.exp() * logps,
     ).sum(-1)
 
 
