@@ -9,10 +9,10 @@ from collections.abc import Callable
 class Wait:
     """One wait for one party.
 
-    ``who`` and ``what`` may be written anew while it lasts: the next sentence has them.
+    ``who`` and ``what`` may be changed while it lasts: the next message has the new words.
 
     Args:
-        who: party that is waited for.
+        who: the party that is waited for.
         what: what it should do, as in "acknowledge version 1.7".
         seconds: time until the deadline.
     """
@@ -24,27 +24,27 @@ class Wait:
         self.restart()
 
     def restart(self) -> None:
-        """Counts the deadline from now: the party has made progress."""
+        """Starts the deadline again, because the party has made progress."""
         self._since = time.monotonic()
         self._warned = False
 
     @property
     def next_look(self) -> float:
-        """``time.monotonic()`` at which :meth:`expired` has something to do."""
+        """The ``time.monotonic()`` at which :meth:`expired` next has something to do."""
         return self._since + self.seconds * (1.0 if self._warned else 0.5)
 
     @property
     def pause(self) -> float:
-        """Seconds until then, at least 0."""
+        """Seconds until :attr:`next_look`, at least 0."""
         return max(0.0, self.next_look - time.monotonic())
 
     @property
     def waited(self) -> float:
-        """Seconds since it began."""
+        """Seconds since it began, or was restarted."""
         return time.monotonic() - self._since
 
     def expired(self, tell: Callable[[str], object] | None) -> bool:
-        """True past the deadline; tells once at half of it, if there is anybody to tell."""
+        """Whether the deadline has passed; reports once at half of it, if ``tell`` is given."""
         waited = self.waited
         if not self._warned and waited >= self.seconds * 0.5:
             self._warned = True

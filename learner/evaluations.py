@@ -28,9 +28,9 @@ LOOK_SECONDS = 0.25
 ABANDONED_SECONDS = 60.0
 """Time without a live rollout worker after which nobody is expected to evaluate."""
 DEADLINE_SECONDS = 3600.0
-"""For one evaluation that is waited for."""
+"""How long one evaluation may take while it is waited for."""
 WHOLE = ".whole"
-"""Ends the id of a last evaluation of the whole set after one of a part at the same step."""
+"""Suffix of the id of a last evaluation of the whole set, after one of a part at the same step."""
 
 
 class Evaluations:
@@ -78,13 +78,13 @@ class Evaluations:
         return settings.every > 0 and step % settings.every == 0
 
     def request(self, step: int, total: int, *, is_last: bool = False) -> list[str]:
-        """Asks for the evaluation of every held-out set, if one is due; returns their ids.
+        """Requests the evaluation of every held-out set, if one is due; returns their ids.
 
         Args:
-            step: whose weights are evaluated.
-            total: the most steps that the run may take.
-            is_last: The run ends with this step. A run that is set in passes may do so before its
-                last possible step, and may then have asked for a part of the set already.
+            step: the step whose weights are evaluated.
+            total: greatest number of steps that the run may take.
+            is_last: whether the run ends with this step. A run that is set in passes may end before its
+                last possible step, and may then have requested a part of the set already.
         """
         is_last = is_last or step >= total
         if not self._sets or not self.due(step, step if is_last else total):

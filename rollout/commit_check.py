@@ -11,14 +11,14 @@ learner would is tested with a few tokens:
 - **samples that ran on**: if samples are under way when the weights change, four of the check's own
   are among them. Finds keys and values that should have been computed again.
 
-The greatest difference, and of the given rows the mean one too, are held against bounds: those of
-the dtype in the first check, later a multiple of what earlier checks found, since rounding differs
-from model to model and from kernel to kernel. The mean, which leaves out the greatest twentieth, shows
-a small fault everywhere, and the greatest a large one in few places: in half precision a very large
-one, for there a token whose logits hang on where the model looks moves far once in some hundred
-checks. Of samples the middle one counts: wrong keys or a
-wrong temperature show in each, while rounding in bfloat16 now and then moves one token of one sample
-by more than any bound that would still find them.
+The greatest difference, and for given rows also the mean one, is compared with bounds: in the first
+check those of the dtype, later a multiple of what earlier checks found, since rounding differs
+between models and kernels. The mean, which leaves out the greatest twentieth, shows a small fault
+everywhere. The greatest difference shows a large fault in a few places; in half precision it must be
+very large, because there a token whose logits depend on where the model looks moves far once in a few
+hundred checks. Among samples the middle one counts: wrong keys or a wrong temperature show in each of
+them, while rounding in bfloat16 now and then moves one token of one sample by more than any bound that
+would still find such faults.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from .rounding import (
 log = logging.getLogger("tandem.rollout")
 
 SAMPLES, TOKENS = 3, 8
-"""What is drawn in a check: so many samples of so many tokens."""
+"""Number of samples drawn in a check, and of tokens in each."""
 RUN_ON_SAMPLES = 4
 """Number of samples that are to run on."""
 HOT = 2.0
@@ -85,7 +85,7 @@ class Difference:
     where: str
     """Row, token and both figures, for a person."""
     mean: float
-    """Over all tokens but the greatest twentieth, nats."""
+    """Mean over all tokens except the greatest twentieth, in nats."""
     mean_bound: float
     """Greatest mean that passes."""
 
@@ -337,8 +337,8 @@ class CommitCheck:
     async def _recorded(
         self, kind: str, samples: Sequence[tuple[NDArray[np.int32], Sample, int, int]]
     ) -> Difference:
-        """Holds what was recorded of samples against their scores, and returns the difference of the
-        middle sample, of an even number the lower one."""
+        """Compares the recorded log-probs of samples with their scores; returns the difference of the middle
+        sample, or of the lower one of the two in the middle."""
         rows = [row for row, *_ in samples]
         try:
             async with asyncio.timeout(self._seconds):
@@ -381,7 +381,7 @@ class CommitCheck:
                     f"{here[at]:.4f} and scored {scored[at]:.4f}"
                 )
         counted = np.sort(np.concatenate(every))
-        # Of few tokens the mean says no more than the greatest.
+        # For few tokens the mean says no more than the greatest difference.
         mean_bound = self._noise[MEAN].bound if kind == GIVEN else float("inf")
         bound = self._noise[kind].bound
         if kind != GIVEN:

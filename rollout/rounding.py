@@ -1,9 +1,9 @@
-"""Which differences between two computations of the same log-probs pass for rounding.
+"""Which differences between two computations of the same log-probs count as rounding.
 
-Rounding differs from model to model and from kernel to kernel, so the bounds follow what earlier
-checks found. Those of half precision leave room for a long tail: on the miniature in bfloat16 the
-greatest difference of the given rows was 0.76 nats in the median of 850 checks and 8.9 in one of
-them, while their mean, without its greatest twentieth, stayed within 1.8 times its median.
+Rounding differs between models and kernels, so the bounds follow what earlier checks found. Those of
+half precision leave room for a long tail: on the miniature in bfloat16 the greatest difference of the
+given rows was 0.76 nats in the median of 850 checks and 8.9 in one of them, while their mean, without
+its greatest twentieth, stayed within 1.8 times its median.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ BOUNDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
     SAMPLED: {"float32": (1e-3, 1e-2), "float16": (0.05, 0.5), "bfloat16": (0.1, 4.0)},
     RAN_ON: {"float32": (3e-4, 3e-3), "float16": (0.05, 0.5), "bfloat16": (0.1, 4.0)},
 }
-"""Nats that always pass for rounding, and those that pass in a first check and at most. Given rows are
-random, so that their tokens have log-probs of -10 to -30: the difference of logits that bf16 rounds
-to one part in 256, and of a long tail in any dtype."""
+"""Differences in nats that always count as rounding; and those that do in a first check, and at most.
+Given rows are random, so that their tokens have log-probs of -10 to -30: the difference of logits that
+bf16 rounds to one part in 256, and of a long tail in any dtype."""
 TIMES = {"float32": 10.0, "float16": 40.0, "bfloat16": 40.0}
-"""Of given rows a greatest difference of so many times the median of the earlier ones is no rounding."""
+"""Multiple of the earlier differences' median from which on a given rows' greatest difference isn't rounding."""
 SAMPLE_TIMES, MEAN_TIMES = 10.0, 3.0
-"""The same of samples and of the mean."""
+"""The same multiples for samples, and for the mean."""
 UNCERTAIN_TIMES = {"float32": 1.0, "float16": 4.0, "bfloat16": 4.0}
-"""So many times what is usual of given rows passes of samples, too."""
+"""Multiple of the given rows' usual difference that always passes for samples."""
 LEFT_OUT = 20
-"""One of so many differences, the greatest ones, isn't in the mean."""
+"""One in this many differences, the greatest ones, isn't in the mean."""
 REMEMBERED = 64
-"""Earlier differences of which the median is taken."""
+"""Number of earlier differences of which the median is taken."""
 
 
 class Noise:
-    """What differences of one kind pass for rounding.
+    """The difference of one kind that counts as rounding.
 
     >>> noise = Noise(RAN_ON, "float32")
     >>> noise.bound
@@ -47,13 +47,13 @@ class Noise:
     """
 
     def __init__(self, kind: str, dtype: str, first: float | None = None) -> None:
-        """No check was made yet.
+        """Starts without earlier checks.
 
         Args:
-            kind: of the difference.
-            dtype: the coarser one of learner's and engine's.
-            first: what passes of given rows in a first check; the other kinds' follow. None = by
-                the dtype.
+            kind: kind of the difference.
+            dtype: the less exact one of the learner's and the engine's.
+            first: bound for given rows in a first check, from which the other kinds' bounds follow.
+                None = by the dtype.
         """
         least, most = BOUNDS[kind][dtype]
         self._first = most if first is None else most * first / BOUNDS[GIVEN][dtype][1]
@@ -63,16 +63,16 @@ class Noise:
 
     @property
     def bound(self) -> float:
-        """Greatest difference, nats, that the next check lets pass."""
+        """Greatest difference, in nats, that passes the next check."""
         if not self._seen:
             return self._first
         return min(self._first, max(self._least, self._times * self.usual))
 
     @property
     def usual(self) -> float:
-        """Median of what was found, nats; 0 before a check."""
+        """Median of the earlier differences, in nats; 0 before the first check."""
         return median(self._seen) if self._seen else 0.0
 
     def add(self, difference: float) -> None:
-        """A check has passed."""
+        """Remembers the difference of a check that has passed."""
         self._seen.append(difference)
