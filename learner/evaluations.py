@@ -53,20 +53,20 @@ class Evaluations:
         self._limits = {held.name: held.limit for held in config.data.evaluate}
         self._stopping = stopping
         self._term = 0
-        self._told: set[str] = set()
+        self._recorded: set[str] = set()
         self._open: list[str] = []
         self._looked = 0.0
 
-    def begin(self, term: int, told: Iterable[str]) -> None:
+    def begin(self, term: int, recorded: Iterable[str]) -> None:
         """Takes over requests that aren't recorded; all of their results arrive again.
 
         Args:
             term: the learner's term.
-            told: ids that have a record in ``metrics.jsonl``.
+            recorded: ids that have a record in ``metrics.jsonl``.
         """
         self._term = term
-        self._told = set(told)
-        self._open = [name for name in self._runs.asked_evaluations() if name not in self._told]
+        self._recorded = set(recorded)
+        self._open = [name for name in self._runs.asked_evaluations() if name not in self._recorded]
 
     def due(self, step: int, total: int) -> bool:
         """Whether the config asks for an evaluation of this step's weights."""
@@ -96,7 +96,7 @@ class Evaluations:
             part = min((n for n in (whole, self._settings.limit) if n is not None), default=None)
             limit = whole if step == 0 or is_last else part
             id_ = f"{name}@{step}{WHOLE if asked_before and limit != part else ''}"
-            if id_ in self._told:
+            if id_ in self._recorded:
                 continue
             self._runs.request_evaluation(
                 EvaluationRequest(
@@ -129,7 +129,7 @@ class Evaluations:
             return []
         self._looked = now
         results = self._runs.evaluation_results(self._open)
-        self._told |= results.keys()
+        self._recorded |= results.keys()
         for name, reason in self._runs.given_up_evaluations().items():
             if name in self._open:
                 self._open.remove(name)
@@ -177,7 +177,7 @@ class Evaluations:
         return True
 
 
-def told_in(path: Path) -> set[str]:
+def recorded_in(path: Path) -> set[str]:
     """Ids of the evaluations that have a record in the metrics."""
     found: set[str] = set()
     for part in parts(path):

@@ -38,7 +38,7 @@ from ..replay.ledger import Ledger
 from ..replay.ledger_records import Waiting
 from ..replay.members import Members, membership
 from ..replay.store import EvaluationResult, RunStore
-from .evaluations import Evaluations, told_in
+from .evaluations import Evaluations, recorded_in
 from .metrics.idle import Idle
 from .metrics.ratio_alarm import RatioAlarm, ratios_of
 from .metrics.reports import describe
@@ -189,7 +189,7 @@ class Trainer:
 
     def _cut_back(self) -> None:
         self._reporter.cut_back(self._step)
-        self._evaluations.begin(self._term, told_in(self._folder.metrics))
+        self._evaluations.begin(self._term, recorded_in(self._folder.metrics))
 
     def _replay(self, journalled: int) -> None:
         """Trains again the steps that have a row and are above the checkpoint."""
@@ -457,7 +457,7 @@ class Trainer:
             logprobs=tuple(map(tuple, logprobs.tolist())),
         )
 
-    # What is told.
+    # Reports.
 
     def _await(self, ids: list[str]) -> None:
         if ids:

@@ -105,7 +105,7 @@ async def _main(join: JoinInfo, config: Config, name: str) -> int:
             max_prompt_tokens=config.data.max_prompt_tokens,
         )
         if not await _start(engine, stop):
-            log.info(f"{name} was told to end before its engine was ready")
+            log.info(f"{name} was asked to end before its engine was ready")
             return 0
         return await Worker(config, name, store, client, engine, stop, redis).run()
     finally:
@@ -250,7 +250,7 @@ class Worker:
             await self._leave()
 
     def _on_sigterm(self) -> None:
-        log.info(f"{self._name} was told to end; draining")
+        log.info(f"{self._name} was asked to end; draining")
         disk.stop_waiting()
         self._stop.set()
         self._nudge.set()

@@ -56,7 +56,7 @@ class Finding:
     mend: str = ""
     """The command or setting that fixes it."""
 
-    def told(self) -> str:
+    def line(self) -> str:
         """What is wrong and what fixes it, on one line."""
         parts = [f"{self.name}: {self.found}", self.why, f"-> {self.mend}" if self.mend else ""]
         return "; ".join(part for part in parts if part)

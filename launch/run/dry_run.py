@@ -49,7 +49,7 @@ def dry_run(words: Sequence[str], *, fresh: bool, offline: bool) -> int:
     lines.append(f"this machine: {here}")
     if lacking:
         lines.append("it couldn't run this preset:")
-        lines += [f"  - {finding.told()}" for finding in lacking]
+        lines += [f"  - {finding.line()}" for finding in lacking]
     else:
         lines.append("it could run this preset")
     if plan.problems:
@@ -148,7 +148,7 @@ def _places(plan: Plan, opening: Opening, disk: int) -> list[str]:
         ("run folder", f"{shown(folder.path)} ({state})"),
         ("logs", f"{shown(folder.logs)}/<process>.log"),
         ("Redis", _redis(plan, url)),
-        ("ZeroMQ", f"{bind}, ports chosen at the start and told through Redis"),
+        ("ZeroMQ", f"{bind}, ports are chosen at the start and announced in Redis"),
         ("weights", f"{text.transport(plan)}, bound to {config.weights.interface}"),
         ("ranks", f"meet at 127.0.0.1:{PORT}"),
         ("model", text.model(plan)),

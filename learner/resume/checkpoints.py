@@ -283,8 +283,8 @@ def read(folder: Path) -> Checkpoint:
     old = SEAL not in content and all(type(one) is int for one in content["files"].values())
     content = unsealed(content, f"{folder}/{STATE}", DataError, WAY_OUT, always=not old)
     digests = {}
-    for name, told in content["files"].items():
-        size, digest = (told, "") if old else _described(told, folder)
+    for name, entry in content["files"].items():
+        size, digest = (entry, "") if old else _described(entry, folder)
         if type(size) is not int or "\0" in name or Path(name).is_absolute() or ".." in name:
             raise damaged(f"{folder}/{STATE}", f"names the file {name[:80]!r}", DataError, WAY_OUT)
         try:

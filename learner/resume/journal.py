@@ -201,8 +201,8 @@ class Journal(History):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        for told in self.chain.ignored:
-            log.warning(f"journal: {told}")
+        for reason in self.chain.ignored:
+            log.warning(f"journal: {reason}")
         if self.overtaken:
             log.warning(
                 f"journal: {path.name} has {self.overtaken} record(s) of a learner that was "

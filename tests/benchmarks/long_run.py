@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from tandem.common.parts import PartedLines, parts
-from tandem.learner.evaluations import told_in
+from tandem.learner.evaluations import recorded_in
 from tandem.learner.resume.cut_back import cut_back
 from tandem.learner.resume.journal import Journal, digest_of, trained
 from tandem.learner.resume.journal_file import encoded
@@ -73,7 +73,7 @@ def measure(folder: Path, steps: int) -> dict[str, float]:
     found["open the journal"] = time.process_time() - began
     began = time.process_time()
     cut_back(folder / "metrics.jsonl", steps - BEHIND, folder / "cut")
-    assert len(told_in(folder / "metrics.jsonl")) == (steps - BEHIND) // 1000
+    assert len(recorded_in(folder / "metrics.jsonl")) == (steps - BEHIND) // 1000
     found["cut the metrics"] = time.process_time() - began
     found["memory, MB"] = (memory() - before) / 1024
     began = time.process_time()

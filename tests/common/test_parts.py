@@ -11,7 +11,7 @@ from tandem.common.errors import DataError
 from tandem.common.parts import PartedLines, is_part, parts, read_parts, whole_end
 from tandem.launch.board.history import read as history_of
 from tandem.launch.board.tail import MetricsTail
-from tandem.learner.evaluations import told_in
+from tandem.learner.evaluations import recorded_in
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_every_reader_reads_all_parts(path: Path) -> None:
     history = history_of(path)
     assert history.step == 60
     assert [one.step for one in history.evaluations] == [7, 14, 21, 28, 35, 42, 49, 56]
-    assert told_in(path) == {f"held@{step}" for step in range(7, 60, 7)}
+    assert recorded_in(path) == {f"held@{step}" for step in range(7, 60, 7)}
 
 
 def test_the_tail_goes_on_from_part_to_part(path: Path) -> None:

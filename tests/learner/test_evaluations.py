@@ -168,7 +168,7 @@ def test_a_learner_that_starts_takes_up_what_its_predecessor_asked_for(
         answer(store, request)
     first.request(4, 10)
     second = make()
-    second.begin(2, told={"hard@2"})
+    second.begin(2, recorded={"hard@2"})
     assert [result.id for result in second.arrived()] == ["heldout@2"]
     # Steps that its predecessor was killed before it could ask for are asked for, others once.
     second.request_since(2, 6, 10)
