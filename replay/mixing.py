@@ -69,7 +69,7 @@ def mix(
 
     >>> group = {"own_rows": (0, 1, 3), "group_size": 4, "seed": 7, "step": 1, "group_id": "0-0"}
     >>> mix(["a", "b"], when="all_failed", correct=0, **group)
-    (('a', 'b'), (3,))
+    (('a', 'b'), (1,))
     >>> mix(["a", "b"], when="all_failed", correct=1, **group)
     ((), ())
     """

@@ -18,6 +18,6 @@ class RunConfig(Section):
     """Number of passes over the data; the last step may then be short."""
     deterministic: bool = False
     """Whether the same seed gives the same parameters bit for bit, whichever processes are killed on the
-    way: on-policy, one group per engine batch, no group deadline (:data:`DETERMINISTIC` lists what is
-    set). Holds for the torch engine on CPUs with the same number of threads and ranks; slower. One
-    dependence on time is left: a text on which a grader hangs."""
+    way. It sets on-policy sampling, one group per engine batch and no group deadline. Holds for the
+    torch engine on CPUs with the same number of threads and ranks; slower. One dependence on time is
+    left: a text on which a grader hangs."""
