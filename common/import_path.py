@@ -38,7 +38,7 @@ def split_path(path: str) -> tuple[str, str]:
     """
     match = _PATH.fullmatch(path)
     if match is None:
-        raise ConfigError(f"{path!r} is no import path: write package.module:name")
+        raise ConfigError(f"{path!r} isn't an import path: write package.module:name")
     if match["name"] is not None:
         return match["module"], match["name"]
     module, _, name = path.rpartition(".")

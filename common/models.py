@@ -53,7 +53,7 @@ def resolve(path: str) -> str:
             )
         return str(folder)
     if folder.exists():
-        raise DataError(f"model.path={path} is a file: name the folder that it lies in")
+        raise DataError(f"model.path={path} is a file: name the folder that it is in")
     if _HUB_NAME.fullmatch(path):
         return path
     raise DataError(

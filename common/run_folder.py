@@ -116,7 +116,7 @@ def read_join(path: Path) -> JoinInfo:
         ) from None
     except OSError as error:
         raise DataError(f"{path} can't be read: {error.strerror}") from None
-    what, way_out = f"{path}, which isn't a join file,", "copy it anew with `tandem join-file`"
+    what, way_out = f"{path}, which isn't a join file,", "copy it again with `tandem join-file`"
     content = unsealed(read_object(data, what, DataError, way_out), what, DataError, way_out)
     return read_record(JoinInfo, content, what, DataError, way_out)
 

@@ -72,7 +72,7 @@ def check_address(who: str, endpoint: Any, public_key: Any) -> None:
         )
     if public_key and not (isinstance(public_key, str) and _KEY.fullmatch(public_key)):
         raise WireError(
-            f"{who} tells a public key that isn't 40 characters of Z85: its next heartbeat may say "
+            f"{who} reports a public key that isn't 40 characters of Z85: its next heartbeat may say "
             f"better"
         )
 

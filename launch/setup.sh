@@ -45,7 +45,7 @@ while [ $# -gt 0 ]; do
 done
 case "$role" in
   all | learner | rollout | reward | core) ;;
-  *) echo "launch/setup.sh: --role '$role' is none of all, learner, rollout, reward, core" >&2; exit 2 ;;
+  *) echo "launch/setup.sh: --role '$role' is not one of all, learner, rollout, reward, core" >&2; exit 2 ;;
 esac
 
 [ "${TANDEM_SKIP_SETUP:-}" = 1 ] && exit 0

@@ -64,10 +64,10 @@ def _no_group(ledger: Ledger, name: str) -> str:
     try:
         _, position = Order.parse(name)
     except ValueError:
-        return "is no group id: <pass>-<position>, such as 0-12"
+        return "isn't a group id: <pass>-<position>, such as 0-12"
     most = ledger.order.pass_length
     if position >= most:
-        return f"is no group of this run: the positions of a pass go from 0 to {most - 1}"
+        return f"isn't a group of this run: the positions of a pass go from 0 to {most - 1}"
     try:
         ledger.order.serial(name)
     except ValueError as error:

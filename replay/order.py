@@ -110,7 +110,7 @@ class Order:
         serial = pass_ * self.pass_length + position
         if position >= self.pass_length or serial > LAST_SERIAL:
             raise ValueError(
-                f"{group_id} is no group of this run: a pass has {self.pass_length} positions"
+                f"{group_id} isn't a group of this run: a pass has {self.pass_length} positions"
             )
         return serial
 

@@ -316,7 +316,7 @@ def _accepted(config: Config) -> str | None:
         if name not in usable:
             near = difflib.get_close_matches(name, usable, n=1)
             meant = f" (did you mean {near[0]}?)" if near else ""
-            return f"expert.accept names {name!r}, which is none of {', '.join(usable)}{meant}"
+            return f"expert.accept names {name!r}, which isn't one of {', '.join(usable)}{meant}"
     return None
 
 

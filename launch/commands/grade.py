@@ -194,7 +194,7 @@ class _Out:
             by = old.get("grader") == self._grader.name
             if not same or not by or list(old.get("components") or ()) != self._grader.components:
                 raise DataError(
-                    f"{self.path} line {count} is no row of this input graded in this way: name "
+                    f"{self.path} line {count} isn't a row of this input graded in this way: name "
                     f"another --out, or --fresh moves it aside"
                 )
             tally.add(old["verdict"] is not None, old["verdict"], old["reward"], old["components"])

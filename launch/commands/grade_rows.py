@@ -79,7 +79,7 @@ class Reader:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is no JSON: {error}") from None
         if not isinstance(raw, dict):
-            raise DataError(f"{where} is no JSON object but {type(raw).__name__}")
+            raise DataError(f"{where} isn't a JSON object but {type(raw).__name__}")
         for key in ("id", "completion"):
             if raw.get(key) is None:
                 there = ", ".join(map(str, raw)) or "nothing"
@@ -131,7 +131,7 @@ def _finish_reason(where: str, value: Any) -> FinishReason:
         return FinishReason.STOP if value is None else FinishReason(value)
     except ValueError:
         known = ", ".join(reason.value for reason in FinishReason)
-        raise DataError(f"{where}: finish_reason={value!r} is none of {known}") from None
+        raise DataError(f"{where}: finish_reason={value!r} isn't one of {known}") from None
 
 
 def _tokens(where: str, value: object) -> Any:
@@ -140,7 +140,7 @@ def _tokens(where: str, value: object) -> Any:
     try:
         return np.array(value, dtype=np.int32).reshape(-1)
     except (TypeError, ValueError, OverflowError):
-        raise DataError(f"{where}: completion_ids is no list of token ids") from None
+        raise DataError(f"{where}: completion_ids isn't a list of token ids") from None
 
 
 def batches(rows: Iterable[Row]) -> Iterator[list[Row]]:

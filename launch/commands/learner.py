@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Works until the run has ended or it is asked to drain."""
     if not 0 <= arguments.rank < arguments.world_size:
         raise ConfigError(
-            f"--rank {arguments.rank} is none of --world-size {arguments.world_size}: "
+            f"--rank {arguments.rank} isn't a rank of --world-size {arguments.world_size}: "
             f"ranks count from 0"
         )
     if arguments.world_size > 1 and not arguments.master_port:

@@ -70,7 +70,7 @@ def existing(path: str) -> RunFolder:
     """The folder of a run that was started before; raises ``DataError`` if it isn't one."""
     folder = RunFolder(path)
     if not folder.run_json.exists():
-        raise DataError(f"{path} is no run's folder (it has no run.json)")
+        raise DataError(f"{path} isn't a run's folder (it has no run.json)")
     return folder
 
 

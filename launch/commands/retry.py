@@ -95,7 +95,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[RunFolder | None, JoinInfo, l
             )
     wrong = [word for word in words if not GROUP_ID.fullmatch(word)]
     if wrong:
-        raise ConfigError(f"{wrong[0]!r} is no group id: <pass>-<position>, such as 0-12")
+        raise ConfigError(f"{wrong[0]!r} isn't a group id: <pass>-<position>, such as 0-12")
     if words and arguments.all:
         raise ConfigError(f"--all goes without names of groups ({words[0]})")
     if arguments.join is not None:

@@ -334,7 +334,7 @@ def refused(where: str, had_password: bool) -> str:
     what = "the password" if had_password else "a connection without a password"
     return (
         f"Redis at {where} refused {what}: put the right one into {PASSWORD_VARIABLE} "
-        f"(for replay.redis_url), or copy join.json anew with `tandem join-file`"
+        f"(for replay.redis_url), or copy join.json again with `tandem join-file`"
     )
 
 

@@ -185,7 +185,7 @@ def prepare(
         )
     if config.expert.per_group and not traces and config.learner.source == "ledger":
         raise DataError(
-            f"expert.per_group={config.expert.per_group} wants expert traces, and no source has "
+            f"expert.per_group={config.expert.per_group} needs expert traces, and no source has "
             f"one{_left_out(counts, names)}: add a source with targets, or set expert.per_group=0"
         )
     digest = hashlib.blake2b(digest_size=16)

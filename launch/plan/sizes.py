@@ -230,7 +230,7 @@ def count_parameters(folder: Path) -> int | None:
             start = content.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
             if not 0 < length <= min(100 << 20, file.stat().st_size - 8):
-                raise DataError(f"{file} is no safetensors file: get the model's files again")
+                raise DataError(f"{file} is not a safetensors file: get the model's files again")
             header = read_object(content.read(length), f"{file}, its header,", DataError, WAY_OUT)
         for name, entry in header.items():
             if name != "__metadata__":

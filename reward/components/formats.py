@@ -120,7 +120,7 @@ def format_(style: str | None = None, pattern: str | None = None) -> Component |
     else:
         name = style or "tags"
         if name not in STYLES:
-            raise ValueError(f"style={name!r} is none of {', '.join(sorted(STYLES))}")
+            raise ValueError(f"style={name!r} isn't one of {', '.join(sorted(STYLES))}")
         matches = STYLES[name]
 
     def value(sample: Graded) -> float:

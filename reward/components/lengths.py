@@ -18,7 +18,7 @@ Unit = Literal["tokens", "characters"]
 
 def _check_unit(unit: str, allowed: Sequence[str]) -> None:
     if unit not in allowed:
-        raise ValueError(f"unit={unit!r} is none of {', '.join(allowed)}")
+        raise ValueError(f"unit={unit!r} isn't one of {', '.join(allowed)}")
 
 
 @register("cosine_length", needs_verdict=True, origin="TRL")

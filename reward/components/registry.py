@@ -147,7 +147,7 @@ def component(name: str, params: Mapping[str, Any]) -> tuple[Kind, Any]:
         close = difflib.get_close_matches(name, COMPONENTS, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise ConfigError(
-            f"reward component {name!r} is none of {', '.join(sorted(COMPONENTS))}{hint}, nor the "
+            f"reward component {name!r} isn't one of {', '.join(sorted(COMPONENTS))}{hint}, nor the "
             f"import path of a function of your own (package.module:function)"
         )
     known = inspect.signature(kind.make).parameters

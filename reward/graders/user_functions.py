@@ -75,7 +75,7 @@ def _accepted(function: Function, given: dict[str, Any]) -> dict[str, Any]:
     for parameter in named:
         if parameter.name not in given and parameter.default is parameter.empty:
             raise TypeError(
-                f"it wants the column {parameter.name!r}, and the rows have "
+                f"it needs the column {parameter.name!r}, and the rows have "
                 f"{', '.join(sorted(given))}"
             )
     return given if takes_all else {p.name: given[p.name] for p in named if p.name in given}

@@ -72,7 +72,7 @@ def mode(name: str, *, tuple_for_set: bool = True) -> Mode:
     if known is None:
         close = difflib.get_close_matches(name, MODES, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
-        raise ConfigError(f"reward.mode={name!r} is none of {', '.join(sorted(MODES))}{hint}")
+        raise ConfigError(f"reward.mode={name!r} isn't one of {', '.join(sorted(MODES))}{hint}")
     return known if tuple_for_set else replace(known, tuple_for_set=False)
 
 

@@ -139,7 +139,7 @@ def compare_options(answer: str | None, gold: str) -> bool | None:
     if ours is not None and theirs is not None:
         return ours == theirs
     if ours is not None:
-        raise ValueError(f"the gold answer {gold!r} is no option label")
+        raise ValueError(f"the gold answer {gold!r} isn't an option label")
     if theirs is not None and option_text(gold) == gold.strip():
         return None
     same = option_text(answer).casefold().split() == option_text(gold).casefold().split()

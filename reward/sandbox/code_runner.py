@@ -69,7 +69,7 @@ def encoded(value):
             return [name, *map(encoded, value)]
     if isinstance(value, dict):
         return ["dict", *([encoded(k), encoded(v)] for k, v in value.items())]
-    raise TypeError("what the test looks at is no plain value")
+    raise TypeError("what the test looks at isn't a plain value")
 harness()
 """
 

@@ -276,7 +276,7 @@ NOTHING = [
     (["rollout.engine=vllm", "rollout.vllm.max_model_len=2047"], "raise it to at least 2,048"),
     (["rollout.engine=torch", "rollout.gpus_per_worker=2"], "set rollout.gpus_per_worker=1"),
     (["expert.accept=[corect]"], "did you mean correct?"),
-    (["expert.accept=[crashed]"], "which is none of"),
+    (["expert.accept=[crashed]"], "which isn't one of"),
     (["expert.prefix_low=0.5"], "expert.prefix=null begins none"),
     (["expert.prefix_steps=5"], "schedules in time alone"),
     (

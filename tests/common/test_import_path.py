@@ -23,7 +23,7 @@ def test_a_name_with_a_dot_or_colon_is_an_import_path(path: str):
 )  # fmt: skip
 def test_anything_else_is_none(text: str):
     assert not is_import_path(text)
-    with pytest.raises(ConfigError, match="is no import path: write "):
+    with pytest.raises(ConfigError, match="isn't an import path: write "):
         split_path(text)
 
 

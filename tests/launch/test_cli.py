@@ -269,7 +269,7 @@ def test_a_run_that_is_not_there_is_one_line(
 ) -> None:
     code, _, err = tandem(capsys, role, "--run", str(tmp_path))
     assert code == 2
-    assert "is no run's folder" in err
+    assert "isn't a run's folder" in err
     assert len(err.splitlines()) == 1
 
 

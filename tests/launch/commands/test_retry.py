@@ -110,7 +110,7 @@ def test_one_that_is_no_dead_letter_makes_the_exit_code_1_and_the_others_go_back
     code, out, _ = retry(capsys, "--run", str(folder.path), "0-3", "0-0", "0-77")
     assert code == 1
     assert "0-3        not       is leased: no dead letter" in out
-    assert "0-77       not       is no group of this run" in out
+    assert "0-77       not       isn't a group of this run" in out
     assert "1 group(s) put back, 2 not" in out
     assert ledger.state_of("0-0") == "admitted"
 
@@ -119,7 +119,7 @@ def test_one_that_is_no_dead_letter_makes_the_exit_code_1_and_the_others_go_back
     ("words", "said"),
     [
         ((), "for all 3 dead letters"),
-        (("0-0", "0_1"), "'0_1' is no group id"),
+        (("0-0", "0_1"), "'0_1' isn't a group id"),
         (("--all", "0-1"), "--all goes without names"),
         (("--join", "x"), "one of --run DIR and --join FILE"),
     ],

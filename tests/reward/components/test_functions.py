@@ -264,7 +264,7 @@ def test_a_function_that_breaks_the_form_is_a_crash_that_says_how(
     assert {g.verdict for g in grades} == {Verdict.CRASHED}
     assert "own_rewards:short: ValueError: it returned 1 values for 2 completions" in caplog.text
     assert "own_rewards:not_a_number: ValueError: it returned nan" in caplog.text
-    assert "own_rewards:wants_more: TypeError: it wants the column 'difficulty'" in caplog.text
+    assert "own_rewards:wants_more: TypeError: it needs the column 'difficulty'" in caplog.text
 
 
 @pytest.mark.parametrize(
