@@ -67,7 +67,7 @@ class Cut:
     short: bool = False
     """Whether it is the last row of a run that is set in passes, with fewer than B groups."""
     revoked: tuple[int, ...] = ()
-    """Leases that are taken back because the row passes over them."""
+    """Leases that are taken back, since the row passes over them and they would become too stale."""
     held_by: str = ""
     """Why there is no row: ``groups``, ``window`` or ``staleness``."""
     waits_for: int = -1

@@ -132,7 +132,7 @@ class Course:
         self.steps = 0
         """The last step."""
         self.staleness = 0
-        """The age of the oldest sample at any step, in versions."""
+        """The age of the oldest sample at any step, in steps."""
         self.trained: dict[int, tuple[int, int]] = {}
         """Step to its numbers of samples and tokens."""
         self._total = self._waited = 0.0

@@ -73,7 +73,7 @@ def cut_back(path: Path, step: int, aside: Path) -> None:
 
 
 def _look(part: Path, step: int) -> tuple[list[bool | None], bool]:
-    """For each line of a part, whether it stays (None if it can't be read); and whether any stays.
+    """For each line of a part, whether it stays (None if it can't be read); and whether a step's record stays.
 
     An evaluation's step is that of the weights that it measured, which may be long past.
     """
