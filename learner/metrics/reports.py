@@ -69,7 +69,7 @@ def _histogram(ages: Sequence[int]) -> dict[str, float]:
 
 def _rewards(groups: Sequence[MixedGroup], samples: Sequence[Sample]) -> dict[str, float]:
     counted = [s for s in samples if s.has_verdict]
-    found = {"reward/graded": len(counted) / len(samples)}
+    figures = {"reward/graded": len(counted) / len(samples)}
     if counted:
         figures["reward/mean"] = _mean([s.reward for s in counted])
         figures["reward/accuracy"] = _mean([s.verdict is _CORRECT for s in counted])
