@@ -2,18 +2,7 @@
 
 A group is one vLLM request with ``n`` samples, or a request for each sample where prefixes differ
 or nothing is drawn (temperature 0).
-New weights lie in shared memory, where vLLM's workers map them, and are loaded between two token
-steps::
-
-    check names and shapes -> map them in every rank -> [wait for running samples]
-      -> pause, keeping them -> load in every rank -> name the version -> drop cached keys -> resume
-
-Up to "load" a failure leaves everything as it was. A failure from there on leaves the engine
-paused for good, since it may hold half of two versions: :meth:`VllmEngine.load` raises something
-other than ``WeightsError``, and whoever called it ends the process.
-
-Versions of vLLM that don't say which weights sampled which tokens (before 0.32) are asked for an
-output each step (see :mod:`.vllm_requests`); the counts are taken while the engine is paused.
+Pausing and new weights are in :mod:`.vllm_weights`.
 
 What differs from the torch engine: noise comes from vLLM's own generators, so ``keyed_noise`` is
 False and a repeated run samples other tokens. A group isn't seen between its beginning and its
@@ -26,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..common.errors import TandemError, WeightsError
+from ..common.errors import TandemError
 from ..common.records import Float32Array, Int32Array, Version
 from ..common.weights.manifest import SegmentPlace
 from ..common.weights.staging import handed_over
@@ -42,21 +30,13 @@ from . import vllm_requests
 from .contract import NOTHING, Running, enter, fitting, refusal, stream
 from .engine import EngineStats, FinishedGroup, GroupRequest, ParameterSpec, StagedWeights
 from .model_facts import ModelFacts
-from .vllm_extension import Reply
 from .vllm_process import VllmProcess
+from .vllm_weights import RPC_SECONDS, VllmWeights, label_of
 
 log = logging.getLogger("tandem.rollout")
 
-RPC_SECONDS = 120.0
-"""Deadline for pausing, resuming and the like."""
-LOAD_SECONDS = 600.0
-"""Deadline for all workers to load a version; ``weights.commit_seconds`` is usually shorter."""
-QUIET_SECONDS = 0.02
-"""No output has come for so long after a pause: none is on its way any more."""
 DEAR_VOCABULARY = 4096
 """Tokens of a vocabulary from which on a position's whole distribution is dear."""
-UNNAMED = "unnamed"
-"""What vLLM calls weights that have no version."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,31 +82,21 @@ class VllmEngine:
         self._process = process
         self._tokenizer = tokenizer
         self._facts = facts
-        self._recompute = recompute_kv
-        self._update_wait = update_wait
-        self._version = version
+        self._weights = VllmWeights(
+            process, recompute_kv=recompute_kv, update_wait=update_wait, version=version
+        )
         self._owns_process = owns_process
         # vLLM refuses ids that the model has no logit for, which a tokenizer may well have.
         self._stop = sorted(t for t in facts.end_tokens if t < facts.vocabulary)
-        self._versions: dict[str, Version] = {}
 
         # Owned by the front end's thread.
         self._groups: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._urgent: set[asyncio.Task[None]] = set()
         self._held: list[_Running] = []
-        self._changing = False
-        self._paused = False
-        self._broken = ""
         self._requests = 0
-        # Of the requests that run, where vLLM doesn't say which weights sampled what.
-        self._says_versions = True
-        self._progress: set[vllm_requests.Progress] = set()
-        self._order: asyncio.Lock | None = None
         self._busy_since: float | None = None
         self._busy = 0.0
-        self._loads = 0
-        self._load_seconds = 0.0
         self._start_counts = (0, 0, 0)
 
     # What callers see.
@@ -139,7 +109,7 @@ class VllmEngine:
     @property
     def version(self) -> Version | None:
         """Version of the weights in use."""
-        return self._version
+        return self._weights.version
 
     @property
     def scores_plain(self) -> bool:
@@ -156,7 +126,7 @@ class VllmEngine:
     def broken(self) -> str:
         """Why no group will ever be finished again; empty where that isn't so."""
         llm = self._process.llm
-        return self._broken or ("vLLM has died" if llm is not None and llm.errored else "")
+        return self._weights.broken or ("vLLM has died" if llm is not None and llm.errored else "")
 
     async def start(self) -> None:
         """Starts vLLM, unless somebody has."""
@@ -164,7 +134,7 @@ class VllmEngine:
             await self._process.start()
         counters = self._process.counters
         self._start_counts = (counters.sampled, counters.prefilled, counters.steps)
-        await self._process.run(self._begin())
+        await self._process.run(self._weights.begin())
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[FinishedGroup]:
         """Yields each group as it finishes; see :class:`~tandem.rollout.engine.Engine`."""
@@ -189,7 +159,7 @@ class VllmEngine:
 
     async def pause(self) -> None:
         """Returns once no token step runs."""
-        await self._process.run(self._pause())
+        await self._process.run(self._weights.pause())
 
     async def resume(self) -> None:
         """Undoes :meth:`pause`."""
@@ -212,7 +182,7 @@ class VllmEngine:
 
     async def restamp(self, version: Version) -> None:
         """Renames the weights in use."""
-        await self._process.run(self._restamp(version))
+        await self._process.run(self._weights.restamp(version))
 
     def parameter_specs(self) -> list[ParameterSpec]:
         """Every parameter that :meth:`load` expects; tied ones once."""
@@ -227,8 +197,8 @@ class VllmEngine:
             prefill_tokens=counters.prefilled - prefilled,
             decode_steps=counters.steps - steps,
             busy_seconds=self._busy + (time.perf_counter() - since if since is not None else 0.0),
-            loads=self._loads,
-            load_seconds=self._load_seconds,
+            loads=self._weights.loads,
+            load_seconds=self._weights.load_seconds,
             running_rows=sum(
                 group.request.count - len(group.finished)
                 for group in list(self._groups.values())
@@ -245,12 +215,7 @@ class VllmEngine:
         if self._owns_process:
             await self._process.stop()
 
-    # In the front end's thread: groups.
-
-    async def _begin(self) -> None:
-        self._order = asyncio.Lock()
-        self._says_versions = vllm_requests.says_versions(self._process.llm)
-        await self._name(self._version)
+    # In the front end's thread.
 
     async def _submit(self, groups: list[_Running]) -> None:
         enter(groups, self._groups)
@@ -258,10 +223,30 @@ class VllmEngine:
             group.error = self.broken or refusal(group.request, self._facts)
             if group.error is not None or group.request.count == 0:
                 self._deliver(group)
-            elif self._paused or self._changing:
-                self._held.append(group)
-            else:
+            elif self._weights.admits:
                 self._hand_over(group)
+            else:
+                self._held.append(group)
+
+    def _let_in(self) -> None:
+        """Groups that were held back begin, if they may."""
+        if self._weights.admits:
+            held, self._held = self._held, []
+            for group in held:
+                self._hand_over(group)
+
+    async def _resume(self) -> None:
+        await self._weights.resume()
+        self._let_in()
+
+    async def _load(self, place: SegmentPlace, count: int, version: Version) -> None:
+        try:
+            await self._weights.load(place, count, version, lambda: self._tasks - self._urgent)
+        except BaseException:
+            if self._weights.broken:
+                await self._abort(set(self._groups))
+            raise
+        self._let_in()
 
     def _hand_over(self, group: _Running) -> None:
         """Gives a group to vLLM."""
@@ -289,14 +274,11 @@ class VllmEngine:
         self, group: _Running, name: str, context: list[int], indices: range, room: int
     ) -> None:
         """One vLLM request, to its end."""
-        progress = None
-        if not self._says_versions:
-            progress = vllm_requests.Progress(len(indices), self._version)
-            self._progress.add(progress)
         try:
             if group.aborted:
                 group.finished.update(dict.fromkeys(indices, NOTHING))
-            else:
+                return
+            with self._weights.watched(len(indices)) as progress:
                 # Up to its registration this doesn't wait, so an abort can't come in between.
                 ended = await vllm_requests.sample(
                     self._process.llm,
@@ -307,23 +289,21 @@ class VllmEngine:
                     room=room,
                     end_tokens=self._stop,
                     # Keys and values of one version are no good to another.
-                    salt=str(self._version or UNNAMED),
-                    versions=self._versions,
+                    salt=label_of(self.version),
+                    versions=self._weights.versions,
                     progress=progress,
                     urgent=group.request.urgent,
                 )
-                group.finished.update(zip(indices, ended, strict=True))
+            group.finished.update(zip(indices, ended, strict=True))
         except asyncio.CancelledError:
             group.error = "the engine was closed"
             raise
         except Exception as error:
-            if group.error is None and not self._broken:
+            if group.error is None and not self._weights.broken:
                 log.exception(f"vLLM gave up group {group.request.group_id}")
-            group.error = self._broken or f"{type(error).__name__}: {error}"
+            group.error = self._weights.broken or f"{type(error).__name__}: {error}"
             await self._abort_requests(group)
         finally:
-            if progress is not None:
-                self._progress.discard(progress)
             group.left -= 1
             if group.left == 0:
                 self._deliver(group)
@@ -373,149 +353,5 @@ class VllmEngine:
         await self._abort(set(self._groups))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=RPC_SECONDS)
-        if self._paused and not self._owns_process:
+        if self._weights.paused and not self._owns_process:
             await self._resume()
-
-    # In the front end's thread: pausing and weights.
-
-    def _in_order(self) -> asyncio.Lock:
-        if self._order is None:
-            raise TandemError("the engine isn't running: start() it first")
-        return self._order
-
-    async def _pause(self) -> None:
-        async with self._in_order():
-            if not self._paused:
-                self._paused = True
-                await self._freeze()
-
-    async def _resume(self) -> None:
-        async with self._in_order():
-            if self._paused and not self._broken:
-                await self._thaw()
-                self._paused = False
-                self._let_in()
-
-    async def _freeze(self) -> None:
-        llm = self._process.llm
-        pause = getattr(getattr(llm, "engine_core", None), "pause_scheduler_async", None)
-        async with asyncio.timeout(RPC_SECONDS):
-            if pause is not None and self._says_versions:
-                # All that `pause_generation` does but for a sleep of 20 ms, for callers who want the
-                # last step's outputs before it returns.
-                await pause(mode="keep", clear_cache=False)
-            else:
-                await llm.pause_generation(mode="keep", clear_cache=False)
-
-    async def _thaw(self) -> None:
-        async with asyncio.timeout(RPC_SECONDS):
-            await self._process.llm.resume_generation()
-
-    def _let_in(self) -> None:
-        held, self._held = self._held, []
-        for group in held:
-            self._hand_over(group)
-
-    async def _name(self, version: Version | None, seconds: float = RPC_SECONDS) -> None:
-        """Says what the weights of the next step are called; no step runs."""
-        if self._says_versions:
-            label = str(version or UNNAMED)
-            if version is not None:
-                self._versions[label] = version
-            async with asyncio.timeout(seconds):
-                await self._process.llm.update_weight_version(label)
-        elif version is not None:
-            await self._quiet()
-            for progress in self._progress:
-                progress.change(version)
-        self._version = version
-
-    async def _quiet(self) -> None:
-        """Returns when the outputs of the last step have come; vLLM is paused."""
-        before: list[list[int]] = []
-        while (now := [progress.lengths() for progress in list(self._progress)]) != before:
-            before = now
-            await asyncio.sleep(QUIET_SECONDS)
-
-    async def _restamp(self, version: Version) -> None:
-        async with self._in_order():
-            still = not self._paused and bool(self._progress)
-            if still:
-                await self._freeze()
-            await self._name(version)
-            if still:
-                await self._thaw()
-
-    async def _load(self, place: SegmentPlace, count: int, version: Version) -> None:
-        async with self._in_order():
-            if self._broken:
-                raise TandemError(self._broken)
-            ticket = f"{version}/{secrets.token_hex(4)}"
-            await self._stage(ticket, place, count, version)
-            self._changing = True
-            before = self._version
-            waited_for = self._tasks - self._urgent
-            if waited_for and self._update_wait and not self._paused:
-                await asyncio.wait(waited_for, timeout=self._update_wait)
-            try:
-                if not self._paused:
-                    await self._freeze()
-                since = time.perf_counter()
-                await self._commit(ticket, count, version)
-                if not self._paused:
-                    await self._thaw()
-                self._load_seconds += time.perf_counter() - since
-            except BaseException as error:
-                self._version = before
-                self._broken = (
-                    f"version {version} could not be loaded, so the engine may hold half of it: "
-                    f"{type(error).__name__}: {error}"
-                )
-                log.error(self._broken)
-                await self._abort(set(self._groups))
-                raise TandemError(self._broken) from error
-            self._changing = False
-            if not self._paused:
-                self._let_in()
-
-    async def _stage(self, ticket: str, place: SegmentPlace, count: int, version: Version) -> None:
-        """Every rank maps the weights, or none loads them."""
-        try:
-            async with asyncio.timeout(RPC_SECONDS):
-                replies = await self._process.llm.collective_rpc(
-                    "tandem_stage", args=(ticket, place.path, place.nbytes, place.layout)
-                )
-            problem = complaint(replies, ticket, count)
-        except Exception as error:  # vLLM wraps what a rank raises in something of its own.
-            if self._process.llm is None or self._process.llm.errored:
-                raise TandemError(f"vLLM has died: {error}") from error
-            problem = f"{type(error).__name__}: {error}"
-        if problem:
-            raise WeightsError(f"version {version} can't be read by vLLM: {problem}")
-
-    async def _commit(self, ticket: str, count: int, version: Version) -> None:
-        llm: Any = self._process.llm
-        async with asyncio.timeout(LOAD_SECONDS):
-            # At once, because each alone is a trip to vLLM and back; it stays paused through all of
-            # them, so their order doesn't matter. The last answers False where samples run and are to
-            # keep their keys: their salt keeps others off them.
-            replies, _, _ = await asyncio.gather(
-                llm.collective_rpc("tandem_load", args=(ticket,)),
-                self._name(version, LOAD_SECONDS),
-                llm.reset_prefix_cache(reset_running_requests=self._recompute),
-            )
-        if problem := complaint(replies, ticket, count):
-            raise TandemError(problem)
-        self._loads += 1
-
-
-def complaint(replies: Sequence[Reply], ticket: str, count: int) -> str:
-    """What is wrong with the ranks' replies to one order; empty where all took all tensors."""
-    found = [
-        f"rank {rank}: " + (problem or f"took {number} of {count} tensors")
-        if answered == ticket
-        else f"rank {rank} answered another order"
-        for rank, (answered, number, problem) in enumerate(replies)
-        if (answered, number, problem) != (ticket, count, "")
-    ]
-    return "; ".join(found) if replies else "no rank answered"

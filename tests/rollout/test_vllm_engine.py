@@ -26,8 +26,8 @@ from tandem.common.weights.staging import StagingSlot
 from tandem.rollout import engines, vllm_process, vllm_version
 from tandem.rollout.engine import FinishedGroup, GroupRequest, NamedWeights
 from tandem.rollout.model_facts import model_facts
-from tandem.rollout.vllm_engine import complaint
 from tandem.rollout.vllm_extension import WorkerExtension
+from tandem.rollout.vllm_weights import complaint
 
 V1, V2 = Version(term=1, step=1), Version(term=1, step=2)
 
@@ -338,7 +338,7 @@ class TestLoading:
         try:
             before, after = in_engine(engine, scenario)
         finally:
-            asyncio.run(vllm_engines.process.run(engine._thaw()))  # For the other tests.
+            asyncio.run(vllm_engines.process.run(engine._weights._thaw()))  # For the other tests.
         assert FinishReason.ABORT in {sample.finish_reason for sample in before.samples}
         assert "half of it" in (after.error or "")
 

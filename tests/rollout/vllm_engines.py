@@ -58,10 +58,10 @@ class Borrowed(VllmEngine):
         super().__init__(
             shared.process, shared.tokenizer, shared.facts, owns_process=False, **settings
         )
-        self._weights = weights
+        self._first_weights = weights
 
     async def start(self) -> None:
         await super().start()
-        await self.load(NamedWeights(self._weights), Version(term=0, step=0))
-        await self._process.run(self._name(self._named_version))
-        self._loads = 0
+        await self.load(NamedWeights(self._first_weights), Version(term=0, step=0))
+        await self._process.run(self._weights._name(self._named_version))
+        self._weights.loads = 0
