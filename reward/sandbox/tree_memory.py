@@ -41,7 +41,8 @@ def exceeds(pids: list[int], limit: int) -> bool:
     files = _in_files(pids)
     if files + sum(map(_resident, pids)) <= limit:
         return False
-    return files + sum(map(_proportional, pids)) > limit
+    # Twice, since processes that end while they are read leave larger shares to those read after.
+    return all(files + sum(map(_proportional, pids)) > limit for _ in range(2))
 
 
 def _resident(pid: int) -> int:

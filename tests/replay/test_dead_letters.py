@@ -151,7 +151,7 @@ def test_what_is_no_dead_letter_is_refused_with_the_reason(world: Worlds):
     assert "admitted already" in told.refused["0-3"]
     assert told.refused["0-4"] == "was never leased yet"
     assert "from 0 to 99" in told.refused["0-100"]
-    assert "no group id" in told.refused["zero"]
+    assert "isn't a group id" in told.refused["zero"]
     assert w.ledger.counts() == before
 
 
