@@ -196,7 +196,7 @@ def test_defaults_by_origin(name: str, text: str, paid: float) -> None:
         ("acuracy", {}, "did you mean accuracy"),
         ("nobodys", {}, "package.module:function"),
         ("format", {"stile": "tags"}, "unknown parameter 'stile'"),
-        ("format", {"style": "tag"}, "isn.t one of"),
+        ("format", {"style": "tag"}, "isn't one of"),
         ("format", {"pattern": "("}, "format"),
         ("repetition", {"max_penalty": 1.0}, "should not be positive"),
         ("cosine_length", {}, "max_length"),

@@ -320,7 +320,7 @@ def test_graders_that_cannot_start_are_told_of(make: Any) -> None:
 
 
 def test_an_unknown_component_is_refused_before_anything_starts() -> None:
-    with pytest.raises(TandemError, match="isn.t one of"):
+    with pytest.raises(TandemError, match="isn't one of"):
         Grader(RewardConfig(components=(ComponentConfig(name="nope"),)))
 
 
