@@ -240,7 +240,7 @@ def test_keys_and_values_that_were_not_computed_again_are_found(
     def plant(engine: Any) -> None:
         # The torch engine's way to compute them again, and vLLM's.
         monkeypatch.setattr(batch.Batch, "recompute", lambda self: None)
-        monkeypatch.setattr(engine, "_recompute", False)
+        monkeypatch.setattr(getattr(engine, "_weights", engine), "_recompute", False)
 
     found = bench.run(plant=plant, busy=True)
     assert found[GIVEN].passes

@@ -146,7 +146,7 @@ def test_a_rank_that_fails_while_it_loads_ends_sampling_for_good(ranks: Ranks, t
         after = in_engine(engine, scenario)
     finally:
         ranks.fails("")
-        asyncio.run(ranks.shared.process.run(engine._thaw()))  # For the other tests.
+        asyncio.run(ranks.shared.process.run(engine._weights._thaw()))  # For the other tests.
     assert "half of it" in (after.error or "")
 
 
