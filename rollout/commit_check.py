@@ -52,8 +52,8 @@ from .rounding import (
 
 log = logging.getLogger("tandem.rollout")
 
-SAMPLES, TOKENS = 3, 8
-"""Number of samples drawn in a check, and of tokens in each."""
+SAMPLES, TOKENS = 3, 4
+"""Number of samples drawn in a check, and of tokens in each. Finished groups wait until they are drawn."""
 RUN_ON_SAMPLES = 4
 """Number of samples that are to run on."""
 HOT = 2.0
@@ -61,7 +61,7 @@ HOT = 2.0
 temperature a trained model is so certain of its tokens that older keys make no difference to them."""
 BLOCK = 16
 """Tokens per block of the prefix cache, unless the engine reports another number."""
-STEPS_BEFORE, STEPS_AFTER = 2, 8
+STEPS_BEFORE, STEPS_AFTER = 2, TOKENS
 """Token steps of samples that are to run on, before the weights change and after."""
 RUN_ON_SECONDS = 2.0
 """Longest wait for these steps."""
@@ -271,10 +271,10 @@ class CommitCheck:
             tokens = np.array([token for row in scored.rows for token in row], dtype=np.int32)
             self._prompt = np.resize(tokens, max(1, min(block + 1, self._longest - TOKENS)))
             differences = [await self._given(scored)]
-            for kind, samples in (
-                (SAMPLED, await self._sampled(version)),
-                (RAN_ON, await self._ran_on(version, running)),
-            ):
+            sampled, ran_on = await asyncio.gather(
+                self._sampled(version), self._ran_on(version, running)
+            )
+            for kind, samples in ((SAMPLED, sampled), (RAN_ON, ran_on)):
                 if samples:
                     differences.append(await self._recorded(kind, samples))
         finally:
