@@ -13,28 +13,46 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from . import templates
+from .config.data import DataConfig
 from .errors import DataError
 
 Int32Array = NDArray[np.int32]
 
 
 def render(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], system_prompt: str | None = None
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], data: DataConfig | None = None
 ) -> tuple[str, Int32Array]:
-    """Renders a conversation as the prompt that the model continues.
-
-    Args:
-        tokenizer: its chat template renders; without one the contents are joined by newlines.
-        messages: ``{"role", "content"}`` each.
-        system_prompt: put first if the messages have no system message of their own.
-
-    Returns:
-        The text and its ``[P]`` token ids. All special tokens come from the template; none is
-        added.
+    """The text of :func:`render_text`, and its ``[P]`` token ids, to which no special token is added.
 
     Raises:
         DataError: no messages, a malformed message, or a prompt without tokens.
     """
+    text = render_text(tokenizer, messages, data)
+    tokens = encode(tokenizer, text)
+    if len(tokens) == 0:
+        raise DataError(f"the prompt has no tokens after rendering: {text[:80]!r}")
+    return text, tokens
+
+
+def render_text(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], data: DataConfig | None = None
+) -> str:
+    """Renders a conversation as the prompt that the model continues.
+
+    Args:
+        tokenizer: its chat template renders, unless ``data`` names another one; without one the
+            contents are joined by line breaks.
+        messages: ``{"role", "content"}`` each.
+        data: template, system prompt and prefill; None = the defaults.
+
+    Returns:
+        The text, with all special tokens that belong into it.
+
+    Raises:
+        DataError: no messages, a malformed message, or more messages than the template holds.
+    """
+    data = data or DataConfig()
     turns = []
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
@@ -44,16 +62,24 @@ def render(
         turns.append({"role": message["role"], "content": message["content"]})
     if not turns:
         raise DataError("a prompt has no messages")
-    if system_prompt is not None and turns[0]["role"] != "system":
-        turns.insert(0, {"role": "system", "content": system_prompt})
-    if getattr(tokenizer, "chat_template", None):
-        text = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+    template = templates.named(data.template)
+    if template.text is not None:
+        asked = [turn["content"] for turn in turns if turn["role"] != "system"]
+        if len(asked) != 1:
+            raise DataError(
+                f"data.template={data.template} holds one question, and the prompt has {len(asked)} "
+                f"messages: use data.template=own"
+            )
+        return template.fill(asked[0]) + data.prefill
+    if data.remove_system:
+        turns = [turn for turn in turns if turn["role"] != "system"]
+    if data.system_prompt is not None and (not turns or turns[0]["role"] != "system"):
+        turns.insert(0, {"role": "system", "content": data.system_prompt})
+    if template.name == templates.OWN and getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     else:
         text = "\n".join(turn["content"] for turn in turns)
-    tokens = encode(tokenizer, text)
-    if len(tokens) == 0:
-        raise DataError(f"the prompt has no tokens after rendering: {text[:80]!r}")
-    return text, tokens
+    return str(text) + data.prefill
 
 
 def longest_token(tokenizer: Any) -> int:
@@ -70,16 +96,36 @@ def encode(tokenizer: Any, text: str) -> Int32Array:
     return np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
 
+def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[Int32Array]:
+    """For each text its ``[L]`` token ids, as :func:`encode` does, but on all cores."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return [encode(tokenizer, text) for text in texts]
+    # A tokenizer's file may ask for both, which the wrapper's own call would undo.
+    backend.no_truncation()
+    backend.no_padding()
+    encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [np.array(one.ids, dtype=np.int32) for one in encoded]
+
+
+def encode_responses(tokenizer: Any, texts: Sequence[str]) -> list[Int32Array]:
+    """For each text its token ids, as :func:`encode_response` does, but on all cores."""
+    return [_ended(tokenizer, tokens) for tokens in encode_all(tokenizer, texts)]
+
+
 def encode_response(tokenizer: Any, text: str) -> Int32Array:
     """``[L]`` token ids of a whole response, with the end token once, as the last one.
 
     Raises:
         DataError: the tokenizer names no end token.
     """
+    return _ended(tokenizer, encode(tokenizer, text))
+
+
+def _ended(tokenizer: Any, tokens: Int32Array) -> Int32Array:
     end = tokenizer.eos_token_id
     if end is None:
         raise DataError("the tokenizer names no end-of-sequence token: set eos_token in its files")
-    tokens = encode(tokenizer, text)
     if len(tokens) and tokens[-1] == end:
         return tokens
     return np.append(tokens, np.int32(end))

@@ -24,6 +24,8 @@ COMMANDS: dict[str, str] = {
     "doctor": "what this machine lacks for a preset, and the command that fixes it",
     "offline": "train on stored expert traces, without rollout workers",
     "evaluate": "accuracy of a model on a held-out set",
+    "get": "download a model or a data set into a local folder, and verify it",
+    "ingest": "check data files, count what can't be used, write them in another form",
     "grade": "grade completions in a file, by any mode and reward",
     "status": "where a run stands: ledger, members, versions, restarts, memory, disk",
     "retry": "put groups that were given up back into the ledger",
@@ -36,6 +38,7 @@ COMMANDS: dict[str, str] = {
     "join-file": "write the file that lets another host join a run",
     "presets": "list the presets",
     "config": "print the resolved settings of a preset, with their meaning",
+    "make-base": "a base model for long thoughts: longer context, think tokens",
     "make-miniature": "write the miniature's problems and traces, or make its base model",
 }
 """Sub-command to its line in the help; ``commands/<name>.py`` implements it."""

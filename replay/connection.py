@@ -43,7 +43,7 @@ Arg = str | int | float | bytes
 
 DEADLINE = 60.0
 """Seconds during which a command is retried while Redis is down, loading or full."""
-TOLD_FROM = 10.0
+WARN_FROM = 10.0
 """Waits with at least this deadline, in seconds, are logged at half of it."""
 LARGEST_PAUSE = 0.5
 SOCKET_TIMEOUT = 30.0
@@ -130,7 +130,7 @@ class Store:
     def batch(self, commands: Sequence[Command], *, deadline: float = DEADLINE) -> list[Any]:
         """Sends commands in one round trip; the whole batch is repeated if it was cut off.
 
-        If a command fails, its error takes the place of its answer in the result (see :func:`told`).
+        If a command fails, the result holds its error instead of an answer (see :func:`readable_error`).
         """
 
         def send() -> list[Any]:
@@ -165,8 +165,8 @@ class Store:
     def persist(self, what: str, operation: Callable[[], T], deadline: float = DEADLINE) -> T:
         """Runs ``operation`` until it is done or ``deadline`` seconds have passed."""
         wait = Wait(f"Redis at {self.address}", f"answer ({what})", deadline)
-        # A short wait is its caller's to tell of.
-        tell = log.warning if deadline >= TOLD_FROM else None
+        # Callers report short waits themselves.
+        warn = log.warning if deadline >= WARN_FROM else None
         pause, full = 0.005, 0.0
         while True:
             try:
@@ -175,7 +175,7 @@ class Store:
                 raise self._refused(error) from None
             except _WAITS as error:
                 wait.what = f"answer ({what}; {_cause(error)})"
-                if wait.expired(tell):
+                if wait.expired(warn):
                     raise StoreError(
                         f"{wait}. Is the run's redis-server up? `tandem start` on the same run "
                         f"folder brings it back with all that it held"
@@ -184,7 +184,7 @@ class Store:
                 pause = min(2 * pause, LARGEST_PAUSE)
             except ResponseError as error:
                 if not _disk_is_full(error):
-                    raise told(error, self.address) from None
+                    raise readable_error(error, self.address) from None
                 # This time counts towards no deadline: `tandem start` ends a run that waits for too long.
                 full += self._await_disk(what, error, full, deadline)
                 wait.restart()
@@ -200,12 +200,12 @@ class Store:
         patience = disk.patience() if deadline >= DEADLINE else deadline
         why = str(error).partition("MISCONF ")[2]
         problem = f"Redis at {self.address} can't write its append-only file ({why})"
-        if not waited and deadline >= TOLD_FROM:
+        if not waited and deadline >= WARN_FROM:
             log.warning(f"{problem}: {what} waits for space on its disk, {patience:.0f} s at most")
         if waited >= patience or disk.stopping():
             raise StoreError(
                 f"{problem}, {what} has waited for {waited:.0f} s: make room on the disk of the run's "
-                f"folder, where it is redis/ that grows"
+                f"folder, where redis/ is what grows"
             )
         pause = min(LARGEST_PAUSE, max(0.01, patience - waited))
         time.sleep(pause)
@@ -216,7 +216,7 @@ class Store:
         return Hints(self, channels)
 
     def hint(self, channel: str) -> None:
-        """Sends a hint, on whose arrival nobody relies."""
+        """Sends a hint; nobody relies on its arrival."""
         try:
             self.redis.publish(self.key(f"hint:{channel}"), b"")
         except RedisError as error:
@@ -322,8 +322,8 @@ class Hints:
             self._pubsub = None
 
 
-def told(error: Exception, address: str = "Redis") -> Exception:
-    """The error that a person should read for an error reply of Redis."""
+def readable_error(error: Exception, address: str = "Redis") -> Exception:
+    """The error to show a person for an error reply of Redis."""
     text = str(error)
     word, _, rest = text.partition(" ")
     if word == "FENCED":

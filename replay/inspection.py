@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .connection import Command, Store, told
+from .connection import Command, Store, readable_error
 from .ledger import Ledger
 
 T = TypeVar("T")
@@ -222,7 +222,7 @@ def _checked(store: Store, commands: Sequence[Command]) -> list[Any]:
     answers = store.batch(commands)
     for answer in answers:
         if isinstance(answer, Exception):
-            raise told(answer, store.address)
+            raise readable_error(answer, store.address)
     return answers
 
 

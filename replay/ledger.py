@@ -33,7 +33,7 @@ from .answers import (
     read_take,
     read_waiting,
 )
-from .connection import DEADLINE, Command, Store, told
+from .connection import DEADLINE, Command, Store, readable_error
 from .ledger_records import Lease, LeaseReply, LedgerSettings, Receipt, Row, Waiting
 from .order import Order
 from .payloads import Payload, chunks, group_of, payload_name
@@ -45,30 +45,30 @@ log = logging.getLogger("tandem.replay")
 PAYLOAD_SECONDS = 600
 """Life of a payload that no commit has kept."""
 COMMITS_PER_BATCH = 64
-"""As many answers as the scripts keep for a caller."""
+"""The number of answers that the scripts keep for a caller."""
 TRIM_BUDGET = 2000
-"""Payloads let go by one call, about 2 ms of the server."""
+"""Payloads deleted by one call, about 2 ms of the server's time."""
 MEMORY_SECONDS = 1.0
-"""Age at which a worker asks again how full Redis is."""
+"""A worker asks Redis how full it is when its last answer is older than this."""
 
 UNFIT = "REFUSED commit: "
-"""How a commit is refused for what the group itself says."""
+"""Beginning of the error for a commit whose own content is wrong."""
 
 REJECTIONS = ("stale", "quarantined", "attempts", "ungraded", "run_ended")
-"""Every reason that a group is rejected for."""
+"""Every reason for which a group is rejected."""
 
 
 class Ledger:
     """The ledger, as one member of the run uses it. Thread-safe.
 
-    Example, a worker's and a learner's side::
+    Example, with a worker's calls and then a learner's::
 
         reply = ledger.lease(held, 8)  # admitted -> leased
         ledger.commit(graded_group)  # leased -> graded
         row = ledger.take(step, term)  # graded -> taken(step)
         groups = ledger.fetch(row)
         ledger.confirm(step, term)  # taken -> trained
-        ledger.durable(oldest_checkpoint, term)  # its payloads are let go
+        ledger.durable(oldest_checkpoint, term)  # its payloads are deleted
     """
 
     def __init__(self, store: Store, member: str) -> None:
@@ -83,13 +83,13 @@ class Ledger:
     # -- the run ---------------------------------------------------------------------------
 
     def create(self, settings: LedgerSettings | Mapping[str, Any]) -> bool:
-        """Creates the ledger, or joins it with new values for what may change.
+        """Creates the ledger, or joins it and updates the changeable settings.
 
         Returns:
             Whether it was created.
 
         Raises:
-            StoreError: the ledger is there with other values for frozen settings; names them.
+            StoreError: the ledger exists with other frozen settings; the message names them.
         """
         if not isinstance(settings, LedgerSettings):
             known = {f.name for f in fields(LedgerSettings)}
@@ -104,12 +104,12 @@ class Ledger:
         )
         answer = read_created(raw)
         if answer.differ:
-            told_of = "; ".join(
+            differences = "; ".join(
                 f"{name} is {held or 'unset'} there and {frozen[name]} here"
                 for name, held in sorted(answer.differ.items())
             )
             raise StoreError(
-                f"run {self.store.run_id} was begun with other settings: {told_of}. Resume it "
+                f"run {self.store.run_id} was begun with other settings: {differences}. Resume it "
                 f"with those, or start over in another folder (`tandem start --fresh`)"
             )
         self._settings = None
@@ -149,13 +149,13 @@ class Ledger:
             if len(ids) != size:
                 raise StoreError(
                     f"source {name!r} has {len(ids)} problems in Redis, and the ledger was made "
-                    f"for {size}: its ingest is unfinished or was of other data"
+                    f"for {size}: its ingest is unfinished or had other data"
                 )
             self._problem_ids[source] = ids
         return ids[index]
 
     def end(self, reason: str, term: int) -> int:
-        """Ends the run: what is leased, admitted or graded becomes ``rejected(run_ended)``."""
+        """Ends the run: leased, admitted and graded groups become ``rejected(run_ended)``."""
         return int(self.store.script("end", reason, term))
 
     # -- the worker's side -----------------------------------------------------------------
@@ -163,7 +163,7 @@ class Ledger:
     def lease(self, held: Version, count: int) -> LeaseReply:
         """Asks for up to ``count`` groups; expired leases come before new positions.
 
-        The first call of a process reclaims what an earlier life of the same member held.
+        A process's first call reclaims what an earlier life of the same member held.
         """
         incarnation = self.store.incarnation
         if self._reclaimed != incarnation:
@@ -198,7 +198,7 @@ class Ledger:
         )
 
     def renew(self, group_ids: Iterable[str]) -> list[str]:
-        """Moves the leases' deadlines on; returns the groups that are this worker's no more."""
+        """Extends the leases' deadlines; returns the groups that this worker has lost."""
         serials = [self.order.serial(group_id) for group_id in group_ids]
         if not serials:
             return []
@@ -211,7 +211,7 @@ class Ledger:
         """Returns a lease. ``failed`` counts towards ``max_attempts``; a drain doesn't.
 
         Returns:
-            False where it was this worker's no more.
+            False if the worker had lost it already.
         """
         return bool(
             self.store.script(
@@ -225,10 +225,10 @@ class Ledger:
         )
 
     def reclaim(self, member: str | None = None) -> list[str]:
-        """Takes the leases of a member's earlier lives back at once, as failed attempts.
+        """Takes back the leases of a member's earlier lives at once, as failed attempts.
 
-        Without ``member``: of this one, whose present life keeps its own. With it: of one that
-        is known to be dead, as its supervisor knows.
+        Without ``member`` it is this one, whose present life keeps its own leases; otherwise
+        one that its supervisor knows to be dead, which keeps none.
         """
         keeps = self._holder if member is None else ""
         serials = self.store.script("reclaim", member or self.member, keeps)
@@ -241,14 +241,14 @@ class Ledger:
         return self.commit_many([group])[0].result
 
     def commit_many(self, groups: Sequence[Group], deadline: float = DEADLINE) -> list[Receipt]:
-        """Commits graded groups, as few round trips as their bytes allow.
+        """Commits graded groups, in as few round trips as their bytes allow.
 
         The payload travels in a plain ``SET`` beside the script: as a script's argument it
-        would block the server. It is put under the digest of its bytes and only where it isn't
-        there yet, so that a repeat can neither change nor expire what was committed.
+        would block the server. Its key holds the digest of its bytes and is set only if it doesn't
+        exist, so that a repeat can neither change nor expire what was committed.
 
         Returns:
-            A final receipt for each. With fewer own verdicts than ``least_verdicts``: rejected (ungraded).
+            A final receipt for each; groups with too few own verdicts are rejected (ungraded).
         """
         receipts: list[Receipt | None] = [None] * len(groups)
         prepared = [
@@ -266,21 +266,21 @@ class Ledger:
                     commands.append(("SET", name, payload.data, "EX", PAYLOAD_SECONDS, "NX"))
                     commands.append(self.store.command("commit", *payload.arguments))
                 results = self.store.batch(commands)
-                for item, put, said in zip(chunk, results[::2], results[1::2], strict=True):
-                    if isinstance(said, Exception) and not isinstance(said, OutOfMemoryError):
-                        if not str(said).startswith(UNFIT):
-                            raise told(said, self.store.address)
-                        # It would never be stored; the others of the batch are.
+                for item, put, answer in zip(chunk, results[::2], results[1::2], strict=True):
+                    if isinstance(answer, Exception) and not isinstance(answer, OutOfMemoryError):
+                        if not str(answer).startswith(UNFIT):
+                            raise readable_error(answer, self.store.address)
+                        # This one can never be stored; the rest of the batch is.
                         receipts[item[0]] = Receipt(
-                            result=CommitResult.REJECTED, detail=str(said)[len(UNFIT) :]
+                            result=CommitResult.REJECTED, detail=str(answer)[len(UNFIT) :]
                         )
                         continue
-                    if isinstance(said, Exception) or said == b"resend":
+                    if isinstance(answer, Exception) or answer == b"resend":
                         if isinstance(put, Exception) and not isinstance(put, OutOfMemoryError):
-                            raise told(put, self.store.address)
+                            raise readable_error(put, self.store.address)
                         again.append(item)
                         continue
-                    word, _, detail = said.decode().partition(" ")
+                    word, _, detail = answer.decode().partition(" ")
                     receipts[item[0]] = Receipt(result=CommitResult(word), detail=detail)
             if again:
                 if time.monotonic() - begun > deadline:
@@ -314,11 +314,11 @@ class Ledger:
         return sorted({int(step) for _, step in taken})
 
     def take(self, step: int, term: int) -> Row | Waiting:
-        """Row ``step``: as it was written if it was, else cut now if enough groups are graded.
+        """Row ``step`` as it was written, or else cut now if enough groups are graded.
 
         Raises:
             FencedError: a newer learner has taken over.
-            StoreError: the row is neither written nor the next one, or was let go.
+            StoreError: the row is neither written nor the next one, or was deleted.
         """
         return read_take(self.store.script("take", step, term))
 
@@ -340,22 +340,22 @@ class Ledger:
         self.store.script("confirm", step, term)
 
     def quarantine(self, step: int, term: int, reason: str) -> None:
-        """taken(step) → rejected(quarantined): its loss or gradient wasn't finite."""
+        """taken(step) → rejected(quarantined), since its loss or gradient wasn't finite."""
         self.store.script("quarantine", step, term, reason)
 
     def durable(self, step: int, term: int) -> None:
-        """The oldest checkpoint kept is at ``step``: rows and payloads up to it are let go."""
+        """Deletes rows and payloads up to ``step``, where the oldest kept checkpoint is."""
         while int(self.store.script("durable", step, term, TRIM_BUDGET)) < step:
             pass
 
     def reassert(self, rows: Iterable[Row], term: int) -> int:
-        """Writes the journal's rows that Redis lacks, as after a crash of the host.
+        """Writes those of the journal's rows that Redis lacks, say after a crash of the host.
 
         Args:
             rows: ascending by step, without gaps.
 
         Returns:
-            How many Redis had lost.
+            The number that Redis had lost.
         """
         written = 0
         batch: list[str] = []
@@ -371,7 +371,7 @@ class Ledger:
     # -- looking ---------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
-        """Groups in each state, from the sets: ``rejected:<reason>`` apart."""
+        """The number of groups in each state, with one entry ``rejected:<reason>`` per reason."""
         key = self.store.key
         bitmaps = ["trained", *(f"rejected:{reason}" for reason in REJECTIONS)]
         sets = {"admitted": "returned", "leased": "leased", "graded": "graded", "taken": "taken"}
@@ -381,7 +381,7 @@ class Ledger:
         )
         for answer in answers:
             if isinstance(answer, Exception):
-                raise told(answer, self.store.address)
+                raise readable_error(answer, self.store.address)
         return dict(zip([*sets, *bitmaps], map(int, answers), strict=True))
 
     def state_of(self, group_id: str) -> str:
@@ -397,27 +397,27 @@ class Ledger:
         return read_final(final)
 
     def dead_letters(self) -> list[dict[str, Any]]:
-        """Groups given up for their failed attempts, by position, and quarantined rows, by step."""
+        """Groups with too many failed attempts, by position, and quarantined rows, by step."""
         dead = self.store.call("hgetall", self.store.key("dead"))
         rows = self.store.call("hgetall", self.store.key("quarantined"))
         return read_dead_letters(dead, rows)
 
     def waiting_for(self, deadline: float = DEADLINE) -> str:
-        """Whom the next row waits for, in one line; waits for Redis up to ``deadline`` seconds."""
+        """One line that says whom the next row waits for; Redis has ``deadline`` seconds to answer."""
         return read_waiting(self.store.script("waiting", deadline=deadline))
 
     def memory_share(self) -> float:
-        """Used share of ``maxmemory``; 0 where there is no limit."""
+        """Used share of ``maxmemory``; 0 without a limit."""
         self._memory = (-1e9, 0, 0)
         used, most = self._memory_use()
         return used / most if most else 0.0
 
     def maxmemory(self) -> int:
-        """Bytes that Redis may use, as of a second ago; 0 where there is no limit."""
+        """Bytes that Redis may use, at most a second old; 0 without a limit."""
         return self._memory_use()[1]
 
     def is_full(self) -> bool:
-        """Whether no lease is out and Redis is too full for one: only deletes help then."""
+        """Whether no lease is out and Redis is too full for one, so that only deletions help."""
         used, most = self._memory_use()
         if not leases_stop(used, 0, self.settings.group_bytes, most):
             return False

@@ -30,9 +30,9 @@ class LedgerSettings:
     data_digest: str
     """Frozen. Digest of the problems and traces as ingested."""
     group_size: int
-    """Frozen. G, rows of a group."""
+    """Frozen. G, the number of rows of a group."""
     groups_per_step: int
-    """Frozen. B, groups of a row."""
+    """Frozen. B, the number of groups of a row."""
     max_staleness: int
     """Frozen. η, the greatest age in steps."""
     window: int = 1
@@ -49,9 +49,9 @@ class LedgerSettings:
     """Frozen. ``always`` or ``all_failed``: when traces are rows of their groups, see
     :func:`~tandem.replay.mixing.mix`; ``always`` in ledgers that were created before."""
     steps: int | None = None
-    """Rows of the run; None if ``passes`` ends it."""
+    """Number of rows of the run; None if ``passes`` ends it."""
     passes: int | None = None
-    """Passes of the run; the last row may be short."""
+    """Number of passes over the data; the last row may be short."""
     lease_seconds: float = 120.0
     """A lease that isn't renewed for this long goes to the next worker."""
     group_deadline_seconds: float = 1800.0
@@ -171,7 +171,7 @@ class Lease:
     group_id: str
     """``<pass>-<position>``."""
     attempt: int
-    """Number of this lease among the id's leases, from 1."""
+    """Number of the group's lease, from 1."""
     pass_: int
     """Number of the pass over the data, from 0."""
     position: int
@@ -221,7 +221,7 @@ class RowEntry(
     trace_ids: tuple[str, ...]
     """Expert traces that complete the group."""
     replaced: tuple[Count, ...] = ()
-    """Places of the own samples that they replace; older rows lack this field."""
+    """Indices of the own samples that the traces replace; older rows lack this field."""
 
 
 class Row(Record, frozen=True, kw_only=True, forbid_unknown_fields=False, rename={"ids": "groups"}):
@@ -230,7 +230,7 @@ class Row(Record, frozen=True, kw_only=True, forbid_unknown_fields=False, rename
     step: Annotated[int, msgspec.Meta(ge=1)]
     """Number of the step, n."""
     short: bool
-    """Whether it has fewer than B groups, as the last row of a run that is set in passes may."""
+    """Whether it has fewer than B groups; only the last row of a run set in passes may."""
     ids: tuple[RowEntry, ...]
     """Its groups, ascending by position."""
     quarantined: str = ""

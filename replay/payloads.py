@@ -1,4 +1,4 @@
-"""What a group's commit stores: its bytes under their digest, and the few figures that the scripts need."""
+"""What a group's commit stores: its bytes under their digest, and the figures that the scripts need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .connection import Arg
 from .ledger_records import RowEntry
 
 CHUNK_BYTES = 16 << 20
-"""Most payload bytes of one round trip."""
+"""Greatest number of payload bytes in one round trip."""
 
 T = TypeVar("T")
 
@@ -27,17 +27,17 @@ class Payload:
     """A graded group as it is committed."""
 
     data: bytes
-    """The group on the wire."""
+    """The encoded group."""
     digest: str
-    """Of these bytes, 16 hex digits."""
+    """xxh3-64 of ``data``, 16 hex digits."""
     arguments: tuple[Arg, ...]
-    """Of ``commit.lua``."""
+    """Arguments of ``commit.lua``."""
     name: str
-    """Under which Redis keeps the bytes, without the run's prefix."""
+    """Key of the bytes in Redis, without the run's prefix."""
 
     @classmethod
     def of(cls, group: Group, serial: int) -> Payload:
-        """Encodes a group, whose id has this serial."""
+        """Encodes a group whose id has this serial."""
         data = wire.encode(group)
         digest = xxhash.xxh3_64_hexdigest(data)
         own_rows = [place for place, sample in enumerate(group.samples) if sample.has_verdict]
@@ -67,15 +67,15 @@ class Payload:
 
 
 def payload_name(group_id: str, attempt: int, digest: str) -> str:
-    """Where the bytes of a committed attempt are kept, without the run's prefix."""
+    """Key of a committed attempt's bytes in Redis, without the run's prefix."""
     return f"payload:{group_id}:{attempt}:{digest}"
 
 
 def group_of(entry: RowEntry, step: int, data: bytes | None) -> Group:
-    """The group that row ``step`` names, from its bytes.
+    """Decodes a group of row ``step``.
 
     Raises:
-        DamagedError: they are gone or aren't the ones that the row names.
+        DamagedError: the bytes are gone or aren't those that the row names.
     """
     if data is None:
         raise DamagedError(
@@ -85,14 +85,13 @@ def group_of(entry: RowEntry, step: int, data: bytes | None) -> Group:
     if xxhash.xxh3_64_hexdigest(data) != entry.digest:
         raise DamagedError(
             f"the samples of group {entry.group_id} (row {step}) are not the ones that the row was "
-            f"made of, their digest isn't {entry.digest}: restore redis/ from a copy of the run's "
-            f"folder"
+            f"made of, whose digest is {entry.digest}: restore redis/ from a copy of the run's folder"
         )
     return wire.decode(data, Group)
 
 
 def chunks(items: Sequence[T], nbytes: Callable[[T], int], most: int) -> list[list[T]]:
-    """Splits items into runs of at most ``most`` and at most ``CHUNK_BYTES`` (or one item)."""
+    """Splits items into lists of at most ``most`` items and ``CHUNK_BYTES`` (or one item)."""
     found: list[list[T]] = []
     total = 0
     for item in items:

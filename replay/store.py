@@ -17,7 +17,7 @@ from ..common.plain import Record, damaged, read_json, read_object, read_record
 from ..common.records import ExpertTrace, Problem, Version
 from ..common.sockets import CurveKeys, new_keys
 from .answers import text as read_text
-from .connection import DEADLINE, Command, Store, told
+from .connection import DEADLINE, Command, Store, readable_error
 from .ledger_records import WAY_OUT
 
 RunState = Literal["running", "draining", "finished", "failed"]
@@ -366,7 +366,7 @@ class RunStore:
         def send() -> None:
             for answer in self.store.batch(batch):
                 if isinstance(answer, Exception):
-                    raise told(answer, self.store.address)
+                    raise readable_error(answer, self.store.address)
 
         for size, command in commands:
             batch.append(command)

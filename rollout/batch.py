@@ -108,6 +108,8 @@ class Batch:
         # Sampling parameters that rows share, whatever their length limits are.
         self._kinds: list[SamplingParams] = []
         self._next: torch.Tensor | None = None
+        # Whether a row has stop strings.
+        self._stops = False
 
     def __len__(self) -> int:
         """Number of running rows."""
@@ -147,6 +149,7 @@ class Batch:
         for place, row in zip(places, rows, strict=True):
             self._rows[place] = row
         self._live += len(rows)
+        self._stops |= any(row.group.stops is not None for row in rows)
         self._next = self._seen = None
 
     def _kind_of(self, sampling: SamplingParams) -> int:
@@ -301,12 +304,22 @@ class Batch:
         self.sampled += count
 
         stopped = host == self._stop[0] if len(self._stop) == 1 else np.isin(host, self._stop)
+        if self._stops:
+            self._find_stops(stopped)
         ended = np.flatnonzero(stopped | (length >= self._limit[:count])).tolist()
         if not ended:
             return []
         return self._take(
             (place, FinishReason.STOP if stopped[place] else FinishReason.LENGTH) for place in ended
         )
+
+    def _find_stops(self, stopped: np.ndarray) -> None:
+        """Marks the rows whose text holds one of their group's stop strings now."""
+        for place, row in enumerate(self._rows[: self._live]):
+            if row is None or row.group.stops is None or stopped[place]:
+                continue
+            sampled = self._tokens[place, len(row.context) : self._length[place]]
+            stopped[place] = row.group.stops.ends(sampled)
 
     def _draw(self, logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         uniforms = self._on_device(self._noise.next(count))

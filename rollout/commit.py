@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..common.errors import TandemError
 from ..common.records import Version
 from .commit_check import CommitCheck
-from .engine import Engine, NamedWeights
+from .engine import Engine, Holder, NamedWeights
 
 if TYPE_CHECKING:
     from ..common.weights.job import StagedTensors
@@ -31,6 +31,7 @@ class Committer:
         check: compares what the engine then computes with the learner's results.
         loop: the worker's loop, in which both work.
         seconds: deadline of a commit (``weights.commit_seconds``).
+        update_wait: how long new weights wait for running samples to end, in seconds.
         on_change: called in the loop when the engine serves a version, and when a check has ended.
         spoil: called in the loop when a check has failed; discards everything that is under way.
     """
@@ -42,6 +43,7 @@ class Committer:
         *,
         loop: asyncio.AbstractEventLoop,
         seconds: float,
+        update_wait: float,
         on_change: Callable[[], None],
         spoil: Callable[[], None],
     ) -> None:
@@ -49,6 +51,12 @@ class Committer:
         self._check = check
         self._loop = loop
         self._seconds = seconds
+        self._update_wait = update_wait
+        if update_wait and not isinstance(engine, Holder):
+            log.warning(
+                f"new weights don't wait for running samples: {type(engine).__name__} has no method "
+                f"`hold` (see tandem.rollout.engine.Holder)"
+            )
         self._on_change = on_change
         self._spoil = spoil
         self.steady = asyncio.Lock()
@@ -85,6 +93,8 @@ class Committer:
             log.warning(f"version {version} is committed into a long evaluation")
         try:
             if tensors:
+                if self._update_wait and isinstance(self._engine, Holder):
+                    await self._engine.hold(self._update_wait)
                 if self._check.is_on:
                     await self._check.begin(version)
                 await self._engine.load(NamedWeights(dict(tensors), tensors.place), version)

@@ -46,7 +46,6 @@ from .rounding import (
     RAN_ON,
     REMEMBERED,
     SAMPLED,
-    UNCERTAIN_TIMES,
     Noise,
 )
 
@@ -164,8 +163,14 @@ class CommitCheck:
         self._runs_on = runs_on
         self._seconds = seconds
         dtype = max(dtypes, key=lambda name: BOUNDS[GIVEN][name])
-        self._uncertain = UNCERTAIN_TIMES[dtype]
-        self._noise = {kind: Noise(kind, dtype, bound or None) for kind in BOUNDS}
+        first = bound or None
+        given = Noise(GIVEN, dtype, first)
+        self._noise = {
+            GIVEN: given,
+            MEAN: Noise(MEAN, dtype, first),
+            SAMPLED: Noise(SAMPLED, dtype, first, given),
+            RAN_ON: Noise(RAN_ON, dtype, first, given),
+        }
         self._prompt: NDArray[np.int32] | None = None
         self._asked = 0
         self._running: _RunOn | None = None
@@ -270,10 +275,11 @@ class CommitCheck:
             block = int(getattr(self._engine, "prefix_block", BLOCK))
             tokens = np.array([token for row in scored.rows for token in row], dtype=np.int32)
             self._prompt = np.resize(tokens, max(1, min(block + 1, self._longest - TOKENS)))
-            differences = [await self._given(scored)]
-            sampled, ran_on = await asyncio.gather(
-                self._sampled(version), self._ran_on(version, running)
+            # At once, since finished groups wait for the results.
+            given, sampled, ran_on = await asyncio.gather(
+                self._given(scored), self._sampled(version), self._ran_on(version, running)
             )
+            differences = [given]
             for kind, samples in ((SAMPLED, sampled), (RAN_ON, ran_on)):
                 if samples:
                     differences.append(await self._recorded(kind, samples))
@@ -383,14 +389,10 @@ class CommitCheck:
         counted = np.sort(np.concatenate(every))
         # For few tokens the mean says no more than the greatest difference.
         mean_bound = self._noise[MEAN].bound if kind == GIVEN else float("inf")
-        bound = self._noise[kind].bound
-        if kind != GIVEN:
-            # A trained model's samples are nearly certain, and so without rounding, until one isn't.
-            bound = max(bound, self._uncertain * self._noise[GIVEN].usual)
         return Difference(
             kind=kind,
             size=worst,
-            bound=bound,
+            bound=self._noise[kind].bound,
             where=where,
             mean=float(counted[: len(counted) - len(counted) // LEFT_OUT].mean()),
             mean_bound=mean_bound,

@@ -27,6 +27,7 @@ from ..common.records import (
 )
 from .engine import FinishedGroup, GroupRequest, ParameterSpec, no_tokens
 from .model_facts import ModelFacts
+from .stops import StopStrings, stop_strings
 
 log = logging.getLogger("tandem.rollout")
 
@@ -63,6 +64,8 @@ class Running:
     """Responses of ended samples, by index."""
     error: str | None = None
     """Why the group failed."""
+    stops: StopStrings | None = None
+    """Finds its stop strings; None if it has none."""
 
 
 RunningT = TypeVar("RunningT", bound=Running)
@@ -94,7 +97,11 @@ async def stream(
             # The caller's loop is closed: nobody waits for this group any more.
             log.debug("group %s finished after its caller left", group.request.group_id)
 
-    await submit([kind(request, deliver) for request in requests])
+    groups = [kind(request, deliver) for request in requests]
+    for group in groups:
+        if group.request.stop:
+            group.stops = stop_strings(tokenizer, group.request.stop)
+    await submit(groups)
     left = {request.group_id for request in requests}
     try:
         while left:

@@ -43,7 +43,7 @@ class GroupRequest:
     """Asks for ``count`` samples of one prompt."""
 
     group_id: str
-    """Names the group within the engine and keys its noise; unique among the running groups."""
+    """Id of the group, which keys its noise; unique among the engine's running groups."""
     prompt_tokens: Int32Array
     """``[P]`` token ids, at least one."""
     count: int
@@ -52,19 +52,22 @@ class GroupRequest:
     """The distribution and the length limit."""
     seed: int
     """The run's seed; keys the noise together with the group's id."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a sample: it ends with the first sampled token after which its text holds one. The
+    prefix doesn't count."""
     prefix_tokens: Int32Array | tuple[Int32Array, ...] = field(default_factory=no_tokens)
-    """``[L]`` how each response begins: one array for all samples, or one for each."""
+    """``[L]`` token ids with which responses begin: one array for all samples, or one for each."""
     prefix_source: Source = Source.EXPERT
     """Who wrote the prefix."""
     prefix_logprobs: Float32Array | tuple[Float32Array | None, ...] | None = None
-    """``[L]`` log-probs in nats that its writer gave to the prefix's tokens: one array for all samples,
-    or one for each; None if they weren't recorded."""
+    """``[L]`` log-probs in nats that the prefix's writer gave its tokens: one array for all samples, or
+    one for each; None if they weren't recorded."""
     longest: int | None = None
-    """Greatest number of tokens of a response, including its prefix; None = its prefix plus
+    """Greatest number of tokens in a response, including its prefix; None = its prefix plus
     ``sampling.max_new_tokens``."""
     urgent: bool = False
-    """Whether it begins before all waiting groups, and beyond the engine's greatest number of samples if
-    need be. Meant for the few short samples of a check; an engine may ignore it."""
+    """Whether it begins before all waiting groups, even above the engine's limit of running samples.
+    Meant for the few short samples of a check; an engine may ignore it."""
 
     def prefix(self, index: int) -> Int32Array:
         """``[L]`` token ids of one sample's prefix."""
@@ -98,13 +101,13 @@ class FinishedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """One parameter as the engine wants to receive it."""
+    """One parameter as the engine expects to receive it."""
 
     name: str
     """Name in the Hugging Face checkpoint; tied parameters appear once."""
     shape: tuple[int, ...]
     dtype: str
-    """``float32``, ``bfloat16``, …: the engine's dtype, and hence the wire's."""
+    """``float32``, ``bfloat16``, …: the engine's dtype, in which the parameter is sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,21 +115,21 @@ class EngineStats:
     """Counters since the engine was started."""
 
     sampled_tokens: int = 0
-    """Sampled tokens, including those of aborted samples."""
+    """Number of sampled tokens, including those of aborted samples."""
     prefill_tokens: int = 0
-    """Tokens whose keys and values were computed other than by sampling them."""
+    """Number of tokens whose keys and values were computed without sampling them."""
     decode_steps: int = 0
-    """Batched token steps."""
+    """Number of batched token steps."""
     busy_seconds: float = 0.0
     """Seconds in which at least one row was running."""
     loads: int = 0
-    """Weight changes."""
+    """Number of weight changes."""
     load_seconds: float = 0.0
     """Seconds in which no token was sampled because the weights were changed."""
     running_rows: int = 0
-    """Samples that are being generated now."""
+    """Number of samples that are being generated."""
     waiting_groups: int = 0
-    """Groups that haven't started."""
+    """Number of groups that haven't started."""
 
 
 @runtime_checkable
@@ -225,8 +228,20 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class Holder(Protocol):
+    """What an engine needs in addition so that new weights can wait for the running samples."""
+
+    async def hold(self, seconds: float) -> None:
+        """Lets no group begin until the next :meth:`Engine.load`, except urgent ones.
+
+        Returns when no sample runs, or after ``seconds``.
+        """
+        ...
+
+
+@runtime_checkable
 class Scorer(Protocol):
-    """What an engine needs in addition so that its weights can be checked."""
+    """The additional method that an engine needs for its weights to be checked."""
 
     async def score(
         self, rows: Sequence[Int32Array], temperature: float = 1.0

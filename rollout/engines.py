@@ -88,7 +88,6 @@ def _torch(
         loaded,
         load_tokenizer(model.path),
         recompute_kv=rollout.recompute_kv,
-        update_wait=rollout.update_wait_seconds,
         max_rows=rows,
         longest=longest,
     )
@@ -136,7 +135,6 @@ def _vllm(
         tokenizer,
         facts,
         recompute_kv=rollout.recompute_kv,
-        update_wait=rollout.update_wait_seconds,
     )
 
 

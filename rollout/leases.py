@@ -66,6 +66,7 @@ class HeldGroup:
                 max_new_tokens=rollout.max_new_tokens,
             ),
             seed=config.run.seed,
+            stop=config.data.stops,
             prefix_tokens=(self.begins.tokens if self.begins else ()) or no_tokens(),
             prefix_logprobs=(self.begins.logprobs if self.begins else ()) or None,
             longest=rollout.max_new_tokens,

@@ -28,7 +28,8 @@ TIMES = {"float32": 10.0, "float16": 40.0, "bfloat16": 40.0}
 SAMPLE_TIMES, MEAN_TIMES = 10.0, 3.0
 """The same multiples for samples, and for the mean."""
 UNCERTAIN_TIMES = {"float32": 1.0, "float16": 4.0, "bfloat16": 4.0}
-"""Multiple of the given rows' usual difference that always passes for samples."""
+"""Multiple of the given rows' usual difference that always passes for samples: those of a trained model are
+nearly certain, and so without rounding, until one isn't."""
 LEFT_OUT = 20
 """One in this many differences, the greatest ones, isn't in the mean."""
 REMEMBERED = 64
@@ -46,7 +47,9 @@ class Noise:
     0.001
     """
 
-    def __init__(self, kind: str, dtype: str, first: float | None = None) -> None:
+    def __init__(
+        self, kind: str, dtype: str, first: float | None = None, given: Noise | None = None
+    ) -> None:
         """Starts without earlier checks.
 
         Args:
@@ -54,19 +57,23 @@ class Noise:
             dtype: the less exact one of the learner's and the engine's.
             first: bound for given rows in a first check, from which the other kinds' bounds follow.
                 None = by the dtype.
+            given: the noise of the given rows, if ``kind`` is another one.
         """
         least, most = BOUNDS[kind][dtype]
         self._first = most if first is None else most * first / BOUNDS[GIVEN][dtype][1]
         self._least = min(least, self._first)
         self._times = {GIVEN: TIMES[dtype], MEAN: MEAN_TIMES}.get(kind, SAMPLE_TIMES)
+        self._uncertain = UNCERTAIN_TIMES[dtype]
+        self._given = given
         self._seen: deque[float] = deque(maxlen=REMEMBERED)
 
     @property
     def bound(self) -> float:
         """Greatest difference, in nats, that passes the next check."""
-        if not self._seen:
-            return self._first
-        return min(self._first, max(self._least, self._times * self.usual))
+        bound = self._first
+        if self._seen:
+            bound = min(bound, max(self._least, self._times * self.usual))
+        return bound if self._given is None else max(bound, self._uncertain * self._given.usual)
 
     @property
     def usual(self) -> float:

@@ -55,7 +55,6 @@ class TorchEngine:
         tokenizer: Any,
         *,
         recompute_kv: bool = True,
-        update_wait: float = 0.0,
         max_rows: int = 256,
         prefill_tokens: int = 16384,
         decoder: str = "auto",
@@ -68,8 +67,6 @@ class TorchEngine:
             model: a transformers causal model on its device, in the dtype to generate in.
             tokenizer: decodes samples; its end token ends a response.
             recompute_kv: after new weights, compute the keys and values of running rows again.
-            update_wait: greatest number of seconds that new weights wait for the running samples to
-                end; no group joins in the meantime. 0 = they are loaded between two token steps.
             max_rows: greatest number of samples generated at a time; bounds the cache's memory.
             prefill_tokens: greatest number of padded tokens in one prefill pass; bounds its memory.
             decoder: ``auto``, ``direct`` or ``generic``; see :func:`tandem.rollout.choice.choose`.
@@ -84,7 +81,6 @@ class TorchEngine:
         model = model.eval().requires_grad_(False)
         self._tokenizer = tokenizer
         self._recompute = recompute_kv
-        self._update_wait = update_wait
         self._max_rows = max_rows
         untried = [] if longest is None else untried_lengths(model, longest)
         self._facts = facts_of(model, tokenizer, context=min(untried, default=None))
@@ -101,8 +97,8 @@ class TorchEngine:
         self._parameters = dict(model.named_parameters())
 
         self._commands: deque[Callable[[], None]] = deque()
-        # Weights that wait for the running samples: until when (monotonic), and the load itself.
-        self._update: tuple[float, Callable[[], None]] | None = None
+        # While groups are held back: until when (monotonic) somebody waits for the running samples.
+        self._held: tuple[float, Future[None]] | None = None
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._paused = False
@@ -169,16 +165,19 @@ class TorchEngine:
 
         await self._ask(resume)
 
-    async def load(self, state: StagedWeights, version: Version) -> None:
-        """Changes the weights between two token steps, or once the running samples have ended."""
+    async def hold(self, seconds: float) -> None:
+        """Lets only urgent groups begin until the next load; returns when no other samples run."""
         answer: Future[None] = Future()
 
-        def wait() -> None:
-            due = time.monotonic() + self._update_wait
-            self._update = (due, self._command(lambda: self._load(state, version), answer))
+        def hold() -> None:
+            self._held = (time.monotonic() + seconds, answer)
 
-        await self._ask(wait)
+        await self._ask(hold)
         await asyncio.wrap_future(answer)
+
+    async def load(self, state: StagedWeights, version: Version) -> None:
+        """Changes the weights between two token steps."""
+        await self._ask(lambda: self._load(state, version))
 
     async def restamp(self, version: Version) -> None:
         """Renames the weights in use."""
@@ -246,8 +245,8 @@ class TorchEngine:
             while not self._closing:
                 while self._commands:
                     self._commands.popleft()()
-                self._update_when_due()
-                if self._paused or not (len(self._batch) or self._waiting):
+                self._tell_when_ended()
+                if self._paused or not (len(self._batch) or self._may_begin()):
                     if not self._closing:
                         self._wake.wait()
                     self._wake.clear()
@@ -263,17 +262,19 @@ class TorchEngine:
                 self._busy += time.perf_counter() - start
         while self._commands:
             self._commands.popleft()()
-        self._update_when_due()
+        self._tell_when_ended()
 
-    def _update_when_due(self) -> None:
-        """Loads waiting weights if nothing runs or they have waited long enough."""
-        if self._update is None:
+    def _tell_when_ended(self) -> None:
+        """Answers who waits for the running samples, if they have ended or the time is over."""
+        if self._held is None or self._held[1].done():
             return
-        due, load = self._update
+        due, answer = self._held
         waited_for = any(not group.request.urgent for group in self._batch.groups())
-        if not waited_for or self._paused or time.monotonic() >= due:
-            self._update = None
-            load()
+        if not waited_for or self._paused or self._closing or time.monotonic() >= due:
+            answer.set_result(None)
+
+    def _may_begin(self) -> bool:
+        return bool(self._waiting) and (self._held is None or self._waiting[0].request.urgent)
 
     def _submit(self, groups: list[Running]) -> None:
         enter(groups, self._groups)
@@ -288,14 +289,14 @@ class TorchEngine:
 
     def _admit(self) -> None:
         """Takes waiting groups into the batch, each as a whole, while there is room."""
-        if not self._waiting or self._update is not None:
+        if not self._may_begin():
             return
         running = len(self._batch)
         room = self._max_rows - running
         if running and room * 8 < self._max_rows and not self._waiting[0].request.urgent:
             return
         groups: list[Running] = []
-        while self._waiting and (
+        while self._may_begin() and (
             self._waiting[0].request.urgent
             or self._waiting[0].request.count <= room
             or not (running or groups)
@@ -345,6 +346,7 @@ class TorchEngine:
             self._deliver(group)
 
     def _load(self, state: StagedWeights, version: Version) -> None:
+        self._held = None
         new = fitting(state.tensors(), self._facts.specs, version)
         since = time.perf_counter()
         for name, tensor in new.items():

@@ -1,13 +1,12 @@
 """The vLLM engine: the contract of :mod:`.engine` on vLLM's ``AsyncLLM``.
 
-A group is one vLLM request with ``n`` samples, or a request for each sample where prefixes differ
-or nothing is drawn (temperature 0).
-Pausing and new weights are in :mod:`.vllm_weights`.
+A group is one vLLM request with ``n`` samples, or one request per sample if prefixes differ or
+the temperature is 0. Pausing and new weights are in :mod:`.vllm_weights`.
 
-What differs from the torch engine: noise comes from vLLM's own generators, so ``keyed_noise`` is
-False and a repeated run samples other tokens. A group isn't seen between its beginning and its
-end, so ``waiting_groups`` counts those that are held back while weights change or the engine is
-paused, and a group that waits for a place inside vLLM counts as running.
+Two things differ from the torch engine. Noise comes from vLLM's own generators, so ``keyed_noise``
+is False and a repeated run samples other tokens. A group can't be seen inside vLLM, so
+``waiting_groups`` counts only those held back while weights change or the engine is paused, and a
+group that waits for a place inside vLLM counts as running.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from .vllm_weights import RPC_SECONDS, VllmWeights, label_of
 
 log = logging.getLogger("tandem.rollout")
 
-DEAR_VOCABULARY = 4096
-"""Tokens of a vocabulary from which on a position's whole distribution is dear."""
+LARGE_VOCABULARY = 4096
+"""Vocabulary size above which fetching a position's whole distribution is expensive."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,9 +45,9 @@ class _Running(Running):
     names: list[str] = field(default_factory=list)
     """vLLM's request ids."""
     left: int = 0
-    """Requests that haven't ended."""
+    """Number of requests that haven't ended."""
     aborted: bool = False
-    """It was aborted, so what hasn't begun never will."""
+    """Whether it was aborted, so that requests which haven't begun never will."""
 
 
 class VllmEngine:
@@ -63,30 +62,25 @@ class VllmEngine:
         facts: ModelFacts,
         *,
         recompute_kv: bool = True,
-        update_wait: float = 0.0,
         version: Version | None = None,
         owns_process: bool = True,
     ) -> None:
-        """Nothing is started yet.
+        """Doesn't start anything yet.
 
         Args:
             process: vLLM; used by one engine at a time.
             tokenizer: decodes samples.
-            facts: of the model that ``process`` loads.
-            recompute_kv: after new weights, compute the keys and values of running samples again.
-            update_wait: most seconds that new weights wait for the running samples to end; while
-                they wait, no group joins. 0 = they are loaded between two token steps.
-            version: of the model's own weights, where they have one.
-            owns_process: :meth:`close` ends vLLM too.
+            facts: facts about the model that ``process`` loads.
+            recompute_kv: whether new weights recompute the keys and values of running samples.
+            version: version of the model's own weights, if they have one.
+            owns_process: whether :meth:`close` ends vLLM too.
         """
         self._process = process
         self._tokenizer = tokenizer
         self._facts = facts
-        self._weights = VllmWeights(
-            process, recompute_kv=recompute_kv, update_wait=update_wait, version=version
-        )
+        self._weights = VllmWeights(process, recompute_kv=recompute_kv, version=version)
         self._owns_process = owns_process
-        # vLLM refuses ids that the model has no logit for, which a tokenizer may well have.
+        # A tokenizer may have ids for which the model has no logit; vLLM refuses those.
         self._stop = sorted(t for t in facts.end_tokens if t < facts.vocabulary)
 
         # Owned by the front end's thread.
@@ -94,6 +88,7 @@ class VllmEngine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._urgent: set[asyncio.Task[None]] = set()
         self._held: list[_Running] = []
+        self._holding = False
         self._requests = 0
         self._busy_since: float | None = None
         self._busy = 0.0
@@ -103,7 +98,7 @@ class VllmEngine:
 
     @property
     def weights_device(self) -> str:
-        """Where buckets of new weights may arrive: the first of the engine's GPUs."""
+        """The device at which buckets of new weights may arrive: the first of the engine's GPUs."""
         return "cuda:0" if torch.cuda.is_available() else "cpu"
 
     @property
@@ -113,23 +108,23 @@ class VllmEngine:
 
     @property
     def scores_plain(self) -> bool:
-        """Whether scoring at a temperature other than 1 is dear: whole distributions have to come."""
-        return self._facts.vocabulary > DEAR_VOCABULARY
+        """Whether scoring at a temperature other than 1 is expensive, since it takes whole distributions."""
+        return self._facts.vocabulary > LARGE_VOCABULARY
 
     @property
     def prefix_block(self) -> int:
-        """Tokens that the prefix cache keeps together: a shorter prompt is never found in it."""
+        """Block size of the prefix cache in tokens; a shorter prompt is never found in it."""
         config = getattr(self._process.llm, "vllm_config", None)
         return int(getattr(getattr(config, "cache_config", None), "block_size", None) or 16)
 
     @property
     def broken(self) -> str:
-        """Why no group will ever be finished again; empty where that isn't so."""
+        """Why the engine will never finish a group again; empty while it works."""
         llm = self._process.llm
         return self._weights.broken or ("vLLM has died" if llm is not None and llm.errored else "")
 
     async def start(self) -> None:
-        """Starts vLLM, unless somebody has."""
+        """Starts vLLM unless it is running already."""
         if not self._process.started:
             await self._process.start()
         counters = self._process.counters
@@ -144,7 +139,7 @@ class VllmEngine:
         await self._process.run(self._submit(groups))
 
     def _leave(self, group_ids: set[str]) -> None:
-        with contextlib.suppress(TandemError):  # It was closed, which aborts everything.
+        with contextlib.suppress(TandemError):  # Raised after close, which aborts everything.
             self._process.post(self._abort(group_ids))
 
     async def abort(self, group_ids: Iterable[str]) -> None:
@@ -165,27 +160,34 @@ class VllmEngine:
         """Undoes :meth:`pause`."""
         await self._process.run(self._resume())
 
+    async def hold(self, seconds: float) -> None:
+        """Lets only urgent groups begin until the next load; returns when no other samples run."""
+        await self._process.run(self._hold(seconds))
+
     async def load(self, state: StagedWeights, version: Version) -> None:
-        """Changes the weights between two token steps, or once the running samples have ended.
+        """Changes the weights between two token steps.
 
         Raises:
             WeightsError: the weights don't fit, or there is no room to hand them over; nothing
                 was changed.
-            TandemError: vLLM may hold half of them, and samples no further token.
+            TandemError: vLLM may hold only part of them, and samples no more.
         """
-        tensors = list(fitting(state.tensors(), self._facts.specs, version).items())
-        with contextlib.ExitStack() as stack:
-            place = state.place
-            if place is None:
-                place = await asyncio.to_thread(stack.enter_context, handed_over(tensors))
-            await self._process.run(self._load(place, len(tensors), version))
+        try:
+            tensors = list(fitting(state.tensors(), self._facts.specs, version).items())
+            with contextlib.ExitStack() as stack:
+                place = state.place
+                if place is None:
+                    place = await asyncio.to_thread(stack.enter_context, handed_over(tensors))
+                await self._process.run(self._load(place, len(tensors), version))
+        finally:
+            await self._process.run(self._end_hold())
 
     async def restamp(self, version: Version) -> None:
         """Renames the weights in use."""
         await self._process.run(self._weights.restamp(version))
 
     def parameter_specs(self) -> list[ParameterSpec]:
-        """Every parameter that :meth:`load` expects; tied ones once."""
+        """Every parameter that :meth:`load` expects, tied ones once."""
         return list(self._facts.specs)
 
     def stats(self) -> EngineStats:
@@ -208,7 +210,7 @@ class VllmEngine:
         )
 
     async def close(self) -> None:
-        """Aborts what runs and ends vLLM; none of its processes is left."""
+        """Aborts all groups and ends vLLM; leaves none of its processes behind."""
         if self._process.started:
             with contextlib.suppress(TandemError):
                 await self._process.run(self._end())
@@ -223,36 +225,49 @@ class VllmEngine:
             group.error = self.broken or refusal(group.request, self._facts)
             if group.error is not None or group.request.count == 0:
                 self._deliver(group)
-            elif self._weights.admits:
+            elif self._may_begin(group):
                 self._hand_over(group)
             else:
                 self._held.append(group)
 
     def _let_in(self) -> None:
-        """Groups that were held back begin, if they may."""
-        if self._weights.admits:
-            held, self._held = self._held, []
-            for group in held:
-                self._hand_over(group)
+        """Begins those of the held groups that may begin."""
+        for group in [group for group in self._held if self._may_begin(group)]:
+            self._held.remove(group)
+            self._hand_over(group)
+
+    def _may_begin(self, group: _Running) -> bool:
+        return self._weights.admits and (group.request.urgent or not self._holding)
 
     async def _resume(self) -> None:
         await self._weights.resume()
         self._let_in()
 
+    async def _hold(self, seconds: float) -> None:
+        self._holding = True
+        samples = self._tasks - self._urgent
+        if samples and not self._weights.paused:
+            await asyncio.wait(samples, timeout=seconds)
+
+    async def _end_hold(self) -> None:
+        self._holding = False
+        self._let_in()
+
     async def _load(self, place: SegmentPlace, count: int, version: Version) -> None:
         try:
-            await self._weights.load(place, count, version, lambda: self._tasks - self._urgent)
+            await self._weights.load(place, count, version)
         except BaseException:
             if self._weights.broken:
                 await self._abort(set(self._groups))
             raise
-        self._let_in()
 
     def _hand_over(self, group: _Running) -> None:
         """Gives a group to vLLM."""
         request = group.request
-        # vLLM wants one prompt for all samples, and refuses several that take the likeliest token.
-        if isinstance(request.prefix_tokens, tuple) or request.sampling.temperature == 0.0:
+        # A vLLM request has one prompt, and only one sample at temperature 0.
+        # A sample that a stop string has ended is aborted alone.
+        apart = isinstance(request.prefix_tokens, tuple) or group.stops is not None
+        if apart or request.sampling.temperature == 0.0:
             parts = [(request.prefix(i), range(i, i + 1)) for i in range(request.count)]
         else:
             parts = [(request.prefix(0), range(request.count))]
@@ -273,13 +288,13 @@ class VllmEngine:
     async def _consume(
         self, group: _Running, name: str, context: list[int], indices: range, room: int
     ) -> None:
-        """One vLLM request, to its end."""
+        """Runs one vLLM request to its end."""
         try:
             if group.aborted:
                 group.finished.update(dict.fromkeys(indices, NOTHING))
                 return
             with self._weights.watched(len(indices)) as progress:
-                # Up to its registration this doesn't wait, so an abort can't come in between.
+                # This doesn't wait until the request is registered, so no abort can come between.
                 ended = await vllm_requests.sample(
                     self._process.llm,
                     name,
@@ -288,11 +303,12 @@ class VllmEngine:
                     count=len(indices),
                     room=room,
                     end_tokens=self._stop,
-                    # Keys and values of one version are no good to another.
+                    # Cached keys and values are only valid for their own version.
                     salt=label_of(self.version),
                     versions=self._weights.versions,
                     progress=progress,
                     urgent=group.request.urgent,
+                    stops=group.stops,
                 )
             group.finished.update(zip(indices, ended, strict=True))
         except asyncio.CancelledError:
@@ -322,9 +338,9 @@ class VllmEngine:
         try:
             if temperature == 1.0:
                 return await asyncio.gather(*map(one, names, rows))
-            # One at a time: each brings whole distributions.
+            # One at a time, since each returns whole distributions.
             return [await one(name, row) for name, row in zip(names, rows, strict=True)]
-        except Exception as error:  # vLLM has many kinds.
+        except Exception as error:  # vLLM raises many kinds.
             raise TandemError(f"vLLM couldn't score {len(rows)} rows: {error}") from error
 
     def _deliver(self, group: _Running) -> None:

@@ -15,31 +15,29 @@ from typing import Any
 
 OWNER = "TANDEM_ENGINE_OWNER"
 """Environment variable with the process id of the rollout worker that the engine belongs to."""
-
-
 PACKED = "cpu_linear"
 """Attribute of vLLM's layers on CPUs that computes the product with the packed weight."""
 
 Reply = tuple[str, int, str]
 """A rank's reply to an order: the order's ticket, how many tensors it took, and what went wrong.
 
-vLLM stops reading the ranks' replies at the first one that is an exception, and takes the rest for
-replies to its next call, and so on forever: a rank that failed would seem to have succeeded.
-So a rank doesn't raise, and each reply names the order that it answers.
+vLLM stops reading the ranks' replies at the first exception, and then takes the rest for replies to
+its next call, and so on forever: a rank that failed would seem to have succeeded. So a rank doesn't
+raise, and each reply names the order that it answers.
 """
 
 
 class WorkerExtension:
-    """Methods of the worker, called ``tandem_…`` because the two classes share a namespace."""
+    """Methods of the worker, named ``tandem_…`` because the two classes share a namespace."""
 
     reload_weights: Any
-    """The worker's own method, next in line; declared for type checkers, absent from this class."""
+    """A method of vLLM's worker class, declared here for type checkers."""
     get_model: Any
     _tandem_staged: tuple[str, list[tuple[str, Any]]] = ("", [])
-    """A ticket, and the weights to be loaded with it: views of shared memory."""
+    """A ticket and the weights to load with it, as views of shared memory."""
 
     def tandem_stage(self, ticket: str, path: str, nbytes: int, layout: str) -> Reply:
-        """Maps the weights in a segment, beside those in use."""
+        """Maps the weights in a segment, without touching those in use."""
         self._tandem_staged = ("", [])
         try:
             self._tandem_staged = (ticket, self._tandem_map(path, nbytes, layout))
@@ -48,10 +46,10 @@ class WorkerExtension:
         return (ticket, len(self._tandem_staged[1]), "")
 
     def tandem_load(self, ticket: str) -> Reply:
-        """Loads what was staged with this ticket, and nothing else.
+        """Loads the weights staged with this ticket, and nothing else.
 
-        It uses vLLM's own reloading, which repacks what its kernels need packed, keeps the
-        addresses that CUDA graphs hold, and takes this rank's share of each tensor.
+        Uses vLLM's own reloading, which repacks what its kernels need packed, keeps the addresses
+        that CUDA graphs hold, and takes this rank's share of each tensor.
         """
         (staged, tensors), self._tandem_staged = self._tandem_staged, ("", [])
         if staged != ticket:
@@ -80,14 +78,14 @@ class WorkerExtension:
 def _repack_tied(model: Any, before: dict[Any, Any]) -> None:
     """Packs the matrix of an output layer again if it shares its weight with the embedding.
 
-    On CPUs vLLM multiplies with a packed copy of each layer's weight. Reloading loads a tied
-    weight, and packs it, for the layer that the checkpoint names; the other layer keeps the copy of
-    the old weights (seen in 0.32). On GPUs there is no copy.
+    On CPUs vLLM multiplies with a packed copy of each layer's weight. Reloading packs a tied weight
+    only for the layer that the checkpoint names; the other layer keeps a copy of the old weights
+    (seen in 0.32). On GPUs there is no copy.
 
     Args:
-        model: vLLM's model, reloaded.
-        before: what each layer multiplied with before; a layer that has something else now was
-            packed during reloading.
+        model: vLLM's reloaded model.
+        before: each layer's packed copy before reloading; a layer with another one now was packed
+            during reloading.
     """
     from vllm.platforms import current_platform
 
@@ -107,9 +105,9 @@ def _repack_tied(model: Any, before: dict[Any, Any]) -> None:
 
 
 def _die_with(owner: int) -> None:
-    """Ends this process, and vLLM's process between it and its owner, when the owner has died.
+    """Ends this process, and vLLM's process between it and its owner, once the owner has died.
 
-    vLLM's processes end when their owner closes them; if it is killed, they would wait forever.
+    vLLM's processes end when their owner closes them, but would wait forever if it is killed.
     """
     parent = os.getppid()
 

@@ -1,11 +1,11 @@
 """Runs vLLM: one ``AsyncLLM`` on an event loop in a thread of its own, and its processes.
 
 vLLM's front end is in this process; its engine core and its workers (one per tensor-parallel rank)
-are processes of their own. The front end has a thread and a loop to itself, so that starting it,
-which blocks for half a minute, holds up nobody, and whoever uses it may have any loop.
+are processes of their own. The front end has its own thread and loop, so that starting it, which
+blocks for half a minute, holds up nobody, and its users can run in any loop.
 
-Everything that depends on the version of vLLM is in the files called ``vllm_…``. If the versions that
-:mod:`.vllm_version` allows differ, the code looks at what is there rather than at the number.
+Everything that depends on vLLM's version is in the files named ``vllm_…``. Where the versions allowed
+by :mod:`.vllm_version` differ, the code tests for features, not for version numbers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CPU_CACHE_MB = 1024
 SHUTDOWN_SECONDS = 10.0
 """How long vLLM's processes may take to end before vLLM kills them; ranks take five seconds."""
 END_SECONDS = 15.0
-"""How long all that may take before they are killed from here."""
+"""How long their end may take in all before this process kills them."""
 
 
 @dataclass(slots=True)
@@ -58,17 +58,17 @@ class Counters:
     sampled: int = 0
     """Number of sampled tokens."""
     prefilled: int = 0
-    """Number of prompt tokens of started requests, found in the prefix cache or not."""
+    """Number of prompt tokens of started requests, including those found in the prefix cache."""
 
 
 class VllmProcess:
     """vLLM, started once and stopped once."""
 
     def __init__(self, arguments: Mapping[str, Any], *, start_seconds: float = 600.0) -> None:
-        """Takes the engine's arguments; nothing is imported before :meth:`start`.
+        """Imports nothing before :meth:`start`.
 
         Args:
-            arguments: fields of vLLM's ``AsyncEngineArgs``. Those that Tandem relies on are added.
+            arguments: fields of vLLM's ``AsyncEngineArgs``; those that Tandem relies on are added.
             start_seconds: deadline for :meth:`start`.
         """
         self._arguments = dict(arguments)
@@ -80,7 +80,7 @@ class VllmProcess:
         self._family: list[psutil.Process] = []
         self.counters = Counters()
         self.llm: Any = None
-        """vLLM's ``AsyncLLM``; to be used only from :meth:`run`."""
+        """vLLM's ``AsyncLLM``; only to be used inside :meth:`run`."""
 
     @property
     def started(self) -> bool:
@@ -88,11 +88,11 @@ class VllmProcess:
         return self.llm is not None
 
     async def start(self) -> None:
-        """Starts vLLM with the model's weights from disk. To be called once.
+        """Starts vLLM with the model's weights from disk. Call it only once.
 
         Raises:
-            DeadlineError: it didn't come up in time.
-            TandemError: it failed to start; its own messages are in the log.
+            DeadlineError: vLLM didn't start in time.
+            TandemError: vLLM failed to start; its own messages are in the log.
         """
         vllm_version.require()
         remove_left_behind()
@@ -166,7 +166,7 @@ class VllmProcess:
         llm = make_llm(self._arguments, self.counters)
         try:
             if hasattr(llm, "get_supported_tasks"):
-                # Requested once, so that registering a request never has to wait for it.
+                # The result is cached, so that registering a request never has to wait for it.
                 await llm.get_supported_tasks()
             self._family = self._relatives()
             self.llm = llm
@@ -176,17 +176,17 @@ class VllmProcess:
             self.llm = None
             timed = "timeout" in inspect.signature(llm.shutdown).parameters
             llm.shutdown(**({"timeout": SHUTDOWN_SECONDS} if timed else {}))
-            # Its finaliser fails, and says so, if it is left to the end of the interpreter.
+            # At the interpreter's exit its finaliser would fail and print a traceback.
             del llm
             gc.collect()
 
     def _relatives(self) -> list[psutil.Process]:
-        """vLLM's processes: the children that this process has gained since the start."""
+        """vLLM's processes: the children that this process has gained since :meth:`start`."""
         children = psutil.Process().children(recursive=True)
         return [c for c in children if c not in self._strangers and not _is_helper(c)]
 
     def _kill(self, patience: float = END_SECONDS) -> None:
-        """Kills what is left of vLLM's processes after ``patience`` seconds."""
+        """Kills vLLM's processes that are still alive after ``patience`` seconds."""
         family = {*self._family, *(self._relatives() if not self._family else ())}
         _, left = psutil.wait_procs(list(family), timeout=patience)
         for process in left:
@@ -200,7 +200,7 @@ class VllmProcess:
 
 
 def _is_helper(process: psutil.Process) -> bool:
-    """Whether it is multiprocessing's resource tracker, which ends with this process and not with vLLM."""
+    """Whether it is multiprocessing's resource tracker, which belongs to this process, not to vLLM."""
     try:
         return any("resource_tracker" in word for word in process.cmdline())
     except psutil.Error:
@@ -208,10 +208,10 @@ def _is_helper(process: psutil.Process) -> bool:
 
 
 def make_llm(arguments: Mapping[str, Any], counters: Counters) -> Any:
-    """Makes an ``AsyncLLM``; blocks until its processes are up. To be called in the loop that will use it.
+    """Makes an ``AsyncLLM`` in the loop that will use it; blocks until its processes are up.
 
     Raises:
-        ConfigError: vLLM has no such argument, or refuses its value; nothing was started.
+        ConfigError: vLLM doesn't know an argument or refuses its value; nothing was started.
     """
     _prepare_environment()
     from vllm import AsyncEngineArgs
@@ -221,11 +221,11 @@ def make_llm(arguments: Mapping[str, Any], counters: Counters) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     settings = {
-        # Ratios need the log-probs of the distribution that was sampled from.
+        # Importance ratios need the log-probs of the distribution that was sampled from.
         "logprobs_mode": "processed_logprobs",
         # Prompts come as token ids, and texts are decoded here.
         "skip_tokenizer_init": True,
-        # A model folder's own temperature or top_p must not replace what was asked for.
+        # A model folder's own temperature or top_p must not replace the requested ones.
         "generation_config": "vllm",
         "enable_prefix_caching": True,
         # A check of new weights mustn't wait behind the groups that wait for it.
@@ -240,10 +240,10 @@ def make_llm(arguments: Mapping[str, Any], counters: Counters) -> Any:
     if current_platform.is_cpu():
         settings |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_MB << 20}
         if not shared_out(arguments):
-            # Runs the model in the engine core's own process: one process and one copy of vLLM less,
-            # and no queue between the two on which both would spin.
+            # Runs the model in the engine core's own process, which saves a process with its copy
+            # of vLLM, and a queue on which both would spin.
             settings["distributed_executor_backend"] = "uni"
-            # Otherwise vLLM insists on a separate process for the model, to bind its threads to cores.
+            # Otherwise vLLM insists on a separate process for the model to bind its threads to cores.
             os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # Compiling needs a C++ compiler and half a minute in the middle of the first step: one of
         # the sampler's functions is compiled whatever enforce_eager says.
@@ -255,7 +255,7 @@ def make_llm(arguments: Mapping[str, Any], counters: Counters) -> Any:
             AsyncEngineArgs(**settings), stat_loggers=[_counter(counters)]
         )
     except ValidationError as error:
-        # The error is about its configuration, read before anything starts: trying again won't help.
+        # The configuration is read before anything starts, so trying again won't help.
         complaints = "; ".join(refused(each) for each in error.errors(include_url=False))
         raise ConfigError(f"vLLM refuses its settings (rollout.vllm): {complaints}") from None
 
@@ -313,11 +313,11 @@ def _prepare_environment() -> None:
     os.environ[OWNER] = str(os.getpid())
     for name, value in {
         "VLLM_NO_USAGE_STATS": "1",
-        # Its warnings are of no use to readers of a run's log.
+        # vLLM's warnings are of no use to readers of a run's log.
         "VLLM_LOGGING_LEVEL": "ERROR",
         # A forked child would hold this process's sockets and locks.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # All ranks of an engine are on this host; no address beyond it is to be bound.
+        # All ranks of an engine are on this host, so only a local address is bound.
         "VLLM_HOST_IP": "127.0.0.1",
         # On CPUs the ranks talk over gloo, which would listen on the address of the host's name.
         "GLOO_SOCKET_IFNAME": "lo",

@@ -1,11 +1,12 @@
 """One vLLM request: prompt and sampling parameters in, plain arrays out.
 
-If vLLM can say which weights sampled which tokens, it does. If not, it is recorded here: while no step
-runs, :class:`Progress` is told about new weights and remembers how far each sample was.
+Newer versions of vLLM report which weights sampled which tokens. For others :class:`Progress` records how
+far each sample was when the weights changed, which happens while no step runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,15 +15,14 @@ import numpy as np
 from ..common.errors import TandemError
 from ..common.records import FinishReason, Float32Array, SamplingParams, Version
 from .contract import Response
+from .stops import StopStrings
 
 REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
     "abort": FinishReason.ABORT,
 }
-"""vLLM's finish reasons. It has others for requests that failed; those fail their group."""
-
-
+"""vLLM's finish reasons; any other means that the request failed, and fails its group."""
 FIRST = -1
 """vLLM's priority for urgent requests; lower comes first, and all others have 0."""
 
@@ -36,15 +36,10 @@ def says_versions(llm: Any) -> bool:
 
 
 class Progress:
-    """How far the samples of one request are, and which weights sampled which of their tokens."""
+    """The progress of one request's samples, and which weights sampled which of their tokens."""
 
     def __init__(self, count: int, version: Version | None) -> None:
-        """Starts without any sampled token.
-
-        Args:
-            count: number of samples.
-            version: version of the weights in use.
-        """
+        """Starts with no tokens sampled, for ``count`` samples under weights ``version``."""
         self.latest: list[Any] = [None] * count
         """The newest ``CompletionOutput`` of each sample, with all its tokens."""
         self._version = version
@@ -56,12 +51,12 @@ class Progress:
         return [0 if output is None else len(output.token_ids) for output in self.latest]
 
     def change(self, version: Version) -> None:
-        """Notes that other weights sample from here on; all tokens of the earlier ones have come."""
+        """Records that other weights sample from here on; all earlier tokens must have arrived."""
         self._close()
         self._version = version
 
     def spans(self) -> list[tuple[tuple[Version, int, int], ...]]:
-        """Spans of each sample, once all have ended."""
+        """Each sample's spans, once all samples have ended."""
         self._close()
         return [tuple(spans) for spans in self._spans]
 
@@ -85,26 +80,30 @@ async def sample(
     versions: Mapping[str, Version],
     progress: Progress | None = None,
     urgent: bool = False,
+    stops: StopStrings | None = None,
 ) -> list[Response]:
-    """Draws some samples of one prompt. Doesn't wait before vLLM has registered the request.
+    """Draws samples of one prompt. Doesn't wait until vLLM has registered the request.
 
     Args:
-        llm: vLLM's ``AsyncLLM``; it must have been asked for its tasks before.
+        llm: vLLM's ``AsyncLLM``, on which ``get_supported_tasks`` must have been called.
         name: the request's id, by which it can be aborted.
         context: token ids of prompt and prefix.
-        sampling: the distribution; at temperature 0 vLLM gives only one sample.
+        sampling: the distribution; at temperature 0 vLLM draws only one sample.
         count: number of samples.
-        room: tokens that are left in the engine's context or the request's longest response.
+        room: number of tokens left in the engine's context and the request's longest response.
         end_tokens: token ids that end a response.
         salt: requests with different salts share no cached keys.
-        versions: versions by the names that vLLM was given; weights with other names have none.
+        versions: versions by the names that vLLM has for them; weights with other names have none.
         progress: records the spans if vLLM doesn't; costs one output per step.
-        urgent: whether it goes before all that wait.
+        urgent: whether it goes before all waiting requests.
+        stops: end the sample; only for one sample. They are looked for here, since vLLM has no
+            tokenizer, and it may have sampled a few more tokens, which are left out.
     """
     import vllm
     from vllm.sampling_params import RequestOutputKind
 
-    kind = RequestOutputKind.FINAL_ONLY if progress is None else RequestOutputKind.CUMULATIVE
+    every_step = progress is not None or stops is not None
+    kind = RequestOutputKind.CUMULATIVE if every_step else RequestOutputKind.FINAL_ONLY
     parameters = vllm.SamplingParams(
         n=count,
         temperature=sampling.temperature,
@@ -115,23 +114,33 @@ async def sample(
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        # Tandem decides what ends a response, not vLLM's reading of the model's files.
+        # Tandem decides what ends a response, not the model's files as vLLM reads them.
         ignore_eos=True,
         stop_token_ids=list(end_tokens),
         output_kind=kind,
     )
     ended = Progress(count, None) if progress is None else progress
-    async for output in llm.generate(
+    end, checked = None, 0
+    outputs = llm.generate(
         _prompt(context, salt), parameters, name, priority=FIRST if urgent else 0
-    ):
-        for one in output.outputs:
-            ended.latest[one.index] = one
+    )
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            for one in output.outputs:
+                ended.latest[one.index] = one
+            if stops is not None:
+                tokens = np.array(ended.latest[0].token_ids, dtype=np.int32)
+                end, checked = stops.first_end(tokens, checked), len(tokens)
+                if end is not None:
+                    break
+    if end is not None:
+        await llm.abort([name])
     lacking = ended.latest.count(None)
     if lacking:
-        raise TandemError(f"vLLM ended request {name} without a word of {lacking} samples")
+        raise TandemError(f"vLLM ended request {name} without output for {lacking} samples")
     if progress is not None:
         return [
-            _response(output, spans)
+            _response(output, spans, end)
             for output, spans in zip(progress.latest, progress.spans(), strict=True)
         ]
     return [
@@ -142,6 +151,7 @@ async def sample(
                 for span in output.weight_versions or ()
                 if span.version in versions
             ),
+            end,
         )
         for output in ended.latest
     ]
@@ -150,11 +160,11 @@ async def sample(
 async def score(
     llm: Any, name: str, row: Sequence[int], temperature: float, *, salt: str
 ) -> Float32Array:
-    """``[S - 1]`` log-probs of a row's tokens except the first, from a prefill of their own.
+    """``[S - 1]`` log-probs of a row's tokens except the first, from a separate prefill.
 
     vLLM reads no cached keys for prompts whose log-probs are requested, and gives the log-probs of
-    temperature 1. At another temperature they need the sum of all tokens' ``p^(1/T)``, so that each
-    position's whole distribution has to be returned.
+    temperature 1. Another temperature needs the sum of all tokens' ``p^(1/T)``, and so each position's
+    whole distribution.
 
     Args:
         llm: vLLM's ``AsyncLLM``.
@@ -183,7 +193,7 @@ async def score(
         raise TandemError(
             f"vLLM gave log-probs of {0 if flat is None else len(flat)} of {len(row)} tokens"
         )
-    # There is none for the first token; the row's own token comes first at its position.
+    # The first token has none; at each position the row's own token comes first.
     starts, ends = np.array(flat.start_indices[1:]), np.array(flat.end_indices[1:])
     distributions = np.array(flat.logprobs, dtype=np.float64)
     own = distributions[starts]
@@ -191,7 +201,7 @@ async def score(
         return own.astype(np.float32)
     logprobs = []
     for start, end in zip(starts, ends, strict=True):
-        # Those of all tokens follow, with the row's own token a second time.
+        # All tokens follow, among them the row's own token a second time.
         heated = distributions[start + 1 : end] / temperature
         most = heated.max()
         logprobs.append(
@@ -204,22 +214,27 @@ def _prompt(context: list[int], salt: str) -> Any:
     """Token ids in the form that ``generate`` takes."""
     try:
         from vllm.inputs.engine import tokens_input
-    except ImportError:  # An earlier version, which takes a plain mapping.
+    except ImportError:  # Earlier versions take a plain mapping.
         return {"prompt_token_ids": context, "cache_salt": salt}
     return tokens_input(context, cache_salt=salt)
 
 
-def _response(output: Any, spans: tuple[tuple[Version, int, int], ...]) -> Response:
-    """A ``CompletionOutput`` as plain arrays."""
-    reason = REASONS.get(output.finish_reason)
+def _response(
+    output: Any, spans: tuple[tuple[Version, int, int], ...], end: int | None = None
+) -> Response:
+    """A ``CompletionOutput`` as plain arrays; its first ``end`` tokens if a stop string has ended it."""
+    reason = REASONS.get(output.finish_reason) if end is None else FinishReason.STOP
     if reason is None:
         raise TandemError(f"vLLM ended a sample with {output.finish_reason!r}")
     tokens = np.array(output.token_ids, dtype=np.int32)
     flat = output.logprobs
     logprobs = np.empty(0, dtype=np.float32)
     if flat is not None and len(flat):
-        # The sampled token comes first at its position.
+        # At each position the sampled token comes first.
         logprobs = np.array(flat.logprobs, dtype=np.float32)[flat.start_indices]
     if len(logprobs) != len(tokens):
         raise TandemError(f"vLLM gave {len(logprobs)} log-probs for {len(tokens)} tokens")
+    if end is not None:
+        tokens, logprobs = tokens[:end], logprobs[:end]
+        spans = tuple((v, first, min(last, end)) for v, first, last in spans if first < end)
     return Response(tokens, logprobs, spans, reason)

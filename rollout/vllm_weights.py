@@ -1,17 +1,16 @@
-"""The weights of a vLLM that samples: pausing it, loading new ones between two token steps, naming them.
+"""New weights for a running vLLM: pausing it, loading them between two token steps, naming them.
 
-New weights lie in shared memory, where vLLM's workers map them, and are loaded between two token
-steps::
+vLLM's workers map new weights in shared memory before they load them::
 
     check names and shapes -> map them in every rank -> [wait for running samples]
       -> pause, keeping them -> load in every rank -> name the version -> drop cached keys -> resume
 
-Up to "load" a failure leaves everything as it was. A failure from there on leaves the engine
-paused for good, since it may hold half of two versions: :meth:`VllmWeights.load` raises something
-other than ``WeightsError``, and whoever called it ends the process.
+A failure before "load" leaves everything as it was. A later one leaves the engine paused for good,
+since it may hold half of two versions: :meth:`VllmWeights.load` raises something other than
+``WeightsError``, and its caller ends the process.
 
-Versions of vLLM that don't say which weights sampled which tokens (before 0.32) are asked for an
-output each step (see :mod:`.vllm_requests`); the counts are taken while the engine is paused.
+Versions of vLLM that don't report which weights sampled which tokens (before 0.32) return an output
+each step (see :mod:`.vllm_requests`), and the tokens are counted while the engine is paused.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..common.errors import TandemError, WeightsError
@@ -38,57 +37,55 @@ RPC_SECONDS = 120.0
 LOAD_SECONDS = 600.0
 """Deadline for all workers to load a version; ``weights.commit_seconds`` is usually shorter."""
 QUIET_SECONDS = 0.02
-"""No output has come for so long after a pause: none is on its way any more."""
+"""If no output has come for this long after a pause, none is on its way any more."""
 UNNAMED = "unnamed"
-"""What vLLM calls weights that have no version."""
+"""vLLM's name for weights that have no version."""
 
 
 class VllmWeights:
-    """Which weights vLLM samples from, and whether it samples. Its coroutines run in the front end's loop."""
+    """Which weights vLLM samples from, and whether it samples. Coroutines run in the front end's loop."""
 
     def __init__(
         self,
         process: VllmProcess,
         *,
         recompute_kv: bool,
-        update_wait: float,
         version: Version | None,
     ) -> None:
-        """Nothing is asked of vLLM yet; the settings are those of :class:`.vllm_engine.VllmEngine`."""
+        """Doesn't call vLLM yet; the arguments are those of :class:`.vllm_engine.VllmEngine`."""
         self._process = process
         self._recompute = recompute_kv
-        self._update_wait = update_wait
         self._order: asyncio.Lock | None = None
         self._changing = False
         self.paused = False
-        """Between :meth:`pause` and :meth:`resume`."""
+        """True between :meth:`pause` and :meth:`resume`."""
         self.broken = ""
-        """Why it never samples again; empty where that isn't so."""
+        """Why it will never sample again; empty while it works."""
         self.version = version
-        """Of the weights in use."""
+        """Version of the weights in use."""
         self.versions: dict[str, Version] = {}
-        """By the names that vLLM was told."""
+        """Versions by the names that vLLM has for them."""
         self.loads = 0
         self.load_seconds = 0.0
-        """In which nothing was sampled on account of them."""
-        # Of the requests that run, where vLLM doesn't say which weights sampled what.
+        """Seconds in which nothing was sampled because of loads."""
+        # Of running requests; empty if vLLM reports by itself which weights sampled what.
         self._says_versions = True
         self._progress: set[vllm_requests.Progress] = set()
 
     @property
     def admits(self) -> bool:
-        """Whether groups may begin now: nothing is paused, and no new weights wait for those that run."""
+        """Whether groups may begin now: nothing is paused, and no weights are being changed."""
         return not self.paused and not self._changing
 
     async def begin(self) -> None:
-        """Names the weights that vLLM has started with."""
+        """Names the weights with which vLLM has started."""
         self._order = asyncio.Lock()
         self._says_versions = vllm_requests.says_versions(self._process.llm)
         await self._name(self.version)
 
     @contextlib.contextmanager
     def watched(self, count: int) -> Iterator[vllm_requests.Progress | None]:
-        """Keeps the spans of a request with ``count`` samples while it runs; None where vLLM does."""
+        """Records the spans of a running request with ``count`` samples; None if vLLM does so."""
         if self._says_versions:
             yield None
             return
@@ -112,7 +109,7 @@ class VllmWeights:
                 await self._freeze()
 
     async def resume(self) -> None:
-        """Undoes :meth:`pause`; what is broken stays paused."""
+        """Undoes :meth:`pause`, unless the weights are broken."""
         async with self._in_order():
             if self.paused and not self.broken:
                 await self._thaw()
@@ -123,8 +120,8 @@ class VllmWeights:
         pause = getattr(getattr(llm, "engine_core", None), "pause_scheduler_async", None)
         async with asyncio.timeout(RPC_SECONDS):
             if pause is not None and self._says_versions:
-                # All that `pause_generation` does but for a sleep of 20 ms, for callers who want the
-                # last step's outputs before it returns.
+                # The same as `pause_generation` without its sleep of 20 ms, which is for callers who
+                # need the last step's outputs before it returns.
                 await pause(mode="keep", clear_cache=False)
             else:
                 await llm.pause_generation(mode="keep", clear_cache=False)
@@ -134,7 +131,7 @@ class VllmWeights:
             await self._process.llm.resume_generation()
 
     async def _name(self, version: Version | None, seconds: float = RPC_SECONDS) -> None:
-        """Says what the weights of the next step are called; no step runs."""
+        """Names the weights of the next step, while no step runs."""
         if self._says_versions:
             label = label_of(version)
             if version is not None:
@@ -148,7 +145,7 @@ class VllmWeights:
         self.version = version
 
     async def _quiet(self) -> None:
-        """Returns when the outputs of the last step have come; vLLM is paused."""
+        """Returns when the outputs of the last step have arrived, while vLLM is paused."""
         before: list[list[int]] = []
         while (now := [progress.lengths() for progress in list(self._progress)]) != before:
             before = now
@@ -164,24 +161,17 @@ class VllmWeights:
             if still:
                 await self._thaw()
 
-    async def load(
-        self,
-        place: SegmentPlace,
-        count: int,
-        version: Version,
-        running: Callable[[], Collection[asyncio.Task[None]]],
-    ) -> None:
-        """Changes the weights between two token steps, or once the running samples have ended.
+    async def load(self, place: SegmentPlace, count: int, version: Version) -> None:
+        """Changes the weights between two token steps.
 
         Args:
             place: where every rank finds the tensors.
-            count: of tensors.
-            version: of the new weights.
-            running: what ``update_wait`` waits for.
+            count: number of tensors.
+            version: version of the new weights.
 
         Raises:
             WeightsError: a rank couldn't map them; nothing was changed.
-            TandemError: vLLM may hold half of them, and is :attr:`broken`.
+            TandemError: vLLM may hold only part of them, and is :attr:`broken`.
         """
         async with self._in_order():
             if self.broken:
@@ -190,8 +180,6 @@ class VllmWeights:
             await self._stage(ticket, place, count, version)
             self._changing = True
             before = self.version
-            if self._update_wait and not self.paused and (samples := running()):
-                await asyncio.wait(samples, timeout=self._update_wait)
             try:
                 if not self.paused:
                     await self._freeze()
@@ -211,14 +199,14 @@ class VllmWeights:
             self._changing = False
 
     async def _stage(self, ticket: str, place: SegmentPlace, count: int, version: Version) -> None:
-        """Every rank maps the weights, or none loads them."""
+        """Has every rank map the weights; if one can't, none loads them."""
         try:
             async with asyncio.timeout(RPC_SECONDS):
                 replies = await self._process.llm.collective_rpc(
                     "tandem_stage", args=(ticket, place.path, place.nbytes, place.layout)
                 )
             problem = complaint(replies, ticket, count)
-        except Exception as error:  # vLLM wraps what a rank raises in something of its own.
+        except Exception as error:  # vLLM wraps a rank's exception in one of its own.
             if self._process.llm is None or self._process.llm.errored:
                 raise TandemError(f"vLLM has died: {error}") from error
             problem = f"{type(error).__name__}: {error}"
@@ -228,9 +216,9 @@ class VllmWeights:
     async def _commit(self, ticket: str, count: int, version: Version) -> None:
         llm: Any = self._process.llm
         async with asyncio.timeout(LOAD_SECONDS):
-            # At once, because each alone is a trip to vLLM and back; it stays paused through all of
-            # them, so their order doesn't matter. The last answers False where samples run and are to
-            # keep their keys: their salt keeps others off them.
+            # All at once, because each is a round trip; vLLM stays paused throughout, so their order
+            # doesn't matter. The last one returns False if running samples keep their keys, which
+            # their salt keeps from other requests.
             replies, _, _ = await asyncio.gather(
                 llm.collective_rpc("tandem_load", args=(ticket,)),
                 self._name(version, LOAD_SECONDS),
@@ -242,12 +230,12 @@ class VllmWeights:
 
 
 def label_of(version: Version | None) -> str:
-    """What vLLM calls the weights of a version."""
+    """vLLM's name for the weights of a version."""
     return str(version or UNNAMED)
 
 
 def complaint(replies: Sequence[Reply], ticket: str, count: int) -> str:
-    """What is wrong with the ranks' replies to one order; empty where all took all tensors."""
+    """What is wrong with the ranks' replies to one order; empty if all took all tensors."""
     found = [
         f"rank {rank}: " + (problem or f"took {number} of {count} tensors")
         if answered == ticket

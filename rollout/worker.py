@@ -200,6 +200,7 @@ class Worker:
             self._check,
             loop=self._loop,
             seconds=weights.commit_seconds,
+            update_wait=rollout.update_wait_seconds,
             on_change=self._on_change,
             spoil=self._spoil,
         )

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from pydantic import model_validator
+
+from .. import templates
 from .section import NonNegative, Positive, Section
 
 
 class SourceConfig(Section):
-    """One parquet file (or folder of them) of problems, with LUFFY's columns."""
+    """One data file, or a folder of them: problems, with or without responses to learn from."""
 
     path: str
     """Relative to the working directory; ``{run}`` stands for the run's folder."""
     name: str | None = None
     """Short name for metrics and ids; None = the file's stem."""
+    form: str | None = None
+    """Form of its rows, by name or as ``package.module:function``; None = found by the columns."""
     weight: Positive = 1
     """Problems that are taken from this source for each ``weight`` of the others."""
+    limit: Positive | None = None
+    """Use only this many problems; None = all."""
+    seed: NonNegative | None = None
+    """Draws the ``limit`` problems at random, so that fewer of the same seed are a part of more; None =
+    the first ones."""
+    correct_only: bool = False
+    """Leave out rows whose response isn't correct, or that have none."""
+    max_target_tokens: Positive | None = None
+    """Leave out rows whose response has more tokens; None = any number."""
 
     @property
     def short_name(self) -> str:
@@ -28,11 +43,18 @@ class EvalSetConfig(Section):
     """One held-out set."""
 
     path: str
-    """A parquet file; ``{run}`` stands for the run's folder."""
+    """A data file or a folder of them; ``{run}`` stands for the run's folder."""
     name: str = "heldout"
     """Name of the set in metrics."""
+    form: str | None = None
+    """As for a source."""
     limit: Positive | None = None
     """Use only this many problems, the first ones; None = all."""
+
+    @property
+    def short_name(self) -> str:
+        """Its name."""
+        return self.name
 
 
 class DataConfig(Section):
@@ -48,11 +70,49 @@ class DataConfig(Section):
     """Expert traces that exist in the miniature's hard setting."""
     miniature_fresh: Positive = 1200
     """Number of problems without a trace that the miniature writes."""
+    template: str = "own"
+    """Template of the prompts: ``own`` (the model's chat template), ``none`` (only the messages' contents),
+    ``qwen``, ``simplerl``, ``prime``, ``r1_zero``, ``question_only``, or the path of a text file with one
+    ``{question}``. All but the first two leave out the rows' system messages."""
     system_prompt: str | None = None
     """A system prompt for rows that have none of their own."""
+    remove_system: bool = False
+    """Leave out the rows' own system messages."""
+    prefill: str = ""
+    """What the response begins with, as in ``<think>``; the end of the prompt."""
+    stop: tuple[str, ...] | None = None
+    """Strings that end a response, and stay at its end; None = those of the template."""
     max_prompt_tokens: Positive = 1024
     """Greatest length of a prompt in tokens; ``overlong`` says what happens to longer ones."""
     overlong: Literal["drop", "refuse"] = "drop"
     """Drop (and count) or refuse prompts and traces that are over their limits; they are never cut."""
-    bad_golds: Literal["refuse", "drop"] = "refuse"
-    """Refuse, or drop (and count), problems whose gold answer the grader can't read."""
+    bad_rows: Literal["leave_out", "refuse"] = "leave_out"
+    """Leave out (and count) rows that can't be used, or refuse the data set: rows that are malformed, or
+    whose gold answer is missing or can't be read by the grader."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings that end a response."""
+        return templates.named(self.template).stop if self.stop is None else self.stop
+
+    @property
+    def opener(self) -> str:
+        """How prompts end, and so what responses go on from."""
+        return templates.named(self.template).opener + self.prefill
+
+    @model_validator(mode="after")
+    def _usable(self) -> DataConfig:
+        for text in self.stop or ():
+            if not text:
+                raise ValueError("stop has an empty string, which would end every response")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older(cls, given: Any) -> Any:
+        """Older runs have ``bad_golds: drop | refuse``."""
+        if not isinstance(given, Mapping) or "bad_golds" not in given:
+            return given
+        rest = {name: value for name, value in given.items() if name != "bad_golds"}
+        bad_rows = "refuse" if given["bad_golds"] == "refuse" else "leave_out"
+        return {"bad_rows": bad_rows, **rest}

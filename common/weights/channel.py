@@ -1,6 +1,6 @@
-"""What every way to carry weights has, and where the two ends of a channel meet.
+"""The interface of a way to carry weights, and the place where the two ends of a channel meet.
 
-A way is one file of this folder with one class: :meth:`Way.obstacle` says whether a pair can use it,
+Each way is one class in a file of its own: :meth:`Way.obstacle` says whether a pair can use it,
 :meth:`Way.offer` is the learner's end and :meth:`Way.fetch` the worker's.
 """
 
@@ -28,20 +28,20 @@ log = logging.getLogger("tandem.weights")
 
 POLL_SECONDS = 0.001
 BYTES_PER_SECOND = 50e6
-"""Slowest rate at which a bucket may come; gloo on loopback was seen at 130 to 560 MB/s."""
+"""Slowest rate at which a bucket may arrive; gloo on loopback reached 130 to 560 MB/s."""
 LEAST_BUCKET_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """What decides on the ways from a learner to a worker."""
+    """What decides which ways a learner and a worker can use."""
 
     sender: str
-    """The GPU of the learner through which weights may pass, as ``cuda:<uuid>``, or ``cpu``."""
+    """The learner's GPU through which weights may pass, as ``cuda:<uuid>``, or ``cpu``."""
     receiver: str
-    """The same of the worker."""
+    """The same for the worker."""
     same_memory: bool
-    """The learner's buffer lies in shared memory that the worker sees."""
+    """Whether the learner's buffer is in shared memory that the worker sees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,10 @@ class Parcel:
     """One version as the learner hands it to a way."""
 
     manifest: WeightManifest
-    """What it is."""
     buffer: torch.Tensor
     """``[total_bytes]`` uint8 in the host's memory."""
     segment: str
-    """File in shared memory that the buffer is; empty where it is none."""
+    """Path of the buffer's file in shared memory; empty if it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +62,13 @@ class Arrival:
     buffer: torch.Tensor
     """``[total_bytes]`` uint8 in the host's memory."""
     segment: str
-    """File in shared memory that the buffer is; empty where it is none."""
+    """Path of the buffer's file in shared memory; empty if it has none."""
     full: Iterable[int]
-    """Indices of the buckets in order, each as soon as its bytes are there."""
+    """Indices of the buckets in order, each yielded as soon as its bytes have arrived."""
 
 
 OwnBuffer = Callable[[int], tuple[torch.Tensor, str]]
-"""Gives a worker's own buffer of so many bytes, and the file in shared memory that it is."""
+"""Takes a number of bytes; gives a buffer of the worker's own and its path in shared memory, or ``""``."""
 
 
 class Way(ABC):
@@ -85,9 +84,9 @@ class Way(ABC):
     """
 
     name: ClassVar[str]
-    """As in ``weights.transport``."""
+    """The way's name in ``weights.transport``."""
     is_channel: ClassVar[bool] = False
-    """Both ends take part at the same time, once they have met; for one version."""
+    """Whether both ends have to meet and take part at the same time, anew for each version."""
 
     def __init__(self, settings: WeightsConfig, device: torch.device) -> None:
         self.settings = settings
@@ -96,7 +95,7 @@ class Way(ABC):
     @classmethod
     @abstractmethod
     def obstacle(cls, pair: Pair) -> str:
-        """Why a pair can't use this way, and the way out; empty where it can."""
+        """Why a pair can't use this way, and what to do instead; empty if it can."""
 
     @abstractmethod
     def offer(self, parcel: Parcel, at: Meeting | str) -> str:
@@ -104,7 +103,7 @@ class Way(ABC):
 
         Args:
             parcel: the version.
-            at: the meeting of a channel, or the folder of snapshots; empty where there is neither.
+            at: the meeting of a channel, or the folder of snapshots; otherwise empty.
 
         Returns:
             What the worker's :meth:`fetch` needs to know; empty for a channel.
@@ -112,29 +111,29 @@ class Way(ABC):
 
     @abstractmethod
     def fetch(self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer) -> Arrival:
-        """The worker's end; whoever calls it checks the buckets.
+        """The worker's end; the caller checks the buckets.
 
         Args:
-            manifest: of the version.
-            at: the meeting of a channel, else what :meth:`offer` returned.
+            manifest: the version's manifest.
+            at: the meeting of a channel, otherwise what :meth:`offer` returned.
             own: called by ways that need memory for the bytes.
         """
 
     def close(self) -> None:
-        """Frees what is held; safe to call twice."""
+        """Frees all resources; safe to call twice."""
         return None
 
     def abort(self) -> None:
-        """From another thread: ends a call under way where the backend can.
+        """Called from another thread: ends a running call if the backend can.
 
         gloo can't: its wait ends at the deadline or when the other side closes, so callers
-        leave such a thread behind and go on without it.
+        leave such a thread behind and carry on without it.
         """
         return None
 
 
 class ProcessGroupWay(Way):
-    """A channel that is a process group of its own, apart from torch's default group and any other."""
+    """A channel that is a process group of its own, separate from torch's default group."""
 
     is_channel: ClassVar[bool] = True
 
@@ -161,11 +160,11 @@ class ProcessGroupWay(Way):
 
     @abstractmethod
     def _meet(self, at: Meeting) -> None:
-        """Makes the group, within ``weights.open_seconds``."""
+        """Creates the group within ``weights.open_seconds``."""
 
     @abstractmethod
     def _transfer(self, pieces: Sequence[torch.Tensor], verb: str) -> Iterator[int]:
-        """Sends or receives pieces ``[n]`` uint8; yields the index of each that is through."""
+        """Sends or receives pieces, each ``[n]`` uint8, and yields each one's index when it is done."""
 
     def _begin(self, verb: str, piece: torch.Tensor, tag: int) -> Any:
         """Begins to send or receive a piece."""
@@ -173,7 +172,7 @@ class ProcessGroupWay(Way):
         if group is None:
             raise WeightsError(f"the {self.name} channel isn't open")
         if group.size() > 2:
-            # A tree: rank 0 sends each byte to some, who pass it on.
+            # A tree: rank 0 sends to some ranks, which pass the bytes on.
             options = BroadcastOptions()
             options.rootRank, options.rootTensor = 0, 0
             return group.broadcast([piece], options)
@@ -183,10 +182,10 @@ class ProcessGroupWay(Way):
 
 
 def await_event(event: torch.cuda.Event, wait: Wait) -> None:
-    """Polls, because a CUDA event can't be waited for with a deadline.
+    """Polls an event, since CUDA offers no wait with a deadline.
 
     Raises:
-        WeightsError: it didn't come by the deadline.
+        WeightsError: the event didn't occur by the deadline.
     """
     while not event.query():
         if wait.expired(log.warning):
@@ -202,9 +201,9 @@ def cut(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 class MeetingPoint:
     """The learner's store, through which the ranks of one channel find each other.
 
-    Left to itself TCPStore listens on every address, so it is handed a socket that is bound
-    already. It has no credentials; its address and the channels' random names are told only
-    over CURVE, to workers that have taken an offer up.
+    By default TCPStore listens on every address, so it is given a socket that is already bound.
+    It has no credentials; its address and the channel's random name are sent only over CURVE,
+    to workers that have accepted an offer.
     """
 
     def __init__(self, host: str) -> None:
@@ -230,7 +229,7 @@ class MeetingPoint:
 
 
 def enter(meeting: Meeting, seconds: float) -> PrefixStore:
-    """A connection to a channel's meeting point.
+    """Connects to a channel's meeting point.
 
     Raises:
         WeightsError: the meeting point couldn't be reached in time.
@@ -254,10 +253,10 @@ def enter(meeting: Meeting, seconds: float) -> PrefixStore:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a message: torch appends C++ stack traces."""
+    """The first line of a message, since torch appends C++ stack traces."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def bucket_seconds(nbytes: int, left: float) -> float:
-    """Seconds that one bucket may take, with ``left`` until the transfer's own deadline."""
+    """Seconds that one bucket may take when ``left`` remain until the transfer's own deadline."""
     return max(0.05, min(left, max(LEAST_BUCKET_SECONDS, nbytes / BYTES_PER_SECOND)))

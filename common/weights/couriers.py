@@ -1,4 +1,4 @@
-"""The learner's threads that carry bytes: one for each channel, one for a snapshot."""
+"""The learner's threads that carry bytes: one for each channel and one for snapshots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .staging import Pin, StagingSlots
 from .ways import WAYS, MakeWay
 
 GATHER_SECONDS = 2.0
-"""A broadcast waits so long for its members to take the offer up, then goes on with those that did."""
+"""A broadcast waits this long for its members to accept, then goes on with those that did."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -29,18 +29,18 @@ class Channel:
     """Carries one version to one worker, or to several at once."""
 
     offer: Offer
-    """The offer that all its members were made."""
+    """The offer that all its members received."""
     pin: Pin
-    """Holds the buffer until all is sent."""
+    """Holds the buffer until everything is sent."""
     until: float
-    """``monotonic`` at which a broadcast goes on with the members that are there."""
+    """``monotonic`` time at which a broadcast goes on with the members that have accepted."""
     end: Way | None = None
-    """The learner's end, once it is open."""
+    """The learner's end, once the channel is open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """All bytes have left over a channel, or it has failed."""
+    """A channel has sent all bytes, or has failed."""
 
     channel: Channel
     problem: str
@@ -48,7 +48,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotWritten:
-    """A version lies on the disk."""
+    """A version is on disk."""
 
     manifest: WeightManifest
     place: str
@@ -56,7 +56,7 @@ class SnapshotWritten:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFailed:
-    """A version couldn't be written to the disk."""
+    """A version couldn't be written to disk."""
 
     problem: str
 
@@ -65,11 +65,11 @@ Carried = Sent | SnapshotWritten | SnapshotFailed
 
 
 class Couriers:
-    """Begins channels and snapshots, for one thread; the end of each is posted.
+    """Starts channels and snapshots for one thread, and posts the end of each.
 
     Args:
         snapshots: folder in which snapshots are written.
-        post: takes what has been carried.
+        post: called with the end of each channel and snapshot.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class Couriers:
         self._snapshot_due: tuple[Pin, Version] | None = None
         self._snapshot_writing: Version | None = None
         self.channels: dict[str, Channel] = {}
-        """By their round; each is in it until all is sent or nobody waits for it."""
+        """Channels by their round, each until everything is sent or nobody waits for it."""
 
     # Channels.
 
     def channel_for(self, offer: Offer, pin: Pin) -> Channel:
-        """The channel by which a worker is to get a version: with ``weights.topology=broadcast``
-        that of others who are offered the same, where nothing has been sent yet."""
+        """The channel for a worker's offer. With ``weights.topology=broadcast`` that is the channel
+        of other workers with the same offer, if it isn't open yet."""
         for channel in self.channels.values() if self._settings.topology == "broadcast" else ():
             theirs = channel.offer
             if channel.end is None and (theirs.way, theirs.manifest) == (offer.way, offer.manifest):
@@ -107,22 +107,22 @@ class Couriers:
         return channel
 
     def place(self, way: str, parcel: Parcel) -> str:
-        """Where a worker finds a version; empty for a channel, which is opened once it wants it."""
+        """Where a worker finds a version; empty for a channel, which opens once the worker accepts."""
         if WAYS[way].is_channel:
             return ""
         return self._make_way(way, self._settings, self._slots.device).offer(parcel, "")
 
     def open(self, channel: Channel, members: int) -> list[Meeting]:
-        """Begins to send to so many members; returns where each is to meet the learner.
+        """Starts sending to ``members`` workers; returns the meeting for each of them.
 
         Raises:
-            TandemError: no channel can be made.
+            TandemError: the channel can't be created.
         """
         try:
             point = MeetingPoint(self._interface)
             channel.end = self._make_way(channel.offer.way, self._settings, self._slots.device)
         except (RuntimeError, OSError) as error:
-            raise TandemError(f"no channel can be made: {error}") from None
+            raise TandemError(f"the weight channel can't be created: {error}") from None
         name = secrets.token_hex(8)
         own, *theirs = (
             Meeting(
@@ -141,8 +141,8 @@ class Couriers:
         return theirs
 
     def leave(self, channel: Channel) -> None:
-        """Nobody waits for its bytes any more. A thread that waits inside ends with its deadline, or
-        when the other side closes; until then it keeps the slot pinned."""
+        """Drops a channel that nobody waits for any more. A thread that is still waiting in it ends at its
+        deadline, or when the other side closes, and keeps the slot pinned until then."""
         self.channels.pop(channel.offer.round, None)
         if channel.end is None:
             channel.pin.release()
@@ -163,8 +163,7 @@ class Couriers:
     # Snapshots.
 
     def ask_for_snapshot(self) -> None:
-        """Has the newest version written. Latest wins: one that isn't begun when another is asked
-        for isn't written."""
+        """Has the newest version written, in place of any requested earlier and not begun yet."""
         pinned = self._slots.pin_newest()
         if pinned is None:
             return
@@ -179,11 +178,11 @@ class Couriers:
             self.write_next_snapshot()
 
     def write_next_snapshot(self) -> None:
-        """Once the one before is written, or has failed."""
+        """Called once the previous snapshot is written or has failed."""
         due, self._snapshot_due = self._snapshot_due, None
         self._snapshot_writing = due[1] if due is not None else None
         if due is not None:
-            # A disk may take its time.
+            # A disk may be slow.
             threading.Thread(
                 target=self._write_snapshot, args=due, name="weights-snapshot", daemon=True
             ).start()

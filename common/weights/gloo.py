@@ -20,14 +20,13 @@ _Gloo: Any = ProcessGroupGloo
 
 
 class Gloo(ProcessGroupWay):
-    """A gloo group. Its device is bound to one address; without that gloo listens where the host's
-    name points to."""
+    """A gloo group, bound to one address; by default gloo listens on that of the host's name."""
 
     name: ClassVar[str] = "gloo"
 
     @classmethod
     def obstacle(cls, pair: Pair) -> str:
-        """There is none."""
+        """None: gloo needs only TCP."""
         return ""
 
     def close(self) -> None:
@@ -53,7 +52,7 @@ class Gloo(ProcessGroupWay):
 
     def _transfer(self, pieces: Sequence[torch.Tensor], verb: str) -> Iterator[int]:
         deadline = time.monotonic() + self.settings.stage_seconds
-        # All are posted at once, so the wire stays busy.
+        # All are posted at once, so that the wire stays busy.
         works = [self._begin(verb, piece, index) for index, piece in enumerate(pieces)]
         for index, work in enumerate(works):
             start, nbytes = time.monotonic(), pieces[index].numel()

@@ -1,7 +1,7 @@
-"""One version on its way into the engine: fetched, checked and loaded, in a thread of its own.
+"""One version on its way into the engine: fetched, checked and loaded in a thread of its own.
 
-A failure before the engine begins to load leaves the old version in place. One while it loads may
-have left the engine with half of each, so the process ends itself with status 70 and is started anew.
+If that fails before the engine begins to load, the old version stays in place. If the load itself
+fails, the engine may hold parts of both, so the process exits with status 70 and is started anew.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ log = logging.getLogger("tandem.rollout.weights")
 EXIT_HALF_LOADED = 70
 """Exit status of a process whose engine may hold half of two versions (EX_SOFTWARE)."""
 ENGINE = "the engine"
-"""For what a job waits once its version may be loaded in part."""
+"""Whom a job waits for once its version may be partly loaded."""
 
 
 def end_half_loaded(message: str) -> NoReturn:
-    """Ends the process at once: half-loaded weights must not sample another token."""
+    """Ends the process at once, since half-loaded weights must not sample another token."""
     log.critical(message)
     logging.shutdown()
     os._exit(EXIT_HALF_LOADED)
 
 
 class StagedTensors(list[tuple[str, torch.Tensor]]):
-    """(name, view) of a version's tensors, and where other processes can map their buffer.
+    """(name, view) of a version's tensors, and the place where other processes can map them.
 
     Args:
-        items: The tensors, in the manifest's order.
-        place: None where other processes can't see them.
+        items: the tensors, in the manifest's order.
+        place: None if other processes can't see them.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class DamagedError(WeightsError):
 
 
 class Landing:
-    """Where versions arrive and wait, checked, until they are loaded; each overwrites the one before.
+    """Where versions arrive and are checked before they are loaded; each overwrites the last one.
 
-    One thread at a time uses it: the next job's has another one where a thread is left behind.
+    Only one thread at a time uses it: if one is left behind, the next job gets another landing.
     """
 
     def __init__(self) -> None:
@@ -73,11 +73,11 @@ class Landing:
         self._views: dict[int, tuple[torch.Tensor, Layout, StagedTensors]] = {}
 
     def fetch(self, way: Way, manifest: WeightManifest, at: Meeting | str) -> StagedTensors:
-        """A version, every bucket of it checked; see :meth:`Way.fetch`.
+        """Fetches a version and checks every bucket; see :meth:`Way.fetch`.
 
         Raises:
             DamagedError: a checksum is wrong.
-            WeightsError: it isn't to be had.
+            WeightsError: the version couldn't be fetched.
         """
         arrival = way.fetch(manifest, at, self._own_buffer)
         buckets = manifest.layout.buckets
@@ -93,13 +93,13 @@ class Landing:
         return self._tensors(arrival.buffer, arrival.segment, manifest.layout)
 
     def close(self) -> None:
-        """Removes the file of the own buffer."""
+        """Removes the file of its own buffer."""
         if self._segment is not None:
             self._segment.close()
 
     def _own_buffer(self, nbytes: int) -> tuple[torch.Tensor, str]:
-        """This worker's own buffer, in shared memory where there is room: an engine in another
-        process loads it from there."""
+        """This worker's own buffer, in shared memory if there is room, so that an engine in another
+        process can load it from there."""
         if self._own is None or self._own.numel() != nbytes:
             self.close()
             self._segment = None
@@ -112,13 +112,13 @@ class Landing:
         return self._own, str(self._segment.path) if self._segment is not None else ""
 
     def _tensors(self, buffer: torch.Tensor, segment: str, layout: Layout) -> StagedTensors:
-        """Views of a buffer, which are kept for its next version."""
+        """Views of a buffer, kept for its next version."""
         known = self._views.get(id(buffer))
         if known is None or known[0] is not buffer or known[1] != layout:
             place = SegmentPlace(path=segment, nbytes=buffer.numel(), layout=layout.text)
             tensors = StagedTensors(views(buffer, layout), place if segment else None)
             if len(self._views) >= 4:
-                # Views hold their memory: those of buffers that are no longer in use go.
+                # Views keep their memory alive, also that of buffers no longer in use.
                 self._views.clear()
             known = self._views[id(buffer)] = (buffer, layout, tensors)
         return known[2]
@@ -126,29 +126,29 @@ class Landing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The engine, as far as new weights go. Its functions are called from a job's thread."""
+    """The engine, as far as new weights are concerned. Its functions are called from a job's thread."""
 
     specs: Sequence[tuple[str, tuple[int, ...], str]]
-    """What it can load: name, shape and dtype of every parameter."""
+    """Name, shape and dtype of every parameter."""
     load: Callable[[StagedTensors, Version], float]
-    """Loads verified tensors between two token steps, and returns when the engine serves them, with
-    the seconds in which it sampled nothing on their account. The tensors are views to be read, which
-    hold until it returns. An **empty list** is a re-stamp: the weights held already have a new
-    version. ``WeightsError`` says that nothing was changed. If it raises anything else or outlasts
+    """Loads verified tensors between two token steps. Returns once the engine serves them, with the
+    seconds in which it sampled nothing because of them. The tensors are read-only views, valid until
+    it returns. An **empty list** is a re-stamp: the weights already held get a new version.
+    ``WeightsError`` means that nothing was changed. If it raises anything else or takes longer than
     ``weights.commit_seconds``, the process exits with status 70."""
     check: Callable[[Version, ScoredRows | None], bool] | None = None
-    """Called when the engine serves a version that was loaded, with what the learner says that it
-    makes of some rows. False: the version is fetched and loaded anew. Meanwhile no other is."""
+    """Called once the engine serves a newly loaded version, with the learner's log-probs of some rows.
+    If it returns False, the version is fetched and loaded anew. No other is loaded meanwhile."""
     device: torch.device | str = "cpu"
     """A GPU through which buckets may pass on their way to the host's memory."""
 
 
-# What a job says of itself.
+# What a job reports.
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The engine serves the version; where it ``is_checked``, Checked follows."""
+    """The engine serves the version; if ``is_checked``, Checked follows."""
 
     job: Job
     loaded: Loaded
@@ -157,14 +157,14 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What the engine serves is what the learner published, or it isn't."""
+    """Whether the engine's weights have passed the check against what the learner published."""
 
     passed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The old version stays."""
+    """The version wasn't loaded, and the old one stays."""
 
     job: Job
     stage: str
@@ -181,13 +181,13 @@ class _Phase(Enum):
 
 
 class Job:
-    """One version that a worker has taken up. Its thread begins to load it, or the control thread
-    drops it: whoever comes first.
+    """One version that a worker has accepted. Either its thread begins to load it or the control
+    thread drops it, whichever comes first.
 
     Args:
         learner: member id of the learner.
-        current_term: newest term that has begun, asked just before the load.
-        post: takes what the job says of itself.
+        current_term: returns the newest term that has begun; called just before the load.
+        post: called with what the job reports.
     """
 
     def __init__(
@@ -202,9 +202,9 @@ class Job:
         self.offer = offer
         self.version = offer.manifest.version
         self.is_begun = False
-        """The thread has been started."""
+        """Whether the thread has been started."""
         self.wait = Wait(learner, "open a weight channel", settings.open_seconds)
-        """What has to happen next; the job's thread sets it as it goes."""
+        """What has to happen next; the job's thread updates it."""
         self._settings = settings
         self._target = target
         self._current_term = current_term
@@ -220,7 +220,7 @@ class Job:
         return self._phase is _Phase.LOADING
 
     def drop(self) -> bool:
-        """Ends it; False where the engine loads it already."""
+        """Ends it; returns False if the engine is already loading it."""
         dropped = self._go(_Phase.DROPPED)
         if dropped and self._way is not None:
             self._way.abort()
@@ -231,8 +231,8 @@ class Job:
 
         Args:
             landing: where the bytes arrive.
-            way: by which they come; None where there are none to come.
-            at: where, see :meth:`Way.fetch`.
+            way: what brings them; None if no bytes are needed.
+            at: where the way finds them, see :meth:`Way.fetch`.
         """
         self.is_begun = True
         self._way = way
@@ -266,14 +266,14 @@ class Job:
 
     def _load(self, tensors: StagedTensors, fetched: float) -> None:
         version, seconds = self.version, self._settings.commit_seconds
-        # A learner that was stopped and goes on doesn't know that its term is over: Redis does.
+        # A learner that was stopped and resumed doesn't know that its term is over, but Redis does.
         self.wait = Wait("the ledger", "say which term has begun", seconds)
         term = self._current_term()
         if version.term < term:
             raise WeightsError(
                 f"version {version} is of term {version.term}, which is over: term {term} has begun"
             )
-        # Before it begins: whoever finds this wait's deadline past finds the engine half-loaded.
+        # Set before it begins: once this wait's deadline is past, the engine may be half-loaded.
         self.wait = Wait(ENGINE, f"load {version}", seconds)
         if not self._go(_Phase.LOADING):
             return

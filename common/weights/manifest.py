@@ -1,13 +1,13 @@
 """What one version of the weights consists of: names, places, buckets and checksums.
 
-All tensors of a version lie in one flat buffer, one after the other, each at an aligned offset; the
+All tensors of a version are in one flat buffer, one after the other, each at an aligned offset. The
 buffer is cut into buckets, each with its own checksum::
 
     tensors   a.weight [0, 4096)   a.bias [4096, 4160)   b.weight [4352, …)
     buckets   [0, bucket_bytes)                [bucket_bytes, 2 * bucket_bytes)  …
 
-Only names, shapes and dtypes travel: where a tensor lies follows from those before it. This file imports
-no torch; dtypes are named as torch names them (``float32``, ``bfloat16``).
+Only names, shapes and dtypes are sent: a tensor's offset follows from the tensors before it. This file
+doesn't import torch; dtypes have torch's names (``float32``, ``bfloat16``).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..plain import Record, read_record
 from ..records import Version
 
 ALIGNMENT = 256
-"""Bytes; offsets of tensors and buckets are multiples, so that any dtype can be viewed in
-place and a bucket can be summed as 64-bit words."""
+"""Bytes; offsets of tensors and buckets are multiples of it, so that any dtype can be viewed in place
+and a bucket can be summed as 64-bit words."""
 
 ITEM_BYTES = {
     "float64": 8,
@@ -43,10 +43,10 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Bytes of one element of each dtype that can travel."""
+"""Bytes of one element, for each dtype that can be sent."""
 
 MOST_TOKENS = 65_536
-"""Most tokens of all scored rows together; more are refused when they are read."""
+"""Greatest number of tokens in all scored rows together; more are refused on reading."""
 
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 
@@ -59,10 +59,10 @@ class TensorSpec(NamedTuple):
     """One tensor, as the learner publishes it and as an engine loads it."""
 
     name: str
-    """As Hugging Face's ``named_parameters()`` yields it; tied ones appear once."""
+    """Name in Hugging Face's ``named_parameters()``; tied parameters appear once."""
     shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=8)]
     dtype: str
-    """On the wire, which is the engine's."""
+    """The engine's dtype, in which it is sent."""
 
     @property
     def nbytes(self) -> int:
@@ -73,11 +73,11 @@ class TensorSpec(NamedTuple):
 class Layout(Record, frozen=True, kw_only=True, dict=True):
     """Which tensors a version has and how its buffer is cut; the same for all versions of a run.
 
-    Making one raises ``ValueError`` where no buffer can have it.
+    The constructor raises ``ValueError`` for a layout that no buffer can have.
     """
 
     tensors: tuple[TensorSpec, ...]
-    """In the buffer's order."""
+    """The tensors, in the buffer's order."""
     bucket_bytes: Size
     """Bytes of every bucket but the last, a multiple of :data:`ALIGNMENT`."""
 
@@ -90,14 +90,14 @@ class Layout(Record, frozen=True, kw_only=True, dict=True):
         for name, _, dtype in self.tensors:
             if dtype not in ITEM_BYTES:
                 known = ", ".join(ITEM_BYTES)
-                raise ValueError(f"{name} has dtype {dtype}, which can't travel (known: {known})")
+                raise ValueError(f"{name} has dtype {dtype}, which can't be sent (known: {known})")
             if name in names:
                 raise ValueError(f"{name} comes twice: hand over each tied parameter once")
             names.add(name)
 
     @cached_property
     def offsets(self) -> list[int]:
-        """The first byte of each tensor, a multiple of :data:`ALIGNMENT`, and the end of the last."""
+        """Offset of each tensor, a multiple of :data:`ALIGNMENT`, and the end of the last one."""
         found = [0]
         for tensor in self.tensors:
             found.append(found[-1] + _aligned(tensor.nbytes))
@@ -121,7 +121,7 @@ class Layout(Record, frozen=True, kw_only=True, dict=True):
 
     @property
     def text(self) -> str:
-        """The same as JSON, for :func:`read_layout`."""
+        """The layout as JSON, for :func:`read_layout`."""
         return msgspec.json.encode(self).decode()
 
 
@@ -129,7 +129,7 @@ def read_layout(text: str) -> Layout:
     """The inverse of :attr:`Layout.text`.
 
     Raises:
-        WeightsError: it is no layout.
+        WeightsError: the text isn't a layout.
     """
     return read_record(Layout, text, "the layout of a segment", WeightsError)
 
@@ -142,7 +142,7 @@ def plan(specs: Iterable[tuple[str, Sequence[int], Any]], bucket_bytes: int) -> 
         bucket_bytes: greatest size of a bucket; rounded up to :data:`ALIGNMENT`.
 
     Raises:
-        WeightsError: no tensors, a name that comes twice, or a dtype that can't travel.
+        WeightsError: there are no tensors, a name occurs twice, or a dtype can't be sent.
 
     >>> layout = plan([("a", (3, 5), "float32"), ("b", (2,), "bfloat16")], 256)
     >>> layout.offsets, layout.total_bytes, layout.buckets
@@ -166,47 +166,45 @@ def dtype_name(dtype: Any) -> str:
 class ScoredRows(Record, frozen=True, kw_only=True):
     """A few fixed rows of tokens with the log-probs that a version's weights give them.
 
-    The learner scores them at each publication, a worker's engine after each commit: what differs by
-    more than rounding is not the version that was published.
+    The learner scores them at each publication, a worker's engine after each commit. If the two differ
+    by more than rounding, the engine's weights aren't those that were published.
     """
 
     rows: tuple[tuple[int, ...], ...]
     """Token ids, at least two in each."""
     logprobs: tuple[tuple[float, ...], ...]
-    """Nats, of each row's tokens but the first, at temperature 1, given the tokens before them."""
+    """Log-probs in nats of each row's tokens except the first, at temperature 1."""
 
     def __post_init__(self) -> None:
         if not self.rows or sum(map(len, self.rows)) > MOST_TOKENS:
-            raise ValueError(f"there can't be {sum(map(len, self.rows))} tokens of scored rows")
+            raise ValueError(f"scored rows can't have {sum(map(len, self.rows))} tokens in all")
         lengths = [len(row) for row in self.rows]
         if min(lengths) < 2 or [n - 1 for n in lengths] != [len(some) for some in self.logprobs]:
-            raise ValueError(f"rows of {lengths} tokens can't have such log-probs")
+            raise ValueError(f"rows of {lengths} tokens don't fit their log-probs")
         if not all(0 <= token < 1 << 31 for row in self.rows for token in row):
-            raise ValueError("a scored row has a token id that can't be one")
+            raise ValueError("a scored row has an impossible token id")
         if not all(math.isfinite(value) for some in self.logprobs for value in some):
             raise ValueError("a scored row has a log-prob that isn't finite")
 
 
 class WeightManifest(Record, frozen=True, kw_only=True, dict=True):
-    """One version of the weights, in full: what a receiver must end up holding."""
+    """A complete description of one version of the weights, as a receiver must end up holding it."""
 
     run_id: str
-    """The run that the version belongs to."""
     version: Version
-    """Which version it is."""
     layout: Layout
-    """Which tensors it has, and how they are cut into buckets."""
+    """The tensors, and how they are cut into buckets."""
     checksums: tuple[int, ...]
     """XXH3 of each bucket's bytes, padding included, 64 bits."""
     digest: str
     """:func:`manifest_digest` of run id, version and content."""
     scored: ScoredRows | None
-    """What an engine that has loaded these weights must make of some rows; None = nobody said.
-    In no digest."""
+    """Rows with the log-probs that these weights give them; None if the learner scored none. They
+    are part of no digest."""
 
     @cached_property
     def content(self) -> str:
-        """SHA-256 over layout and checksums: equal contents are equal weights, whatever the version."""
+        """SHA-256 of layout and checksums: equal contents are equal weights, whatever the version."""
         return hashlib.sha256(msgspec.msgpack.encode((self.layout, self.checksums))).hexdigest()
 
     @property
@@ -216,7 +214,7 @@ class WeightManifest(Record, frozen=True, kw_only=True, dict=True):
 
 
 def manifest_digest(run_id: str, version: Version, content: str) -> str:
-    """SHA-256 over run id, version and content; it travels over CURVE, the bytes do not."""
+    """SHA-256 of run id, version and content; it is sent over CURVE, unlike the weights' bytes."""
     return hashlib.sha256(
         f"{run_id}\0{version.term}\0{version.step}\0{content}".encode()
     ).hexdigest()
@@ -248,10 +246,10 @@ def restamped(manifest: WeightManifest, version: Version) -> WeightManifest:
 
 
 def check_manifest(manifest: WeightManifest) -> None:
-    """Checks that a manifest is consistent in itself.
+    """Checks that a manifest is consistent.
 
     Raises:
-        WeightsError: it hasn't one checksum for each bucket, or its digest isn't that of its content.
+        WeightsError: there isn't one checksum for each bucket, or the digest isn't the content's.
     """
     count = manifest.layout.bucket_count
     if len(manifest.checksums) != count:
@@ -266,14 +264,14 @@ def check_manifest(manifest: WeightManifest) -> None:
 def first_difference(
     expected: Sequence[tuple[str, Sequence[int], Any]], offered: Sequence[TensorSpec]
 ) -> str | None:
-    """Names the first parameter in which a manifest isn't what an engine can load.
+    """Names the first parameter of a manifest that the engine can't load.
 
     Args:
-        expected: the engine's (name, shape, dtype).
-        offered: the manifest's.
+        expected: the engine's parameters as (name, shape, dtype).
+        offered: the manifest's parameters.
 
     Returns:
-        One sentence, or None where they agree. Order doesn't matter.
+        One sentence, or None if they agree. Order doesn't matter.
     """
     by_name = {tensor.name: tensor for tensor in offered}
     for name, shape, dtype in expected:
@@ -296,11 +294,11 @@ def first_difference(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentPlace:
-    """Where other processes of the host find a version: a segment and what lies in it."""
+    """Where other processes of the host find a version: a segment and its contents."""
 
     path: str
     """File of the :class:`~tandem.common.weights.shared_memory.Segment`."""
     nbytes: int
     """Size of the segment."""
     layout: str
-    """:attr:`Layout.text` of what lies in it."""
+    """:attr:`Layout.text` of its contents."""

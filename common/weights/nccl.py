@@ -18,16 +18,16 @@ from .channel import Pair, ProcessGroupWay, await_event, bucket_seconds, enter, 
 from .protocol import Meeting
 
 IN_FLIGHT = 2
-"""Buckets that lie on a GPU at one time: one is sent while the next is copied."""
+"""Number of buckets on a GPU at a time: one is sent while the next is copied."""
 
 
 class Nccl(ProcessGroupWay):
     """An NCCL communicator on a side stream.
 
-    NCCL can wait without end inside a kernel, and doesn't see a peer on the same host die
+    NCCL can wait forever inside a kernel, and doesn't notice when a peer on the same host dies
     (NVIDIA/nccl#279). So nothing here synchronises with it: an event on the side stream is queried
-    until the deadline, and then the communicator is aborted in a thread of its own, because an
-    abort may hang too (NVIDIA/nccl#863). ``NCCL_SOCKET_IFNAME`` binds it to an interface.
+    until the deadline, after which the communicator is aborted in a thread of its own, because an
+    abort may hang too (NVIDIA/nccl#863). ``NCCL_SOCKET_IFNAME`` binds NCCL to an interface.
     """
 
     name: ClassVar[str] = "nccl"
@@ -49,7 +49,7 @@ class Nccl(ProcessGroupWay):
         )
 
     def close(self) -> None:
-        """Gives the communicator up."""
+        """Gives up the communicator."""
         self.abort()
 
     def abort(self) -> None:
@@ -81,10 +81,10 @@ class Nccl(ProcessGroupWay):
         self._copies = torch.cuda.Stream(self.device)
 
     def _transfer(self, pieces: Sequence[torch.Tensor], verb: str) -> Iterator[int]:
-        """Takes each piece through one of two pieces of GPU memory, so that one is carried while
-        the other is copied to or from the host's memory."""
+        """Passes the pieces through two buffers of GPU memory in turn: one is sent or received while
+        the other is copied from or to the host's memory."""
         deadline = time.monotonic() + self.settings.stage_seconds
-        # Copies have a stream of their own: one that waits for it waits for no other rank.
+        # Copies have a stream of their own, so that waiting for one doesn't mean waiting for another rank.
         under_way: list[torch.cuda.Event] = []
         for index in range(len(pieces) + IN_FLIGHT):
             if index >= IN_FLIGHT:
@@ -107,7 +107,7 @@ class Nccl(ProcessGroupWay):
             yield
 
     def _passage(self, index: int, nbytes: int) -> torch.Tensor:
-        """The piece of GPU memory through which a bucket passes."""
+        """The GPU buffer through which a bucket passes."""
         slot = index % IN_FLIGHT
         while len(self._passages) <= slot:
             self._passages.append(torch.empty(0, dtype=torch.uint8, device=self.device))
@@ -116,7 +116,7 @@ class Nccl(ProcessGroupWay):
         return self._passages[slot][:nbytes]
 
     def _post(self, verb: str, passage: torch.Tensor) -> torch.cuda.Event:
-        """Begins to send or receive a bucket; returns what says that it has ended."""
+        """Begins to send or receive a bucket; returns the event that marks its end."""
         event = torch.cuda.Event()
         with self._on(self._stream):
             # Orders the side stream after NCCL's own; it doesn't block the host.

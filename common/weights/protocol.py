@@ -1,20 +1,20 @@
-"""What a worker and the learner say to each other about weights, over ZeroMQ with CURVE.
+"""The messages about weights between a worker and the learner, over ZeroMQ with CURVE.
 
-A worker pulls: it says which version it holds, and is offered the newest one where that is another.
-ROUTER at the learner, DEALER at the worker::
+Workers pull: each says which version it holds, and is offered the newest one if that is another.
+The learner has a ROUTER socket, the worker a DEALER::
 
     worker                             learner
       Ask(version held)      ──────►            once a second, and whenever something changes
                              ◄──────  Offer(round, manifest with every checksum, way)
       Ask(round)             ──────►            it fits the engine
-                             ◄──────  Open(meeting point)     where a channel carries the bytes
+                             ◄──────  Open(meeting point)     only if a channel carries the bytes
                              ◄══════  the bytes
-      every checksum is right, Redis says that the learner's term goes on: the engine loads
+      every checksum is right, and Redis says that no newer term has begun: the engine loads
       Loaded(version)        ──────►
 
-Either side may give a round up until the engine begins to load: the worker says Refused, the learner
-Withdraw. The worker then still serves its old version. Ask says all that matters of a worker's state,
-so that a message that is lost costs seconds and no round hangs on it.
+Until the engine begins to load, either side may give up a round, the worker by Refused and the learner
+by Withdraw; the worker then still serves its old version. An Ask holds all that matters of a worker's
+state, so a lost message costs a few seconds and leaves no round hanging.
 """
 
 from __future__ import annotations
@@ -33,67 +33,64 @@ from ..wire import decode, encode
 from .manifest import WeightManifest
 
 ROLE = "learner"
-"""The role under which a learner announces itself in the registry."""
+"""The learner's role in the registry."""
 
 Port = Annotated[int, msgspec.Meta(gt=0, lt=65_536)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Ask(Record, frozen=True, kw_only=True):
-    """Worker: I am alive, hold this version, and take the newest one that I don't hold."""
+    """Worker: I am alive, hold this version, and accept the newest one that I don't hold."""
 
     run_id: str
-    """The run."""
     member: str
     """Member id of the worker."""
     version: Version | None
-    """What it serves; None before the first load."""
+    """The version that it serves; None before the first load."""
     content: str
-    """Content digest of what it serves; empty where there is none."""
+    """Content digest of that version; empty before the first load."""
     round: str
-    """Last round that it was offered; empty where there was none."""
+    """The last round that it was offered; empty before the first."""
     busy: bool
-    """It has taken that round up, and it isn't over."""
+    """Whether it has accepted that round and hasn't finished it."""
     ways: tuple[str, ...]
     """Ways by which it can get weights."""
     device: str
     """The GPU through which weights may pass, as ``cuda:<uuid>``, or ``cpu``."""
     memory: str
-    """Names the shared memory that it sees:
-    :func:`~tandem.common.weights.shared_memory.shared_memory_name`."""
+    """The worker's :func:`~tandem.common.weights.shared_memory.shared_memory_name`."""
 
 
 class Offer(Record, frozen=True, kw_only=True):
-    """Learner: this is the newest version, to be had in this way."""
+    """Learner: this is the newest version, and you can get it this way."""
 
     round: str
-    """Names the transfer."""
+    """Name of the transfer."""
     manifest: WeightManifest
-    """What is offered, with every checksum."""
+    """The version on offer, with every checksum."""
     way: str
-    """One of :data:`~tandem.common.weights.ways.WAYS`; :data:`RENAME` where no bytes are needed."""
+    """One of :data:`~tandem.common.weights.ways.WAYS`, or :data:`RENAME` if no bytes are needed."""
     place: str
-    """Where the worker finds the bytes: a file in shared memory, or a snapshot's folder. Empty
-    where they come over a channel."""
+    """Where the worker finds the bytes: a file in shared memory or a snapshot's folder. Empty if they
+    come over a channel."""
 
 
 RENAME = "none"
-"""The way of a version whose content the worker holds already: it only takes the new name."""
+"""The way of a version whose content the worker already holds: only its name changes."""
 
 
 class Meeting(Record, frozen=True, kw_only=True):
-    """Where and as whom a process enters a channel."""
+    """Where a process enters a channel, and with which rank."""
 
     host: str
     """Address of the meeting point."""
     port: Port
-    """Port of the meeting point."""
     channel: str
     """Random name of the channel; key prefix at the meeting point."""
     rank: Count
     """Rank of the process; the learner's is 0."""
     world_size: Annotated[int, msgspec.Meta(gt=0, le=65_536)]
-    """Ranks, the learner's among them."""
+    """Number of ranks, including the learner."""
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
@@ -101,48 +98,42 @@ class Meeting(Record, frozen=True, kw_only=True):
 
 
 class Open(Record, frozen=True, kw_only=True):
-    """Learner: meet me here, in a channel for this version. Sent only to a worker that has taken the
-    offer up."""
+    """Learner: meet me here, in a channel for this version. Sent only to a worker that has accepted
+    the offer."""
 
     round: str
-    """Round of the offer."""
     meeting: Meeting
-    """Where."""
 
 
 class Loaded(Record, frozen=True, kw_only=True):
-    """Worker: the engine serves it."""
+    """Worker: the engine serves the version."""
 
     round: str
-    """Round of the offer."""
     version: Version
-    """What it serves now."""
     fetched: Seconds
     """Seconds from the offer until every checksum was right."""
     seconds: Seconds
-    """Seconds from then on until the engine served it."""
+    """Seconds from then until the engine served the version."""
     paused: Seconds
-    """Seconds of these in which it sampled nothing on account of it."""
+    """The part of ``seconds`` in which the engine sampled nothing because of the load."""
 
 
 class Refused(Record, frozen=True, kw_only=True):
-    """Worker: I gave the round up and still serve my old version."""
+    """Worker: I gave up the round and still serve my old version."""
 
     round: str
-    """Round of the offer."""
     stage: str
-    """Where: offer, fetch, verify, load or wait."""
+    """The stage that failed: offer, fetch, verify, load or wait."""
     reason: str
-    """For a person."""
+    """For people to read."""
 
 
 class Withdraw(Record, frozen=True, kw_only=True):
-    """Learner: the round is off."""
+    """Learner: the round is cancelled."""
 
     round: str
-    """Round of the offer."""
     reason: str
-    """For a person."""
+    """For people to read."""
 
 
 Message = Ask | Offer | Open | Loaded | Refused | Withdraw
@@ -156,10 +147,10 @@ def pack(message: Message) -> list[bytes]:
 
 
 def unpack(frames: Sequence[bytes]) -> Message:
-    """Reads two frames.
+    """Reads a message from two frames.
 
     Raises:
-        WireError: they aren't one valid message of this protocol.
+        WireError: they aren't a valid message of this protocol.
     """
     if len(frames) != 2 or frames[0] not in _KINDS:
         first = bytes(frames[0][:40]) if frames else b""
@@ -171,15 +162,15 @@ def unpack(frames: Sequence[bytes]) -> Message:
 def refusal(
     *, run_id: str, term: int, held: Version | None, offered_run: str, offered: Version
 ) -> str | None:
-    """Why a version may not be taken up; None where it may.
+    """Why a version must not be accepted; None if it may be.
 
-    Versions only go up, compared as (term, step); a term that is over is refused, so that a
-    learner that was stopped and goes on can't move anybody back.
+    Versions only go up, compared as (term, step). One of a past term is refused, so that a learner
+    that was stopped and resumed can't move anybody back.
 
     Args:
         run_id: the receiver's run.
         term: newest term that the receiver knows of.
-        held: what the receiver serves.
+        held: the version that the receiver serves.
     """
     if offered_run != run_id:
         return f"version {offered} belongs to run {offered_run}, this worker to run {run_id}"
@@ -190,11 +181,11 @@ def refusal(
     return None
 
 
-# Where the learner is to be found.
+# Finding the learner.
 
 
 class RegisteredMember(Protocol):
-    """An entry of the registry: who it is, and what it tells of itself."""
+    """An entry of the registry: a member's id and what it publishes about itself."""
 
     @property
     def member(self) -> str: ...
@@ -203,7 +194,7 @@ class RegisteredMember(Protocol):
 
 
 class Registry(Protocol):
-    """What is needed of :class:`tandem.replay.members.Members`."""
+    """The part of :class:`tandem.replay.members.Members` that weights need."""
 
     def register(self, role: str, member: str, info: Mapping[str, Any]) -> object: ...
     def beat(self, member: str, updates: Mapping[str, Any] | None = None) -> object: ...
@@ -213,16 +204,15 @@ class Registry(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """What a process needs of its run to send or receive weights."""
+    """What a process needs to know about its run to send or receive weights."""
 
     run_id: str
-    """The run."""
     member: str
     """Member id of the process."""
     registry: Registry
     """Where the learner announces itself and workers look for it."""
     client: CurveKeys
-    """The run's client keys: they open the control socket."""
+    """The run's client keys, which give access to the control socket."""
 
 
 class LearnerAddress(Record, frozen=True, kw_only=True):
@@ -231,14 +221,13 @@ class LearnerAddress(Record, frozen=True, kw_only=True):
     member: str
     """Member id of the learner."""
     term: int
-    """Term of the learner."""
     endpoint: str
     """ZeroMQ endpoint of its ROUTER."""
     public_key: str
-    """CURVE key of the ROUTER; empty where it has none."""
+    """CURVE key of the ROUTER; empty if it has none."""
 
     def info(self) -> dict[str, Any]:
-        """As it stands in the registry."""
+        """The address in the form in which the registry keeps it."""
         return {name: getattr(self, name) for name in _ANNOUNCED}
 
 
@@ -246,13 +235,13 @@ _ANNOUNCED = ("term", "endpoint", "public_key")
 
 
 def newest_learner(members: Iterable[RegisteredMember]) -> LearnerAddress | None:
-    """The learner of the newest term; None where none announces itself.
+    """The learner of the newest term; None if the registry has none.
 
-    A killed learner stands in the registry until its heartbeat is overdue, so for a while
-    there may be two: the term decides.
+    A killed learner stays in the registry until its heartbeat is overdue, so for a while there may
+    be two, of which the newer term counts.
 
     Raises:
-        WeightsError: no entry is of that form, but one that should be; it hides no other.
+        WeightsError: there are learners' entries, but none is valid.
     """
     found, wrong = [], None
     for m in members:

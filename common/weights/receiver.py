@@ -1,8 +1,7 @@
 """The worker's end of the control socket: asks for the newest version and answers offers.
 
-The *control* thread talks to the learner and owns all that is told of the worker; a *finder* looks the
-learner up in the registry; each version that is taken up is a :class:`~.job.Job` with a thread of its
-own.
+The *control* thread talks to the learner and owns the worker's state; a *finder* looks the learner up
+in the registry; each version that is accepted is a :class:`~.job.Job` with a thread of its own.
 """
 
 from __future__ import annotations
@@ -60,9 +59,9 @@ log = logging.getLogger("tandem.rollout.weights")
 
 POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 ASK_SECONDS = 1.0
-"""Between two Asks; the learner takes a member for dead after ten."""
+"""Interval between Asks; the learner gives up a silent worker after ten."""
 LOOK_SECONDS = 0.5
-"""Between two looks into the registry."""
+"""Interval between reads of the registry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The end."""
+    """The receiver is being closed."""
 
 
 Event = Found | Stop | Ended
@@ -84,7 +83,7 @@ class WeightReceiver:
     """Keeps one engine on the learner's newest version.
 
     Args:
-        current_term: newest term that has begun, from the ledger; asked before every load.
+        current_term: returns the ledger's newest term; called before every load.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class WeightReceiver:
 
     @property
     def version(self) -> Version | None:
-        """What the engine serves; None before the first load."""
+        """The version that the engine serves; None before the first load."""
         return self._version
 
     def start(self) -> None:
@@ -144,9 +143,9 @@ class WeightReceiver:
             self._threads.append(thread)
 
     def stats(self) -> dict[str, Any]:
-        """Counters and the last times, for the member's report.
+        """Counters and the last update's times, for the member's report.
 
-        ``pause_seconds`` is the last update's, ``paused_seconds`` that of all.
+        ``pause_seconds`` is of the last update, ``paused_seconds`` the sum over all.
         """
         held, job = self._version, self._job
         return {
@@ -158,7 +157,7 @@ class WeightReceiver:
         }
 
     def close(self) -> None:
-        """Stops; what is being loaded is let finish, within its deadline."""
+        """Stops; a load that has begun may finish within its deadline."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -205,7 +204,7 @@ class WeightReceiver:
         now = time.monotonic()
         times = [now + ASK_SECONDS]
         if self._dealer is not None:
-            # Until the first Ask is out, the socket's becoming writable is the connection.
+            # Until the first Ask is sent, a writable socket is the sign of a connection.
             poller.register(self._dealer, POLLIN | (0 if self._greeted else POLLOUT))
             if self._greeted:
                 times.append(self._next_ask)
@@ -237,7 +236,7 @@ class WeightReceiver:
             case Checked(passed):
                 self._is_checking = False
                 if not passed:
-                    # What the engine serves isn't the version that it is called: the worker has none,
+                    # The engine's weights aren't those of its version, so the worker disowns it
                     # and is offered the newest again.
                     self._version, self._content = None, ""
                     self._counts["reloaded"] += 1
@@ -268,7 +267,7 @@ class WeightReceiver:
         if address == known or (known is not None and address.term < known.term):
             return
         if self._job is not None and self._job.is_loading:
-            # The finder posts it again: `_address` is still the old one.
+            # The finder posts it again, since `_address` is still the old one.
             return
         if known is not None:
             self._give_up("wait", f"term {address.term} has begun")
@@ -305,7 +304,7 @@ class WeightReceiver:
                 self._on_open(message)
             case Withdraw(round=round_id, reason=reason):
                 if self._job is not None and self._job.offer.round == round_id:
-                    log.info(f"the learner gave round {round_id} up: {reason}")
+                    log.info(f"the learner gave up round {round_id}: {reason}")
                     self._drop()
             case Ask() | Loaded() | Refused():
                 log.warning(f"the learner sent a {type(message).__name__}: only workers do")
@@ -347,7 +346,7 @@ class WeightReceiver:
         if self._is_checking or (self._job is not None and self._job.is_loading):
             self._refuse(offer.round, "offer", "an earlier version is being loaded")
             return
-        # The learner has given the earlier round up; its word of that may have been lost.
+        # The learner has given up the earlier round; its message may have been lost.
         self._give_up("wait", f"superseded by round {offer.round}")
         self._round = offer.round
         objection = self._objection(offer)
@@ -376,7 +375,7 @@ class WeightReceiver:
         return self._make_way(name, self._settings, self._device)
 
     def _objection(self, offer: Offer) -> str | None:
-        """Why an offer isn't taken up; None where it is."""
+        """Why an offer must be refused; None if it may be accepted."""
         manifest = offer.manifest
         reason = refusal(
             run_id=self._membership.run_id,
@@ -391,7 +390,7 @@ class WeightReceiver:
             same = manifest.content == self._content
             return None if same else "a re-stamp of weights that this worker doesn't hold"
         if offer.way not in WAYS:
-            return f"a way that isn't known here: {offer.way!r}"
+            return f"this worker doesn't know the way {offer.way!r}"
         try:
             check_manifest(manifest)
             if manifest.layout != self._fitting:
@@ -413,20 +412,20 @@ class WeightReceiver:
         self._send(Refused(round=round_id, stage=stage, reason=reason[:1000]))
 
     def _give_up(self, stage: str, reason: str) -> None:
-        """Fails what is under way, if it can, and tells the learner."""
+        """Ends the current job as failed, if possible, and tells the learner."""
         job = self._job
         if job is not None and self._drop(keep_landing=stage == "load"):
             self._refuse(job.offer.round, stage, reason)
             self._ask()
 
     def _drop(self, *, keep_landing: bool = False) -> bool:
-        """Ends what is under way; False where the engine loads it already."""
+        """Ends the current job; returns False if there is none or the engine is already loading it."""
         if self._job is None or not self._job.drop():
             return False
         self._job = None
         self._counts["failed"] += 1
         if not keep_landing:
-            # Its thread may still be inside a channel, whose bytes arrive in its buffer.
+            # The job's thread may still be in a channel whose bytes arrive in the old buffer.
             self._landing.close()
             self._landing = Landing()
             self._ways = {}

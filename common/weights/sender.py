@@ -1,8 +1,7 @@
 """The learner's end as the trainer sees it: publishes versions, which are served in the background.
 
-``publish`` copies a version out of the model between two steps; training goes on while it is sent.
-Beside the training step's thread, *service* talks to the workers (:mod:`.transfers`) and *announce*
-keeps the registry's entry alive.
+Besides the training thread there are two: *service* talks to the workers (:mod:`.transfers`), and
+*announce* keeps the registry's entry alive.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ from .ways import MakeWay, make_way
 log = logging.getLogger("tandem.learner.weights")
 
 BEAT_SECONDS = 2.0
-"""Between two beats of the registry entry."""
+"""Interval between heartbeats of the registry entry."""
 SILENT_SECONDS = 10.0
-"""A worker asks once a second; one that wasn't heard for so long is given up."""
+"""A worker that has been silent for this long is given up; it should ask once a second."""
 
 
 class WeightSender:
     """Serves the newest version to every live worker that holds another one.
 
     ``publish`` returns once the weights are copied into a flat staging buffer; training goes on
-    while it is sent. Latest wins: a version that a newer one overtakes before anybody began
+    while they are sent. Latest wins: a version that a newer one overtakes before anybody began
     to receive it is skipped and counted. A worker that joins, comes back or failed is served
     whenever it asks, whether or not training goes on.
 
     Args:
         silent_seconds: silence after which a worker is given up.
-        snapshot_folder: where snapshots lie unless ``weights.snapshot_folder`` names a place.
+        snapshot_folder: folder of snapshots unless ``weights.snapshot_folder`` is set.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class WeightSender:
             self._snapshot_folder = snapshot_folder or Path(tempfile.gettempdir()) / (
                 f"tandem-{self._run_id}-weights"
             )
-        # Whoever shares a GPU can't use NCCL.
+        # Two processes that share a GPU can't use NCCL.
         self._may_use_nccl = config.may_use_nccl
         self._shared = config.weights.transport in ("auto", "shared_memory")
 
@@ -147,11 +146,11 @@ class WeightSender:
         Args:
             version: newer than the last one.
             parameters: (name, tensor) in the same order every time, each tied parameter once.
-                Each tensor is read before the next is asked for, so that it may be a gather's.
-            scored: what these weights make of some rows, for workers to check theirs by.
+                Each tensor is read before the next is requested, so it may come from a gather.
+            scored: log-probs that these weights give some rows, for workers to check theirs.
 
         Raises:
-            WeightsError: the version isn't newer, or names, order or shapes aren't those of
+            WeightsError: the version isn't newer, or names, order or shapes differ from those of
                 the first publication.
         """
         start = time.perf_counter()
@@ -167,7 +166,7 @@ class WeightSender:
             self._slots.give_back(slot)
             raise
         if on_gpu:
-            # What trains next is queued behind the copies on the same stream.
+            # The next training step is queued behind the copies, on the same stream.
             slot.copied = torch.cuda.Event()
             slot.copied.record()
         self._copy_seconds = self._slots.publish(slot, version) - start
@@ -176,12 +175,12 @@ class WeightSender:
         self._mailbox.post(Published())
 
     def restamp(self, version: Version) -> None:
-        """Gives the newest weights a newer version: a step that changed nothing (LEDGER, quarantine).
+        """Gives the newest weights a newer version, after a step that changed nothing (quarantine).
 
         Workers that hold them only change the version; others are sent the bytes.
 
         Raises:
-            WeightsError: nothing was published yet, or the version isn't newer.
+            WeightsError: nothing has been published yet, or the version isn't newer.
         """
         self._check_newer(version)
         if not self._slots.restamp(version):
@@ -191,11 +190,10 @@ class WeightSender:
         self._mailbox.post(Published())
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start and the last times, for metrics.
+        """Counters since the start and the last publication's times, for metrics.
 
-        ``copy_seconds``: of the training thread, last publication. ``latency_seconds``: from
-        the end of the last copy to the last Loaded of that version. ``transfers``: each live
-        worker's last one.
+        ``copy_seconds`` is the training thread's, ``latency_seconds`` runs from the end of a copy to
+        the last Loaded of that version, and ``transfers`` holds each live worker's last one.
         """
         return {
             "published": self._published,
@@ -206,7 +204,7 @@ class WeightSender:
         }
 
     def close(self) -> None:
-        """Calls rounds off, leaves the registry and closes; waits at most some seconds."""
+        """Cancels rounds, leaves the registry and closes; waits a few seconds at most."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -216,7 +214,7 @@ class WeightSender:
         try:
             self._registry.leave(self._member)
         except StoreError as error:
-            log.warning(f"left without taking {self._member} out of the registry: {error}")
+            log.warning(f"{self._member} couldn't be removed from the registry: {error}")
         self._slots.close()
         if not any(thread.is_alive() for thread in self._threads):
             self._mailbox.close()
@@ -241,8 +239,8 @@ class WeightSender:
         self, parameters: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterable[tuple[str, torch.Tensor]]:
         """Plans the buffer from the first publication."""
-        # The size of the buffer is known only at the end, and a gather's tensors are gone once the
-        # next is asked for: this once they are copied twice.
+        # The buffer's size is known only at the end, and a gather's tensors are gone once the next
+        # one is requested, so this first time they are copied twice.
         gathered = not isinstance(parameters, list | tuple)
         device = torch.device("cpu")
         items: list[tuple[str, torch.Tensor]] = []
@@ -260,7 +258,7 @@ class WeightSender:
         return items
 
     def _copy(self, slot: StagingSlot, parameters: Iterable[tuple[str, torch.Tensor]]) -> bool:
-        """Whether a GPU took part, so that the copies may still be under way."""
+        """Returns whether a GPU took part, so that copies may still be running."""
         count = 0
         on_gpu = False
         with torch.no_grad():

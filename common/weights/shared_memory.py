@@ -1,9 +1,9 @@
-"""The way of one host: workers map the learner's flat buffer, a file in ``/dev/shm``.
+"""The way within one host: workers map the learner's flat buffer, a file in ``/dev/shm``.
 
-A segment's creator holds a lock on its file as long as it is wanted; the kernel drops the lock
-when the creator dies, so a file that nobody has locked was left behind and may be removed. (A
-process id in the name wouldn't tell: containers share ``/dev/shm`` and count processes each for
-itself.) A mapping holds on to its memory whether or not the file is still there.
+A segment's creator keeps its file locked; the kernel drops the lock when the creator dies, so a
+file that nobody has locked was left behind and may be removed. (A process id in the name wouldn't
+do: containers may share ``/dev/shm``, but each counts its own processes.) A mapping keeps its
+memory whether or not the file still exists.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ SUFFIX = ".buffer"
 SHARED_MEMORY = Path("/dev/shm")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
-"""All pages at once, rather than one by one when they are first touched. Linux alone has it."""
+"""Maps all pages at once instead of one by one when they are first touched. Linux only."""
 MAPPED = 4
-"""Segments of others that a process keeps mapped."""
+"""Number of other processes' segments that a process keeps mapped."""
 MADV_POPULATE_READ = 22
-"""The same for reading (linux/mman.h): a populated private mapping would be a copy."""
+"""``madvise`` to map all pages for reading (linux/mman.h): MAP_POPULATE would copy private ones."""
 
 
 def places() -> tuple[Path, ...]:
-    """Where a segment may lie, the fastest first; the second may be a disk."""
+    """Folders for segments, the fastest first; the second may be on a disk."""
     return tuple(path for path in (SHARED_MEMORY, Path(tempfile.gettempdir())) if path.is_dir())
 
 
 @lru_cache(maxsize=1)
 def shared_memory_name() -> str:
-    """Names this host's ``/dev/shm``: processes with the same name see the same files.
+    """A name for this host's ``/dev/shm``: processes with the same name see the same files.
 
-    Empty where there is none. Containers of one host have the same boot id, and the same device
-    number only where they share the mount.
+    Empty if there is none. Containers of one host have the same boot id, but the same device
+    number only if they share the mount.
     """
     try:
         boot = BOOT_ID.read_text(encoding="ascii").strip()
@@ -72,7 +72,7 @@ def remove_left_behind() -> int:
                     path.unlink()
                     removed += 1
             except (FileNotFoundError, PermissionError, BlockingIOError):
-                continue  # Gone meanwhile, or in use.
+                continue  # It has gone in the meantime, or is in use.
     return removed
 
 
@@ -80,11 +80,11 @@ class Segment:
     """A zeroed flat buffer ``[n]`` uint8 and the file through which others can map it.
 
     Args:
-        nbytes: its size, at least one.
-        where: folders to choose from; the first one that has room is taken.
+        nbytes: size of the buffer, at least one.
+        where: folders to choose from; the first one with room is used.
 
     Raises:
-        WeightsError: there is no room for it.
+        WeightsError: there is no room.
     """
 
     def __init__(self, nbytes: int, where: Sequence[Path] | None = None) -> None:
@@ -93,7 +93,7 @@ class Segment:
         self.path = folder / f"{PREFIX}{secrets.token_hex(8)}{SUFFIX}"
         self._descriptor = _create(self.path)
         try:
-            # Without its blocks, a file in a full /dev/shm ends the process by SIGBUS.
+            # Reserves the blocks: writing to a sparse file in a full /dev/shm raises SIGBUS.
             os.posix_fallocate(self._descriptor, 0, nbytes)
             mapping = mmap.mmap(self._descriptor, nbytes, flags=mmap.MAP_SHARED | MAP_POPULATE)
         except OSError as error:
@@ -104,7 +104,7 @@ class Segment:
         self.buffer = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
 
     def close(self) -> None:
-        """Removes the file. Who has it mapped keeps the memory; safe to call twice."""
+        """Removes the file; existing mappings keep the memory. Safe to call twice."""
         if self._descriptor >= 0:
             self.path.unlink(missing_ok=True)
             os.close(self._descriptor)
@@ -116,7 +116,7 @@ class Segment:
 
 
 def map_segment(path: str | Path, nbytes: int) -> torch.Tensor:
-    """``[nbytes]`` uint8: another process's segment, to be read.
+    """Maps another process's segment for reading, as ``[nbytes]`` uint8.
 
     Raises:
         WeightsError: there is no such segment, it isn't this user's or it has another size.
@@ -134,15 +134,15 @@ def map_segment(path: str | Path, nbytes: int) -> torch.Tensor:
             raise WeightsError(f"{path} isn't this user's: its weights aren't loaded")
         if found.st_size != nbytes:
             raise WeightsError(f"{path} has {found.st_size:,} bytes, not the {nbytes:,} of weights")
-        # A private mapping sees what the file holds, and a slip of the pen here (some models'
-        # loaders change what they are given) makes a copy of the page and harms nobody.
+        # A private mapping shows what the file holds, and a stray write here (some models' loaders
+        # change their input) only copies the page, which harms nobody.
         mapping = mmap.mmap(
             descriptor, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
         )
         try:
             mapping.madvise(MADV_POPULATE_READ)
         except OSError:
-            pass  # A kernel before 5.14: pages are mapped as they are touched.
+            pass  # A kernel before 5.14 maps the pages as they are touched.
     except OSError as error:
         raise WeightsError(f"the weights in {path} can't be mapped: {error.strerror}") from None
     finally:
@@ -151,20 +151,20 @@ def map_segment(path: str | Path, nbytes: int) -> torch.Tensor:
 
 
 class Mappings:
-    """Other processes' segments, kept mapped: their owner uses two or three in turn."""
+    """Other processes' segments, kept mapped because their owner uses two or three in turn."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
 
     def get(self, path: str, nbytes: int) -> torch.Tensor:
-        """``[nbytes]`` uint8, as :func:`map_segment` gives it, which is asked only if need be."""
+        """``[nbytes]`` uint8 as from :func:`map_segment`, which is called only if need be."""
         found = self._kept.pop(path, None)
-        # A mapping holds its memory, also when the segment's owner has no more use for it.
+        # A mapping keeps its memory alive even if the segment's owner has no more use for it.
         for other in [other for other in self._kept if not os.path.exists(other)]:
             del self._kept[other]
         while len(self._kept) >= MAPPED:
             del self._kept[next(iter(self._kept))]
-        # Pages that a reader wrote to are copies, which see nothing of what follows.
+        # Pages that a reader wrote to are copies, which later changes don't reach.
         if found is None or found.numel() != nbytes or found._version:
             found = map_segment(path, nbytes)
         self._kept[path] = found
@@ -172,7 +172,7 @@ class Mappings:
 
 
 class SharedMemory(Way):
-    """Carries nothing: the worker reads the version where the learner has put it.
+    """Carries no bytes: the worker reads the version where the learner has put it.
 
     The learner never writes into a segment that a worker may still read (``StagingSlot.retired``).
     """
@@ -185,7 +185,7 @@ class SharedMemory(Way):
 
     @classmethod
     def obstacle(cls, pair: Pair) -> str:
-        """Both must see the file."""
+        """Both ends must see the file."""
         if pair.same_memory:
             return ""
         return (
@@ -194,11 +194,11 @@ class SharedMemory(Way):
         )
 
     def offer(self, parcel: Parcel, at: Meeting | str) -> str:
-        """The segment's file."""
+        """Returns the path of the segment's file."""
         return parcel.segment
 
     def fetch(self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer) -> Arrival:
-        """Maps the segment, or finds it mapped."""
+        """Maps the segment unless it is mapped already."""
         place = str(at)
         buffer = self._mapped.get(place, manifest.total_bytes)
         return Arrival(buffer=buffer, segment=place, full=range(len(manifest.checksums)))
@@ -226,6 +226,6 @@ def _create(path: Path) -> int:
                 return descriptor
         except BlockingIOError:
             pass
-        # Another process's look for left-behind files came between the two calls.
+        # Another process's search for left-behind files came between the two calls.
         os.close(descriptor)
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The way over a disk: a version of the weights as a folder, for whoever no channel reaches.
+"""The way over a disk: a version of the weights as a folder, for workers that no channel reaches.
 
 ::
 
@@ -7,7 +7,7 @@
         model.safetensors       as transformers and vLLM read it
         manifest.json           layout, checksums, digest
 
-A folder is written beside, synced and renamed, so that it is there whole or not at all.
+A folder is written under a temporary name, synced and renamed, so that it is never seen incomplete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .protocol import Meeting
 from .staging import views
 
 KEPT = 2
-"""Newest snapshots that are kept: a worker may be reading the last but one."""
+"""Number of newest snapshots to keep; a worker may still be reading the last but one."""
 LATEST = "LATEST"
 MANIFEST = "manifest.json"
 MODEL = "model.safetensors"
@@ -45,15 +45,15 @@ class Snapshot(Way):
 
     @classmethod
     def obstacle(cls, pair: Pair) -> str:
-        """There is none that could be seen from here: the worker says whether it sees the folder."""
+        """None that the learner can see; the worker says whether it sees the folder."""
         return ""
 
     def offer(self, parcel: Parcel, at: Meeting | str) -> str:
-        """Writes it; returns its folder."""
+        """Writes a snapshot; returns its folder."""
         return str(write(Path(str(at)), parcel.manifest, parcel.buffer))
 
     def fetch(self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer) -> Arrival:
-        """Reads it into the worker's own buffer."""
+        """Reads a snapshot into the worker's own buffer."""
         buffer, segment = own(manifest.total_bytes)
         read(Path(str(at)), manifest, buffer)
         return Arrival(buffer=buffer, segment=segment, full=range(len(manifest.checksums)))
@@ -63,10 +63,10 @@ def write(folder: Path, manifest: WeightManifest, buffer: torch.Tensor) -> Path:
     """Writes a version, points ``LATEST`` to it and removes old ones; returns its folder.
 
     Args:
-        folder: the folder of all snapshots; made if need be.
+        folder: the folder of all snapshots; created if need be.
 
     Raises:
-        WeightsError: it couldn't be written; the folder has what it had before.
+        WeightsError: it couldn't be written; the folder is unchanged.
     """
     name = str(manifest.version)
     target = folder / name
@@ -89,7 +89,7 @@ def write(folder: Path, manifest: WeightManifest, buffer: torch.Tensor) -> Path:
         shutil.rmtree(beside, ignore_errors=True)
         raise WeightsError(
             f"no snapshot of version {manifest.version} could be written to {folder}: {error}; "
-            f"see to room and rights, or set weights.snapshot_folder"
+            f"check free space and permissions, or set weights.snapshot_folder"
         ) from None
     _remove_old(folder)
     return target
@@ -99,7 +99,7 @@ def read(place: Path, manifest: WeightManifest, buffer: torch.Tensor) -> None:
     """Fills a flat buffer from a snapshot; the caller checks the buckets' sums.
 
     Raises:
-        WeightsError: it can't be read, or holds something else.
+        WeightsError: the snapshot can't be read, or holds something else.
     """
     path = place / MODEL
     buffer.zero_()
@@ -129,7 +129,7 @@ def _remove_old(folder: Path) -> None:
     for _, path in _versions(folder)[:-KEPT]:
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(".*.*"):
-        # Of a learner that died while it wrote; there is one learner at a time.
+        # Left by a learner that died while writing; there is only one learner at a time.
         if _NAME.match(path.name[1:]):
             shutil.rmtree(path, ignore_errors=True)
 

@@ -1,7 +1,7 @@
 """Versions of the weights in the host's memory: flat buffers, their checksums, and who reads them.
 
-Tensors of a version never lie on a GPU as a whole: they are copied out of the model one by one into
-a buffer in shared memory, pinned where a GPU copies to it, and are sent from there.
+A version is never on a GPU as a whole: its tensors are copied out of the model one by one into a
+buffer in shared memory, pinned if a GPU copies to it, and are sent from there.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .shared_memory import SHARED_MEMORY, Segment
 log = logging.getLogger("tandem.learner.weights")
 
 COPY_SECONDS = 60.0
-"""Deadline for a copy within the host that is under way."""
+"""Deadline for a running copy within the host."""
 CHUNK_BYTES = 1 << 20
-"""xxhash holds the GIL; in pieces of 1 MB (about 0.1 ms) other threads get their turn."""
+"""xxhash holds the GIL; between pieces of 1 MB (about 0.1 ms) other threads get their turn."""
 
 
 def flat_buffer(total_bytes: int) -> torch.Tensor:
-    """A zeroed uint8 buffer: padding between tensors is sent and summed, so it must be defined."""
+    """A zeroed uint8 buffer; padding between tensors is sent and summed, so it must be defined."""
     return torch.zeros(total_bytes, dtype=torch.uint8)
 
 
@@ -65,7 +65,7 @@ def checksum(data: torch.Tensor) -> int:
 
 
 class _Sums:
-    """Checksums of a buffer's buckets, taken as it is filled from its first byte on."""
+    """Checksums of a buffer's buckets, computed as it is filled from its first byte on."""
 
     def __init__(self, buffer: torch.Tensor, layout: Layout) -> None:
         self._bytes = buffer.numpy().data
@@ -74,7 +74,7 @@ class _Sums:
         self._summed = 0
 
     def up_to(self, end: int) -> None:
-        """The bytes before ``end`` are there."""
+        """Sums the bytes before ``end``, which have all been written."""
         for bucket_end, digest in zip(self._ends, self._digests, strict=True):
             while self._summed < min(end, bucket_end):
                 stop = min(end, bucket_end, self._summed + CHUNK_BYTES)
@@ -82,18 +82,17 @@ class _Sums:
                 self._summed = stop
 
     def all(self) -> list[int]:
-        """The checksum of each bucket, once all bytes are there."""
+        """The checksum of each bucket, once all bytes have been written."""
         self.up_to(self._ends[-1])
         return [digest.intdigest() for digest in self._digests]
 
 
 @contextlib.contextmanager
 def handed_over(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[SegmentPlace]:
-    """Copies tensors that don't lie in a segment yet into one, for other processes of the host; it
-    is removed at the end.
+    """Copies tensors into a new segment for other processes of the host, and removes it at the end.
 
     Raises:
-        WeightsError: there is no room for it anywhere.
+        WeightsError: there is no room for the segment.
     """
     content = [(name, tensor.detach()) for name, tensor in tensors]
     layout = plan(((name, tensor.shape, tensor.dtype) for name, tensor in content), 1 << 30)
@@ -108,14 +107,13 @@ def handed_over(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Segment
 
 
 class StagingSlot:
-    """One buffer of the learner's with the version that it holds.
+    """One of the learner's buffers with the version that it holds.
 
     Args:
         run_id: the run.
-        layout: where each tensor lies.
-        shared: it lies in shared memory where there is room, so that workers of this host may map
-            it.
-        pin: a GPU copies to and from it.
+        layout: where each tensor is.
+        shared: whether to use shared memory if there is room, so that workers of this host can map it.
+        pin: whether a GPU copies to and from it.
     """
 
     def __init__(
@@ -129,23 +127,23 @@ class StagingSlot:
         self.tensors = views(self.buffer, layout)
         self.version: Version | None = None
         self.scored: ScoredRows | None = None
-        """What the version makes of some rows; travels with it and with its re-stamps."""
+        """Log-probs that the version gives some rows; sent with it and with its re-stamps."""
         self.published = 0.0
         self.pins = 0
-        """Readers and writers; with none it may be overwritten."""
+        """Number of readers and writers; without any it may be overwritten."""
         self.started = False
-        """Somebody has begun to receive the version."""
+        """Whether somebody has begun to receive the version."""
         self.retired = False
-        """Somebody who doesn't answer may still read the segment, or load from it: it is never
-        overwritten. Its mapping keeps the old bytes, and the learner takes a new one."""
+        """Whether a silent worker may still read the segment or load from it. If so it is never
+        overwritten: the worker's mapping keeps the old bytes, and the learner uses a new segment."""
         self.copied: torch.cuda.Event | None = None
-        """The end of a GPU's copies out of the model."""
+        """Marks the end of a GPU's copies out of the model."""
         self._sums = _Sums(self.buffer, layout)
         self._summing = threading.Lock()
         self._manifest: WeightManifest | None = None
 
     def reset(self) -> None:
-        """Before it is overwritten."""
+        """Prepares the slot for being overwritten."""
         self.version = None
         self.scored = None
         self.started = False
@@ -153,8 +151,8 @@ class StagingSlot:
         self._manifest = None
 
     def put(self, index: int, tensor: torch.Tensor) -> None:
-        """Copies a tensor out of the model, the next one in the layout's order. A GPU may still be at
-        it when this returns; one on a CPU is summed piece by piece, while it is in the cache."""
+        """Copies the layout's next tensor out of the model. A GPU may still be copying when this
+        returns; on a CPU each piece is summed as it is copied, while it is in the cache."""
         _, view = self.tensors[index]
         if tensor.is_cuda:
             view.copy_(tensor, non_blocking=True)
@@ -175,8 +173,8 @@ class StagingSlot:
             self.segment.close()
 
     def parcel(self, version: Version) -> Parcel:
-        """What the slot holds, under a version's name, as ways carry it. Checksums of what a GPU has
-        copied are taken when the first worker is to be sent them.
+        """The slot's weights under a version's name, in the form that ways carry. Checksums of what a
+        GPU has copied are computed when they are first needed.
 
         Raises:
             WeightsError: a GPU's copy didn't end in time.
@@ -205,7 +203,7 @@ class StagingSlot:
             return flat_buffer(self.layout.total_bytes)
 
     def _pin(self) -> bool:
-        """Pins the buffer for a GPU's copies; without that a copy is slower, and as right."""
+        """Pins the buffer for a GPU's copies, which are slower but just as correct without it."""
         nbytes = self.buffer.numel()
         status = torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), nbytes, 0)
         if int(status) != 0:
@@ -228,10 +226,10 @@ class Pin:
         return Pin(self.slot, self._lock)
 
     def release(self, *, retire: bool = False) -> None:
-        """Gives the hold up; a second call does nothing.
+        """Gives up the hold; a second call does nothing.
 
         Args:
-            retire: somebody may go on reading the slot's segment for all that is known.
+            retire: whether somebody may still be reading the slot's segment.
         """
         with self._lock:
             if self._held:
@@ -241,10 +239,10 @@ class Pin:
 
 
 class StagingSlots:
-    """The learner's staging buffers, the newest version among them.
+    """The learner's staging buffers, including that of the newest version.
 
     The training thread takes and fills slots, the service's threads pin and read them; the lock
-    is held for microseconds.
+    is held only for microseconds.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -252,7 +250,7 @@ class StagingSlots:
         self.device = torch.device("cpu")
         """The learner's GPU through which buckets may pass."""
         self.superseded = 0
-        """Versions that a newer one overtook before anybody began to receive them."""
+        """Number of versions that a newer one overtook before anybody began to receive them."""
         self._lock = threading.Lock()
         self._slots: list[StagingSlot] = []
         self._newest: StagingSlot | None = None
@@ -262,15 +260,15 @@ class StagingSlots:
 
     @property
     def newest(self) -> Version | None:
-        """The newest version."""
+        """The newest version; None before the first."""
         slot = self._newest
         return slot.version if slot is not None else None
 
     def take(self, layout: Layout, *, shared: bool, pin: bool) -> StagingSlot:
-        """A buffer that nobody reads, pinned once.
+        """A buffer that nobody reads, with one pin.
 
-        Two are enough unless a worker is slow enough to hold an old version's while others
-        have gone on; then there is one more for each such version.
+        Two are enough unless a slow worker still holds an old version's; then there is one more for
+        each such version.
         """
         with self._lock:
             for retired in [s for s in self._slots if s.retired and s.pins == 0]:
@@ -279,13 +277,13 @@ class StagingSlots:
             free = [s for s in self._slots if s.pins == 0 and not s.retired]
             slot = next((s for s in free if s is not self._newest), None)
             if slot is None and len(self._slots) >= 2 and free:
-                # Nobody has begun to read the newest: it may be overwritten.
+                # Nobody has begun to read the newest, so it may be overwritten.
                 slot = free[0]
                 self._count_superseded()
                 self._newest = None
             if slot is not None:
                 for spare in [s for s in free if s is not self._newest and s is not slot]:
-                    # Left over from when a worker was slow.
+                    # Left over from a time when a worker was slow.
                     self._drop(spare)
                 slot.reset()
                 slot.pins += 1
@@ -300,12 +298,12 @@ class StagingSlots:
         return slot
 
     def give_back(self, slot: StagingSlot) -> None:
-        """Undoes :meth:`take`: it couldn't be filled."""
+        """Undoes :meth:`take` for a slot that couldn't be filled."""
         with self._lock:
             slot.pins -= 1
 
     def publish(self, slot: StagingSlot, version: Version) -> float:
-        """A filled slot becomes the newest; returns the time, ``perf_counter``."""
+        """Makes a filled slot the newest; returns the time by ``perf_counter``."""
         with self._lock:
             self._count_superseded()
             slot.pins -= 1
@@ -315,7 +313,7 @@ class StagingSlots:
             return slot.published
 
     def restamp(self, version: Version) -> bool:
-        """Gives the newest weights a newer version; False where there are none."""
+        """Gives the newest weights a newer version; returns False if there are none."""
         with self._lock:
             if self._newest is None:
                 return False
@@ -326,7 +324,7 @@ class StagingSlots:
             return True
 
     def pin_newest(self, *, begin: bool = True) -> tuple[Pin, Version, float] | None:
-        """A hold on the newest version, which is then begun, and when it was published."""
+        """A hold on the newest version, that version, and when it was published; ``begin`` marks it started."""
         with self._lock:
             slot = self._newest
             if slot is None or slot.version is None:

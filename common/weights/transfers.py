@@ -1,8 +1,8 @@
 """The learner's end of the control socket: who is offered which version, when and by what way.
 
 One thread owns the socket and everything in :class:`Transfers`; bytes are carried by :mod:`.couriers`.
-A worker that is slow, stopped or dead costs its own transfer and nobody else's; where one channel
-serves several (``weights.topology=broadcast``), it costs theirs, and the next is made without it.
+A worker that is slow, stopped or dead fails only its own transfer. If several share a channel
+(``weights.topology=broadcast``) it fails theirs too, and the next channel is opened without it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ log = logging.getLogger("tandem.learner.weights")
 FAILURES_EACH = 2
 """Failures by one way after which ``auto`` tries a worker's next one."""
 LOST_SECONDS = 2.0
-"""A worker that doesn't know of an offer of so long ago never got it: it asks once a second."""
+"""A worker that doesn't know of an offer this old never got it, since it asks once a second."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-"""Seconds between attempts with one worker, doubling."""
+"""Shortest and longest pause between attempts with one worker; it doubles each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The end."""
+    """The learner is shutting down."""
 
 
 Event = Published | Stop | Carried
@@ -66,7 +66,7 @@ class Transfer:
     """One version on its way to one worker."""
 
     offer: Offer
-    """What the worker was told."""
+    """The offer that the worker received."""
     pin: Pin
     """Holds the version's buffer."""
     published: float
@@ -74,11 +74,11 @@ class Transfer:
     wait: Wait
     """What the worker should do next."""
     channel: Channel | None
-    """What carries the bytes, where the way is a channel."""
+    """The channel that carries the bytes; None for other ways."""
     begun: float = field(default_factory=time.perf_counter)
     """``perf_counter`` at the offer."""
     taken_up: bool = False
-    """The worker has answered the offer."""
+    """Whether the worker has accepted the offer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,21 +86,21 @@ class Peer:
     """One life of one worker."""
 
     identity: bytes
-    """ZeroMQ's name of it: member id and a random name of this life."""
+    """Its ZeroMQ identity: member id and a random name for this life."""
     ask: Ask
-    """What it said last."""
+    """Its last Ask."""
     silence: Wait
-    """Since it was last heard."""
+    """Restarted whenever it is heard."""
     version: Version | None = None
-    """What it serves."""
+    """The version that it serves."""
     content: str = ""
-    """Content digest of what it serves."""
+    """Content digest of that version."""
     transfer: Transfer | None = None
-    """What it is being sent."""
+    """The transfer to it that is under way."""
     failures: int = 0
-    """Transfers that failed; they decide on the way that ``auto`` takes."""
+    """Number of failed transfers, by which ``auto`` chooses the way."""
     next_try: float = 0.0
-    """``monotonic`` before which nothing is offered."""
+    """``monotonic`` time before which nothing is offered."""
     pause: float = FIRST_PAUSE
     """Seconds until the next attempt after a failure."""
     last: dict[str, Any] | None = None
@@ -113,7 +113,7 @@ class Peer:
 
     @property
     def idle(self) -> bool:
-        """It could take an offer up now."""
+        """Whether it could accept an offer now."""
         return self.transfer is None and not self.ask.busy and time.monotonic() >= self.next_try
 
 
@@ -156,7 +156,7 @@ class Transfers:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start, and of each live worker what it holds and its last transfer."""
+        """Counters since the start, and each live worker's version and last transfer."""
         peers = list(self._peers.copy().values())
         return {
             **self._counts,
@@ -168,7 +168,7 @@ class Transfers:
         }
 
     def serve(self) -> None:
-        """Until Stop is posted."""
+        """Serves until Stop is posted."""
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._mailbox.fd, zmq.POLLIN)
@@ -210,14 +210,14 @@ class Transfers:
         return newest is not None and peer.version != newest
 
     def _look(self) -> None:
-        """Deadlines, and offers that may be made."""
+        """Checks deadlines and makes offers."""
         for peer in list(self._peers.values()):
             if peer.silence.expired(log.warning):
-                reason = f"not heard of for {peer.silence.seconds:.1f} s (stopped or dead)"
+                reason = f"silent for {peer.silence.seconds:.1f} s (stopped or dead)"
                 if peer.transfer is not None:
                     reason += f" while it should {peer.transfer.wait.what}"
                 self._forget(peer, reason)
-                log.warning(f"{peer.member}: {reason}; it is served again when it speaks")
+                log.warning(f"{peer.member}: {reason}; it is served again once it answers")
             elif peer.transfer is not None and peer.transfer.wait.expired(log.warning):
                 self._fail(peer, str(peer.transfer.wait))
         for peer in list(self._peers.values()):
@@ -278,7 +278,7 @@ class Transfers:
             return
         peer = self._peers.get(identity)
         if peer is None:
-            # What it asks for follows within a second and begins anew.
+            # Its next Ask comes within a second and begins anew.
             return
         peer.silence.restart()
         transfer = peer.transfer
@@ -299,8 +299,8 @@ class Transfers:
         try:
             self._router.send_multipart([peer.identity, *pack(message)], zmq.NOBLOCK)
         except zmq.Again:
-            # Its queue is full, so it reads nothing; its deadline will say so.
-            log.debug(f"{peer.member} takes no messages")
+            # Its queue is full, so it reads nothing and will miss its deadline.
+            log.debug(f"{peer.member} accepts no messages")
 
     def _on_ask(self, identity: bytes, ask: Ask) -> None:
         if ask.run_id != self._run_id:
@@ -327,7 +327,7 @@ class Transfers:
             if transfer.channel is None:
                 self._expect_loaded(peer, transfer)
             else:
-                # Its own deadline begins when the others are there.
+                # Its own deadline starts when the channel opens.
                 transfer.wait = Wait(peer.member, "wait", self._settings.open_seconds)
         if peer.transfer is None:
             peer.version = ask.version
@@ -363,7 +363,7 @@ class Transfers:
         self._send(peer, offer)
 
     def _best_offer(self, peer: Peer, slot: StagingSlot, version: Version) -> Offer | None:
-        """By the best way of the pair that hasn't failed too often; None where it isn't there yet."""
+        """An offer by the best way that hasn't failed too often; None if the bytes aren't ready yet."""
         memory = shared_memory_name()
         pair = Pair(
             sender=device_name(self._slots.device),
@@ -377,10 +377,10 @@ class Transfers:
             if written is None or written.manifest.version != version:
                 self._couriers.ask_for_snapshot()
             if written is None or (peer.version and written.manifest.version <= peer.version):
-                # It is offered when the snapshot is there.
+                # It is offered when the snapshot has been written.
                 peer.next_try = time.monotonic() + 1.0
                 return None
-            # Where versions follow faster than the disk takes them it isn't the newest.
+            # If the disk is slower than the learner, this isn't the newest version.
             manifest, place = written.manifest, written.place
         else:
             parcel = slot.parcel(version)
@@ -396,12 +396,12 @@ class Transfers:
         transfer.wait = Wait(peer.member, what, seconds)
 
     def _members_of(self, channel: Channel) -> list[Peer]:
-        """The workers that were offered what this channel carries, and haven't failed."""
+        """The workers that were offered this channel and haven't failed."""
         peers = self._peers.values()
         return [p for p in peers if p.transfer is not None and p.transfer.channel is channel]
 
     def _mind(self, channel: Channel) -> None:
-        """Opens a channel once all its members have taken the offer up or their time is over."""
+        """Opens a channel once all its members have accepted the offer or their time is up."""
         members = self._members_of(channel)
         late = [p for p in members if p.transfer is not None and not p.transfer.taken_up]
         if channel.end is None and late and len(members) > 1 and time.monotonic() >= channel.until:
@@ -456,14 +456,14 @@ class Transfers:
         }
 
     def _settle(self, peer: Peer, transfer: Transfer, version: Version | None) -> None:
-        """Ends a transfer of whose end the worker's word was lost."""
+        """Ends a transfer if the worker's message about its end was lost."""
         if version is not None and version == transfer.offer.manifest.version:
             lost = Loaded(
                 round=transfer.offer.round, version=version, fetched=0.0, seconds=0.0, paused=0.0
             )
             self._on_loaded(peer, transfer, lost)
         else:
-            reason = f"{peer.member} has given it up; its word of that was lost"
+            reason = f"{peer.member} has given it up; its message about that was lost"
             self._fail(peer, reason, tell=False)
 
     def _postpone(self, peer: Peer) -> float:
@@ -477,7 +477,7 @@ class Transfers:
         transfer, peer.transfer = peer.transfer, None
         if transfer is None:
             return
-        # Whoever refused reads no more; of whoever was given up nothing is known.
+        # A worker that refused has stopped reading; one that was given up may still be.
         transfer.pin.release(retire=tell and transfer.offer.way == SharedMemory.name)
         self._counts["failed"] += 1
         peer.failures += 1

@@ -1,4 +1,4 @@
-"""The ways by which weights can reach a worker, and which of them a pair takes."""
+"""The ways by which weights can reach a worker, and the choice between them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .shared_memory import SharedMemory, shared_memory_name
 from .snapshot import Snapshot
 
 WAYS: dict[str, type[Way]] = {way.name: way for way in (Nccl, SharedMemory, Gloo, Snapshot)}
-"""By name, in the order in which ``auto`` takes them."""
+"""All ways by name, in the order in which ``auto`` tries them."""
 
 
 MakeWay = Callable[[str, WeightsConfig, torch.device], Way]
-"""Makes one end of a way from a name of :data:`WAYS`, the ``weights`` section and a GPU."""
+"""Makes one end of a way, given its name in :data:`WAYS`, the ``weights`` section and a GPU."""
 
 
 def make_way(name: str, settings: WeightsConfig, device: torch.device) -> Way:
@@ -28,15 +28,15 @@ def make_way(name: str, settings: WeightsConfig, device: torch.device) -> Way:
 
 
 def possible_ways(setting: str, pair: Pair, offered: Sequence[str]) -> tuple[str, ...]:
-    """Which ways a pair can use, the best first.
+    """The ways that a pair can use, best first.
 
     Args:
         setting: ``weights.transport``.
         pair: the learner and the worker.
-        offered: what the worker can do.
+        offered: the ways that the worker supports.
 
     Raises:
-        WeightsError: the setting asks for what the pair can't do, or there is no way at all.
+        WeightsError: the pair can't use the way that is set, or has no way at all.
 
     >>> gpus = Pair(sender="cuda:a", receiver="cuda:b", same_memory=False)
     >>> possible_ways("auto", gpus, ["nccl", "shared_memory", "gloo"])
@@ -67,7 +67,7 @@ def device_name(device: torch.device) -> str:
 
 
 def offered_ways(device: torch.device) -> tuple[str, ...]:
-    """What a process can do whose weights may pass through ``device``, best first."""
+    """The ways that a process supports if weights may pass through ``device``, best first."""
     able = {
         SharedMemory.name: bool(shared_memory_name()),
         Nccl.name: device.type == "cuda" and torch.distributed.is_nccl_available(),

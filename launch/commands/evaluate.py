@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="DIR", help="Hugging Face folder or hub name (default: RUN/model)"
     )
-    parser.add_argument("--data", metavar="PARQUET", help="(default: the run's held-out set)")
+    parser.add_argument("--data", metavar="FILE", help="problems (default: the run's held-out set)")
     parser.add_argument("--run", metavar="DIR", help="a run's folder")
     parser.add_argument("--set", metavar="NAME", help="which of the run's held-out sets")
     parser.add_argument("--limit", type=int, metavar="N", help="the first N problems")
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     problems = load_problems(
         data,
         load_tokenizer(model),
-        system_prompt=config.data.system_prompt,
+        data=config.data,
         limit=arguments.limit,
     )
     result = evaluate_folder(
@@ -84,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         rollout=config.rollout,
         reward=config.reward,
         settings=config.evaluate,
+        stop=config.data.stops,
         seed=config.run.seed,
         name=name,
     )
@@ -134,10 +135,10 @@ def _data(
     if arguments.data:
         return Path(arguments.data).expanduser(), Path(arguments.data).stem
     if folder is None:
-        raise ConfigError("name the problems with --data PARQUET, or a run with --run DIR")
+        raise ConfigError("name the problems with --data FILE, or a run with --run DIR")
     sets = {one.name: one for one in config.data.evaluate}
     if not sets:
-        raise ConfigError("the run has no held-out set: name problems with --data PARQUET")
+        raise ConfigError("the run has no held-out set: name problems with --data FILE")
     name = arguments.set or next(iter(sets))
     if name not in sets:
         raise ConfigError(f"--set {name}: the run has {', '.join(sets)}")

@@ -8,30 +8,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TextIO, cast
+from typing import IO, TYPE_CHECKING, Any
 
 from ...common.errors import DataError
-from ...common.printable import raw
 from .options import existing
+from .progress import Progress
 
 if TYPE_CHECKING:
-    from ...common.config import RewardConfig
+    from ...common.config import Config
     from ...reward.grading import Grade, Grader
     from .grade_rows import Reader, Row
 
 IN_FLIGHT = 2_048
 """Rows that may be read ahead of the first ungraded one."""
-BAR = 24
-"""Width of the progress bar, in columns."""
-DRAW_SECONDS = 0.2
-"""Time between two drawings of the bar."""
-TELL_SECONDS = 30.0
-"""Time between two lines of progress if there is no terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,10 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns 130 if interrupted; OUT then has the rows graded so far."""
     from ...reward.grading import Grader
 
-    config = _reward(arguments)
+    config = _config(arguments)
     with ExitStack() as stack:
-        grader = stack.enter_context(Grader(config))
-        source = _Source(arguments.input, grader)
+        grader = stack.enter_context(Grader(config.reward))
+        source = _Source(arguments.input, grader, config)
         out = _Out(arguments.out, grader, fresh=arguments.fresh)
         stack.callback(out.close)
         total = source.check()
@@ -74,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         done = out.resume(source.reader(), lines, tally) if out.path is not None else 0
         if grader.works_outside and done != total:
             grader.canary()
-        progress = _Progress(sys.stderr, total, done)
+        progress = Progress(sys.stderr, "graded", total, done)
         try:
             for row, grade in _graded(grader, source.reader().rows(lines), done, progress):
                 out.write(row, grade)
@@ -107,8 +100,8 @@ def _stopped(arguments: argparse.Namespace, rows: int) -> str:
     return f"stopped: {arguments.out} has {rows:,} rows; the same command goes on from there"
 
 
-def _reward(arguments: argparse.Namespace) -> RewardConfig:
-    """The reward section of the run, preset or options that were named."""
+def _config(arguments: argparse.Namespace) -> Config:
+    """The config of the run, preset or options that were named."""
 
     from ...common.config import build, parse_yaml, read_yaml, yaml_text
     from ..run.presets import load, split
@@ -123,25 +116,31 @@ def _reward(arguments: argparse.Namespace) -> RewardConfig:
             parts.append(parse_yaml(given, f"--reward {given}") if named else {"name": given})
         overrides = [*overrides, f"reward.components={yaml_text(parts)}"]
     if name:
-        return load(name).resolve(overrides).reward
+        return load(name).resolve(overrides)
     if arguments.run:
-        return build(read_yaml(existing(arguments.run).config), overrides, stored=True).reward
+        return build(read_yaml(existing(arguments.run).config), overrides, stored=True)
     plain = {"run": {"steps": 1}, "data": {"train": [{"path": ""}]}}
-    return build(plain, overrides).reward
+    return build(plain, overrides)
 
 
 class _Source:
     """The input: a file, which is checked first, or standard input."""
 
-    def __init__(self, name: str, grader: Grader) -> None:
+    def __init__(self, name: str, grader: Grader, config: Config) -> None:
         self._name = name
         self._grader = grader
+        self._config = config
 
     def reader(self) -> Reader:
         from .grade_rows import Reader
 
         name = "standard input" if self._name == "-" else self._name
-        return Reader(name, needs_gold=self._grader.needs_verdict, has_tests=self._grader.has_tests)
+        return Reader(
+            name,
+            needs_gold=self._grader.needs_verdict,
+            has_tests=self._grader.has_tests,
+            opener=self._config.data.opener,
+        )
 
     def check(self) -> int | None:
         """Number of rows in a file; None for standard input, whose rows are checked as they arrive."""
@@ -212,7 +211,7 @@ class _Out:
 
 
 def _graded(
-    grader: Grader, rows: Iterator[Row], skip: int, progress: _Progress
+    grader: Grader, rows: Iterator[Row], skip: int, progress: Progress
 ) -> Iterator[tuple[Row, Grade]]:
     """Yields rows with their grades, in order; reads ahead so that all graders have work."""
     from .grade_rows import batches
@@ -243,50 +242,6 @@ def _graded(
     while waiting:
         grader.wait(lambda: progress.turn() or bool(waiting[0][1]), "rows")
         yield from finished()
-
-
-class _Progress:
-    """A bar on a terminal, otherwise a line now and then."""
-
-    def __init__(self, stream: IO[str], total: int | None, done: int) -> None:
-        # The bar goes back to the beginning of its line.
-        self._stream = raw(cast(TextIO, stream))
-        self._total = total
-        self._done = self._began_with = done
-        self._since = time.monotonic()
-        self._live = stream.isatty()
-        self._next = self._since + (DRAW_SECONDS if self._live else TELL_SECONDS)
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._since
-
-    def add(self) -> None:
-        self._done += 1
-        self.turn()
-
-    def turn(self) -> bool:
-        """Draws if it is time to; always returns False."""
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + (DRAW_SECONDS if self._live else TELL_SECONDS)
-            self._draw("\r" if self._live else "", "" if self._live else "\n")
-        return False
-
-    def end(self) -> None:
-        if self._live:
-            self._draw("\r", "\n")
-
-    def _draw(self, start: str, end: str) -> None:
-        pace = (self._done - self._began_with) / max(1e-9, self.seconds)
-        text = f"graded {self._done:,}"
-        if self._total:
-            share = min(1.0, self._done / self._total)
-            full = round(share * BAR)
-            bar = "#" * full + "." * (BAR - full)
-            text = f"graded {self._done:,}/{self._total:,} [{bar}] {share:4.0%}"
-        self._stream.write(f"{start}{text}  {pace:,.0f} rows/s {end}")
-        self._stream.flush()
 
 
 class _Tally:

@@ -51,14 +51,21 @@ class Reader:
         name: name of the input, for errors.
         needs_gold: whether the reward compares with a gold answer.
         has_tests: whether a row's columns hold tests, which stand in for a gold answer.
+        opener: how prompts end, for rows that don't say theirs.
     """
 
     def __init__(
-        self, name: str, *, needs_gold: bool, has_tests: Callable[[Mapping[str, Any]], bool]
+        self,
+        name: str,
+        *,
+        needs_gold: bool,
+        has_tests: Callable[[Mapping[str, Any]], bool],
+        opener: str = "",
     ) -> None:
         self._name = name
         self._needs_gold = needs_gold
         self._has_tests = has_tests
+        self._opener = opener
         self._groups: set[str] = set()
         self._group = ""
 
@@ -100,7 +107,7 @@ class Reader:
             gold="" if gold is None else _text(where, "gold", gold),
             data_source=str(raw.get("data_source") or ""),
             finish_reason=_finish_reason(where, raw.get("finish_reason")),
-            prompt_text=_text(where, "prompt", raw.get("prompt") or ""),
+            prompt_text=_text(where, "prompt", raw.get("prompt") or self._opener),
             tokens=_tokens(where, raw.get("completion_ids")),
             extra=columns,
             group=self._in_group(where, raw.get("group")),

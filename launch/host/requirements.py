@@ -6,7 +6,6 @@ Starts and writes nothing, and imports no torch: versions are read from the pack
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -162,7 +161,9 @@ def _model(config: Config) -> list[Finding]:
         size = f"{shape.parameters:,} parameters, " if shape else ""
         return [Finding(name="model", found=f"{size}{held or folder}", state="ok")]
     size = f" (about {human(2 * shape.parameters)})" if shape else ""
-    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    from ...common.hub import is_offline
+
+    offline = is_offline()
     return [
         Finding(
             name="model",
@@ -175,8 +176,9 @@ def _model(config: Config) -> list[Finding]:
 
 
 def _data(config: Config, folder: Path) -> list[Finding]:
+    from ...common.hub import is_hub_name
     from ...common.run_folder import RunFolder
-    from ...replay.readers import parquet_files
+    from ...replay.forms import data_files
 
     if config.data.miniature is not None:
         return [Finding(name="data", found="made by the run itself", state="ok")]
@@ -185,8 +187,12 @@ def _data(config: Config, folder: Path) -> list[Finding]:
     paths = [source.path for source in config.data.train]
     paths += [held_out.path for held_out in config.data.evaluate]
     for path in paths:
+        if is_hub_name(path, run.resolve(path)):
+            what = f"{path} is fetched from the hub at the start"
+            found.append(Finding(name="data", found=what, state="note"))
+            continue
         try:
-            count = len(parquet_files(run.resolve(path)))
+            count = len(data_files(run.resolve(path)))
         except TandemError as error:
             found.append(
                 Finding(

@@ -9,6 +9,7 @@ from ...common import models
 from ...common.config import Config, to_yaml
 from ...common.config.choices import own_rows
 from ...common.errors import StoreError
+from ...common.templates import OWN
 from ...replay.ledger import Ledger
 from ...replay.ledger_records import LedgerSettings
 from ...replay.store import RunStore
@@ -26,6 +27,9 @@ def role_config(config: Config) -> Config:
         evaluate = config.evaluate.model_copy(update={"at_start": False, "at_end": False})
         if config.learner.source == "offline":
             config = config.model_copy(update={"evaluate": evaluate})
+    # A template may be a file of this host, and the prompts are rendered already.
+    data = config.data.model_copy(update={"stop": config.data.stops, "template": OWN})
+    config = config.model_copy(update={"data": data})
     folder = Path(config.model.path).expanduser()
     if config.model.path == models.MINIATURE or not folder.is_dir():
         return config

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ...common import models, wire
-from ...common.config import Config
+from ...common.config import Config, EvalSetConfig, SourceConfig
 from ...common.errors import ConfigError, DataError, TandemError
+from ...common.hub import cached_data, is_hub_name
 from ...common.records import ExpertTrace, Problem
 from ...common.run_folder import RunFolder
-from ...replay.readers import parquet_files, read_rows
+from ...replay.forms import check_form
+from ...replay.forms import data_files as files_of
 from ...reward.grading import Grader
 from ..host.preflight import TOKENIZER_FILES, check_model
 from .rows import SourceCounts, SourceReader
@@ -50,7 +52,12 @@ def data_files(config: Config, folder: RunFolder) -> Iterator[Callable[[str], Pa
     exists, and written there later (:func:`write_miniature`).
     """
     if config.data.miniature is None:
-        yield folder.resolve
+
+        def found(path: str) -> Path:
+            place = folder.resolve(path)
+            return cached_data(path) if is_hub_name(path, place) else place
+
+        yield found
         return
     with tempfile.TemporaryDirectory(prefix="tandem-data-") as temporary:
         made = Path(temporary)
@@ -122,7 +129,7 @@ def inputs_digest(config: Config, folder: RunFolder) -> str:
         paths = [source.path for source in config.data.train]
         paths += [held_out.path for held_out in config.data.evaluate]
         for path in paths:
-            files += parquet_files(resolve(path))
+            files += files_of(resolve(path))
         for file in files:
             if file.exists():
                 digest.update(f"{file.name}\n".encode())
@@ -152,32 +159,32 @@ def prepare(
         if twice:
             raise ConfigError(f"{kind} has two entries named {twice[0]!r}: give each its own name")
     with data_files(config, folder) as resolve:
-        # Reading is quick and finds most mistakes; the tokenizer takes seconds to load.
-        doing("reading the data files")
-        rows = {s.short_name: read_rows(resolve(s.path)) for s in config.data.train}
-        held_out = {
-            one.name: read_rows(resolve(one.path))[: one.limit] for one in config.data.evaluate
-        }
-        files = {s.short_name: resolve(s.path) for s in config.data.train}
-        files |= {one.name: resolve(one.path) for one in config.data.evaluate}
-    tokenizer = load_tokenizer(config.model.path)
-    # The traces are the expert's: a prefix that is forced on own samples isn't forced on them.
-    grader = Grader(config.reward.model_copy(update={"own_reward": None}))
-    try:
-        reader = SourceReader(config, tokenizer, grader, doing)
-        problems: list[Problem] = []
-        traces: list[ExpertTrace] = []
-        counts: dict[str, SourceCounts] = {}
-        for name in names:
-            made, with_traces, counts[name] = reader.read(name, rows[name], files[name])
-            problems += made
-            traces += with_traces
-        evaluate: dict[str, tuple[Problem, ...]] = {}
-        for name in sets:
-            kept, _, counts[name] = reader.read(name, held_out[name], files[name], held_out=True)
-            evaluate[name] = tuple(kept)
-    finally:
-        grader.close()
+        all_sources: list[SourceConfig | EvalSetConfig] = [
+            *config.data.train,
+            *config.data.evaluate,
+        ]
+        for source in all_sources:
+            # Finds most mistakes before the tokenizer is loaded, which takes seconds.
+            check_form(resolve(source.path), source.form)
+        tokenizer = load_tokenizer(config.model.path)
+        # The traces are the expert's: a prefix that is forced on own samples isn't forced on them.
+        grader = Grader(config.reward.model_copy(update={"own_reward": None}))
+        try:
+            reader = SourceReader(config, tokenizer, grader, doing)
+            problems: list[Problem] = []
+            traces: list[ExpertTrace] = []
+            counts: dict[str, SourceCounts] = {}
+            evaluate: dict[str, tuple[Problem, ...]] = {}
+            for source in all_sources:
+                name = source.short_name
+                made, with_traces, counts[name] = reader.read(source, resolve(source.path))
+                if isinstance(source, SourceConfig):
+                    problems += made
+                    traces += with_traces
+                else:
+                    evaluate[name] = tuple(made)
+        finally:
+            grader.close()
     if config.learner.source == "offline" and not traces:
         raise DataError(
             "learner.source=offline trains on expert traces, and no source has one that "

@@ -1,40 +1,53 @@
-"""Turns a source's rows into problems and expert traces: rendered, tokenised, graded; counts those left out."""
+"""Turns a source's rows into problems and expert traces: rendered, tokenised, graded; counts those left out.
+
+Rows are taken in chunks, so that a file is never held whole, and a chunk's texts are encoded at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from ...common import prompts
-from ...common.config import Config
+from ...common.config import Config, EvalSetConfig, SourceConfig
 from ...common.errors import DataError
 from ...common.records import ExpertTrace, FinishReason, Problem, Verdict
-from ...replay.readers import ProblemRow
+from ...replay.forms import DataRow, LeftOut, read_rows
+from ...reward.answers.texts import read_gold
 from ...reward.grading import Grade, GradeItem, Grader
 
 OPENERS = ("<think>\n", "<think>")
 """Openers that the rendered prompt may end with; a trace that repeats one loses it."""
+CHUNK_ROWS = 512
 
 
 @dataclass(slots=True, kw_only=True)
 class SourceCounts:
     """What became of a source's rows."""
 
+    used: int = 0
+    """Rows that could be read."""
     problems: int = 0
     """Rows that became problems."""
     traces: int = 0
     """Traces that were accepted."""
+    bad_rows: LeftOut = field(default_factory=LeftOut)
+    """Rows left out because they can't be used: malformed, without a gold answer that the reward needs, or
+    with one that the grader can't read."""
     long_prompts: int = 0
-    """Rows dropped because the prompt is over ``data.max_prompt_tokens``."""
+    """Rows left out because the prompt is over ``data.max_prompt_tokens``."""
     long_traces: int = 0
     """Traces left out because they are over ``rollout.max_new_tokens``; the problem stays."""
-    bad_golds: int = 0
-    """Rows dropped because the grader can't read the gold answer."""
+    filtered: dict[str, int] = field(default_factory=dict)
+    """Rows left out by the source's own filters, by filter."""
     refused_traces: dict[str, int] = field(default_factory=dict)
     """Traces left out because ``expert.accept`` lacks their verdict, by verdict."""
     unpaid_traces: int = 0
@@ -42,20 +55,46 @@ class SourceCounts:
     unknown_logprobs: int = 0
     """Traces whose recorded log-probs are from another tokenizer and were left out."""
 
-    def __str__(self) -> str:
-        parts = [f"{self.problems:,} problems"]
-        if self.traces or self.refused_traces or self.unpaid_traces or self.long_traces:
-            parts.append(f"{self.traces:,} expert traces")
-        left_out = [
+    @property
+    def seen(self) -> int:
+        """Number of rows that were read, whether they could be used or not."""
+        return max(self.used, self.bad_rows.seen)
+
+    def left_out(self) -> list[tuple[int, str]]:
+        """Numbers of rows and traces that were left out, and why."""
+        return [
+            *((count, reason) for reason, count in self.bad_rows.counts.items()),
             (self.long_prompts, "prompts too long"),
-            (self.bad_golds, "gold answers unreadable"),
+            *((count, what) for what, count in self.filtered.items()),
             (self.long_traces, "traces too long"),
             (self.unknown_logprobs, "traces with log-probs of another tokenizer (taken off)"),
             *((n, f"traces graded {verdict}") for verdict, n in self.refused_traces.items()),
             (self.unpaid_traces, "traces graded correct and paid nothing (is a gate closed?)"),
         ]
-        listed = [f"{count:,} {what}" for count, what in left_out if count]
+
+    def __str__(self) -> str:
+        parts = [f"{self.problems:,} problems"]
+        if self.traces or self.refused_traces or self.unpaid_traces or self.long_traces:
+            parts.append(f"{self.traces:,} expert traces")
+        listed = [f"{count:,} {what}" for count, what in self.left_out() if count]
         return ", ".join(parts) + (f"; left out: {', '.join(listed)}" if listed else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Some rows of a source that are used."""
+
+    problems: tuple[Problem, ...]
+    traces: tuple[ExpertTrace, ...]
+    """Accepted traces of these problems."""
+    rows: tuple[DataRow, ...]
+    """The row of each problem."""
+
+    def of_rows(self) -> Iterator[tuple[Problem, DataRow, ExpertTrace | None]]:
+        """Each problem with its row, and its trace if it has one."""
+        traces = {trace.problem_id: trace for trace in self.traces}
+        for problem, row in zip(self.problems, self.rows, strict=True):
+            yield problem, row, traces.get(problem.problem_id)
 
 
 def needs_traces(config: Config) -> bool:
@@ -63,137 +102,299 @@ def needs_traces(config: Config) -> bool:
     return config.expert.per_group > 0 or config.learner.source == "offline"
 
 
+@dataclass(slots=True, kw_only=True)
+class _Draft:
+    """A row on its way to a problem."""
+
+    row: DataRow
+    text: str
+    gold: str
+    tokens: NDArray[np.int32] | None = None
+    problem: Problem | None = None
+    trace: ExpertTrace | None = None
+
+
 class SourceReader:
     """Turns the rows of one source after another into problems and traces."""
 
     def __init__(
-        self, config: Config, tokenizer: Any, grader: Grader, doing: Callable[[str], None]
+        self,
+        config: Config,
+        tokenizer: Any,
+        grader: Grader,
+        doing: Callable[[str], None],
+        *,
+        grades: bool = True,
     ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            config: what is left out, and how answers are graded.
+            tokenizer: the model's.
+            grader: reads gold answers, and grades traces.
+            doing: called for every chunk with what is being done.
+            grades: whether traces are graded; if not, all of them are kept, and rows need no gold answer.
+        """
         self._config = config
         self._doing = doing
         self._longest = prompts.longest_token(tokenizer)
         self._tokenizer = tokenizer
         self._grader = grader
+        self._grades = grades
         self._digest = prompts.tokenizer_digest(tokenizer)
 
     def read(
-        self, name: str, rows: Sequence[ProblemRow], file: Path, *, held_out: bool = False
+        self, source: SourceConfig | EvalSetConfig, file: Path
     ) -> tuple[list[Problem], list[ExpertTrace], SourceCounts]:
         """Problems and traces of one source, and counts of what was left out."""
         counts = SourceCounts()
-        self._doing(f"reading the gold answers of {file.name}")
-        bad = self._bad_golds(rows)
-        data = self._config.data
-        if bad and data.bad_golds == "refuse":
-            first = min(bad)
-            more = f" (and {len(bad) - 1:,} more)" if len(bad) > 1 else ""
-            gold = next(row.gold for row in rows if row.row == first)
-            raise DataError(
-                f"{file.name} row {first}: the gold answer {gold[:60]!r} can't be parsed{more}: "
-                f"correct it, or set data.bad_golds=drop to leave such rows out"
-            )
-        counts.bad_golds = len(bad)
         problems: list[Problem] = []
-        drafts: list[tuple[Problem, ExpertTrace]] = []
-        wanted = needs_traces(self._config) and not held_out
-        for place, row in enumerate(rows, 1):
-            self._doing(f"{file.name}: row {place:,} of {len(rows):,}")
-            if row.row in bad:
-                continue
-            # Ten million characters would take a tokenizer many seconds.
-            size = sum(len(message.content) for message in row.prompt)
-            if size > data.max_prompt_tokens * self._longest:
-                problem, length = None, f"{size:,} characters"
-            else:
-                problem = self._problem(name, row, file)
-                length = f"{len(problem.prompt_tokens):,} tokens"
-            if problem is None or len(problem.prompt_tokens) > data.max_prompt_tokens:
-                if data.overlong == "refuse":
-                    raise DataError(
-                        f"{file.name} row {row.row}: the prompt has {length} and "
-                        f"data.max_prompt_tokens is {data.max_prompt_tokens:,}: raise it, or set "
-                        f"data.overlong=drop"
-                    )
-                counts.long_prompts += 1
-                continue
-            trace = self._trace(problem, row, file, counts) if wanted else None
-            if trace is not None:
-                drafts.append((problem, trace))
-            problems.append(problem)
-        if drafts:
-            self._doing(f"grading {len(drafts):,} traces of {file.name}")
-        traces = self._graded(drafts, counts)
-        with_trace = {trace.problem_id: trace.trace_id for trace in traces}
-        problems = [
-            replace(problem, trace_ids=(with_trace[problem.problem_id],))
-            if problem.problem_id in with_trace
-            else problem
-            for problem in problems
-        ]
-        counts.problems, counts.traces = len(problems), len(traces)
+        traces: list[ExpertTrace] = []
+        for chunk in self.chunks(source, file, counts):
+            problems += chunk.problems
+            traces += chunk.traces
         if not problems:
             raise DataError(
-                f"{file.name}: not one of its {len(rows):,} rows can be used ({counts}): raise "
+                f"{file.name}: not one of its rows can be used ({counts}): raise "
                 f"data.max_prompt_tokens, or name another file"
             )
+        seed = getattr(source, "seed", None)
+        if source.limit is not None and seed is not None:
+            kept = drawn([problem.problem_id for problem in problems], source.limit, seed)
+            problems = [problem for problem in problems if problem.problem_id in kept]
+            traces = [trace for trace in traces if trace.problem_id in kept]
+            counts.problems, counts.traces = len(problems), len(traces)
         return problems, traces, counts
 
-    def _problem(self, name: str, row: ProblemRow, file: Path) -> Problem:
-        messages = [{"role": m.role, "content": m.content} for m in row.prompt]
-        try:
-            text, tokens = prompts.render(
-                self._tokenizer, messages, self._config.data.system_prompt
+    def chunks(
+        self, source: SourceConfig | EvalSetConfig, file: Path, counts: SourceCounts
+    ) -> Iterator[Chunk]:
+        """The same in chunks, in the file's order, with the counts so far. A subset that is drawn by a
+        seed is not: it can only be drawn once all rows are known."""
+        name = source.short_name
+        left_out = None if self._config.data.bad_rows == "refuse" else counts.bad_rows
+        rows = read_rows(file, source.form, left_out)
+        limit = source.limit if getattr(source, "seed", None) is None else None
+        done = 0
+        while chunk := list(islice(rows, CHUNK_ROWS)):
+            self._doing(f"{file.name}: row {chunk[-1].number + 1:,}")
+            counts.used += len(chunk)
+            made = self._chunk(name, chunk, source, counts)
+            if limit is not None:
+                made = _first(made, limit - done)
+            done += len(made.problems)
+            counts.problems += len(made.problems)
+            counts.traces += len(made.traces)
+            yield made
+            if limit is not None and done == limit:
+                return
+
+    def _chunk(
+        self,
+        name: str,
+        rows: Sequence[DataRow],
+        source: SourceConfig | EvalSetConfig,
+        counts: SourceCounts,
+    ) -> Chunk:
+        drafts = self._prompts(self._golds(rows, counts), counts)
+        for draft in drafts:
+            assert draft.tokens is not None
+            content = draft.row.content
+            draft.problem = Problem(
+                problem_id=f"{name}/{draft.row.number}",
+                prompt_text=draft.text,
+                prompt_tokens=draft.tokens,
+                gold=draft.gold,
+                data_source=content.data_source or name,
+                ability=content.ability,
+                trace_ids=(),
+                extra=content.extra,
             )
-        except DataError as error:
-            raise DataError(f"{file.name} row {row.row}: {error}") from None
-        except Exception as error:  # noqa: BLE001 - a chat template may raise anything
-            raise DataError(
-                f"{file.name} row {row.row}: the model's chat template refused the prompt: "
-                f"{' '.join(str(error).split())[:200]}"
-            ) from None
-        return Problem(
-            problem_id=f"{name}/{row.row}",
-            prompt_text=text,
-            prompt_tokens=tokens,
-            gold=row.gold,
-            data_source=row.data_source,
-            ability=row.ability,
-            trace_ids=(),
-            extra=row.extra,
+        if isinstance(source, SourceConfig):
+            drafts = self._with_traces(drafts, source, counts)
+        problems, traces = [], []
+        for draft in drafts:
+            assert draft.problem is not None
+            problem = draft.problem
+            if draft.trace is not None:
+                problem = replace(problem, trace_ids=(draft.trace.trace_id,))
+                traces.append(draft.trace)
+            problems.append(problem)
+        return Chunk(
+            problems=tuple(problems),
+            traces=tuple(traces),
+            rows=tuple(draft.row for draft in drafts),
         )
 
-    def _trace(
-        self, problem: Problem, row: ProblemRow, file: Path, counts: SourceCounts
-    ) -> ExpertTrace | None:
-        """The row's trace, ungraded; None if there is none or it is too long."""
-        if row.target is None:
-            return None
-        text = row.target
-        for opener in OPENERS:
-            if problem.prompt_text.endswith(opener) and text.startswith(opener):
-                text = text.removeprefix(opener)
-                break
-        limit = self._config.rollout.max_new_tokens
-        if len(text) > limit * self._longest:
-            tokens, length = None, f"{len(text):,} characters"
-        else:
-            tokens = prompts.encode_response(self._tokenizer, text)
-            length = f"{len(tokens):,} tokens"
-        if tokens is None or len(tokens) > limit:
-            if self._config.data.overlong == "refuse":
+    # Gold answers.
+
+    def _golds(self, rows: Sequence[DataRow], counts: SourceCounts) -> list[_Draft]:
+        """The rows whose gold answers can be used, with them."""
+        drafts = []
+        for row in rows:
+            content = row.content
+            gold = content.gold
+            if gold and gold == content.target:
+                # The solution holds it.
+                gold = read_gold(gold).text
+            drafts.append(_Draft(row=row, text="", gold=gold))
+        if not self._grader.needs_verdict:
+            return drafts  # No component compares with the gold answer.
+        judged = [draft for draft in drafts if not self._grader.has_tests(draft.row.content.extra)]
+        unique = sorted({draft.gold for draft in judged if draft.gold})
+        bad = self._grader.unreadable_golds(unique)
+        if self._grader.mode.compare != "exact":
+            bad |= {gold for gold in unique if broken(gold)}
+        kept = []
+        for draft in drafts:
+            if self._grader.has_tests(draft.row.content.extra) or not (draft.gold or self._grades):
+                kept.append(draft)
+            elif not draft.gold:
+                self._leave_out(draft, counts, "no gold answer", "it has no gold answer")
+            elif draft.gold in bad:
+                what = f"the gold answer {draft.gold[:60]!r} can't be parsed"
+                self._leave_out(draft, counts, "gold answers unreadable", what)
+            else:
+                kept.append(draft)
+        return kept
+
+    def _leave_out(self, draft: _Draft, counts: SourceCounts, reason: str, what: str) -> None:
+        if self._config.data.bad_rows == "refuse":
+            raise DataError(
+                f"{draft.row.place}: {what}: correct it, or set data.bad_rows=leave_out"
+            )
+        counts.bad_rows.add(reason, f"{draft.row.place}: {what}")
+
+    # Prompts.
+
+    def _prompts(self, drafts: Sequence[_Draft], counts: SourceCounts) -> list[_Draft]:
+        """The rows whose prompts aren't too long, rendered and encoded."""
+        data = self._config.data
+        short = []
+        for draft in drafts:
+            # Ten million characters would take a tokenizer many seconds.
+            size = sum(len(message.content) for message in draft.row.content.prompt)
+            if size > data.max_prompt_tokens * self._longest:
+                self._long_prompt(draft, f"{size:,} characters", counts)
+                continue
+            draft.text = self._rendered(draft.row)
+            short.append(draft)
+        kept = []
+        encoded = prompts.encode_all(self._tokenizer, [draft.text for draft in short])
+        for draft, tokens in zip(short, encoded, strict=True):
+            if len(tokens) == 0:
                 raise DataError(
-                    f"{file.name} row {row.row}: the trace has {length} and "
-                    f"rollout.max_new_tokens is {limit:,}: raise it, or set data.overlong=drop"
+                    f"{draft.row.place}: the prompt has no tokens after rendering: {draft.text[:80]!r}"
                 )
-            counts.long_traces += 1
-            return None
-        logprobs = row.target_logprobs
+            draft.tokens = tokens
+            if len(tokens) > data.max_prompt_tokens:
+                self._long_prompt(draft, f"{len(tokens):,} tokens", counts)
+            else:
+                kept.append(draft)
+        return kept
+
+    def _rendered(self, row: DataRow) -> str:
+        messages = [{"role": m.role, "content": m.content} for m in row.content.prompt]
+        try:
+            return prompts.render_text(self._tokenizer, messages, self._config.data)
+        except DataError as error:
+            raise DataError(f"{row.place}: {error}") from None
+        except Exception as error:  # noqa: BLE001 - a chat template may raise anything
+            raise DataError(
+                f"{row.place}: the model's chat template refused the prompt: "
+                f"{' '.join(str(error).split())[:200]}"
+            ) from None
+
+    def _long_prompt(self, draft: _Draft, length: str, counts: SourceCounts) -> None:
+        data = self._config.data
+        if data.overlong == "refuse":
+            raise DataError(
+                f"{draft.row.place}: the prompt has {length} and data.max_prompt_tokens is "
+                f"{data.max_prompt_tokens:,}: raise it, or set data.overlong=drop"
+            )
+        counts.long_prompts += 1
+
+    # Traces.
+
+    def _with_traces(
+        self, drafts: list[_Draft], source: SourceConfig, counts: SourceCounts
+    ) -> list[_Draft]:
+        """Adds accepted traces; leaves out the rows that the source's filters name."""
+        filters = source.correct_only or source.max_target_tokens is not None
+        if not (needs_traces(self._config) or filters or not self._grades):
+            return drafts
+        answered = []
+        for draft in drafts:
+            if draft.row.content.target is not None and draft.row.content.label is not False:
+                answered.append(draft)
+        lengths = self._encode_traces(answered, counts)
+        if source.max_target_tokens is not None:
+            most = source.max_target_tokens
+            long = {id(d) for d, length in zip(answered, lengths, strict=True) if length > most}
+            _count(counts.filtered, f"targets over {most:,} tokens", len(long))
+            drafts = [draft for draft in drafts if id(draft) not in long]
+        with_trace = [draft for draft in drafts if draft.trace is not None]
+        if not (self._grades or source.correct_only):
+            return drafts
+        grades = self._grade(with_trace)
+        if source.correct_only:
+            right = {
+                id(draft)
+                for draft, grade in zip(with_trace, grades, strict=True)
+                if grade.verdict is Verdict.CORRECT
+            }
+            _count(counts.filtered, "targets not correct", len(drafts) - len(right))
+            drafts = [draft for draft in drafts if id(draft) in right]
+        if not self._grades:
+            return drafts
+        for draft, grade in zip(with_trace, grades, strict=True):
+            draft.trace = self._accepted(draft.trace, grade, counts)
+        if not needs_traces(self._config):
+            for draft in drafts:
+                draft.trace = None
+        return drafts
+
+    def _encode_traces(self, drafts: Sequence[_Draft], counts: SourceCounts) -> list[int]:
+        """Gives the drafts their traces, ungraded, unless they are too long; returns their lengths in tokens
+        (in characters if they are surely too long)."""
+        limit = self._config.rollout.max_new_tokens
+        texts = []
+        for draft in drafts:
+            text = draft.row.content.target or ""
+            for opener in OPENERS:
+                if draft.text.endswith(opener) and text.startswith(opener):
+                    text = text.removeprefix(opener)
+                    break
+            texts.append(text)
+        short = [text if len(text) <= limit * self._longest else "" for text in texts]
+        lengths = []
+        encoded = prompts.encode_responses(self._tokenizer, short)
+        for draft, text, tokens in zip(drafts, texts, encoded, strict=True):
+            surely = len(text) > limit * self._longest
+            lengths.append(len(text) if surely else len(tokens))
+            if surely or len(tokens) > limit:
+                if self._config.data.overlong == "refuse":
+                    length = f"{len(text):,} characters" if surely else f"{len(tokens):,} tokens"
+                    raise DataError(
+                        f"{draft.row.place}: the trace has {length} and rollout.max_new_tokens is "
+                        f"{limit:,}: raise it, or set data.overlong=drop"
+                    )
+                counts.long_traces += 1
+                continue
+            draft.trace = self._trace(draft, text, tokens, counts)
+        return lengths
+
+    def _trace(
+        self, draft: _Draft, text: str, tokens: NDArray[np.int32], counts: SourceCounts
+    ) -> ExpertTrace:
+        assert draft.problem is not None
+        logprobs = draft.row.content.target_logprobs
         if logprobs is not None and len(logprobs) != len(tokens):
             counts.unknown_logprobs += 1
             logprobs = None
         return ExpertTrace(
-            trace_id=f"{problem.problem_id}#0",
-            problem_id=problem.problem_id,
+            trace_id=f"{draft.problem.problem_id}#0",
+            problem_id=draft.problem.problem_id,
             tokens=tokens,
             logprobs=None if logprobs is None else np.asarray(logprobs, np.float32),
             text=text,
@@ -204,56 +405,73 @@ class SourceReader:
             grader=None,
         )
 
-    def _graded(
-        self, drafts: Sequence[tuple[Problem, ExpertTrace]], counts: SourceCounts
-    ) -> list[ExpertTrace]:
-        accepted = []
-        for (_, trace), grade in zip(drafts, self._grade(drafts), strict=True):
-            if grade.verdict.value not in self._config.expert.accept:
-                name = grade.verdict.value
-                counts.refused_traces[name] = counts.refused_traces.get(name, 0) + 1
-                continue
-            if grade.verdict is Verdict.CORRECT and not grade.reward:
-                # Its row would be below the baseline, so that the expert's tokens would be unlearned.
-                counts.unpaid_traces += 1
-                continue
-            accepted.append(
-                replace(
-                    trace,
-                    reward=grade.reward,
-                    verdict=grade.verdict,
-                    components=grade.components,
-                    grader=self._grader.name,
-                )
-            )
-        return accepted
-
-    def _grade(self, drafts: Sequence[tuple[Problem, ExpertTrace]]) -> list[Grade]:
-        return self._grader.grade_texts(
-            [
-                GradeItem(
-                    text=trace.text,
-                    gold=problem.gold,
-                    data_source=problem.data_source,
-                    finish_reason=FinishReason.STOP,
-                    prompt_text=problem.prompt_text,
-                    tokens=trace.tokens,
-                    extra=problem.extra,
-                )
-                for problem, trace in drafts
-            ]
+    def _accepted(
+        self, trace: ExpertTrace | None, grade: Grade, counts: SourceCounts
+    ) -> ExpertTrace | None:
+        """The graded trace; None if it isn't let in."""
+        assert trace is not None
+        if grade.verdict.value not in self._config.expert.accept:
+            _count(counts.refused_traces, grade.verdict.value, 1)
+            return None
+        if grade.verdict is Verdict.CORRECT and not grade.reward:
+            # Its row would be below the baseline, so that the expert's tokens would be unlearned.
+            counts.unpaid_traces += 1
+            return None
+        return replace(
+            trace,
+            reward=grade.reward,
+            verdict=grade.verdict,
+            components=grade.components,
+            grader=self._grader.name,
         )
 
-    def _bad_golds(self, rows: Sequence[ProblemRow]) -> set[int]:
-        """Indices of rows whose gold answer the grader can't read, or not within its limits."""
-        if not self._grader.needs_verdict:
-            return set()  # No component compares with the gold answer.
-        rows = [row for row in rows if not self._grader.has_tests(row.extra)]
-        unique = sorted({row.gold for row in rows})
-        bad = self._grader.unreadable_golds(unique)
-        if self._grader.mode.compare != "exact":
-            bad |= {gold for gold in unique if broken(gold)}
-        return {row.row for row in rows if row.gold in bad}
+    def _grade(self, drafts: Sequence[_Draft]) -> list[Grade]:
+        items = []
+        for draft in drafts:
+            assert draft.problem is not None
+            assert draft.trace is not None
+            items.append(
+                GradeItem(
+                    text=draft.trace.text,
+                    gold=draft.gold,
+                    data_source=draft.problem.data_source,
+                    finish_reason=FinishReason.STOP,
+                    prompt_text=draft.text,
+                    tokens=draft.trace.tokens,
+                    extra=draft.problem.extra,
+                )
+            )
+        return self._grader.grade_texts(items)
+
+
+def _count(counts: dict[str, int], what: str, number: int) -> None:
+    if number:
+        counts[what] = counts.get(what, 0) + number
+
+
+def _first(chunk: Chunk, most: int) -> Chunk:
+    """The chunk's first problems, and their traces."""
+    if len(chunk.problems) <= most:
+        return chunk
+    problems = chunk.problems[:most]
+    kept = {problem.problem_id for problem in problems}
+    traces = tuple(trace for trace in chunk.traces if trace.problem_id in kept)
+    return Chunk(problems=problems, traces=traces, rows=chunk.rows[:most])
+
+
+def drawn(problem_ids: Sequence[str], count: int, seed: int) -> set[str]:
+    """A random subset of a source's problems; a smaller one of the same seed is a part of a larger one.
+
+    >>> ids = [f"gsm8k/{row}" for row in range(100)]
+    >>> drawn(ids, 5, seed=1) < drawn(ids, 20, seed=1)
+    True
+    """
+
+    def rank(problem_id: str) -> bytes:
+        row = problem_id.rpartition("/")[2]
+        return hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest()
+
+    return set(sorted(problem_ids, key=rank)[:count])
 
 
 def broken(gold: str) -> bool:

@@ -1,16 +1,26 @@
 """All reward components by name; importing this module fills the registry.
 
 To add one, write a factory whose keyword arguments are the component's parameters, and register it
-(in :mod:`tandem.reward.components.formats`, :mod:`tandem.reward.components.lengths` or here).
+(in one of the modules beside this one, or here).
 """
 
 from __future__ import annotations
 
 from ...common.records import Verdict
-from . import code, formats, lengths
+from . import code, equation, formats, lengths
 from .registry import COMPONENTS, Component, Graded, Kind, component, register
 
-__all__ = ["COMPONENTS", "Component", "Graded", "Kind", "code", "component", "formats", "lengths"]
+__all__ = [
+    "COMPONENTS",
+    "Component",
+    "Graded",
+    "Kind",
+    "code",
+    "component",
+    "equation",
+    "formats",
+    "lengths",
+]
 
 
 @register("accuracy", needs_verdict=True)

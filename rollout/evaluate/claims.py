@@ -144,6 +144,7 @@ class ClaimedEvaluations:
                     samples=request.samples,
                     max_new_tokens=self._config.rollout.max_new_tokens,
                     seed=self._config.run.seed,
+                    stop=self._config.data.stops,
                     name=f"evaluate {request.set_name}",
                 )
             )

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from ...common import prompts
-from ...common.config import EvaluateConfig, ModelConfig, RewardConfig, RolloutConfig
+from ...common.config import DataConfig, EvaluateConfig, ModelConfig, RewardConfig, RolloutConfig
 from ...common.errors import DataError, TandemError
 from ...common.records import FinishReason, Problem, Sample, SamplingParams, Verdict
-from ...replay.readers import iterate_rows
+from ...replay.forms import read_rows
 from ...replay.store import four_classes
 from ...reward.grading import Grade, GradeItem, Grader
 from ..engine import Engine, GroupRequest
@@ -93,6 +93,7 @@ async def evaluate(
     seed: int = 0,
     top_p: float = 1.0,
     name: str = "evaluation",
+    stop: tuple[str, ...] = (),
     deadline: float = 3600.0,
 ) -> Evaluation:
     """Answers every problem ``samples`` times and grades the answers.
@@ -107,6 +108,7 @@ async def evaluate(
         seed: keys the noise together with ``name`` and the problem's place.
         top_p: share of the probability that is sampled from.
         name: with the same name, seed and weights, the responses are the same.
+        stop: strings that end a response.
         deadline: seconds for everything.
 
     Raises:
@@ -127,6 +129,7 @@ async def evaluate(
             count=count,
             sampling=sampling,
             seed=seed,
+            stop=stop,
         )
         for i, problem in enumerate(problems)
     ]
@@ -248,6 +251,7 @@ def evaluate_folder(
     rollout: RolloutConfig | None = None,
     reward: RewardConfig | None = None,
     settings: EvaluateConfig | None = None,
+    stop: tuple[str, ...] = (),
     seed: int = 0,
     name: str = "evaluation",
     max_rows: int = 256,
@@ -258,6 +262,7 @@ def evaluate_folder(
         model_path: a Hugging Face folder, a hub name or ``miniature``.
         problems: rendered and tokenised with that model's tokenizer.
         model, rollout, reward, settings: sections as in a run's config; defaults if None.
+        stop: strings that end a response.
         seed: seed of the noise.
         name: name of the set, which also keys the noise.
         max_rows: greatest number of responses generated at a time.
@@ -283,6 +288,7 @@ def evaluate_folder(
                     top_p=settings.top_p,
                     samples=settings.samples,
                     max_new_tokens=rollout.max_new_tokens,
+                    stop=stop,
                     seed=seed,
                     name=name,
                 )
@@ -296,29 +302,30 @@ def load_problems(
     path: str | Path,
     tokenizer: Any,
     *,
-    system_prompt: str | None = None,
+    data: DataConfig | None = None,
     limit: int | None = None,
 ) -> list[Problem]:
-    """The first ``limit`` problems of a parquet file in LUFFY's columns, rendered for a model.
+    """The first ``limit`` problems of a data file, rendered for a model.
 
     Raises:
-        DataError: the file can't be read, or a row has a value that doesn't belong in its column.
+        DataError: the file can't be read, or a row can't be used.
     """
     path = Path(path)
     problems = []
-    for row in itertools.islice(iterate_rows(path), limit):
-        messages = [{"role": m.role, "content": m.content} for m in row.prompt]
-        text, tokens = prompts.render(tokenizer, messages, system_prompt)
+    for row in itertools.islice(read_rows(path), limit):
+        content = row.content
+        messages = [{"role": m.role, "content": m.content} for m in content.prompt]
+        text, tokens = prompts.render(tokenizer, messages, data)
         problems.append(
             Problem(
-                problem_id=f"{path.stem}/{row.row}",
+                problem_id=f"{path.stem}/{row.number}",
                 prompt_text=text,
                 prompt_tokens=tokens,
-                gold=row.gold,
-                data_source=row.data_source,
-                ability=row.ability,
+                gold=content.gold,
+                data_source=content.data_source or path.stem,
+                ability=content.ability,
                 trace_ids=(),
-                extra=row.extra,
+                extra=content.extra,
             )
         )
     return problems

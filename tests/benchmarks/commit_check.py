@@ -21,6 +21,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tandem.common.ratio_check import alarm_of
+
 SETTINGS = (
     "evaluate.every=0",
     "evaluate.at_start=false",
@@ -52,6 +54,9 @@ def run(folder: Path, steps: int, staleness: int, dtype: str) -> tuple[str, floa
         for text in log.read_text(encoding="utf-8").splitlines():
             if "isn't what the learner published" in text:
                 print(text, flush=True)
+    for record in records:
+        if alarm := alarm_of(record):
+            print(f"step {record['step']}: {alarm}", flush=True)
     failed = sum(every("weights/checks_failed"))
     alarms = sum(alarm > 0 for alarm in every("ratio/alarm"))
     learner = sum(every("time/score")) / max(sum(every("time/total")), 1e-9)

@@ -210,7 +210,7 @@ def test_every_field_of_the_config_is_explained():
 def test_config_records_and_wire_load_without_a_deep_learning_library():
     code = (
         "import sys, tandem.common.config, tandem.common.records, tandem.common.wire, "
-        "tandem.replay.ledger, tandem.replay.readers, tandem.replay.store;"
+        "tandem.replay.ledger, tandem.replay.forms, tandem.replay.store;"
         "print([m for m in ('torch', 'transformers', 'vllm', 'deepspeed') if m in sys.modules])"
     )
     done = subprocess.run(

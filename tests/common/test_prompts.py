@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tandem.common import prompts
+from tandem.common.config import DataConfig
 from tandem.common.errors import DataError
 from tandem.launch.miniature import tokenizer as miniature
 
@@ -30,13 +31,42 @@ def test_the_chat_template_renders_and_nothing_is_added(tokenizer: Any) -> None:
 
 
 def test_a_system_prompt_comes_first_unless_there_is_one(tokenizer: Any) -> None:
-    told = miniature.build()
-    told.chat_template = (
+    chat = with_roles()
+    three = DataConfig(system_prompt="3")
+    assert prompts.render(chat, user("1+2"), three)[0] == "s=3?u=1+2?"
+    own = [{"role": "system", "content": "4"}, *user("1+2")]
+    assert prompts.render(chat, own, three)[0] == "s=4?u=1+2?"
+
+
+def with_roles() -> Any:
+    """A tokenizer whose chat template writes each message's role."""
+    chat = miniature.build()
+    chat.chat_template = (
         "{%- for m in messages -%}{{- m['role'][0] + '=' + m['content'] + '?' -}}{%- endfor -%}"
     )
-    assert prompts.render(told, user("1+2"), "3")[0] == "s=3?u=1+2?"
+    return chat
+
+
+def test_system_messages_can_be_removed_and_a_response_begun() -> None:
     own = [{"role": "system", "content": "4"}, *user("1+2")]
-    assert prompts.render(told, own, "3")[0] == "s=4?u=1+2?"
+    begun = DataConfig(remove_system=True, prefill="<think>")
+    assert prompts.render(with_roles(), own, begun)[0] == "u=1+2?<think>"
+    replaced = DataConfig(remove_system=True, system_prompt="5")
+    assert prompts.render(with_roles(), own, replaced)[0] == "s=5?u=1+2?"
+    assert prompts.render(with_roles(), own, DataConfig(template="none"))[0] == "4\n1+2"
+
+
+def test_a_template_takes_the_question_alone(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "4"}, *user("{1+2}")]
+    file = tmp_path / "few_shot.txt"
+    file.write_bytes(b"1=1 {}\r\n{question}=")
+    few_shot = DataConfig(template=str(file), prefill="<think>")
+    assert prompts.render_text(with_roles(), own, few_shot) == "1=1 {}\r\n{1+2}=<think>"
+    bare = DataConfig(template="question_only", system_prompt="5")
+    assert prompts.render_text(with_roles(), own, bare) == "{1+2}"
+    turns = [*user("1"), {"role": "assistant", "content": "1"}, *user("2")]
+    with pytest.raises(DataError, match="holds one question, and the prompt has 3 messages"):
+        prompts.render_text(with_roles(), turns, bare)
 
 
 def test_without_a_template_the_contents_are_the_prompt() -> None:

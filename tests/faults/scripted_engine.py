@@ -162,6 +162,7 @@ class ScriptedEngine:
         # Held during a token step: whoever has it is between two of them.
         self._between = asyncio.Lock()
         self._paused = False
+        self._held = False
         self._sampled = self._steps = self._loads = 0
         self._busy = 0.0
 
@@ -212,8 +213,17 @@ class ScriptedEngine:
         self._paused = False
         self._wake.set()
 
+    async def hold(self, seconds: float) -> None:
+        """Lets no group begin until the next load; returns when no sample runs, or after ``seconds``."""
+        self._held = True
+        until = time.monotonic() + seconds
+        while self._running and not self._paused and time.monotonic() < until:
+            await asyncio.sleep(self._step_seconds)
+
     async def load(self, state: StagedWeights, version: Version) -> None:
         """Copies the weights, between two token steps."""
+        self._held = False
+        self._wake.set()
         async with self._between:
             new = dict(state.tensors())
             for spec in self._specs:
@@ -267,7 +277,7 @@ class ScriptedEngine:
 
     async def _run(self) -> None:
         while True:
-            if self._paused or not (self._running or self._waiting):
+            if self._paused or not (self._running or (self._waiting and not self._held)):
                 self._wake.clear()
                 await self._wake.wait()
                 continue
@@ -286,7 +296,7 @@ class ScriptedEngine:
         return sum(not row.done for group in self._running.values() for row in group.rows)
 
     def _admit(self) -> None:
-        while self._waiting and (
+        while (self._waiting and not self._held) and (
             not self._running or self._rows() + self._waiting[0].request.count <= self._max_rows
         ):
             group = self._waiting.popleft()

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.common.telemetry import Clock
 from tandem.common.weights.manifest import ScoredRows
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.ranks import Leader
 from tandem.learner.scored import ROWS, fixed_rows
+from tandem.learner.trainer import Trainer
 from tandem.learner.updates import Updates
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -72,6 +74,19 @@ def test_for_engines_in_bf16_they_are_those_of_rounded_weights(
     for name, parameter in leader.engine.parameters():
         assert parameter.dtype == torch.float32
         assert torch.equal(parameter, before[name])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_trainer_has_them_scored_as_the_engines_hold_the_weights(
+    dtype: str, leader: Leader, rows: Any, made_up: Any
+) -> None:
+    trainer = object.__new__(Trainer)
+    trainer._config = made_up.config_of(rollout={"dtype": dtype})
+    trainer._clock, trainer._leader, trainer._rows = Clock(), leader, rows
+    scored = trainer._scored()
+    assert scored is not None
+    wanted = leader.score(rows, getattr(torch, dtype))
+    assert torch.equal(torch.tensor(scored.logprobs), wanted)
 
 
 def test_they_follow_the_weights_and_leave_the_model_in_training(leader: Leader, rows: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.replay import cutting, rules
+from tandem.replay import cutting, mixing, rules
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_cut_may_pass_over_a_lease_only_while_it_stays_fresh():
 
 
 def test_the_examples_of_the_rules_are_true():
-    for module in (rules, cutting):
+    for module in (rules, cutting, mixing):
         found = doctest.testmod(module)
         assert found.attempted
         assert not found.failed

@@ -292,6 +292,30 @@ def test_the_bound_follows_what_earlier_checks_found() -> None:
     assert Noise(MEAN, "float32", 6.0).bound == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "coarser"),
+    [
+        (("float32", "float32"), "float32"),
+        (("float32", "bfloat16"), "bfloat16"),
+        (("bfloat16", "float32"), "bfloat16"),
+    ],
+)
+def test_the_first_bound_is_that_of_the_less_exact_dtype(
+    dtypes: tuple[str, str], coarser: str, engine_of: Any, tiny: Any
+) -> None:
+    check = CommitCheck(
+        engine_of("torch-direct")(tiny.model()),
+        dtypes=dtypes,
+        bound=None,
+        temperature=1.0,
+        runs_on=True,
+        seconds=5.0,
+    )
+    assert {kind: noise.bound for kind, noise in check._noise.items()} == {
+        kind: BOUNDS[kind][coarser][1] for kind in BOUNDS
+    }
+
+
 def test_a_sample_that_is_less_certain_than_those_before_is_no_alarm(
     engine_of: Any, tiny: Any
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from tandem.rollout.engine import (
     Scorer,
 )
 
-V1, V2 = Version(term=1, step=1), Version(term=1, step=2)
+V1, V2, V3 = (Version(term=1, step=step) for step in (1, 2, 3))
 NewEngine = Callable[..., Any]
 VLLM = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -468,7 +469,7 @@ class TestWeightsInFlight:
 
     @staticmethod
     def changed_midway(
-        engine: Any, tiny: Any, *requests: GroupRequest, after: int = 6
+        engine: Any, tiny: Any, *requests: GroupRequest, after: int = 6, wait: float = 0.0
     ) -> dict[str, FinishedGroup]:
         new = NamedWeights(tiny.weights(tiny.model(seed=1)))
 
@@ -477,6 +478,8 @@ class TestWeightsInFlight:
             task = asyncio.create_task(collect(engine, *requests))
             while engine.stats().decode_steps < after:
                 await asyncio.sleep(0)
+            if wait:
+                await engine.hold(wait)
             await engine.load(new, V2)
             assert engine.version == V2
             return await task
@@ -565,10 +568,37 @@ class TestWeightsInFlight:
     def test_new_weights_may_wait_for_the_running_samples_to_end(
         self, new_engine: NewEngine, tiny: Any
     ) -> None:
-        engine = new_engine(tiny.model(seed=5), update_wait=60.0)
-        group = self.changed_midway(engine, tiny, asks("0-0", new=60, count=8))["0-0"]
+        engine = new_engine(tiny.model(seed=5))
+        group = self.changed_midway(engine, tiny, asks("0-0", new=60, count=8), wait=60.0)["0-0"]
         assert {span.step for sample in group.samples for span in sample.spans} == {1}
         assert engine.version.step == 2
+
+    def test_they_wait_no_longer_than_they_may(self, new_engine: NewEngine, tiny: Any) -> None:
+        engine = new_engine(tiny.model(seed=5))
+        group = self.changed_midway(engine, tiny, asks("0-0", new=60, count=8), wait=1e-3)["0-0"]
+        assert {span.step for sample in group.samples for span in sample.spans} == {1, 2}
+
+    def test_only_urgent_groups_begin_while_weights_wait(
+        self, new_engine: NewEngine, tiny: Any
+    ) -> None:
+        wrong = tiny.weights(tiny.model(seed=1))
+        wrong.popitem()
+
+        async def scenario(engine: Any) -> list[int | None]:
+            await engine.load(NamedWeights(tiny.weights(tiny.model(seed=0))), V1)
+            await engine.hold(60.0)
+            held = asyncio.create_task(collect(engine, asks("held")))
+            urgent = (await collect(engine, replace(asks("urgent"), urgent=True)))["urgent"]
+            await engine.load(NamedWeights(tiny.weights(tiny.model(seed=1))), V2)
+            late = (await held)["held"]
+            await engine.hold(60.0)
+            left = asyncio.create_task(collect(engine, asks("left")))
+            await asyncio.sleep(0)
+            with pytest.raises(WeightsError):
+                await engine.load(NamedWeights(wrong), V3)
+            return [group.samples[0].oldest_step for group in (urgent, late, (await left)["left"])]
+
+        assert in_engine(new_engine(tiny.model(seed=5)), scenario) == [1, 2, 2]
 
     def test_weights_that_do_not_fit_change_nothing(
         self, new_engine: NewEngine, tiny: Any, repeatable: float
@@ -714,3 +744,42 @@ def test_it_is_an_engine(new_engine: NewEngine, tiny: Any) -> None:
     engine = new_engine(tiny.model())
     assert isinstance(engine, Engine)
     assert isinstance(engine, Scorer)
+
+
+class TestStopStrings:
+    """A sample ends with the first token after which its text holds a stop string."""
+
+    def test_ends_a_sample(self, new_engine: NewEngine, tiny: Any, repeatable: float) -> None:
+        request = asks("0-0", new=40, count=4, temperature=repeatable)
+        whole = generate(new_engine(tiny.model()), request)["0-0"]
+        stop = whole.samples[0].text[4:7]
+        assert stop
+        ended = generate(new_engine(tiny.model()), replace(request, stop=(stop, "never")))["0-0"]
+        tokenizer = tiny.tokenizer()
+        found = 0
+        for before, after in zip(whole.samples, ended.samples, strict=True):
+            ends = [
+                end
+                for end in range(1, len(before.tokens) + 1)
+                if stop in tokenizer.decode(before.tokens[:end].tolist())
+            ]
+            if not ends:
+                np.testing.assert_array_equal(after.tokens, before.tokens)
+                continue
+            found += 1
+            np.testing.assert_array_equal(after.tokens, before.tokens[: ends[0]])
+            np.testing.assert_allclose(after.logprobs, before.logprobs[: ends[0]], atol=1e-4)
+            assert after.finish_reason is FinishReason.STOP
+            assert stop in after.text
+            assert [span.end for span in after.spans] in ([], [ends[0]])
+        assert found
+
+    def test_leaves_groups_without_one_alone(
+        self, new_engine: NewEngine, tiny: Any, repeatable: float
+    ) -> None:
+        request = asks("0-0", new=30, temperature=repeatable)
+        alone = generate(new_engine(tiny.model()), request)["0-0"]
+        stop = alone.samples[0].text[2:4]
+        other = replace(request, group_id="0-1", stop=(stop,))
+        both = generate(new_engine(tiny.model()), request, other)
+        assert same_tokens(alone, both["0-0"])

@@ -189,7 +189,7 @@ def test_publishing_goes_on_while_a_worker_is_stopped_and_the_log_names_it(run: 
         assert other.next() == (v(step), as_bytes(model(step)))
     # For its answer to the offer, or, if it was stopped before it asked for one, for a sign of life.
     run.lines.wait_for("waiting for rollout-0 to ")
-    ends = "didn't acknowledge version 1.2 within 1.0 s", "rollout-0: not heard of for 10.0 s"
+    ends = "didn't acknowledge version 1.2 within 1.0 s", "rollout-0: silent for 10.0 s"
     with run.lines.more:
         assert run.lines.more.wait_for(
             lambda: any(end in line for line in run.lines.seen for end in ends), 20.0
@@ -219,7 +219,7 @@ def test_a_silent_worker_is_given_up_by_name(run: Any) -> None:
     publisher.publish(v(1), model(1))
     wait_served(publisher, v(1), 30)
     worker.signal(signal.SIGSTOP)
-    run.lines.wait_for("rollout-0: not heard of for 2.5 s (stopped or dead)")
+    run.lines.wait_for("rollout-0: silent for 2.5 s (stopped or dead)")
     assert publisher.stats()["members"] == {}
     worker.signal(signal.SIGCONT)
     publisher.publish(v(2), model(2))

@@ -61,7 +61,7 @@ class TestSharedMemory:
         assert other.next()[0] == v(0)
         assert stopped.next() == "committing"
         stopped.signal(signal.SIGSTOP)
-        run.lines.wait_for("rollout-0", "not heard of")
+        run.lines.wait_for("rollout-0", "silent for")
         for step in range(1, 6):
             publisher.publish(v(step), model(step, big=True))
             assert other.next() == (v(step), as_bytes(model(step, big=True)))

@@ -201,3 +201,18 @@ def _until(condition: Any, seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def test_prompts_end_as_the_template_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A response that goes on from an open <think> is in the right form only if the prompt opened it."""
+    rows = tmp_path / "rows.jsonl"
+    text = "4 is it</think> <answer>4</answer>"
+    rows.write_text(json.dumps({"id": 1, "completion": text, "gold": "4"}) + "\n")
+    style = ["--reward", "{name: format, params: {style: tags}}"]
+    paid = []
+    for words in ([], ["data.template=r1_zero"], ["data.prefill=<think>"]):
+        assert main(["grade", str(rows), *words, *style]) == 0
+        paid.append(json.loads(capsys.readouterr().out.splitlines()[0])["reward"])
+    assert paid == [0.0, 1.0, 1.0]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +25,7 @@ from tandem.launch.host import redis_server
 from tandem.launch.ingest import prepare as ingest
 from tandem.launch.ingest import process as ingest_process
 from tandem.launch.ingest.load import load as load_data
-from tandem.launch.ingest.load import reload
+from tandem.launch.ingest.load import reload, role_config
 from tandem.launch.ingest.process import IngestProcess
 from tandem.launch.ingest.rows import broken
 from tandem.launch.miniature.parquet import SCHEMA, write
@@ -71,19 +72,15 @@ def change(path: Path, edit: Callable[[list[dict]], None]) -> None:
 # --- what comes out ---
 
 
-class _Untouched:
-    """A tokenizer that may not be given a text which is surely too long."""
+def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tokenizer may be given a text which is surely too long."""
+    encode_all = prompts.encode_all
 
-    def __init__(self, tokenizer: object, most: int) -> None:
-        self._tokenizer = tokenizer
-        self._most = most
+    def checked(tokenizer: Any, texts: Sequence[str]) -> list[Any]:
+        assert max(map(len, texts), default=0) <= 1_000_000
+        return encode_all(tokenizer, texts)
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._tokenizer, name)
-
-    def encode(self, text: str, **settings: object) -> list[int]:
-        assert len(text) <= self._most
-        return self._tokenizer.encode(text, **settings)  # type: ignore[attr-defined, no-any-return]
+    monkeypatch.setattr(prompts, "encode_all", checked)
 
 
 def test_prompts_of_ten_megabytes_are_left_out_without_a_token(
@@ -94,10 +91,7 @@ def test_prompts_of_ten_megabytes_are_left_out_without_a_token(
             row["prompt"][0]["content"] = "7+5-" * 2_500_000
 
     change(made / "fresh.parquet", edit)
-    load_tokenizer = ingest.load_tokenizer
-    monkeypatch.setattr(
-        ingest, "load_tokenizer", lambda path: _Untouched(load_tokenizer(path), 1_000_000)
-    )
+    untouched(monkeypatch)
     found = prepared()
     assert found.counts["fresh"].long_prompts == 3
     assert found.counts["fresh"].problems == 3
@@ -114,10 +108,7 @@ def test_a_trace_of_ten_megabytes_is_left_out_without_a_token(
         rows[0]["target"][0]["content"] = "7+5-" * 2_500_000
 
     change(made / "expert.parquet", edit)
-    load_tokenizer = ingest.load_tokenizer
-    monkeypatch.setattr(
-        ingest, "load_tokenizer", lambda path: _Untouched(load_tokenizer(path), 1_000_000)
-    )
+    untouched(monkeypatch)
     assert prepared().counts["expert"].long_traces == 1
 
 
@@ -160,6 +151,45 @@ def test_problems_traces_and_held_out_sets(made: Path) -> None:
     assert len(trace.tokens) == 53
     assert trace.grader is not None
     assert not [p for p in found.problems if p.problem_id.startswith("fresh") and p.trace_ids]
+
+
+@pytest.mark.parametrize("form", ["prompt_response", "conversation", "problem_solution"])
+def test_the_same_problems_in_another_form_are_the_same_data(
+    made: Path, here: Path, form: str
+) -> None:
+    plain = prepared()
+    for name in ("expert", "fresh"):
+        # Problems without a response have forms of their own.
+        into = form if name == "expert" or form == "conversation" else "question_answer"
+        words = [f"d/{name}.parquet", "--write", f"d/{name}.jsonl", "--as", into]
+        assert main(["ingest", *words]) == 0
+    found = prepared("data.train=[{path: d/expert.jsonl},{path: d/fresh.jsonl, weight: 2}]")
+    for before, after in zip(plain.problems, found.problems, strict=True):
+        np.testing.assert_array_equal(after.prompt_tokens, before.prompt_tokens)
+        assert (after.problem_id, after.gold) == (before.problem_id, before.gold)
+    for trace, again in zip(plain.traces, found.traces, strict=True):
+        np.testing.assert_array_equal(again.tokens, trace.tokens)
+        assert (again.trace_id, again.reward) == (trace.trace_id, trace.reward)
+
+
+def test_a_template_and_its_stop_string_reach_the_roles(made: Path, here: Path) -> None:
+    (here / "t.txt").write_text("7-{question}")
+    found = prepared("data.template=t.txt", "data.stop=[</think>]")
+    assert all(problem.prompt_text.startswith("7-") for problem in found.problems)
+    config = load("miniature").resolve([*PLAIN, "data.template=t.txt", "data.stop=[</think>]"])
+    assert role_config(config).data.stops == ("</think>",)
+    (here / "t.txt").unlink()
+    assert role_config(load("miniature").resolve([*PLAIN, "data.template=r1_zero"])).data.stop == (
+        "</answer>",
+    )
+
+
+def test_a_template_that_is_not_there_is_told_before_anything_starts(
+    made: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "data.template=r1zero is neither" in refused(
+        capsys, here, *PLAIN, "data.template=r1zero"
+    )
 
 
 def test_the_digest_names_the_data(made: Path) -> None:
@@ -273,8 +303,8 @@ def test_bad_golds_can_be_dropped(made: Path) -> None:
     change(
         made / "fresh.parquet", lambda rows: rows[4]["reward_model"].update(ground_truth="\\frac{")
     )
-    found = prepared("data.bad_golds=drop")
-    assert found.counts["fresh"].bad_golds == 1
+    found = prepared()
+    assert found.counts["fresh"].bad_rows.counts == {"gold answers unreadable": 1}
     assert "fresh/4" not in {problem.problem_id for problem in found.problems}
 
 
@@ -395,16 +425,16 @@ def test_a_file_that_is_not_there(made: Path, here: Path, capsys) -> None:
 
 def test_a_file_that_is_no_parquet(made: Path, here: Path, capsys) -> None:
     (made / "fresh.parquet").write_text("prompt,answer\n")
-    assert "can't be read as parquet" in refused(capsys, here, *PLAIN)
+    assert "neither parquet nor JSON" in refused(capsys, here, *PLAIN)
 
 
 def test_a_gold_that_cannot_be_parsed(made: Path, here: Path, capsys) -> None:
     change(
         made / "fresh.parquet", lambda rows: rows[4]["reward_model"].update(ground_truth="\\frac{")
     )
-    said = refused(capsys, here, *PLAIN)
+    said = refused(capsys, here, *PLAIN, "data.bad_rows=refuse")
     assert "fresh.parquet row 4: the gold answer" in said
-    assert "data.bad_golds=drop" in said
+    assert "data.bad_rows=leave_out" in said
 
 
 def test_a_long_prompt_where_it_is_to_be_refused(made: Path, here: Path, capsys) -> None:

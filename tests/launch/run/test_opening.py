@@ -13,7 +13,7 @@ from tandem.common.run_folder import RunFolder
 from tandem.launch.host.folder_lock import FolderLock
 from tandem.launch.run.opening import Kind, Opening, make_folder, open_folder
 from tandem.launch.run.presets import load
-from tandem.launch.run.record import _without_password
+from tandem.launch.run.record import RunRecord, _without_password
 
 
 @pytest.fixture(autouse=True)
@@ -295,6 +295,17 @@ def test_no_form_of_an_override_keeps_a_password(word: str) -> None:
         assert {k: v for k, v in before[1].items() if k != "redis_url"} == {
             k: v for k, v in after[1].items() if k != "redis_url"
         }
+
+
+def test_the_record_of_a_run_keeps_no_password(tmp_path: Path) -> None:
+    preset = load("miniature")
+    words = [f"run.dir={tmp_path / 'run'}", "replay.redis_url=redis://:secret@h:1/0"]
+    opening = open_folder(preset, words, fresh=False)
+    opening.folder.make()
+    RunRecord(opening, began=0.0).begin(preset, opening, port=1)
+    kept = opening.folder.run_json.read_text()
+    assert "h:1/0" in kept
+    assert "secret" not in kept
 
 
 def test_other_overrides_are_kept_as_they_are() -> None:

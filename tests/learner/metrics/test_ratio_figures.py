@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tandem.common.ratio_check import alarm_of
+from tandem.common.ratio_check import FIGURES, alarm_of
 from tandem.common.records import VersionSpan
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.metrics.ratio_check import BOUNDS, HISTORY, RatioCheck, measure
@@ -159,12 +160,26 @@ def test_the_coarser_dtype_bounds_what_is_fresh(
     )
 
 
-def test_each_figure_alone_is_an_alarm(held: Callable[..., RatioCheck]) -> None:
+@pytest.mark.parametrize(("dtype", "unbounded"), [("float32", set[str]()), ("bfloat16", {"k3"})])
+def test_each_figure_alone_is_an_alarm(
+    dtype: str, unbounded: set[str], held: Callable[..., RatioCheck]
+) -> None:
     calm = found_at(0, 0.0)
-    for name, bound in BOUNDS["float32"].items():
-        told, alarm = held().hold({**calm, name: 3 * bound})
+    for name in FIGURES.keys() - unbounded:
+        bound = BOUNDS[dtype][name]
+        told, alarm = held(rollout={"dtype": dtype}).hold({**calm, name: 3 * bound})
         assert alarm
         assert f"{3 * bound:.3g} (bound" in alarm_of({f"ratio/{k}": v for k, v in told.items()})
+
+
+def test_one_token_that_half_precision_moves_far_is_no_alarm(
+    held: Callable[..., RatioCheck],
+) -> None:
+    """In the mean of k3 it would outweigh a thousand others."""
+    outlier = {**found_at(0, 1e-6), "k3": (math.exp(8) - 9) / 1000}
+    assert held().hold(outlier)[1]
+    for lag in (0, 2):
+        assert not held(rollout={"dtype": "bfloat16"}).hold({**outlier, "lag": lag})[1]
 
 
 def test_a_mean_of_few_tokens_may_be_larger_and_their_percentile_is_not_held(
@@ -206,6 +221,13 @@ def test_a_history_goes_through_a_checkpoint(held: Callable[..., RatioCheck]) ->
     # A checkpoint of before there was a history.
     other.restore({"entropy": 0.0})
     assert other.state() == {}
+
+
+def test_the_history_is_in_what_a_checkpoint_keeps_of_the_updates(learner: Learner) -> None:
+    updates, other = learner(), learner()
+    updates.ratio_check.hold(found_at(1, 0.002))
+    other.restore(updates.state())
+    assert other.ratio_check.state() == updates.ratio_check.state() != {}
 
 
 def sampled(

@@ -189,6 +189,18 @@ def test_one_flipped_bit_is_refused_or_costs_the_last_line_with_a_word(
         file.write_bytes(whole)
 
 
+def test_another_record_in_the_place_of_the_one_that_is_built_on_is_refused(path: Path) -> None:
+    first = Journal(path)
+    first.row(1, 1, row(1))()
+    first.close()
+    begun(path, 2, 0).close()
+    record, other = json.loads(path.read_bytes()), row(1, "0-1")
+    del record["sum"]
+    path.write_bytes(encoded({**record, "digest": digest_of(other), "row": other}))
+    with pytest.raises(StoreError, match="doesn't have the record at byte"):
+        History(path)
+
+
 def test_a_file_that_the_newest_builds_on_must_be_there(path: Path) -> None:
     train(Journal(path), 1, 1, 2)
     begun(path, 2, 2).close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -398,6 +400,26 @@ time.sleep(1)
 took()
 """,
 )
+
+
+FILTERED = """
+import ctypes
+from tandem.reward.sandbox.syscall_filter import refuse_calls
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+refuse_calls()
+segment = libc.shmget(0, 4096, 0o600)
+libc.shmctl(segment, 0, None)  # It would outlive the process.
+print(segment, libc.memfd_create(b"file", 0))
+"""
+"""Says -1 for a System V segment and for a memory file if it gets neither."""
+
+
+def test_the_filter_refuses_memory_that_no_process_has_mapped() -> None:
+    """Tried without a sandbox: one whose filter lets them through counts as none, so that its tests are
+    skipped."""
+    said = subprocess.run([sys.executable, "-c", FILTERED], capture_output=True, text=True)
+    assert said.stdout == "-1 -1\n", said.stderr
 
 
 @pytest.mark.parametrize("program", BEYOND)

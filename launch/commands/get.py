@@ -1,0 +1,65 @@
+"""Downloads a model or a data set from the Hugging Face hub into a local folder, and verifies it.
+
+An interrupted download goes on where it was. HF_ENDPOINT names a mirror, HF_TOKEN a key for gated
+repositories.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from ...common import hub
+from ...common.errors import ConfigError
+from ...common.printable import printable, raw
+from ..wording import human, shown
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", choices=("model", "data"), help="what to download")
+    parser.add_argument(
+        "name", metavar="NAME", help="org/model; or org/set, org/set:split, org/set/config:split"
+    )
+    parser.add_argument("--to", metavar="DIR", help="(default: models/NAME or data/NAME, here)")
+    parser.add_argument("--revision", metavar="NAME", help="a branch, tag or commit")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    name = arguments.name
+    if "/" not in name:
+        raise ConfigError(f"{name} isn't a name on the hub: write org/name")
+    tell, end = _progress(sys.stderr)
+    short = name.partition(":")[0].split("/")[1]
+    if arguments.kind == "model":
+        to = Path(arguments.to or Path("models") / short).expanduser()
+        hub.get_model(name, to, arguments.revision, tell)
+    else:
+        to = Path(arguments.to or Path("data") / short).expanduser()
+        hub.get_data(name, to, arguments.revision, tell)
+    end()
+    files = [file for file in to.rglob("*") if file.is_file()]
+    total = sum(file.stat().st_size for file in files)
+    print(f"{shown(to.absolute())}: {len(files)} files, {human(total)}, verified")
+    key = "model.path" if arguments.kind == "model" else "data.train.0.path"
+    print(f"use it as {key}={shown(to.absolute())}")
+    return 0
+
+
+def _progress(stream: TextIO) -> tuple[Callable[[str], None], Callable[[], None]]:
+    """On a terminal, a line that is drawn anew; nothing elsewhere."""
+    if not stream.isatty():
+        return lambda text: None, lambda: None
+    line = raw(stream)
+
+    def tell(text: str) -> None:
+        line.write(f"\r\033[K{printable(text)[:100]}")
+        line.flush()
+
+    def end() -> None:
+        line.write("\r\033[K")
+        line.flush()
+
+    return tell, end

@@ -1,0 +1,358 @@
+"""Checks data files without training on them: which rows can be used, and why the others can't.
+
+A file's form is found by its columns, or named with --form. With --write the rows that can be used are
+written in any form, one file for all that is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+
+from ...common import hub
+from ...common.errors import ConfigError, DataError
+from ...common.printable import printable
+from .progress import Progress
+
+if TYPE_CHECKING:
+    from ...common.config import Config, SourceConfig
+    from ...common.records import ExpertTrace, Problem
+    from ...replay.forms import Content, DataRow
+    from ..ingest.rows import SourceCounts, SourceReader
+
+UNLIMITED = 10**9
+"""Limit of tokens where no preset names one."""
+PERCENTILES = (50, 90, 99, 100)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "words",
+        nargs="+",
+        metavar="FILE or KEY=VALUE",
+        help="data files, folders or names on the hub (org/set:split); settings",
+    )
+    parser.add_argument("--preset", metavar="NAME", help="limits, reward and model of this preset")
+    parser.add_argument(
+        "--model", metavar="DIR", help="whose tokenizer counts; without one, characters are counted"
+    )
+    parser.add_argument("--form", metavar="NAME", help="the files' form (data.train.N.form)")
+    parser.add_argument("--limit", type=int, metavar="N", help="at most N rows of each file")
+    parser.add_argument("--seed", type=int, metavar="N", help="draw them at random")
+    parser.add_argument(
+        "--correct", action="store_true", help="only rows whose response is graded correct"
+    )
+    parser.add_argument(
+        "--except",
+        dest="without",
+        metavar="FILE",
+        help="leave out rows whose question is in this file (the complement of a set)",
+    )
+    parser.add_argument("--write", metavar="OUT.parquet", help="write the rows that can be used")
+    parser.add_argument("--as", dest="into", metavar="FORM", help="in this form (default: luffy)")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+
+
+@dataclass(slots=True)
+class _Lengths:
+    """Lengths in tokens, for percentiles."""
+
+    prompts: array[int] = field(default_factory=lambda: array("i"))
+    responses: array[int] = field(default_factory=lambda: array("i"))
+
+    def add(self, problem: Problem, trace: ExpertTrace | None) -> None:
+        """Counts one row."""
+        self.prompts.append(len(problem.prompt_tokens))
+        if trace is not None:
+            self.responses.append(len(trace.tokens))
+
+    def summary(self) -> dict[str, dict[str, int]]:
+        """Percentiles of prompts and responses."""
+        found = {}
+        for name, lengths in (("prompt", self.prompts), ("response", self.responses)):
+            if lengths:
+                at = np.percentile(lengths, PERCENTILES, method="higher")
+                found[name] = {f"p{p}": int(v) for p, v in zip(PERCENTILES, at, strict=True)}
+                found[name]["rows"] = len(lengths)
+        return found
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from ...reward.grading import Grader
+    from ..ingest.prepare import load_tokenizer
+    from ..ingest.rows import SourceReader
+
+    files, overrides = _split(arguments.words)
+    config = _config(arguments, overrides)
+    model = arguments.model or (config.model.path if arguments.preset else None)
+    tokenizer = load_tokenizer(model) if model else _Characters()
+    writer = _Writer(arguments.write, arguments.into) if arguments.write else None
+    without = _questions(arguments.without) if arguments.without else frozenset()
+    reports = []
+    try:
+        with Grader(config.reward) as grader:
+            reader = SourceReader(config, tokenizer, grader, lambda text: None, grades=False)
+            for file in files:
+                reports.append(_read(reader, file, arguments, without, writer))
+        if writer is not None:
+            writer.finish()
+    finally:
+        if writer is not None:
+            writer.discard()
+    if arguments.json:
+        print(json.dumps(reports, indent=1, ensure_ascii=False))
+    else:
+        unit = "tokens" if model else "characters (name a tokenizer with --model to count tokens)"
+        print("\n\n".join(_table(report, unit) for report in reports))
+        if writer is not None:
+            print(f"\n{writer.rows:,} rows written to {writer.path} ({writer.form.name})")
+    return 0
+
+
+def _split(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Data files, and settings."""
+    files, overrides = [], []
+    for word in words:
+        path = Path(word).expanduser()
+        if "=" in word and not path.exists():
+            overrides.append(word)
+        elif hub.is_hub_name(word, path):
+            files.append(hub.cached_data(word))
+        else:
+            files.append(path)
+    if not files:
+        raise ConfigError("name at least one data file")
+    return files, overrides
+
+
+def _config(arguments: argparse.Namespace, overrides: list[str]) -> Config:
+    from ...common.config import build
+    from ..run.presets import load
+
+    if arguments.preset:
+        return load(arguments.preset).resolve(overrides)
+    plain = {
+        "run": {"steps": 1},
+        "data": {"train": [{"path": ""}], "max_prompt_tokens": UNLIMITED},
+        "rollout": {"max_new_tokens": UNLIMITED},
+        "learner": {"micro_batch_tokens": 4 * UNLIMITED},
+    }
+    return build(plain, overrides, stored=True)
+
+
+def _source(file: Path, arguments: argparse.Namespace) -> SourceConfig:
+    from ...common.config import SourceConfig
+
+    if arguments.limit is not None and arguments.limit < 1:
+        raise ConfigError(f"--limit {arguments.limit}: at least 1 row is needed")
+    return SourceConfig(
+        path=str(file),
+        form=arguments.form,
+        limit=arguments.limit,
+        seed=arguments.seed,
+        correct_only=arguments.correct,
+    )
+
+
+def _read(
+    reader: SourceReader,
+    file: Path,
+    arguments: argparse.Namespace,
+    without: frozenset[bytes],
+    writer: _Writer | None,
+) -> dict[str, Any]:
+    """What became of one file."""
+    from ..ingest.rows import SourceCounts, drawn
+
+    source, chosen = _source(file, arguments), None
+    if source.limit is not None and source.seed is not None:
+        # Which rows are drawn is known once all are.
+        ids = [
+            p.problem_id for c in reader.chunks(source, file, SourceCounts()) for p in c.problems
+        ]
+        chosen = drawn(ids, source.limit, source.seed)
+    counts, lengths, excluded, kept = SourceCounts(), _Lengths(), Counter[str](), 0
+    progress = Progress(sys.stderr, f"read {file.name}:", _rows_of(file))
+    seen = 0
+    for chunk in reader.chunks(source, file, counts):
+        for problem, row, trace in chunk.of_rows():
+            if chosen is not None and problem.problem_id not in chosen:
+                excluded["not drawn"] += 1
+            elif without and _question(row.content) in without:
+                excluded[f"in {arguments.without}"] += 1
+            elif writer is None or writer.add(row, counts):
+                kept += 1
+                lengths.add(problem, trace)
+        progress.add(counts.seen - seen)
+        seen = counts.seen
+    progress.end()
+    left_out = {reason: number for number, reason in counts.left_out() if number}
+    return {
+        "file": str(file),
+        "rows": counts.seen,
+        "kept": kept,
+        "left_out": {**left_out, **excluded},
+        "first": dict(counts.bad_rows.first),
+        "lengths": lengths.summary(),
+    }
+
+
+def _table(report: dict[str, Any], unit: str) -> str:
+    lines = [
+        f"{printable(report['file'])}",
+        f"  {'rows':<12}{report['rows']:>10,}",
+        f"  {'kept':<12}{report['kept']:>10,}",
+        f"  {'left out':<12}{report['rows'] - report['kept']:>10,}",
+    ]
+    for reason, number in report["left_out"].items():
+        lines.append(f"    {number:>8,}  {printable(reason)}")
+        if first := report["first"].get(reason):
+            lines.append(f"              first: {printable(first)}")
+    if report["lengths"]:
+        heads = "".join(f"{f'p{p}' if p < 100 else 'longest':>10}" for p in PERCENTILES)
+        lines.append(f"  {'':<12}{heads}   {unit}")
+        for name, at in report["lengths"].items():
+            lines.append(f"  {name:<12}" + "".join(f"{at[f'p{p}']:>10,}" for p in PERCENTILES))
+    return "\n".join(lines)
+
+
+def _rows_of(file: Path) -> int | None:
+    """Number of rows of a source, if it is known without reading it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from ...replay.forms import data_files
+
+    try:
+        return sum(pq.read_metadata(one).num_rows for one in data_files(file))
+    except (OSError, pa.ArrowException):
+        return None
+
+
+def _question(content: Content) -> bytes:
+    """Digest of what a row asks."""
+    import hashlib
+
+    asked = "\0".join(m.content.strip() for m in content.prompt if m.role == "user")
+    return hashlib.blake2b(asked.encode(), digest_size=16).digest()
+
+
+def _questions(path: str) -> frozenset[bytes]:
+    from ...replay.forms import LeftOut, read_rows
+
+    return frozenset(_question(row.content) for row in read_rows(Path(path), None, LeftOut()))
+
+
+class _Writer:
+    """Writes rows in one form: as parquet, or as JSON lines if the file's name ends so."""
+
+    def __init__(self, path: str, form: str | None) -> None:
+        from ...replay.forms import named_form
+
+        self.path = Path(path).expanduser()
+        self.form = named_form(form or "luffy")
+        if self.form.write is None:
+            raise ConfigError(f"--as {form}: only a built-in form can be written")
+        self.rows = 0
+        # The columns' types are known once all rows are.
+        self._part = self.path.with_name(f".{self.path.name}.part")
+        self._file: TextIO | None = None
+        self._kinds: dict[str, set[str]] = {}
+
+    def add(self, row: DataRow, counts: SourceCounts) -> bool:
+        """Writes a row; False (and counted) if the form can't hold it."""
+        from ...replay.forms import RowError
+
+        assert self.form.write is not None
+        try:
+            columns = self.form.write(row.content)
+        except RowError as error:
+            counts.bad_rows.add(error.reason, f"{row.place}, {error}")
+            return False
+        # Not before: whoever made the writer has to be able to discard it.
+        self._file = self._file or open(self._part, "w", encoding="utf-8")  # noqa: SIM115
+        for name, value in columns.items():
+            self._kinds.setdefault(name, set()).add(_kind(value))
+        self._file.write(json.dumps(columns, ensure_ascii=False) + "\n")
+        self.rows += 1
+        return True
+
+    def finish(self) -> None:
+        """Puts the file in its place."""
+        if self._file is None:
+            raise DataError(f"no row can be written as {self.form.name}: {self.path} isn't made")
+        self._file.close()
+        if self.path.suffix not in (".jsonl", ".ndjson"):
+            self._convert()
+        self._part.replace(self.path)
+
+    def discard(self) -> None:
+        """Removes what was written, unless it is finished."""
+        if self._file is not None:
+            self._file.close()
+        self._part.unlink(missing_ok=True)
+
+    def _convert(self) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        schema = pa.schema([])
+        for rows in self._batches():
+            schema = pa.unify_schemas(
+                [schema, pa.Table.from_pylist(rows).schema], promote_options="permissive"
+            )
+        made = self.path.with_name(f".{self.path.name}.made")
+        with pq.ParquetWriter(made, schema) as writer:
+            for rows in self._batches():
+                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+        made.replace(self._part)
+
+    def _batches(self) -> Iterator[list[dict[str, Any]]]:
+        """Rows with all columns; values of columns that have several kinds of them are JSON."""
+        with open(self._part, encoding="utf-8") as lines:
+            while chosen := list(islice(lines, 1_000)):
+                yield [
+                    {
+                        name: _as_kind(row.get(name), kinds - {"null"})
+                        for name, kinds in self._kinds.items()
+                    }
+                    for row in map(json.loads, chosen)
+                ]
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        return "number"
+    return type(value).__name__
+
+
+def _as_kind(value: Any, kinds: set[str]) -> Any:
+    if value is None or len(kinds) <= 1 or isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+class _Characters:
+    """Stands in for a tokenizer where only lengths are asked for: every character is a token."""
+
+    eos_token_id = 0
+    eos_token = ""
+    chat_template = None
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"x": 0}
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> np.ndarray:
+        return np.ones(len(text), np.int32)

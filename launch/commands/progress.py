@@ -1,0 +1,71 @@
+"""How far a command has come with the rows of a file."""
+
+from __future__ import annotations
+
+import time
+from typing import IO, TextIO, cast
+
+from ...common.printable import raw
+
+BAR = 24
+"""Width of the progress bar, in columns."""
+DRAW_SECONDS = 0.2
+"""Time between two drawings of the bar."""
+TELL_SECONDS = 30.0
+"""Time between two lines of progress if there is no terminal."""
+
+
+class Progress:
+    """A bar on a terminal, otherwise a line now and then."""
+
+    def __init__(self, stream: IO[str], verb: str, total: int | None, done: int = 0) -> None:
+        """Nothing is drawn yet.
+
+        Args:
+            stream: where it is drawn.
+            verb: what happens to the rows, as in ``graded``.
+            total: number of rows, if it is known.
+            done: number of rows that were done before.
+        """
+        # The bar goes back to the beginning of its line.
+        self._stream = raw(cast(TextIO, stream))
+        self._verb = verb
+        self._total = total
+        self._done = self._began_with = done
+        self._since = time.monotonic()
+        self._live = stream.isatty()
+        self._next = self._since + (DRAW_SECONDS if self._live else TELL_SECONDS)
+
+    @property
+    def seconds(self) -> float:
+        """Time since it was made."""
+        return time.monotonic() - self._since
+
+    def add(self, rows: int = 1) -> None:
+        """Counts rows that are done."""
+        self._done += rows
+        self.turn()
+
+    def turn(self) -> bool:
+        """Draws if it is time to; always returns False."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + (DRAW_SECONDS if self._live else TELL_SECONDS)
+            self._draw("\r" if self._live else "", "" if self._live else "\n")
+        return False
+
+    def end(self) -> None:
+        """Draws for the last time."""
+        if self._live:
+            self._draw("\r", "\n")
+
+    def _draw(self, start: str, end: str) -> None:
+        pace = (self._done - self._began_with) / max(1e-9, self.seconds)
+        text = f"{self._verb} {self._done:,}"
+        if self._total:
+            share = min(1.0, self._done / self._total)
+            full = round(share * BAR)
+            bar = "#" * full + "." * (BAR - full)
+            text = f"{self._verb} {self._done:,}/{self._total:,} [{bar}] {share:4.0%}"
+        self._stream.write(f"{start}{text}  {pace:,.0f} rows/s {end}")
+        self._stream.flush()

@@ -1,0 +1,240 @@
+"""Reads data files of many forms as problems and responses. Parses only: no tokenising, no grading.
+
+Each form is one file of this folder, and one entry of :data:`FORMS`. A file's form is found by the
+columns of its first row; where several forms have the same columns, the config names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...common import import_path
+from ...common.errors import ConfigError, DataError
+from . import (
+    conversation,
+    countdown,
+    gsm8k,
+    hh,
+    labelled,
+    luffy,
+    preference,
+    problem_solution,
+    prompt_response,
+    question_answer,
+)
+from .files import Raw, data_files, raw_rows
+from .form import Form
+from .row import Content, Message, RowError
+
+__all__ = [
+    "FORMS",
+    "Content",
+    "DataRow",
+    "Form",
+    "LeftOut",
+    "Message",
+    "RowError",
+    "check_form",
+    "data_files",
+    "form_of",
+    "read_rows",
+]
+
+FORMS: tuple[Form, ...] = (
+    luffy.FORM,
+    prompt_response.FORM,
+    labelled.FORM,
+    problem_solution.FORM,
+    question_answer.FORM,
+    gsm8k.FORM,
+    conversation.FORM,
+    preference.FORM,
+    hh.FORM,
+    countdown.FORM,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DataRow:
+    """One row that can be used, and its place."""
+
+    number: int
+    """Row number from 0, counted over all files of the source, and over rows that were left out."""
+    place: str
+    """File and row, for errors."""
+    content: Content
+
+
+@dataclass(slots=True)
+class LeftOut:
+    """Rows that couldn't be used, by reason."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    """Number of rows for each reason."""
+    seen: int = 0
+    """Number of rows that were read, whether they can be used or not."""
+    first: dict[str, str] = field(default_factory=dict)
+    """For each reason the first row, with its place and value."""
+
+    def add(self, reason: str, first: str) -> None:
+        """Counts one row."""
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.first.setdefault(reason, first)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return sum(self.counts.values())
+
+
+def read_rows(
+    path: Path, form: str | None = None, left_out: LeftOut | None = None
+) -> Iterator[DataRow]:
+    """Rows of a data file, or of the data files in a folder.
+
+    Args:
+        path: a file or a folder.
+        form: name of a form, or ``package.module:function``; None = found by the columns.
+        left_out: counts rows that can't be used; None = the first one raises.
+
+    Raises:
+        DataError: no such file, an unknown form, no rows, or (without ``left_out``) a bad row.
+    """
+    number = 0
+    named = named_form(form) if form is not None else None
+    for file in data_files(path):
+        found = named
+        for index, raw in enumerate(_raw(file, found)):
+            place = f"{file} row {index}"
+            if left_out is not None:
+                left_out.seen = number + 1
+            try:
+                if isinstance(raw, RowError):
+                    raise raw
+                if found is None:
+                    found = form_of(file, raw)
+                content = found.read(raw)
+            except RowError as error:
+                if left_out is None:
+                    raise DataError(f"{place}, {error}") from None
+                left_out.add(error.reason, f"{place}, {error}")
+            else:
+                yield DataRow(number=number, place=place, content=content)
+            number += 1
+    if number == 0:
+        raise DataError(f"{path} holds no rows: name a file with at least one problem")
+
+
+def check_form(path: Path, form: str | None = None) -> None:
+    """Finds the form of every file of a source by its first row, in a moment.
+
+    Raises:
+        DataError: as :func:`read_rows` does, for what doesn't need the rest of the rows.
+    """
+    named = named_form(form) if form is not None else None
+    firsts = [next(_raw(file, named), None) for file in data_files(path)]
+    if all(first is None for first in firsts):
+        raise DataError(f"{path} holds no rows: name a file with at least one problem")
+    for file, first in zip(data_files(path), firsts, strict=True):
+        if named is None and first is not None and not isinstance(first, RowError):
+            form_of(file, first)
+
+
+def _raw(file: Path, form: Form | None) -> Iterator[Raw]:
+    def choose(present: Any) -> list[str] | None:
+        row = dict.fromkeys(present, "")
+        fits = form if form is not None else _only(_matching(row))
+        return fits.reads(present) if fits is not None and fits.reads is not None else None
+
+    return raw_rows(file, choose)
+
+
+def _matching(row: Mapping[str, Any]) -> list[Form]:
+    """The forms that fit a row best: those that read the most of its columns."""
+    best = max(form.match(row) for form in FORMS)
+    return [form for form in FORMS if best[0] and form.match(row) == best]
+
+
+def _only(forms: list[Form]) -> Form | None:
+    return forms[0] if len(forms) == 1 else None
+
+
+def form_of(file: Path, row: Mapping[str, Any]) -> Form:
+    """The form of a file with this first row.
+
+    Raises:
+        DataError: none has these columns, or several have.
+    """
+    fits = _matching(row)
+    if len(fits) == 1:
+        return fits[0]
+    has = f"it has {', '.join(map(str, row)) or 'no columns'}"
+    if fits:
+        names = " or ".join(form.name for form in fits)
+        raise DataError(
+            f"{file} could be of several forms ({has}): set the source's form to {names}"
+        )
+    known = ", ".join(form.name for form in FORMS)
+    raise DataError(
+        f"{file} has the columns of no known form ({has}){_nearest(row)}: rename them, or set the "
+        f"source's form to one of {known}, or to a function of yours (package.module:function)"
+    )
+
+
+def _nearest(row: Mapping[str, Any]) -> str:
+    """Which form has the row's columns but one; empty if none has."""
+    for form in FORMS:
+        for columns in form.columns:
+            lacking = [name for name in columns if name not in row]
+            if len(lacking) == 1 and len(columns) > 1:
+                return f", the nearest is {form.name}, which lacks {lacking[0]}"
+    return ""
+
+
+def named_form(name: str) -> Form:
+    """The form with this name, or a user's own.
+
+    Raises:
+        ConfigError: there is no such form or function.
+    """
+    if ":" in name:
+        function = import_path.load(name, key="form", process="the ingest")
+        return Form(name=name, about="a function of yours", columns=(), read=_own(name, function))
+    for form in FORMS:
+        if form.name == name:
+            return form
+    raise ConfigError(
+        f"form={name} isn't known: use {', '.join(form.name for form in FORMS)}, or "
+        f"package.module:function"
+    )
+
+
+def _own(
+    name: str, function: Callable[[Mapping[str, Any]], Any]
+) -> Callable[[Mapping[str, Any]], Content]:
+    def read(row: Mapping[str, Any]) -> Content:
+        try:
+            made = function(row)
+        except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+            raise RowError(
+                "row", row, f"was refused by {name}", f"{type(error).__name__}: {error}"[:200]
+            ) from None
+        if made is None:
+            raise RowError("row", row, f"was left out by {name}", "return a mapping to keep it")
+        if isinstance(made, Content):
+            return made
+        if not isinstance(made, Mapping):
+            raise RowError("row", made, f"is what {name} returned", "return a mapping or None")
+        fits = _only(_matching(made))
+        if fits is None:
+            raise RowError(
+                "row",
+                dict(made),
+                f"as {name} returns it has no known form",
+                "return prompt and gold",
+            )
+        return fits.read(made)
+
+    return read

@@ -1,0 +1,207 @@
+"""The rows of data files as plain values: parquet, JSON lines and JSON arrays, which may be gzipped.
+
+What a file is follows from its first bytes, not from its name. It is read piece by piece, so that memory
+doesn't grow with it, and a row that can't be read doesn't end the file.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ...common.errors import DataError
+from ...common.hub import DATA_ENDINGS
+from .row import RowError
+
+MAX_ROW_CHARACTERS = 16 << 20
+"""Longest row of JSON that is read."""
+BATCH_ROWS = 256
+PIECE_CHARACTERS = 1 << 20
+
+Raw = Mapping[str, Any] | RowError
+Choose = Callable[[Collection[str]], list[str] | None]
+"""Says which of a parquet file's columns have to be read; None = all."""
+
+
+def data_files(path: Path) -> list[Path]:
+    """The files of a source: the file itself, or those in a folder, sorted by name.
+
+    Raises:
+        DataError: there are none.
+    """
+    if path.is_dir():
+        files = sorted(
+            file
+            for file in path.iterdir()
+            if file.name.endswith(DATA_ENDINGS) and not file.name.startswith(".") and file.is_file()
+        )
+        if not files:
+            raise DataError(f"{path} is a folder without data files ({', '.join(DATA_ENDINGS)})")
+        return files
+    if not path.exists():
+        raise DataError(f"{path} is missing: give the path of a data file or of a folder of them")
+    return [path]
+
+
+def raw_rows(path: Path, choose: Choose = lambda present: None) -> Iterator[Raw]:
+    """Rows of one file, in order; in place of a row that can't be read, the reason.
+
+    Raises:
+        DataError: the file can't be read at all, or not past some row.
+    """
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4)
+            if start == b"PAR1":
+                yield from _parquet(path, choose)
+                return
+            file.seek(0)
+            if start[:2] == b"\x1f\x8b":
+                with gzip.open(file) as inner:
+                    yield from _json(path, inner)  # type: ignore[arg-type]
+            else:
+                yield from _json(path, file)
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path} can't be read: {error}") from None
+
+
+def _parquet(path: Path, choose: Choose) -> Iterator[Raw]:
+    row = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=choose(names)):
+                for raw in _plain(batch):
+                    yield raw
+                    row += 1
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"{path} is damaged after row {row}: {error}"
+            if row
+            else f"{path} can't be read as parquet: {error}"
+        ) from None
+
+
+def _plain(batch: pa.RecordBatch) -> Iterator[Raw]:
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, OverflowError, pa.ArrowException):
+        # Such as bytes that aren't UTF-8: only the rows that have them are left out.
+        for row in range(batch.num_rows):
+            try:
+                yield from batch.slice(row, 1).to_pylist()
+            except (ValueError, OverflowError, pa.ArrowException) as error:
+                yield RowError("row", str(error), "can't be read", "correct it or leave it out")
+
+
+def _json(path: Path, file: IO[bytes]) -> Iterator[Raw]:
+    reader = io.BufferedReader(file, PIECE_CHARACTERS)  # type: ignore[type-var]
+    start = reader.peek(PIECE_CHARACTERS).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    if start == b"[":
+        yield from _array(path, reader)
+    elif start == b"{":
+        yield from _lines(reader)
+    else:
+        raise DataError(
+            f"{path} is neither parquet nor JSON: it begins with {reader.peek(8)[:8]!r}; convert it to "
+            f"JSON lines or parquet"
+            if start
+            else f"{path} is empty"
+        )
+
+
+def _lines(file: IO[bytes]) -> Iterator[Raw]:
+    first = True
+    while line := file.readline(MAX_ROW_CHARACTERS + 1):
+        if len(line) > MAX_ROW_CHARACTERS and not line.endswith(b"\n"):
+            while (rest := file.readline(PIECE_CHARACTERS)) and not rest.endswith(b"\n"):
+                pass
+            yield _too_long(line[:100])
+            continue
+        if first:
+            line, first = line.removeprefix(codecs.BOM_UTF8), False
+        if line.strip():
+            yield _object(line.decode("utf-8", "surrogateescape"))
+
+
+def _object(text: str) -> Raw:
+    try:
+        return _checked(json.loads(text), text)
+    except (ValueError, RecursionError) as error:
+        return RowError("row", text[:100], f"isn't JSON ({_first_line(error)})", "correct it")
+
+
+def _checked(value: Any, text: str) -> Raw:
+    """The value, if it is an object whose texts can be encoded."""
+    if not isinstance(value, dict):
+        return RowError("row", value, "isn't an object", "store {column: value, …}")
+    if _UNDECODED.search(text):
+        return RowError("row", text[:100], "isn't UTF-8", "store the file as UTF-8")
+    if "\\ud" in text or "\\uD" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return RowError("row", text[:100], "has half a character (\\ud…)", "correct it")
+    return value
+
+
+_UNDECODED = re.compile("[\udc80-\udcff]")
+
+
+def _array(path: Path, file: IO[bytes]) -> Iterator[Raw]:
+    """Objects of an array, each as soon as it is complete."""
+    pieces = codecs.getreader("utf-8")(file, "surrogateescape")
+    decoder = json.JSONDecoder()
+    buffer = pieces.read(PIECE_CHARACTERS).removeprefix("\ufeff").lstrip()[1:]
+    row = 0
+    while True:
+        buffer = buffer.lstrip()
+        if row and buffer.startswith(","):
+            buffer = buffer[1:].lstrip()
+        if buffer.startswith("]"):
+            return
+        try:
+            value, end = decoder.raw_decode(buffer)
+            # A number at the end of the buffer may go on.
+            if end == len(buffer) and not isinstance(value, dict):
+                raise ValueError("it isn't complete")
+        except RecursionError:
+            raise DataError(f"{path} row {row} is nested too deep") from None
+        except ValueError as error:
+            more = pieces.read(PIECE_CHARACTERS)
+            if not more:
+                raise DataError(
+                    f"{path} is damaged after row {row}: {_first_line(error)}"
+                ) from None
+            if len(buffer) > MAX_ROW_CHARACTERS:
+                raise DataError(
+                    f"{path} row {row} isn't JSON, or has more than {MAX_ROW_CHARACTERS:,} "
+                    f"characters: {_first_line(error)}"
+                ) from None
+            buffer += more
+            continue
+        yield _checked(value, buffer[:end])
+        buffer = buffer[end:]
+        row += 1
+
+
+def _too_long(start: bytes) -> RowError:
+    return RowError(
+        "row",
+        start.decode("utf-8", "replace"),
+        f"has more than {MAX_ROW_CHARACTERS:,} bytes",
+        "leave it out",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:80] or type(error).__name__

@@ -1,0 +1,115 @@
+"""Pairs of a better and a worse response: ``chosen``, ``rejected``, and perhaps ``prompt``.
+
+Each is a text or a list of messages. Without a prompt, both begin with it: it is what they have in
+common, by message for lists and by character for texts (TRL's implicit prompt), where a blank at its
+end belongs to the responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .form import Form
+from .prompt_response import GOLDS, SOURCES, gold_of, source_of
+from .row import (
+    Content,
+    Message,
+    RowError,
+    as_prompt,
+    messages,
+    needed,
+    others,
+    present,
+    prompt,
+    question,
+    text,
+)
+
+
+def read(row: Mapping[str, Any]) -> Content:
+    given = prompt(row, "prompt") if row.get("prompt") is not None else ()
+    if isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list):
+        common, chosen, rejected = _of_messages(row)
+        asked = common or given
+    else:
+        chosen, rejected = text(row, "chosen"), text(row, "rejected")
+        asked = given
+        if not asked:
+            shared = shared_prompt(chosen, rejected)
+            asked = question(shared) if shared.strip() else ()
+            chosen, rejected = chosen[len(shared) :], rejected[len(shared) :]
+    if not asked:
+        raise RowError("prompt", None, "is missing", "both responses have to begin with it, else")
+    check_pair(chosen, rejected)
+    return Content(
+        prompt=asked,
+        gold=gold_of(row),
+        target=chosen,
+        rejected=rejected,
+        data_source=source_of(row),
+        extra=others(row, ("prompt", "chosen", "rejected", *GOLDS, *SOURCES)),
+    )
+
+
+def check_pair(chosen: str, rejected: str) -> None:
+    """Refuses a pair that says nothing: with an empty side, or two equal ones."""
+    for column, value in (("chosen", chosen), ("rejected", rejected)):
+        if not value.strip():
+            raise RowError(column, value, "is empty", "a pair needs two responses")
+    if chosen == rejected:
+        raise RowError("rejected", rejected, "is the chosen response", "a pair needs two of them")
+
+
+def shared_prompt(chosen: str, rejected: str) -> str:
+    """What two texts begin with, without a blank at its end.
+
+    >>> shared_prompt("The sky is blue", "The sky is black")
+    'The sky is bl'
+    >>> shared_prompt("2+2? Four", "2+2? Five")
+    '2+2? F'
+    >>> shared_prompt("2+2? 4", "2+2? 5")
+    '2+2?'
+    """
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    end = next((place for place, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    return chosen[:end].removesuffix(" ")
+
+
+def _of_messages(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], str, str]:
+    chosen, rejected = messages(row, "chosen"), messages(row, "rejected")
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    for column, rest in (("chosen", chosen[shared:]), ("rejected", rejected[shared:])):
+        if len(rest) != 1 or rest[0].role != "assistant":
+            raise RowError(
+                column,
+                row[column],
+                "isn't one answer to the shared messages",
+                "a pair is two answers of the assistant to the same messages",
+            )
+    return chosen[:shared], chosen[-1].content, rejected[-1].content
+
+
+def write(content: Content) -> dict[str, Any]:
+    return {
+        **content.extra,
+        **present(
+            prompt=as_prompt(content),
+            chosen=needed(content.target, "chosen", "preference"),
+            rejected=needed(content.rejected, "rejected", "preference"),
+            gold=content.gold,
+            data_source=content.data_source,
+        ),
+    }
+
+
+FORM = Form(
+    name="preference",
+    about="chosen/rejected, with or without a prompt, as for DPO",
+    columns=(("chosen", "rejected"),),
+    also=("prompt", *GOLDS, *SOURCES),
+    read=read,
+    write=write,
+)

@@ -1,0 +1,71 @@
+"""A problem with its solution: competition MATH, NuminaMath, NuminaMath-TIR, OpenMathReasoning.
+
+=================================================  ====================================================
+column (the first that is there)                   meaning
+=================================================  ====================================================
+``problem``                                        the question
+``solution``, ``generated_solution``               the solution, which is a response to learn from
+``expected_answer``, ``answer``                    the gold answer; without it the solution holds it,
+                                                   in its last ``\\boxed{}``
+``source``, ``problem_source``                     where the row is from; may be absent
+=================================================  ====================================================
+
+NuminaMath-1.5 writes ``proof`` or ``notfound`` for a problem without an answer, and OpenMathReasoning
+``n/a``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .form import Form
+from .row import Content, first_of, gold, needed, one_question, others, present, question, text
+
+QUESTIONS = ("problem", "question")
+SOLUTIONS = ("solution", "generated_solution")
+ANSWERS = ("expected_answer", "answer")
+SOURCES = ("source", "problem_source", "data_source")
+NO_ANSWER = ("proof", "notfound", "n/a", "")
+
+
+def read(row: Mapping[str, Any]) -> Content:
+    column = first_of(row, SOLUTIONS) or SOLUTIONS[0]
+    solution = text(row, column)
+    answered = first_of(row, ANSWERS)
+    if answered is None:
+        answer = solution if "\\boxed" in solution or "\\fbox" in solution else ""
+    elif str(row[answered]).strip().lower() in NO_ANSWER:
+        answer = ""
+    else:
+        answer = gold(row[answered], answered)
+    source = first_of(row, SOURCES)
+    return Content(
+        prompt=question(text(row, first_of(row, QUESTIONS) or QUESTIONS[0])),
+        gold=answer,
+        target=solution,
+        data_source=str(row[source]) if source else "",
+        extra=others(row, (*QUESTIONS, *SOLUTIONS, *ANSWERS, *SOURCES, "messages")),
+    )
+
+
+def write(content: Content) -> dict[str, Any]:
+    return {
+        **content.extra,
+        **present(
+            problem=one_question(content, "problem_solution"),
+            solution=needed(content.target, "solution", "problem_solution"),
+            expected_answer=content.gold or NO_ANSWER[0],
+            source=content.data_source,
+        ),
+    }
+
+
+FORM = Form(
+    name="problem_solution",
+    about="competition MATH, NuminaMath, NuminaMath-TIR, OpenMathReasoning",
+    columns=tuple((asked, solution) for asked in QUESTIONS for solution in SOLUTIONS),
+    also=(*ANSWERS, *SOURCES, "messages"),
+    read=read,
+    write=write,
+)

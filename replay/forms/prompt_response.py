@@ -1,0 +1,94 @@
+"""A prompt with a response to learn from, and perhaps a gold answer.
+
+===================================================  ==================================================
+column (the first that is there)                     meaning
+===================================================  ==================================================
+``prompt``, ``instruction``, ``query``               the question: text, or a list of messages
+``input``                                            with ``instruction``: what it is about
+``response``, ``completion``, ``output``             the answer: text, or one assistant message
+``gold``, ``ground_truth``, ``expected_answer``      the gold answer; may be absent
+``data_source``, ``dataset``, ``source``             where the row is from; may be absent
+``ability``                                          what it exercises; ``math`` without it
+===================================================  ==================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .form import Form
+from .row import (
+    Content,
+    RowError,
+    as_prompt,
+    first_of,
+    gold,
+    needed,
+    others,
+    present,
+    prompt,
+    question,
+    response,
+    text,
+)
+
+PROMPTS = ("prompt", "instruction", "query")
+RESPONSES = ("response", "completion", "output")
+GOLDS = ("gold", "ground_truth", "expected_answer")
+SOURCES = ("data_source", "dataset", "source")
+
+
+def source_of(row: Mapping[str, Any]) -> str:
+    """Where the row is from; empty if it doesn't say."""
+    column = first_of(row, SOURCES)
+    return str(row[column]) if column else ""
+
+
+def gold_of(row: Mapping[str, Any]) -> str:
+    """The row's gold answer; empty if it has none."""
+    column = first_of(row, GOLDS)
+    return gold(row[column], column) if column else ""
+
+
+def read(row: Mapping[str, Any]) -> Content:
+    asked = first_of(row, PROMPTS)
+    answered = first_of(row, RESPONSES)
+    if asked is None:
+        raise RowError("prompt", None, "is missing", "give the row a prompt")
+    if answered is None:
+        raise RowError("response", None, "is missing", "give the row a response")
+    messages = prompt(row, asked)
+    if asked == "instruction" and row.get("input"):
+        messages = question(f"{messages[0].content}\n\n{text(row, 'input')}")
+    return Content(
+        prompt=messages,
+        gold=gold_of(row),
+        target=response(row, answered),
+        data_source=source_of(row),
+        ability=text(row, "ability") if row.get("ability") is not None else "math",
+        extra=others(row, (*PROMPTS, *RESPONSES, *GOLDS, *SOURCES, "input", "ability")),
+    )
+
+
+def write(content: Content) -> dict[str, Any]:
+    return {
+        **content.extra,
+        **present(
+            prompt=as_prompt(content),
+            response=needed(content.target, "response", "prompt_response"),
+            gold=content.gold,
+            data_source=content.data_source,
+            ability=content.ability,
+        ),
+    }
+
+
+FORM = Form(
+    name="prompt_response",
+    about="prompt/response, prompt/completion, instruction/output",
+    columns=tuple((asked, answered) for asked in PROMPTS for answered in RESPONSES),
+    also=(*GOLDS, *SOURCES, "ability"),
+    read=read,
+    write=write,
+)

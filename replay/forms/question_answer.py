@@ -1,0 +1,50 @@
+"""A question with its gold answer and nothing to learn from: AIME, AMC, MATH-500, Minerva and the like.
+
+``question`` (or ``problem``, or ``prompt``, which may be a list of messages) is the question. ``answer`` (or
+``gold``, ``ground_truth``) is the gold answer as text, as a number (142.0 is read as 142), or as a solution
+that holds it in its last ``\\boxed{}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .form import Form
+from .prompt_response import SOURCES, source_of
+from .row import Content, as_prompt, first_of, gold, needed, others, present, prompt
+
+QUESTIONS = ("question", "problem", "prompt")
+ANSWERS = ("answer", "gold", "ground_truth")
+
+
+def read(row: Mapping[str, Any]) -> Content:
+    asked = first_of(row, QUESTIONS) or QUESTIONS[0]
+    answered = first_of(row, ANSWERS)
+    return Content(
+        prompt=prompt(row, asked),
+        gold=gold(row[answered], answered) if answered else "",
+        data_source=source_of(row),
+        extra=others(row, (*QUESTIONS, *ANSWERS, *SOURCES)),
+    )
+
+
+def write(content: Content) -> dict[str, Any]:
+    return {
+        **content.extra,
+        **present(
+            question=as_prompt(content),
+            answer=needed(content.gold, "answer", "question_answer"),
+            data_source=content.data_source,
+        ),
+    }
+
+
+FORM = Form(
+    name="question_answer",
+    about="AIME, AMC, Minerva: a question and its gold answer",
+    columns=tuple((asked, answered) for asked in QUESTIONS for answered in ANSWERS),
+    also=SOURCES,
+    read=read,
+    write=write,
+)

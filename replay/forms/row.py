@@ -1,0 +1,223 @@
+"""What a row of any form becomes, and the errors of rows that can't be used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...common.errors import DataError
+from ...common.records import Float32Array
+
+ROLES = ("system", "user", "assistant")
+SHOWN = 60
+MAX_EXTRA = 1_000
+"""Longest extra column that is kept, in characters of its JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of a prompt."""
+
+    role: str
+    """system, user or assistant."""
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Content:
+    """What one row says."""
+
+    prompt: tuple[Message, ...]
+    """At least one message."""
+    gold: str = ""
+    """The gold answer as stated there: an answer, or a solution that holds it; empty if there is none."""
+    target: str | None = None
+    """A response: the expert's trace, or the better one of a pair; None without one."""
+    rejected: str | None = None
+    """The worse response of a pair."""
+    label: bool | None = None
+    """Whether ``target`` is a wanted response; None if the form doesn't say."""
+    data_source: str = ""
+    """The data set's own name for where the row is from; empty = the source's name."""
+    ability: str = "math"
+    """What the row exercises."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Other columns, as plain values; None for an absent value."""
+    target_logprobs: Float32Array | None = None
+    """``[tokens of the target + 1]`` nats, under the expert's own tokenizer; None if unknown."""
+
+
+class RowError(DataError):
+    """A row that can't be used.
+
+    Args:
+        column: the column; ``ground_truth`` of the column ``reward_model`` is ``reward_model.ground_truth``.
+        value: its value, of which the message shows the beginning.
+        what: what is wrong with it, as in ``isn't text``.
+        way_out: what the user can do.
+    """
+
+    def __init__(self, column: str, value: Any, what: str, way_out: str) -> None:
+        self.reason = f"{column} {what}"
+        shown = repr(value)
+        if len(shown) > SHOWN:
+            shown = shown[:SHOWN] + "…"
+        super().__init__(f"column {column}: {shown} {what}: {way_out}")
+
+
+def text(row: Mapping[str, Any], column: str) -> str:
+    """A column's text, which must not be blank."""
+    value = row.get(column)
+    if value is None:
+        raise RowError(column, value, "is missing", "give the row a text")
+    if not isinstance(value, str):
+        raise RowError(column, value, "isn't text", "store text")
+    if not value.strip():
+        raise RowError(column, value, "is empty", "give the row a text")
+    return value
+
+
+def messages(row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
+    """A column's messages, at least one; also ShareGPT's ``{from, value}``."""
+    value = row.get(column)
+    way_out = "store a list of {'role': …, 'content': …}"
+    if not isinstance(value, list) or not value:
+        raise RowError(column, value, "isn't a list of messages", way_out)
+    found = []
+    for item in value:
+        if isinstance(item, dict) and {"from", "value"} <= item.keys():
+            role, content = _SHAREGPT.get(item["from"], item["from"]), item["value"]
+        elif isinstance(item, dict) and {"role", "content"} <= item.keys():
+            role, content = item["role"], item["content"]
+        else:
+            raise RowError(column, item, "isn't a message", way_out)
+        if role not in ROLES:
+            raise RowError(column, role, "isn't a role", f"use one of {', '.join(ROLES)}")
+        if not isinstance(content, str) or not content:
+            raise RowError(
+                column, content, f"is the content of a {role} message", "it must be text"
+            )
+        found.append(Message(role=role, content=content))
+    return tuple(found)
+
+
+_SHAREGPT = {"human": "user", "gpt": "assistant", "user": "user", "system": "system"}
+
+
+def prompt(row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
+    """A column's prompt: messages that don't end with an answer, or the text of one question."""
+    if not isinstance(row.get(column), list):
+        return question(text(row, column))
+    found = messages(row, column)
+    if found[-1].role == "assistant":
+        raise RowError(
+            column,
+            found[-1].content,
+            "ends with an assistant's message",
+            "a prompt ends with what is asked; put the answer into a column of its own",
+        )
+    return found
+
+
+def question(content: str) -> tuple[Message, ...]:
+    """A prompt that is one user's message."""
+    return (Message(role="user", content=content),)
+
+
+def response(row: Mapping[str, Any], column: str) -> str:
+    """A column's response: a text, or one assistant message."""
+    if not isinstance(row.get(column), list):
+        return text(row, column)
+    found = messages(row, column)
+    if len(found) != 1:
+        raise RowError(
+            column, row[column], f"has {len(found)} messages", "a response is one assistant message"
+        )
+    if found[0].role != "assistant":
+        raise RowError(column, found[0].role, "isn't an assistant's message", "it must be one")
+    return found[0].content
+
+
+def gold(value: Any, column: str) -> str:
+    """A gold answer as text: ``142`` for 142.0, the only text of a list of one; "" for None.
+
+    Raises:
+        RowError: it is something else, or blank.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise RowError(column, value, "isn't a gold answer", "store a text or a number")
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not str(value).strip():
+        raise RowError(column, value, "is empty", "give the row an answer to grade by")
+    return str(value)
+
+
+def one_question(content: Content, form: str) -> str:
+    """The text of a prompt that is one user's message.
+
+    Raises:
+        RowError: it is more than that.
+    """
+    if len(content.prompt) != 1 or content.prompt[0].role != "user":
+        roles = [message.role for message in content.prompt]
+        raise RowError("prompt", roles, "is a conversation", f"the form {form} holds one question")
+    return content.prompt[0].content
+
+
+def needed(value: Any, column: str, form: str) -> Any:
+    """A value without which a row of a form can't be written."""
+    if value is None or value == "":
+        raise RowError(column, value, "is missing", f"the form {form} needs it")
+    return value
+
+
+def as_messages(prompt: tuple[Message, ...]) -> list[dict[str, str]]:
+    """Messages as plain values."""
+    return [{"role": message.role, "content": message.content} for message in prompt]
+
+
+def as_prompt(content: Content) -> str | list[dict[str, str]]:
+    """A prompt as a column's value: the text of one question, or messages."""
+    if len(content.prompt) == 1 and content.prompt[0].role == "user":
+        return content.prompt[0].content
+    return as_messages(content.prompt)
+
+
+def present(**columns: Any) -> dict[str, Any]:
+    """The columns that have a value."""
+    return {name: value for name, value in columns.items() if value is not None and value != ""}
+
+
+def first_of(row: Mapping[str, Any], columns: Collection[str]) -> str | None:
+    """The first of these columns that the row has a value in."""
+    return next((column for column in columns if row.get(column) is not None), None)
+
+
+def others(row: Mapping[str, Any], used: Collection[str]) -> dict[str, Any]:
+    """The row's other columns as plain values, without empty and very long ones."""
+    kept = {}
+    for name, value in row.items():
+        if name in used or value is None:
+            continue
+        simple = plain(value)
+        if len(simple if isinstance(simple, str) else json.dumps(simple)) <= MAX_EXTRA:
+            kept[str(name)] = simple
+    return kept
+
+
+def plain(value: Any) -> Any:
+    """A value that may travel; parquet's other types (dates, decimals) become text."""
+    if isinstance(value, dict):
+        return {str(name): plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return str(value)

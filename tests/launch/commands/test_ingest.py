@@ -1,0 +1,182 @@
+"""``tandem ingest``: what it counts, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.launch.cli import main
+from tandem.replay.forms import read_rows
+
+TESTS = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(TESTS / "replay"))
+
+from form_rows import BAD, ROWS, asked, write_lines, write_parquet  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main(["ingest", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+def test_ninety_five_of_a_hundred_rows_are_kept(
+    name: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[Any] = [ROWS[name](n) for n in range(1, 96)]
+    for place, change in zip((7, 20, 21, 50, 99), BAD[name], strict=True):
+        rows.insert(place, {**ROWS[name](place), **change})  # type: ignore[dict-item]
+    write_lines(here / "a.jsonl", rows)
+    (found,) = report(capsys, "a.jsonl")
+    assert (found["rows"], found["kept"]) == (100, 95)
+    assert sum(found["left_out"].values()) == 5
+    assert set(found["first"]) == set(found["left_out"])
+    assert main(["ingest", "a.jsonl"]) == 0
+    table = capsys.readouterr().out
+    assert "kept                95" in table
+    assert "a.jsonl row 7, column " in table
+
+
+def test_the_same_problems_have_the_same_tokens_in_every_form(here: Path) -> None:
+    """Whatever the form, prompts and responses reach the tokenizer as the same texts."""
+    contents = set()
+    for name in ("luffy", "prompt_response", "labelled", "problem_solution", "conversation"):
+        path = write_parquet(here / f"{name}.parquet", [ROWS[name](n) for n in range(2, 20, 2)])
+        contents.add(tuple((r.content.prompt, r.content.target) for r in read_rows(path)))
+    assert len(contents) == 1
+
+
+def test_any_form_is_written_as_any_other(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines(here / "a.jsonl", [ROWS["luffy"](n) for n in range(1, 8)])
+    assert main(["ingest", "a.jsonl", "--write", "b.jsonl", "--as", "conversation"]) == 0
+    assert main(["ingest", "b.jsonl", "--write", "c.parquet", "--as", "prompt_response"]) == 0
+    assert main(["ingest", "c.parquet", "--write", "d.parquet"]) == 0
+    assert "7 rows written to d.parquet (luffy)" in capsys.readouterr().out
+    first, last = (list(read_rows(here / name)) for name in ("a.jsonl", "d.parquet"))
+    for a, b in zip(first, last, strict=True):
+        assert (a.content.prompt, a.content.target, a.content.gold, a.content.data_source) == (
+            b.content.prompt,
+            b.content.target,
+            b.content.gold,
+            b.content.data_source,
+        )
+    assert sorted(file.name for file in here.iterdir()) == [
+        "a.jsonl",
+        "b.jsonl",
+        "c.parquet",
+        "d.parquet",
+    ]
+
+
+def test_columns_of_several_kinds_are_written_as_text(here: Path) -> None:
+    rows = [
+        {**ROWS["prompt_response"](n), "mark": mark} for n, mark in enumerate((3, "a", None, [1]))
+    ]
+    write_lines(here / "a.jsonl", rows)
+    assert main(["ingest", "a.jsonl", "--write", "b.parquet", "--as", "prompt_response"]) == 0
+    marks = [row.content.extra.get("mark") for row in read_rows(here / "b.parquet")]
+    assert marks == ["3", "a", None, "[1]"]
+
+
+def test_what_a_form_cannot_hold_is_counted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [ROWS["preference"](n) for n in range(4)]
+    del rows[2]["gold"]
+    write_lines(here / "a.jsonl", rows)
+    (found,) = report(capsys, "a.jsonl", "--write", "b.parquet")
+    assert (found["kept"], found["left_out"]) == (3, {"gold is missing": 1})
+    assert main(["ingest", "a.jsonl", "--write", "c.parquet", "--as", "countdown"]) != 0
+    assert "no row can be written as countdown" in capsys.readouterr().err
+    assert not (here / "c.parquet").exists()
+    assert not list(here.glob(".c*"))
+
+
+def test_a_set_and_its_complement(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """LUFFY's SFT -> RL: the right traces first, then the questions that aren't among them."""
+    rows = [ROWS["luffy"](n) for n in range(1, 11)]
+    for row in rows[:4]:
+        row["reward_model"]["ground_truth"] = "1"
+    write_lines(here / "all.jsonl", rows)
+    (sft,) = report(capsys, "all.jsonl", "--correct", "--write", "sft.parquet")
+    assert (sft["kept"], sft["left_out"]) == (6, {"targets not correct": 4})
+    (rl,) = report(capsys, "all.jsonl", "--except", "sft.parquet", "--write", "rl.parquet")
+    assert (rl["kept"], rl["left_out"]) == (4, {"in sft.parquet": 6})
+    asked_of = [row.content.prompt[0].content for row in read_rows(here / "rl.parquet")]
+    assert asked_of == [asked(n) for n in range(1, 5)]
+
+
+def test_a_smaller_subset_is_a_part_of_a_larger_one(here: Path) -> None:
+    write_lines(here / "a.jsonl", [ROWS["question_answer"](n) for n in range(200)])
+    found = []
+    for count in (10, 40):
+        words = ["--limit", str(count), "--seed", "7", "--write", f"{count}.parquet"]
+        assert main(["ingest", "a.jsonl", *words, "--as", "question_answer"]) == 0
+        rows = read_rows(here / f"{count}.parquet")
+        found.append({row.content.prompt[0].content for row in rows})
+    assert [len(one) for one in found] == [10, 40]
+    assert found[0] < found[1]
+    assert found[0] != {asked(n) for n in range(10)}
+
+
+def test_tokens_are_counted_by_a_models_tokenizer(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"prompt": "7+5", "response": "7+5=12"}
+    write_lines(here / "a.jsonl", [row] * 3)
+    (found,) = report(capsys, "a.jsonl", "--model", "miniature")
+    assert found["lengths"]["prompt"]["p50"] == 3
+    assert found["lengths"]["response"]["p100"] == 7  # With the end token.
+
+
+def test_hostile_texts_leave_the_terminal_alone(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines(here / "a.jsonl", [{"question": "\x1b]0;x\x07\u202e", "answer": ["\x1b[2J", 1]}])
+    assert main(["ingest", "a.jsonl"]) == 0
+    out = capsys.readouterr().out
+    assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(out)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["none.jsonl"], "none.jsonl is missing"),
+        (["a.jsonl", "--form", "gsm9k"], "form=gsm9k isn't known"),
+        (["a.jsonl", "--as", "gsm9k", "--write", "x.parquet"], "form=gsm9k isn't known"),
+        (["a.jsonl", "--limit", "0"], "at least 1 row"),
+        (["data.max_prompt_tokens=4"], "name at least one data file"),
+        (["a.jsonl", "data.max_promt_tokens=4"], "max_prompt_tokens"),
+    ],
+)
+def test_refusals(
+    words: list[str], said: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines(here / "a.jsonl", [ROWS["question_answer"](1)])
+    before = sorted(here.iterdir())
+    assert main(["ingest", *words]) != 0
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) == 1
+    assert sorted(here.iterdir()) == before
+
+
+def test_an_interrupted_write_leaves_nothing(here: Path) -> None:
+    path = here / "a.jsonl"
+    write_lines(path, [ROWS["question_answer"](n) for n in range(200_000)])
+    command = [sys.executable, "-m", "tandem.launch.cli", "ingest", str(path)]
+    child = subprocess.Popen([*command, "--write", "b.parquet", "--as", "question_answer"])
+    while not (here / ".b.parquet.part").exists():
+        assert child.poll() is None
+    child.send_signal(2)
+    assert child.wait(30) == 130
+    assert sorted(file.name for file in here.iterdir()) == ["a.jsonl"]

@@ -1,0 +1,168 @@
+"""The same problems as rows of every form."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+Row = dict[str, Any]
+
+
+def asked(n: int) -> str:
+    return f"What is {n} + {n}?"
+
+
+def solution(n: int) -> str:
+    return f"Twice {n} is \\boxed{{{2 * n}}}."
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+ROWS: dict[str, Callable[[int], Row]] = {
+    "luffy": lambda n: {
+        "data_source": "sums",
+        "prompt": [_said("user", asked(n))],
+        "target": [_said("assistant", solution(n))],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(2 * n)},
+        "extra_info": {"index": n},
+    },
+    "prompt_response": lambda n: {
+        "prompt": asked(n),
+        "response": solution(n),
+        "ground_truth": str(2 * n),
+    },
+    "labelled": lambda n: {
+        "prompt": asked(n),
+        "completion": solution(n),
+        "label": n % 2 == 0,
+        "gold": str(2 * n),
+    },
+    "problem_solution": lambda n: {
+        "problem": asked(n),
+        "level": "Level 3",
+        "type": "Algebra",
+        "solution": solution(n),
+    },
+    "question_answer": lambda n: {"id": n, "question": asked(n), "answer": float(2 * n)},
+    "gsm8k": lambda n: {
+        "question": asked(n),
+        "answer": f"Twice {n} is {n}*2=<<{n}*2={2 * n}>>{2 * n}.\n#### {2 * n:,}",
+    },
+    "conversation": lambda n: {
+        "messages": [_said("user", asked(n)), _said("assistant", solution(n))],
+        "ground_truth": str(2 * n),
+        "dataset": "sums",
+    },
+    "preference": lambda n: {
+        "prompt": asked(n),
+        "chosen": solution(n),
+        "rejected": "I don't know.",
+        "gold": str(2 * n),
+    },
+    "hh": lambda n: {
+        "chosen": f"\n\nHuman: {asked(n)}\n\nAssistant: It is {2 * n}.",
+        "rejected": f"\n\nHuman: {asked(n)}\n\nAssistant: No idea.",
+    },
+    "countdown": lambda n: {"nums": [n, 2, 3], "target": 2 * n + 3},
+}
+
+BAD: dict[str, Sequence[Row | str]] = {
+    "luffy": (
+        {"prompt": []},
+        {"reward_model": {"style": "rule", "ground_truth": None}},
+        {"target": [_said("user", "x")]},
+        {"data_source": 7},
+        {"extra_info": "x"},
+    ),
+    "prompt_response": (
+        {"prompt": ""},
+        {"response": None},
+        {"response": 5},
+        {"ground_truth": ["1", "2"]},
+        {"prompt": [_said("robot", "x")]},
+    ),
+    "labelled": (
+        {"label": "yes"},
+        {"label": None},
+        {"prompt": " "},
+        {"completion": ""},
+        {"completion": {"a": 1}},
+    ),
+    "problem_solution": (
+        {"problem": None},
+        {"problem": ["x"]},
+        {"solution": ""},
+        {"solution": 3},
+        {"problem": "\n"},
+    ),
+    "question_answer": (
+        {"question": ""},
+        {"question": 4},
+        {"question": None},
+        {"answer": True},
+        {"answer": " "},
+    ),
+    "gsm8k": (
+        {"answer": "It is 4."},
+        {"answer": "It is 4.\n####"},
+        {"answer": None},
+        {"question": ""},
+        {"question": 1},
+    ),
+    "conversation": (
+        {"messages": []},
+        {"messages": [_said("assistant", "x")]},
+        {"messages": [{"text": "x"}]},
+        {"messages": "x"},
+        {"messages": [_said("user", "")]},
+    ),
+    "preference": (
+        {"chosen": "same", "rejected": "same"},
+        {"chosen": ""},
+        {"rejected": None},
+        {"prompt": 3},
+        {"rejected": [_said("user", "x")]},
+    ),
+    "hh": (
+        {"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d"},
+        {"rejected": "\n\nHuman: another\n\nAssistant: b"},
+        {"chosen": ""},
+        {"rejected": "\n\nAssistant: b"},
+        {"chosen": None},
+    ),
+    "countdown": (
+        {"nums": []},
+        {"nums": None},
+        {"nums": ["3"]},
+        {"target": None},
+        {"target": 2.5},
+    ),
+}
+"""For each form five rows that can't be used, by what they change in a good one."""
+
+
+def write_lines(path: Path, rows: Sequence[Row | str]) -> Path:
+    """JSON lines; a text is written as it is."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    data = ("\n".join(lines) + "\n").encode("utf-8", "surrogateescape")
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def write_array(path: Path, rows: Sequence[Row]) -> Path:
+    path.write_text(json.dumps(list(rows), indent=1), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, rows: Sequence[Row]) -> Path:
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return path

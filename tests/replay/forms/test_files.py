@@ -1,0 +1,107 @@
+"""Files are recognised by their bytes, and a row that can't be read doesn't end them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from form_rows import ROWS, write_array, write_lines
+
+from tandem.common.errors import DataError
+from tandem.replay.forms import LeftOut, data_files, read_rows
+from tandem.replay.forms import files as files_module
+
+GOOD = [ROWS["question_answer"](n) for n in range(1, 4)]
+
+
+def reasons(path: Path) -> tuple[int, list[str]]:
+    left_out = LeftOut()
+    kept = list(read_rows(path, left_out=left_out))
+    return len(kept), sorted(left_out.counts)
+
+
+def test_the_name_of_a_file_says_nothing(tmp_path: Path):
+    assert reasons(write_lines(tmp_path / "a.parquet", GOOD)) == (3, [])
+    assert reasons(write_array(tmp_path / "a.jsonl", GOOD)) == (3, [])
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"question": "2+2?", "answer": "4"', "isn't JSON"),
+        ("[1, 2]", "isn't an object"),
+        ("7", "isn't an object"),
+        ('{"question": "caf\udce9", "answer": "4"}', "isn't UTF-8"),
+        ('{"question": "\\ud83d", "answer": "4"}', "half a character"),
+        ('{"question": ' + "[" * 100_000 + "}", "isn't JSON"),
+        ('{"question": "2+2?", "answer": ' + "9" * 5000 + "}", "isn't JSON"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_left_out(line: str, reason: str, tmp_path: Path):
+    kept, (found,) = reasons(write_lines(tmp_path / "a.jsonl", [GOOD[0], line, GOOD[1]]))
+    assert kept == 2
+    assert reason in found
+
+
+def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(files_module, "MAX_ROW_CHARACTERS", 1000)
+    monkeypatch.setattr(files_module, "PIECE_CHARACTERS", 64)
+    long = json.dumps({"question": "x" * 5000, "answer": "4"})
+    kept, (found,) = reasons(write_lines(tmp_path / "a.jsonl", [GOOD[0], long, GOOD[1]]))
+    assert (kept, found) == (2, "row has more than 1,000 bytes")
+
+
+def test_an_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(files_module, "PIECE_CHARACTERS", 7)
+    path = write_array(tmp_path / "a.json", GOOD)
+    assert [row.content.gold for row in read_rows(path)] == ["2", "4", "6"]
+
+
+def test_a_damaged_array_says_after_which_row(tmp_path: Path):
+    path = write_array(tmp_path / "a.json", GOOD)
+    path.write_text(path.read_text().rstrip("]\n")[:-3])
+    with pytest.raises(DataError, match="damaged after row 2"):
+        list(read_rows(path))
+
+
+def test_parquet_with_a_text_that_is_not_utf_8_loses_that_row(tmp_path: Path):
+    questions = pa.array([b"a", b"caf\xe9", b"c"], pa.binary())
+    table = pa.table({"question": questions.view(pa.string()), "answer": ["1", "2", "3"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert reasons(tmp_path / "a.parquet") == (2, ["row can't be read"])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (pickle.dumps({"question": "x"}), "neither parquet nor JSON"),
+        (b"!!python/object/apply:os.system ['true']\n", "neither parquet nor JSON"),
+        (b"question,answer\n1,2\n", "neither parquet nor JSON"),
+        (b"PAR1 and no more", "can't be read as parquet"),
+        (b"\x1f\x8b damaged", "can't be read"),
+        (b"", "is empty"),
+        (b"[]", "holds no rows"),
+    ],
+)
+def test_other_files_are_refused(data: bytes, message: str, tmp_path: Path):
+    (tmp_path / "a").write_bytes(data)
+    with pytest.raises(DataError, match=message):
+        list(read_rows(tmp_path / "a"))
+
+
+def test_a_folder_is_its_data_files_by_name(tmp_path: Path):
+    for name in ("b.jsonl", "a.jsonl.gz", "c.json"):
+        write_lines(tmp_path / name, GOOD)
+    (tmp_path / "README.md").write_text("no data")
+    (tmp_path / ".hidden.jsonl").write_text("no data")
+    assert [file.name for file in data_files(tmp_path)] == ["a.jsonl.gz", "b.jsonl", "c.json"]
+    assert [row.number for row in read_rows(tmp_path)] == list(range(9))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="without data files"):
+        data_files(tmp_path / "empty")
+    with pytest.raises(DataError, match="is missing"):
+        data_files(tmp_path / "none")

@@ -1,0 +1,190 @@
+"""Every form is found by its columns, reads what it says, and loses only the rows that can't be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from form_rows import BAD, ROWS, asked, solution, write_array, write_lines, write_parquet
+
+from tandem.common.errors import ConfigError, DataError
+from tandem.replay.forms import FORMS, DataRow, LeftOut, Message, named_form, read_rows
+from tandem.replay.forms.row import RowError
+
+FORM_NAMES = [form.name for form in FORMS]
+WITH_GOLD = [name for name in FORM_NAMES if name not in ("hh", "countdown")]
+WITH_TARGET = [name for name in WITH_GOLD if name not in ("question_answer", "gsm8k")]
+
+
+def all_of(path: Path, form: str | None = None) -> list[DataRow]:
+    return list(read_rows(path, form))
+
+
+def test_every_form_has_rows_here():
+    assert sorted(ROWS) == sorted(BAD) == sorted(FORM_NAMES)
+
+
+@pytest.mark.parametrize("name", FORM_NAMES)
+class TestEveryForm:
+    def test_it_is_found_by_its_columns(self, name: str, tmp_path: Path):
+        rows = [ROWS[name](n) for n in range(1, 5)]
+        found = [
+            [vars_of(row) for row in all_of(path, form)]
+            for path in (
+                write_lines(tmp_path / "a.jsonl", rows),
+                write_lines(tmp_path / "a.jsonl.gz", rows),
+                write_array(tmp_path / "a.json", rows),
+                write_parquet(tmp_path / "a.parquet", rows),
+            )
+            for form in (None, name)
+        ]
+        assert found == found[:1] * len(found)
+        assert len(found[0]) == 4
+
+    def test_five_bad_rows_of_a_hundred_are_left_out_with_their_reasons(
+        self, name: str, tmp_path: Path
+    ):
+        rows: list[Any] = [ROWS[name](n) for n in range(1, 96)]
+        places = (7, 20, 21, 50, 99)
+        for place, change in zip(places, BAD[name], strict=True):
+            assert isinstance(change, dict)
+            rows.insert(place, {**ROWS[name](place), **change})
+        left_out = LeftOut()
+        kept = list(read_rows(write_lines(tmp_path / "a.jsonl", rows), left_out=left_out))
+        assert (len(kept), len(left_out)) == (95, 5)
+        assert [row.number for row in kept] == [n for n in range(100) if n not in places]
+        for text in left_out.first.values():
+            assert "a.jsonl row " in text
+        with pytest.raises(DataError, match=r"a\.jsonl row 7, column "):
+            all_of(tmp_path / "a.jsonl")
+
+    def test_what_is_written_is_read_again(self, name: str, tmp_path: Path):
+        form = named_form(name)
+        assert form.write is not None
+        rows = all_of(write_lines(tmp_path / "a.jsonl", [ROWS[name](n) for n in range(1, 9)]))
+        written = [form.write(row.content) for row in rows]
+        for again in (
+            write_parquet(tmp_path / "b.parquet", written),
+            write_lines(tmp_path / "b.jsonl", written),
+        ):
+            assert [vars_of(row) for row in all_of(again, name)] == [vars_of(row) for row in rows]
+
+
+def vars_of(row: DataRow) -> dict[str, Any]:
+    content = row.content
+    return {name: getattr(content, name) for name in content.__slots__}
+
+
+@pytest.mark.parametrize("name", WITH_GOLD)
+def test_the_question_is_the_same_in_every_form(name: str, tmp_path: Path):
+    (row,) = all_of(write_lines(tmp_path / "a.jsonl", [ROWS[name](600)]))
+    assert row.content.prompt == (Message(role="user", content=asked(600)),)
+    assert row.content.gold == (solution(600) if name == "problem_solution" else "1200")
+    if name in WITH_TARGET:
+        assert row.content.target == solution(600)
+
+
+def test_the_rationale_of_gsm8k_loses_its_annotations(tmp_path: Path):
+    (row,) = all_of(write_lines(tmp_path / "a.jsonl", [ROWS["gsm8k"](600)]))
+    assert row.content.target == "Twice 600 is 600*2=1200.\n#### 1200"
+
+
+def test_countdown_keeps_what_its_reward_needs(tmp_path: Path):
+    (row,) = all_of(write_lines(tmp_path / "a.jsonl", [ROWS["countdown"](4)]))
+    assert row.content.extra == {"nums": [4, 2, 3], "target": 11}
+    assert "4, 2, 3" in row.content.prompt[0].content
+    assert row.content.gold == "11"
+
+
+def test_a_pair_may_share_its_prompt(tmp_path: Path):
+    user, yes, no = (
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "4"},
+        {"role": "assistant", "content": "5"},
+    )
+    rows = [
+        {"chosen": "2+2? It is 4", "rejected": "2+2? Five"},
+        {"chosen": [user, yes], "rejected": [user, no]},
+        {"prompt": "2+2?", "chosen": [yes], "rejected": [no]},
+    ]
+    found = all_of(write_lines(tmp_path / "a.jsonl", rows))
+    assert [row.content.prompt[0].content for row in found] == ["2+2?"] * 3
+    assert [(row.content.target, row.content.rejected) for row in found] == [
+        (" It is 4", " Five"),
+        ("4", "5"),
+        ("4", "5"),
+    ]
+
+
+def test_numina_says_when_a_problem_has_no_answer(tmp_path: Path):
+    row = {"problem": "Prove it.", "solution": "Clearly.", "answer": "proof", "source": "olympiads"}
+    (found,) = all_of(write_lines(tmp_path / "a.jsonl", [row]))
+    assert (found.content.gold, found.content.data_source) == ("", "olympiads")
+
+
+def test_open_math_reasoning_is_read(tmp_path: Path):
+    row = {
+        "problem": "2+2?",
+        "generated_solution": "<think>hm</think> \\boxed{4}",
+        "expected_answer": "4",
+        "problem_source": "aops_c4",
+        "pass_rate_72b_tir": "0.9",
+    }
+    (found,) = all_of(write_lines(tmp_path / "a.jsonl", [row]))
+    assert (found.content.gold, found.content.target) == ("4", "<think>hm</think> \\boxed{4}")
+    assert found.content.extra == {"pass_rate_72b_tir": "0.9"}
+
+
+def test_columns_of_two_forms_need_a_name(tmp_path: Path):
+    row = {"question": "2+2?", "answer": "4", "messages": [{"role": "user", "content": "x"}]}
+    assert all_of(write_lines(tmp_path / "a.jsonl", [row]))[0].content.gold == "4"
+    row = {"question": "2+2?", "answer": "4", "prompt": "3+3?", "response": "6"}
+    path = write_lines(tmp_path / "b.jsonl", [row])
+    with pytest.raises(DataError, match="prompt_response or question_answer"):
+        all_of(path)
+    assert all_of(path, "prompt_response")[0].content.target == "6"
+
+
+def test_unknown_columns_and_forms_are_named(tmp_path: Path):
+    path = write_lines(tmp_path / "a.jsonl", [{"bla": 1}])
+    with pytest.raises(DataError, match=r"no known form \(it has bla\): .*one of luffy, "):
+        all_of(path)
+    with pytest.raises(ConfigError, match="form=lufy isn't known"):
+        all_of(path, "lufy")
+
+
+def test_a_form_can_be_a_function_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "own_forms.py").write_text(
+        "def read(row):\n"
+        "    if row['n'] == 2: return None\n"
+        "    if row['n'] == 3: raise KeyError('three')\n"
+        "    return {'prompt': str(row['n']), 'gold': str(row['n'])}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = write_lines(tmp_path / "a.jsonl", [{"n": n} for n in range(5)])
+    left_out = LeftOut()
+    rows = list(read_rows(path, "own_forms:read", left_out))
+    assert [row.content.gold for row in rows] == ["0", "1", "4"]
+    assert sorted(left_out.counts) == [
+        "row was left out by own_forms:read",
+        "row was refused by own_forms:read",
+    ]
+    with pytest.raises(ConfigError, match="own_forms:write"):
+        list(read_rows(path, "own_forms:write"))
+
+
+def test_a_form_refuses_to_write_what_it_cannot_hold(tmp_path: Path):
+    (row,) = all_of(write_lines(tmp_path / "a.jsonl", [ROWS["question_answer"](4)]))
+    for name in (
+        "prompt_response",
+        "preference",
+        "hh",
+        "countdown",
+        "problem_solution",
+        "labelled",
+    ):
+        write = named_form(name).write
+        assert write is not None
+        with pytest.raises(RowError, match=r"the form .* needs it"):
+            write(row.content)
