@@ -24,6 +24,8 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 CHECK_DEADLINE_S = 300.0
 """For one linter or type checker; mypy without its cache is the slowest, at about a minute."""
+MOST_FLAKY = 5
+"""A stage's failed tests are run again, alone, where there are no more than this."""
 LEFTOVER_GRACE_S = 10.0
 """How long a process that a stage started may take to end after the stage."""
 
@@ -104,6 +106,8 @@ class Tally:
     """Tests and checks that passed."""
     failed: int = 0
     """Tests and checks that failed."""
+    flaky: list[str] = field(default_factory=list)
+    """Tests that failed among others and passed when they were run again alone: each has a defect."""
     not_run: list[str] = field(default_factory=list)
     """One line for each thing that this machine could not run, with the reason."""
 
@@ -158,21 +162,54 @@ def run_check(name: str, command: list[str], env: dict[str, str], tally: Tally) 
     tally.check(name, ok, time.monotonic() - since, detail)
 
 
-def count_report(report: Path, tally: Tally) -> tuple[int, int]:
-    """Add a junit report to the tally; returns (passed, failed) of this report."""
-    passed = failed = 0
-    for case in ET.parse(report).getroot().iter("testcase"):
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What one call of pytest did, by names of tests."""
+
+    passed: set[str] = field(default_factory=set)
+    """Tests that passed."""
+    failed: set[str] = field(default_factory=set)
+    """Tests that failed, or whose set-up or clean-up did."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Tests that this machine could not run, with the reason."""
+
+
+def read_report(path: Path) -> Report:
+    """Read pytest's junit report; an empty one where pytest wrote none."""
+    report = Report()
+    if not path.exists():
+        return report
+    for case in ET.parse(path).getroot().iter("testcase"):
         name = f"{case.get('classname', '')}::{case.get('name', '')}"
         skipped = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
-            failed += 1
+            report.failed.add(name)
         elif skipped is not None:
-            tally.not_run.append(f"{name}: {skipped.get('message', '')}")
+            report.skipped[name] = skipped.get("message", "")
         else:
-            passed += 1
-    tally.passed += passed
-    tally.failed += failed
-    return passed, failed
+            report.passed.add(name)
+    report.passed -= report.failed  # a test whose clean-up failed stands twice
+    return report
+
+
+def run_pytest(
+    args: tuple[str, ...], report: Path, env: dict[str, str], deadline: float
+) -> tuple[int, Report]:
+    """Run pytest until a time of the monotonic clock; its exit code, -1 if it was killed, and its report."""
+    tests = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *args, "-q", "--durations=5", f"--junitxml={report}"],
+        cwd=ROOT,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    code = wait_as_init(tests, deadline)
+    if code is None:
+        os.killpg(tests.pid, signal.SIGKILL)
+        wait_as_init(tests, time.monotonic() + 30)
+        code = -1
+        print("pytest was still running at the stage's deadline: killed")
+    return code, read_report(report)
 
 
 def run_stage(
@@ -196,27 +233,25 @@ def run_stage(
     if stage.byhand:
         tally.not_run.append(f"stage {stage.name}, its long tests, by hand: {stage.byhand}")
     print(f"\n== {stage.name}", flush=True)
-    report = scratch / f"{stage.name}.xml"
     since = time.monotonic()
-    command = [sys.executable, "-m", "pytest", *stage.args, "-q", "--durations=5"]
-    tests = subprocess.Popen(
-        [*command, f"--junitxml={report}"],
-        cwd=ROOT,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    code = wait_as_init(tests, since + stage.deadline_s)
-    if code is None:
-        os.killpg(tests.pid, signal.SIGKILL)
-        code = wait_as_init(tests, time.monotonic() + 30) or -1
-        print(f"stage {stage.name} was still running after {stage.deadline_s:.0f} s: killed")
+    deadline = since + stage.deadline_s
+    code, report = run_pytest(stage.args, scratch / f"{stage.name}.xml", env, deadline)
+    if 0 < len(report.failed) <= MOST_FLAKY and code == 1:
+        print("\nthose that failed, again, and alone:", flush=True)
+        alone = [arg for arg in stage.args if not arg.startswith(("--numprocesses", "--dist"))]
+        again_file = scratch / f"{stage.name}-again.xml"
+        _, again = run_pytest((*alone, "--last-failed"), again_file, env, deadline)
+        flaky = report.failed & again.passed
+        tally.flaky += sorted(flaky)
+        report.failed -= flaky
+        report.passed |= flaky
+        code = 1 if report.failed else 0
     took_s = time.monotonic() - since
-    passed = failed = 0
-    listed = len(tally.not_run)
-    if report.exists():
-        passed, failed = count_report(report, tally)
-    skipped = tally.not_run[listed:]
+    passed, failed = len(report.passed), len(report.failed)
+    tally.passed += passed
+    tally.failed += failed
+    skipped = [f"{name}: {reason}" for name, reason in report.skipped.items()]
+    tally.not_run += skipped
     if required and (skipped or passed + failed == 0):
         failed += 1
         tally.check(
@@ -361,6 +396,8 @@ def run_stages(required: frozenset[str] = frozenset(), *, every: bool = False) -
         shutil.rmtree(scratch, ignore_errors=True)
     for line in tally.not_run:
         print(f"not run: {line}")
+    for line in tally.flaky:
+        print(f"flaky, failed once and passed alone: {line}")
     print(f"all stages took {time.monotonic() - began:.0f} s")
     print(f"{tally.passed} passed, {tally.failed} failed", flush=True)
     return 1 if tally.failed else 0

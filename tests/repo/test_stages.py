@@ -22,6 +22,7 @@ tally = stages.Tally()
 stages.run_stage(
     stages.Stage(**stage), dict(stages.os.environ), stages.Path(sys.argv[4]), tally, required=required
 )
+print("flaky:", *tally.flaky)
 print(json.dumps([tally.passed, tally.failed, tally.not_run]))
 """
 RUNS = "def test_it():\n    pass\n"
@@ -74,6 +75,27 @@ def test_of_a_required_stage_no_test_may_be_skipped_or_lacking(
     # The second check is of the processes that it leaves behind.
     assert found[:2] == ((1 if content else 0) + 1, failed)
     assert len(found[2]) == skipped
+
+
+@pytest.mark.parametrize(
+    ("fails", "passed", "failed", "flaky"),
+    [("not again.exists()", 3, 0, "flaky: test_made_up::test_other"), ("True", 2, 1, "flaky:")],
+)
+def test_what_fails_once_is_run_again_alone_and_named(
+    tmp_path: Path, fails: str, passed: int, failed: int, flaky: str
+) -> None:
+    tests = tmp_path / "test_made_up.py"
+    again = tmp_path / "again"
+    tests.write_text(
+        f"{RUNS}\nfrom pathlib import Path\n\ndef test_other():\n"
+        f"    again = Path({str(again)!r})\n    fails = {fails}\n    again.touch()\n    assert not fails\n"
+    )
+    cache = f"cache_dir={tmp_path / 'cache'}"
+    args = [str(tests), f"--rootdir={tmp_path}", "-o", cache, "--numprocesses=2"]
+    found = tallied(tmp_path, True, args=args)
+    assert found[:2] == (passed, failed)  # one of those that passed is the check of processes
+    assert flaky in found[3].splitlines()
+    assert "2 failed" not in found[3]
 
 
 def test_ci_requires_vllms_stage(tmp_path: Path) -> None:
