@@ -232,6 +232,19 @@ def get_data(
     fetch("dataset", wanted.repo, chosen, to, revision=about.sha, tell=tell)
 
 
+def local(path: str, place: Path) -> Path:
+    """Where a data set is: at its place on this machine, or in the hub's cache, into which it is fetched.
+
+    Args:
+        path: as the user wrote it.
+        place: where it would be on this machine.
+
+    Raises:
+        DataError: as :func:`cached_data` does.
+    """
+    return cached_data(path) if is_hub_name(path, place) else place
+
+
 def is_hub_name(path: str, place: Path) -> bool:
     """Whether a data set's path is a name on the hub rather than a file or folder here.
 

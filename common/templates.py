@@ -64,8 +64,9 @@ def _published() -> dict[str, dict[str, Any]]:
     return found
 
 
+@cache
 def named(name: str) -> Template:
-    """The template with this name, or the one in the file of this path.
+    """The template with this name, or the one in the file of this path, which is read once.
 
     Raises:
         ConfigError: there is no such template or file, or its text hasn't exactly one ``{question}``.

@@ -25,7 +25,7 @@ class StopStrings:
         self._longest = max(len(text.encode()) for text in stop) + 1
         self._may_end = _with_one_of(tokenizer, {text[-1] for text in stop})
 
-    def ends(self, tokens: NDArray[Any]) -> bool:
+    def ends(self, tokens: Sequence[int] | NDArray[Any]) -> bool:
         """Whether the text of some tokens holds a string, and didn't before the last one.
 
         Args:
@@ -35,21 +35,24 @@ class StopStrings:
         if last < len(self._may_end) and not self._may_end[last]:
             return False
         text = self._tokenizer.decode(
-            tokens[-self._longest :].tolist(),
+            [int(token) for token in tokens[-self._longest :]],
             skip_special_tokens=False,
             clean_up_tokenization_spaces=False,
         )
         return any(stop in text for stop in self._stop)
 
-    def first_end(self, tokens: NDArray[Any], checked: int) -> int | None:
+    def first_end(self, tokens: Sequence[int], checked: int) -> int | None:
         """Number of tokens after which a string is there for the first time; None if none is.
 
         Args:
             tokens: ``[L]`` sampled tokens.
             checked: number of the first tokens that are known not to hold one.
         """
-        ends = (end for end in range(checked + 1, len(tokens) + 1) if self.ends(tokens[:end]))
-        return next(ends, None)
+        for end in range(checked + 1, len(tokens) + 1):
+            # Not all of them: this is asked at every step of a long sample.
+            if self.ends(tokens[max(0, end - self._longest) : end]):
+                return end
+        return None
 
 
 @lru_cache(maxsize=8)

@@ -129,7 +129,7 @@ async def sample(
             for one in output.outputs:
                 ended.latest[one.index] = one
             if stops is not None:
-                tokens = np.array(ended.latest[0].token_ids, dtype=np.int32)
+                tokens = ended.latest[0].token_ids
                 end, checked = stops.first_end(tokens, checked), len(tokens)
                 if end is not None:
                     break

@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...common import hub
 from ...common.errors import ConfigError
+from ...common.printable import printable
 from ...common.run_folder import RunFolder, write_atomic
 from .options import existing
 
 if TYPE_CHECKING:
-    from ...common.config import Config
+    from ...common.config import Config, EvalSetConfig
 
 
 _SAMPLING = {
@@ -38,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="DIR", help="Hugging Face folder or hub name (default: RUN/model)"
     )
     parser.add_argument("--data", metavar="FILE", help="problems (default: the run's held-out set)")
+    parser.add_argument(
+        "--form", metavar="NAME", help="form of FILE's rows (default: by its columns)"
+    )
     parser.add_argument("--run", metavar="DIR", help="a run's folder")
     parser.add_argument("--set", metavar="NAME", help="which of the run's held-out sets")
     parser.add_argument("--limit", type=int, metavar="N", help="the first N problems")
@@ -61,22 +66,23 @@ def run(arguments: argparse.Namespace) -> int:
     model = arguments.model or (str(folder.model) if folder else None)
     if model is None:
         raise ConfigError("name the model with --model DIR, or a run with --run DIR")
-    data, name = _data(arguments, config, folder)
+    held_out, data = _held_out(arguments, config, folder)
     # The environment is read when torch is loaded, below.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
     from ..host.preflight import check_model
 
     check_model(config)
-    from ...rollout.evaluate.evaluation import evaluate_folder, load_problems
+    from ...reward.grading import Grader
+    from ...rollout.evaluate.evaluation import evaluate_folder
     from ..ingest.prepare import load_tokenizer
+    from ..ingest.rows import SourceReader
 
-    problems = load_problems(
-        data,
-        load_tokenizer(model),
-        data=config.data,
-        limit=arguments.limit,
-    )
+    with Grader(config.reward) as grader:
+        reader = SourceReader(config, load_tokenizer(model), grader, lambda text: None)
+        problems, _, counts = reader.read(held_out, data)
+    if any(number for number, _ in counts.left_out()):
+        print(f"note: {data.name}: {printable(str(counts))}", file=sys.stderr)
     result = evaluate_folder(
         model,
         problems,
@@ -86,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         settings=config.evaluate,
         stop=config.data.stops,
         seed=config.run.seed,
-        name=name,
+        name=held_out.name,
     )
     figures = {"model": model, "data": str(data), **result.to_dict()}
     text = json.dumps(figures, indent=1)
@@ -129,11 +135,18 @@ def _config(arguments: argparse.Namespace) -> tuple[Config, RunFolder | None]:
     return build(plain, overrides), None
 
 
-def _data(
+def _held_out(
     arguments: argparse.Namespace, config: Config, folder: RunFolder | None
-) -> tuple[Path, str]:
+) -> tuple[EvalSetConfig, Path]:
+    """The set, and where it is."""
+    from ...common.config import EvalSetConfig
+
     if arguments.data:
-        return Path(arguments.data).expanduser(), Path(arguments.data).stem
+        place = hub.local(arguments.data, Path(arguments.data).expanduser())
+        given = EvalSetConfig(
+            path=arguments.data, name=place.stem, form=arguments.form, limit=arguments.limit
+        )
+        return given, place
     if folder is None:
         raise ConfigError("name the problems with --data FILE, or a run with --run DIR")
     sets = {one.name: one for one in config.data.evaluate}
@@ -142,4 +155,5 @@ def _data(
     name = arguments.set or next(iter(sets))
     if name not in sets:
         raise ConfigError(f"--set {name}: the run has {', '.join(sets)}")
-    return folder.resolve(sets[name].path), name
+    chosen = sets[name].model_copy(update={"limit": arguments.limit or sets[name].limit})
+    return chosen, hub.local(chosen.path, folder.resolve(chosen.path))

@@ -11,16 +11,15 @@ import json
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...common import hub
-from ...common.errors import ConfigError, DataError
+from ...common.errors import ConfigError
 from ...common.printable import printable
 from .progress import Progress
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from ...common.config import Config, SourceConfig
     from ...common.records import ExpertTrace, Problem
     from ...replay.forms import Content, DataRow
+    from ...replay.forms.write import RowWriter
     from ..ingest.rows import SourceCounts, SourceReader
 
 UNLIMITED = 10**9
@@ -88,6 +88,7 @@ class _Lengths:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ...replay.forms.write import RowWriter
     from ...reward.grading import Grader
     from ..ingest.prepare import load_tokenizer
     from ..ingest.rows import SourceReader
@@ -96,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = _config(arguments, overrides)
     model = arguments.model or (config.model.path if arguments.preset else None)
     tokenizer = load_tokenizer(model) if model else _Characters()
-    writer = _Writer(arguments.write, arguments.into) if arguments.write else None
+    writer = RowWriter(arguments.write, arguments.into or "luffy") if arguments.write else None
     without = _questions(arguments.without) if arguments.without else frozenset()
     reports = []
     try:
@@ -126,10 +127,8 @@ def _split(words: Sequence[str]) -> tuple[list[Path], list[str]]:
         path = Path(word).expanduser()
         if "=" in word and not path.exists():
             overrides.append(word)
-        elif hub.is_hub_name(word, path):
-            files.append(hub.cached_data(word))
         else:
-            files.append(path)
+            files.append(hub.local(word, path))
     if not files:
         raise ConfigError("name at least one data file")
     return files, overrides
@@ -169,7 +168,7 @@ def _read(
     file: Path,
     arguments: argparse.Namespace,
     without: frozenset[bytes],
-    writer: _Writer | None,
+    writer: RowWriter | None,
 ) -> dict[str, Any]:
     """What became of one file."""
     from ..ingest.rows import SourceCounts, drawn
@@ -190,7 +189,7 @@ def _read(
                 excluded["not drawn"] += 1
             elif without and _question(row.content) in without:
                 excluded[f"in {arguments.without}"] += 1
-            elif writer is None or writer.add(row, counts):
+            elif writer is None or _written(writer, row, counts):
                 kept += 1
                 lengths.add(problem, trace)
         progress.add(counts.seen - seen)
@@ -205,6 +204,18 @@ def _read(
         "first": dict(counts.bad_rows.first),
         "lengths": lengths.summary(),
     }
+
+
+def _written(writer: RowWriter, row: DataRow, counts: SourceCounts) -> bool:
+    """Writes a row, or counts it as left out if the form can't hold it."""
+    from ...replay.forms import RowError
+
+    try:
+        writer.add(row.content)
+    except RowError as error:
+        counts.bad_rows.add(error.reason, f"{row.place}, {error}")
+        return False
+    return True
 
 
 def _table(report: dict[str, Any], unit: str) -> str:
@@ -251,97 +262,6 @@ def _questions(path: str) -> frozenset[bytes]:
     from ...replay.forms import LeftOut, read_rows
 
     return frozenset(_question(row.content) for row in read_rows(Path(path), None, LeftOut()))
-
-
-class _Writer:
-    """Writes rows in one form: as parquet, or as JSON lines if the file's name ends so."""
-
-    def __init__(self, path: str, form: str | None) -> None:
-        from ...replay.forms import named_form
-
-        self.path = Path(path).expanduser()
-        self.form = named_form(form or "luffy")
-        if self.form.write is None:
-            raise ConfigError(f"--as {form}: only a built-in form can be written")
-        self.rows = 0
-        # The columns' types are known once all rows are.
-        self._part = self.path.with_name(f".{self.path.name}.part")
-        self._file: TextIO | None = None
-        self._kinds: dict[str, set[str]] = {}
-
-    def add(self, row: DataRow, counts: SourceCounts) -> bool:
-        """Writes a row; False (and counted) if the form can't hold it."""
-        from ...replay.forms import RowError
-
-        assert self.form.write is not None
-        try:
-            columns = self.form.write(row.content)
-        except RowError as error:
-            counts.bad_rows.add(error.reason, f"{row.place}, {error}")
-            return False
-        # Not before: whoever made the writer has to be able to discard it.
-        self._file = self._file or open(self._part, "w", encoding="utf-8")  # noqa: SIM115
-        for name, value in columns.items():
-            self._kinds.setdefault(name, set()).add(_kind(value))
-        self._file.write(json.dumps(columns, ensure_ascii=False) + "\n")
-        self.rows += 1
-        return True
-
-    def finish(self) -> None:
-        """Puts the file in its place."""
-        if self._file is None:
-            raise DataError(f"no row can be written as {self.form.name}: {self.path} isn't made")
-        self._file.close()
-        if self.path.suffix not in (".jsonl", ".ndjson"):
-            self._convert()
-        self._part.replace(self.path)
-
-    def discard(self) -> None:
-        """Removes what was written, unless it is finished."""
-        if self._file is not None:
-            self._file.close()
-        self._part.unlink(missing_ok=True)
-
-    def _convert(self) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        schema = pa.schema([])
-        for rows in self._batches():
-            schema = pa.unify_schemas(
-                [schema, pa.Table.from_pylist(rows).schema], promote_options="permissive"
-            )
-        made = self.path.with_name(f".{self.path.name}.made")
-        with pq.ParquetWriter(made, schema) as writer:
-            for rows in self._batches():
-                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-        made.replace(self._part)
-
-    def _batches(self) -> Iterator[list[dict[str, Any]]]:
-        """Rows with all columns; values of columns that have several kinds of them are JSON."""
-        with open(self._part, encoding="utf-8") as lines:
-            while chosen := list(islice(lines, 1_000)):
-                yield [
-                    {
-                        name: _as_kind(row.get(name), kinds - {"null"})
-                        for name, kinds in self._kinds.items()
-                    }
-                    for row in map(json.loads, chosen)
-                ]
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return "null" if value is None else "boolean"
-    if isinstance(value, int | float):
-        return "number"
-    return type(value).__name__
-
-
-def _as_kind(value: Any, kinds: set[str]) -> Any:
-    if value is None or len(kinds) <= 1 or isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False)
 
 
 class _Characters:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...common import models, wire
+from ...common import hub, models, wire
 from ...common.config import Config, EvalSetConfig, SourceConfig
 from ...common.errors import ConfigError, DataError, TandemError
-from ...common.hub import cached_data, is_hub_name
 from ...common.records import ExpertTrace, Problem
 from ...common.run_folder import RunFolder
 from ...replay.forms import check_form
@@ -52,12 +51,7 @@ def data_files(config: Config, folder: RunFolder) -> Iterator[Callable[[str], Pa
     exists, and written there later (:func:`write_miniature`).
     """
     if config.data.miniature is None:
-
-        def found(path: str) -> Path:
-            place = folder.resolve(path)
-            return cached_data(path) if is_hub_name(path, place) else place
-
-        yield found
+        yield lambda path: hub.local(path, folder.resolve(path))
         return
     with tempfile.TemporaryDirectory(prefix="tandem-data-") as temporary:
         made = Path(temporary)

@@ -14,7 +14,7 @@ class Lengths:
     """Lengths of responses: log-normal, cut at a limit.
 
     >>> drawn = Lengths(mean=100, limit=400, spread=0.75).draw(2000, 1, seed=1)
-    >>> 95 < drawn.mean() < 105, int(drawn.max())
+    >>> bool(95 < drawn.mean() < 105), int(drawn.max())
     (True, 400)
     """
 

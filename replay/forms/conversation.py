@@ -11,8 +11,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from .form import Form
-from .prompt_response import GOLDS, SOURCES, source_of
-from .row import Content, RowError, as_messages, first_of, gold, messages, others, present
+from .row import (
+    GOLDS,
+    SOURCES,
+    Content,
+    RowError,
+    as_messages,
+    first_of,
+    gold,
+    messages,
+    others,
+    present,
+    source_of,
+)
 
 CONVERSATIONS = ("messages", "conversations")
 

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .form import Form
-from .prompt_response import SOURCES
-from .row import Content, RowError, needed, one_question, others, question, text
+from .row import SOURCES, Content, RowError, needed, one_question, others, question, text
 
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
 

@@ -26,7 +26,18 @@ import numpy as np
 
 from ...common.records import Float32Array
 from .form import Form
-from .row import Content, RowError, as_messages, gold, messages, needed, plain, prompt, text
+from .row import (
+    Content,
+    RowError,
+    ability,
+    as_messages,
+    gold,
+    needed,
+    plain,
+    prompt,
+    response,
+    text,
+)
 
 REQUIRED = ("data_source", "prompt", "reward_model")
 PROBABILITY_COLUMNS = ("target_probs", "target_ds_qwen_7b_probs")
@@ -40,7 +51,7 @@ def read(row: Mapping[str, Any]) -> Content:
         prompt=prompt(row, "prompt"),
         gold=_gold(row),
         target=target,
-        ability=text(row, "ability") if row.get("ability") is not None else "math",
+        ability=ability(row),
         extra=_extra(row),
         target_logprobs=_logprobs(row) if target is not None else None,
     )
@@ -50,17 +61,7 @@ def _target(row: Mapping[str, Any]) -> str | None:
     # Some writers of parquet store an empty list for "no target".
     if row.get("target") in (None, []):
         return None
-    found = messages(row, "target")
-    if len(found) != 1:
-        raise RowError(
-            "target",
-            row["target"],
-            f"has {len(found)} messages",
-            "a trace is one assistant message; make a row of each",
-        )
-    if found[0].role != "assistant":
-        raise RowError("target", found[0].role, "is the role of the trace", "it must be assistant")
-    return found[0].content
+    return response(row, "target")
 
 
 def _gold(row: Mapping[str, Any]) -> str:

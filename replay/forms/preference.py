@@ -11,18 +11,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from .form import Form
-from .prompt_response import GOLDS, SOURCES, gold_of, source_of
 from .row import (
+    GOLDS,
+    SOURCES,
     Content,
     Message,
     RowError,
     as_prompt,
+    gold_of,
     messages,
     needed,
     others,
     present,
     prompt,
     question,
+    source_of,
     text,
 )
 

@@ -20,12 +20,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from .form import Form
-from .row import Content, first_of, gold, needed, one_question, others, present, question, text
+from .row import (
+    SOURCES,
+    Content,
+    first_of,
+    gold,
+    needed,
+    one_question,
+    others,
+    present,
+    question,
+    source_of,
+    text,
+)
 
 QUESTIONS = ("problem", "question")
 SOLUTIONS = ("solution", "generated_solution")
 ANSWERS = ("expected_answer", "answer")
-SOURCES = ("source", "problem_source", "data_source")
 NO_ANSWER = ("proof", "notfound", "n/a", "")
 
 
@@ -39,12 +50,11 @@ def read(row: Mapping[str, Any]) -> Content:
         answer = ""
     else:
         answer = gold(row[answered], answered)
-    source = first_of(row, SOURCES)
     return Content(
         prompt=question(text(row, first_of(row, QUESTIONS) or QUESTIONS[0])),
         gold=answer,
         target=solution,
-        data_source=str(row[source]) if source else "",
+        data_source=source_of(row),
         extra=others(row, (*QUESTIONS, *SOLUTIONS, *ANSWERS, *SOURCES, "messages")),
     )
 

@@ -7,7 +7,7 @@ column (the first that is there)                     meaning
 ``input``                                            with ``instruction``: what it is about
 ``response``, ``completion``, ``output``             the answer: text, or one assistant message
 ``gold``, ``ground_truth``, ``expected_answer``      the gold answer; may be absent
-``data_source``, ``dataset``, ``source``             where the row is from; may be absent
+``data_source``, ``dataset``, …                      where the row is from (``row.SOURCES``); may be absent
 ``ability``                                          what it exercises; ``math`` without it
 ===================================================  ==================================================
 """
@@ -19,36 +19,26 @@ from typing import Any
 
 from .form import Form
 from .row import (
+    GOLDS,
+    SOURCES,
     Content,
     RowError,
+    ability,
     as_prompt,
     first_of,
-    gold,
+    gold_of,
     needed,
     others,
     present,
     prompt,
     question,
     response,
+    source_of,
     text,
 )
 
 PROMPTS = ("prompt", "instruction", "query")
 RESPONSES = ("response", "completion", "output")
-GOLDS = ("gold", "ground_truth", "expected_answer")
-SOURCES = ("data_source", "dataset", "source")
-
-
-def source_of(row: Mapping[str, Any]) -> str:
-    """Where the row is from; empty if it doesn't say."""
-    column = first_of(row, SOURCES)
-    return str(row[column]) if column else ""
-
-
-def gold_of(row: Mapping[str, Any]) -> str:
-    """The row's gold answer; empty if it has none."""
-    column = first_of(row, GOLDS)
-    return gold(row[column], column) if column else ""
 
 
 def read(row: Mapping[str, Any]) -> Content:
@@ -66,7 +56,7 @@ def read(row: Mapping[str, Any]) -> Content:
         gold=gold_of(row),
         target=response(row, answered),
         data_source=source_of(row),
-        ability=text(row, "ability") if row.get("ability") is not None else "math",
+        ability=ability(row),
         extra=others(row, (*PROMPTS, *RESPONSES, *GOLDS, *SOURCES, "input", "ability")),
     )
 

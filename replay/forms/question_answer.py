@@ -11,8 +11,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from .form import Form
-from .prompt_response import SOURCES, source_of
-from .row import Content, as_prompt, first_of, gold, needed, others, present, prompt
+from .row import (
+    SOURCES,
+    Content,
+    as_prompt,
+    first_of,
+    gold,
+    needed,
+    others,
+    present,
+    prompt,
+    source_of,
+)
 
 QUESTIONS = ("question", "problem", "prompt")
 ANSWERS = ("answer", "gold", "ground_truth")

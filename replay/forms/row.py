@@ -12,6 +12,10 @@ from ...common.records import Float32Array
 
 ROLES = ("system", "user", "assistant")
 SHOWN = 60
+SOURCES = ("data_source", "dataset", "source", "problem_source")
+"""Columns that may say where a row is from; the first one counts."""
+GOLDS = ("gold", "ground_truth", "expected_answer")
+"""Columns that may hold the gold answer; the first one counts."""
 MAX_EXTRA = 1_000
 """Longest extra column that is kept, in characters of its JSON."""
 
@@ -157,6 +161,23 @@ def gold(value: Any, column: str) -> str:
     if not str(value).strip():
         raise RowError(column, value, "is empty", "give the row an answer to grade by")
     return str(value)
+
+
+def source_of(row: Mapping[str, Any]) -> str:
+    """Where the row is from; empty if it doesn't say."""
+    column = first_of(row, SOURCES)
+    return str(row[column]) if column else ""
+
+
+def gold_of(row: Mapping[str, Any]) -> str:
+    """The row's gold answer; empty if it has none."""
+    column = first_of(row, GOLDS)
+    return gold(row[column], column) if column else ""
+
+
+def ability(row: Mapping[str, Any]) -> str:
+    """What the row exercises; ``math`` if it doesn't say."""
+    return text(row, "ability") if row.get("ability") is not None else "math"
 
 
 def one_question(content: Content, form: str) -> str:

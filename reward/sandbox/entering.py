@@ -26,6 +26,8 @@ MAX_PROCESSES = 8
 MAX_FILES = 64
 MAX_FILE_BYTES = 16 << 20
 MEMORY_DISK = "64m"
+HOME = "/boxed"
+"""A program's working folder; no folder of a host's has this name."""
 BOXED_USERS = range(61_184, 65_184)
 """User ids of the programs that root starts; they own no files. Each program gets its own id, since
 processes are counted by user. The range is within the ids that a container has."""
@@ -96,7 +98,7 @@ def _namespaces(command: list[str], limits: Limits, *, root: bool) -> None:
     boxed = BOXED_USERS[os.getpid() % len(BOXED_USERS)]
     first = os.fork()
     if first:
-        for descriptor in range(5):
+        for descriptor in range(6):
             os.close(descriptor)
         _, status = os.waitpid(first, 0)
         code = os.waitstatus_to_exitcode(status)
@@ -120,17 +122,17 @@ def _build_root() -> None:
     _mount("none", "/", None, _REC | _PRIVATE)
     _mount("box", "/tmp", "tmpfs", _NOSUID | _NODEV, f"size={MEMORY_DISK},mode=755")
     os.makedirs("/tmp/old")
-    os.makedirs("/tmp/new/work")
+    os.makedirs(f"/tmp/new{HOME}")
     _pivot("/tmp", "/tmp/old")
     os.chdir("/")
     for path in paths:
         _bind(path)
     os.makedirs("/new/tmp", exist_ok=True)
-    for folder in ("/new/work", "/new/tmp"):
+    for folder in (f"/new{HOME}", "/new/tmp"):
         os.chmod(folder, 0o777)
     _call("umount2", b"/old", _DETACH)
     os.chroot("/new")
-    os.chdir("/work")
+    os.chdir(HOME)
 
 
 def _pivot(root: str, old: str) -> None:
@@ -175,7 +177,7 @@ def _pythons() -> list[str]:
 def environment() -> dict[str, str]:
     return {
         "PATH": "/usr/bin:/bin",
-        "HOME": "/work",
+        "HOME": HOME,
         "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -225,7 +227,7 @@ def bubblewrap(command: list[str], limits: Limits) -> None:
             arguments += ["--symlink", os.readlink(path), path]
         else:
             arguments += ["--ro-bind-try", path, path]
-    arguments += ["--dev", "/dev", "--tmpfs", "/work", "--chdir", "/work"]
+    arguments += ["--dev", "/dev", "--tmpfs", HOME, "--chdir", HOME]
     arguments += ["--uid", "1000", "--gid", "1000"]
     for name, value in environment().items():
         arguments += ["--setenv", name, value]

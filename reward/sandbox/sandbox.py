@@ -97,7 +97,7 @@ class Box:
         Raises:
             OSError: this process has no descriptors or processes left.
         """
-        stdin, stdout, report = _file(given), os.pipe(), os.pipe()
+        stdin, stdout, report, begun = _file(given), os.pipe(), os.pipe(), os.pipe()
         token = _file(task)
         me = os.getpid()
         keeper = os.fork()
@@ -106,19 +106,21 @@ class Box:
                 os.setsid()
                 die_with(me)
                 null = os.open("/dev/null", os.O_WRONLY)
-                _install({0: stdin, 1: stdout[1], 2: null, 3: report[1], 4: token})
+                _install({0: stdin, 1: stdout[1], 2: null, 3: report[1], 4: token, 5: begun[1]})
+                os.set_inheritable(5, False)
                 self.enter([sys.executable, *arguments], limits)
             except BaseException as error:  # noqa: BLE001 - it must never run on as a runner
                 os.write(1, f"box: {error}"[:200].encode("utf-8", "replace"))
             finally:
                 os._exit(126)
-        for descriptor in (stdin, stdout[1], report[1], token):
+        for descriptor in (stdin, stdout[1], report[1], token, begun[1]):
             os.close(descriptor)
+        pipes = stdout[0], report[0], begun[0]
         try:
-            return _watch(keeper, stdout[0], report[0], limits, boxed=self.how != "none")
+            return _watch(keeper, *pipes, limits, boxed=self.how != "none")
         finally:
-            os.close(stdout[0])
-            os.close(report[0])
+            for descriptor in pipes:
+                os.close(descriptor)
 
 
 def _file(content: bytes) -> int:
@@ -138,21 +140,27 @@ def _install(wanted: dict[int, int]) -> None:
     os.closerange(max(wanted) + 1, 4096)
 
 
-def _watch(keeper: int, output: int, report: int, limits: Limits, *, boxed: bool) -> Ran:
+def _watch(
+    keeper: int, output: int, report: int, begun: int, limits: Limits, *, boxed: bool
+) -> Ran:
     """Reads output until the program has ended. Kills it, with everything that it started, at its
-    deadline and when all of it takes more memory than it may."""
+    deadline and when all of it takes more memory than it may. ``begun`` ends when it is executed: until then
+    it is a copy of this process, and shares its memory."""
     now = time.monotonic()
     end, next_look = now + limits.seconds, now
     read: dict[int, bytes] = {output: b"", report: b""}
-    open_ = {output, report}
+    open_, begins = {output, report}, True
     timed_out = killed = False
     while True:
         if open_:
-            ready = select.select(list(open_), [], [], LOOK_SECONDS)[0]
+            ready = select.select([*open_, *([begun] if begins else [])], [], [], LOOK_SECONDS)[0]
         else:
             # It has closed its pipes but lives on, or was killed.
             ready = []
             time.sleep(0.001)
+        if begun in ready:
+            begins = False
+            ready.remove(begun)
         for descriptor in ready:
             chunk = os.read(descriptor, 65536)
             read[descriptor] += chunk
@@ -168,10 +176,10 @@ def _watch(keeper: int, output: int, report: int, limits: Limits, *, boxed: bool
             continue
         next_look = now + LOOK_SECONDS
         timed_out = now > end
+        # In a box, the keeper itself isn't one of the program's processes.
+        program = [] if begins else descendants(keeper) + ([] if boxed else [keeper])
         too_much = max(map(len, read.values())) > MAX_OUTPUT or exceeds(
-            # In a box, the keeper itself isn't one of the program's processes.
-            descendants(keeper) + ([] if boxed else [keeper]),
-            limits.memory_mb << 20,
+            program, limits.memory_mb << 20
         )
         if timed_out or too_much:
             _kill(keeper)

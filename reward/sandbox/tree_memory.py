@@ -9,12 +9,11 @@ working folders.
 from __future__ import annotations
 
 import os
-import time
+
+from .entering import HOME
 
 PAGE = os.sysconf("SC_PAGESIZE")
-READINGS, READING_SECONDS = 10, 0.01
-"""How often memory must be over the limit if only all processes together are, and the pause between."""
-FOLDERS = ("/", "/work", "/tmp")
+FOLDERS = ("/", HOME, "/tmp")
 """Folders in which a boxed program may write."""
 
 
@@ -44,15 +43,8 @@ def exceeds(pids: list[int], limit: int) -> bool:
     files = _in_files(pids)
     if files + sum(map(_resident, pids)) <= limit:
         return False
-    for _ in range(READINGS):
-        shares = [_proportional(pid) for pid in pids]
-        if files + sum(shares) <= limit:
-            return False
-        if files + max(shares) > limit:
-            return True
-        # Processes that end while others are read leave larger shares to those read after.
-        time.sleep(READING_SECONDS)
-    return True
+    # Twice, since processes that end while they are read leave larger shares to those read after.
+    return all(files + sum(map(_proportional, pids)) > limit for _ in range(2))
 
 
 def _resident(pid: int) -> int:

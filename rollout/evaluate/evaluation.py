@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...common import prompts
-from ...common.config import DataConfig, EvaluateConfig, ModelConfig, RewardConfig, RolloutConfig
+from ...common.config import EvaluateConfig, ModelConfig, RewardConfig, RolloutConfig
 from ...common.errors import DataError, TandemError
 from ...common.records import FinishReason, Problem, Sample, SamplingParams, Verdict
-from ...replay.forms import read_rows
 from ...replay.store import four_classes
 from ...reward.grading import Grade, GradeItem, Grader
 from ..engine import Engine, GroupRequest
@@ -296,36 +292,3 @@ def evaluate_folder(
             await engine.close()
 
     return asyncio.run(run())
-
-
-def load_problems(
-    path: str | Path,
-    tokenizer: Any,
-    *,
-    data: DataConfig | None = None,
-    limit: int | None = None,
-) -> list[Problem]:
-    """The first ``limit`` problems of a data file, rendered for a model.
-
-    Raises:
-        DataError: the file can't be read, or a row can't be used.
-    """
-    path = Path(path)
-    problems = []
-    for row in itertools.islice(read_rows(path), limit):
-        content = row.content
-        messages = [{"role": m.role, "content": m.content} for m in content.prompt]
-        text, tokens = prompts.render(tokenizer, messages, data)
-        problems.append(
-            Problem(
-                problem_id=f"{path.stem}/{row.number}",
-                prompt_text=text,
-                prompt_tokens=tokens,
-                gold=content.gold,
-                data_source=content.data_source or path.stem,
-                ability=content.ability,
-                trace_ids=(),
-                extra=content.extra,
-            )
-        )
-    return problems

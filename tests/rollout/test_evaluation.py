@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.common.config import EvaluateConfig, RewardConfig, RolloutConfig
+from tandem.common.config import EvalSetConfig, EvaluateConfig, RewardConfig, RolloutConfig, build
 from tandem.common.errors import DataError, TandemError
 from tandem.common.models import load_tokenizer
 from tandem.common.records import FinishReason, Problem, Sample, SamplingParams, Verdict
+from tandem.launch.ingest.rows import SourceReader
 from tandem.reward.grading import Grade, Grader
 from tandem.rollout.evaluate.evaluation import (
     Evaluation,
     evaluate,
     evaluate_folder,
-    load_problems,
     summarise,
 )
 
@@ -160,12 +160,19 @@ def test_the_shipped_model_does_short_chains_and_no_long_ones(tmp_path: Path) ->
     from tandem.launch.miniature.parquet import table
     from tandem.launch.miniature.problems import distinct
 
+    def read(path: Path, limit: int) -> list[Problem]:
+        config = build({"run": {"steps": 1}, "data": {"train": [{"path": ""}]}}, ())
+        with Grader(config.reward) as grader:
+            reader = SourceReader(config, load_tokenizer("miniature"), grader, lambda text: None)
+            held_out = EvalSetConfig(path=str(path), name=path.stem, limit=limit)
+            return reader.read(held_out, path)[0]
+
     found = {}
     for k in (2, 8):
         path = tmp_path / f"k{k}.parquet"
         rows = table(distinct(Random(k), k, 60), split="heldout", with_target=False)
         pq.write_table(rows, path)
-        problems = load_problems(path, load_tokenizer("miniature"), limit=50)
+        problems = read(path, limit=50)
         assert [p.problem_id for p in problems[:2]] == [f"k{k}/0", f"k{k}/1"]
         found[k] = evaluate_folder(
             "miniature",
