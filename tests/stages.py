@@ -362,7 +362,44 @@ def test_environment(scratch: Path) -> dict[str, str]:
     return env
 
 
-def run_stages(required: frozenset[str] = frozenset(), *, every: bool = False) -> int:
+COVERAGE = """[run]
+source = {source}
+data_file = {folder}/data
+parallel = true
+sigterm = true
+patch = _exit
+[report]
+skip_covered = true
+sort = cover
+"""
+
+
+def measure_coverage(scratch: Path, env: dict[str, str]) -> Path:
+    """Have every Python process with this environment record its lines; returns the settings' file.
+
+    What a killed process ran isn't recorded.
+    """
+    folder = scratch / "coverage"
+    folder.mkdir()
+    settings = folder / "settings"
+    rooms = (ROOT / ".import" / "tandem").iterdir()
+    source = ", ".join(sorted(str(room.resolve()) for room in rooms))
+    settings.write_text(COVERAGE.format(source=source, folder=folder))
+    env["COVERAGE_PROCESS_START"] = str(settings)
+    return settings
+
+
+def report_coverage(settings: Path, html: Path = ROOT / ".coverage-html") -> None:
+    """Print the share of lines that ran, by file, and write the lines themselves as HTML."""
+    for words in (["combine", "-q"], ["report"], ["html", "-q", "-d", str(html)]):
+        command = [str(BIN / "coverage"), *words, f"--rcfile={settings}"]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=CHECK_DEADLINE_S)
+    print(f"line by line: {html / 'index.html'}")
+
+
+def run_stages(
+    required: frozenset[str] = frozenset(), *, every: bool = False, coverage: bool = False
+) -> int:
     """The checks and stages, long ones only where asked for; returns the exit code.
 
     Of the required stages nothing is skipped.
@@ -378,6 +415,7 @@ def run_stages(required: frozenset[str] = frozenset(), *, every: bool = False) -
     print("== checks", flush=True)
     for name, command in checks():
         run_check(name, command, env, tally)
+    settings = measure_coverage(scratch, env) if coverage else None
     for stage in STAGES:
         if stage.long and not every and stage.name not in required:
             tally.not_run.append(f"stage {stage.name}: bash tests/run.sh --all runs it as well")
@@ -390,6 +428,8 @@ def run_stages(required: frozenset[str] = frozenset(), *, every: bool = False) -
         after = tree_state()
         changed = sorted(set((after or "").splitlines()) ^ set(before.splitlines()))
         tally.check("the working tree is unchanged", not changed, 0.0, "\n".join(changed))
+    if settings is not None:
+        report_coverage(settings)
     if tally.failed:
         print(f"the runs of these tests are kept in {scratch}")
     else:
@@ -405,7 +445,7 @@ def run_stages(required: frozenset[str] = frozenset(), *, every: bool = False) -
 
 def main() -> int:
     """With pytest's arguments, pytest alone; without, the checks and stages."""
-    if len(sys.argv) > 1 and not sys.argv[1].startswith(("--require", "--all")):
+    if len(sys.argv) > 1 and not sys.argv[1].startswith(("--require", "--all", "--coverage")):
         os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.execv(sys.executable, [sys.executable, "-m", "pytest", *sys.argv[1:]])
@@ -418,8 +458,9 @@ def main() -> int:
         help="a stage that fails where it, or a test of it, would be listed as not run",
     )
     parser.add_argument("--all", action="store_true", help="the long stages as well")
+    parser.add_argument("--coverage", action="store_true", help="tell which lines ran")
     asked = parser.parse_args()
-    return run_stages(frozenset(asked.require), every=asked.all)
+    return run_stages(frozenset(asked.require), every=asked.all, coverage=asked.coverage)
 
 
 if __name__ == "__main__":

@@ -151,3 +151,29 @@ stages.run_stages(frozenset(sys.argv[3:]), every=sys.argv[2] == "all")
     assert ran("some") == ({"docs", "unit"}, long)
     assert ran("some", "vllm") == ({"docs", "unit", "vllm"}, long - {"vllm"})
     assert ran("all") == ({"docs", "unit"} | long, set())
+
+
+def test_coverage_is_that_of_every_process(tmp_path: Path) -> None:
+    asked = """
+import subprocess, sys
+sys.path.insert(0, sys.argv[1])
+import stages
+env = dict(stages.os.environ)
+settings = stages.measure_coverage(stages.Path(sys.argv[2]), env)
+program = "from tandem.common import seeds; import os; os._exit(0)"
+other = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+subprocess.run([sys.executable, "-c", other, program], env=env, check=True)
+stages.report_coverage(settings, stages.Path(sys.argv[2], "html"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", asked, str(ROOT / "tests"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    shares = {line.split()[0]: line.split()[-1] for line in done.stdout.splitlines() if "%" in line}
+    assert shares["common/seeds.py"] not in ("0%", "100%")
+    assert shares["rollout/worker.py"] == "0%"
+    assert (tmp_path / "html" / "index.html").exists()
