@@ -27,7 +27,7 @@ def read(row: Mapping[str, Any]) -> Content:
     return Content(
         prompt=question(text(row, "question")),
         gold=gold,
-        target=_ANNOTATION.sub("", f"{rationale}{mark} {gold}"),
+        target=_ANNOTATION.sub("", f"{rationale}{mark} {gold}") if rationale.strip() else None,
         data_source="gsm8k",
         extra=others(row, ("question", "answer")),
     )

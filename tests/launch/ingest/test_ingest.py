@@ -153,14 +153,20 @@ def test_problems_traces_and_held_out_sets(made: Path) -> None:
     assert not [p for p in found.problems if p.problem_id.startswith("fresh") and p.trace_ids]
 
 
-@pytest.mark.parametrize("form", ["prompt_response", "conversation", "problem_solution"])
+@pytest.mark.parametrize(
+    ("expert", "fresh"),
+    [
+        ("luffy", "luffy"),
+        ("conversation", "conversation"),
+        ("prompt_response", "question_answer"),
+        ("problem_solution", "gsm8k"),
+    ],
+)
 def test_the_same_problems_in_another_form_are_the_same_data(
-    made: Path, here: Path, form: str
+    made: Path, here: Path, expert: str, fresh: str
 ) -> None:
     plain = prepared()
-    for name in ("expert", "fresh"):
-        # Problems without a response have forms of their own.
-        into = form if name == "expert" or form == "conversation" else "question_answer"
+    for name, into in (("expert", expert), ("fresh", fresh)):
         words = [f"d/{name}.parquet", "--write", f"d/{name}.jsonl", "--as", into]
         assert main(["ingest", *words]) == 0
     found = prepared("data.train=[{path: d/expert.jsonl},{path: d/fresh.jsonl, weight: 2}]")
