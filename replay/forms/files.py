@@ -77,7 +77,8 @@ def raw_rows(path: Path, choose: Choose = lambda present: None) -> Iterator[Raw]
 def _parquet(path: Path, choose: Choose) -> Iterator[Raw]:
     row = 0
     try:
-        with pq.ParquetFile(path) as file:
+        # With buffers filled in advance, all that was read stays in memory until the file is closed.
+        with pq.ParquetFile(path, pre_buffer=False) as file:
             names = file.schema_arrow.names
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=choose(names)):
                 for raw in _plain(batch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 from pathlib import Path
 
 import pyarrow as pa
@@ -105,3 +106,20 @@ def test_a_folder_is_its_data_files_by_name(tmp_path: Path):
         data_files(tmp_path / "empty")
     with pytest.raises(DataError, match="is missing"):
         data_files(tmp_path / "none")
+
+
+def test_a_parquet_file_is_never_held_whole(tmp_path: Path):
+    path, rows = tmp_path / "a.parquet", files_module.BATCH_ROWS
+
+    def group() -> pa.Table:
+        return pa.Table.from_pylist([{**GOOD[0], "note": random.randbytes(2048).hex()}] * rows)
+
+    with pq.ParquetWriter(path, group().schema, compression="none", use_dictionary=False) as writer:
+        for _ in range(32):
+            writer.write_table(group())
+    size = path.stat().st_size
+    assert size > 32 << 20
+    before = pa.total_allocated_bytes()
+    held = [pa.total_allocated_bytes() - before for _ in files_module.raw_rows(path)]
+    assert len(held) == 32 * rows
+    assert max(held) < size / 4
