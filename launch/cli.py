@@ -29,6 +29,7 @@ COMMANDS: dict[str, str] = {
     "grade": "grade completions in a file, by any mode and reward",
     "status": "where a run stands: ledger, members, versions, restarts, memory, disk",
     "retry": "put groups that were given up back into the ledger",
+    "archive": "write every group that a run has trained on, as parquet",
     "export": "write the model of a run's newest checkpoint, even if the run can't go on",
     "track": "send a run's metrics to W&B or TensorBoard",
     "stop": "drain and checkpoint a run, as Ctrl-C in its terminal does",

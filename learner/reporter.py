@@ -10,17 +10,20 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..common import disk
 from ..common.config import Config
 from ..common.parts import PartedLines
 from ..common.records import Version
 from ..common.run_folder import RunFolder
 from ..common.telemetry import Clock
+from ..replay import archive
 from ..replay.store import EvaluationResult, RunStore
 from .evaluations import record_of
 from .metrics.grading_rates import GradingRates
 from .metrics.reports import text_of
 from .resume.cut_back import cut_back
 from .rows.groups import MixedGroup
+from .rows.sources import StepBatch
 from .transfer_rates import TransferRates
 
 log = logging.getLogger("tandem.learner")
@@ -100,6 +103,25 @@ class Reporter:
         assert self._samples is not None, "cut_back opens the files"
         for mixed in groups[: self._config.log.samples_per_step]:
             self._samples.write(text_of(step, mixed))
+
+    def archive(self, batch: StepBatch) -> None:
+        """Keeps the step's groups. A step that is trained again has the same ones."""
+        path = self._folder.archive / archive.file_name(batch.step)
+        if path.exists():
+            return
+        path.parent.mkdir(exist_ok=True)
+        groups = [
+            archive.ArchivedGroup(
+                step=batch.step,
+                place=place,
+                group=mixed.group,
+                traces=mixed.traces,
+                replaced=mixed.replaced,
+                row=batch.row if place == 0 else None,
+            )
+            for place, mixed in enumerate(batch.groups)
+        ]
+        disk.persist(path, lambda: archive.write(path, groups))
 
     def step(self, version: Version, metrics: dict[str, float], weights: Mapping[str, Any]) -> None:
         """Records a step that was trained, with what pools and workers have reported since the last one.

@@ -326,6 +326,10 @@ class Trainer:
             written()
             self._use_up(step, "quarantined before")
             return
+        if self._config.log.archive:
+            # Before it is trained on, so that no step of the weights is missing there.
+            with clock.doing("archive"):
+                self._reporter.archive(batch)
         lr = learning_rate(self._config.learner.optimizer, step, self._source.total_steps)
         with clock.doing("compute"):
             outcome = self._leader.train(

@@ -21,6 +21,8 @@ class LogConfig(Section):
     """Steps from one progress line to the next."""
     samples_per_step: NonNegative = 2
     """Number of groups of every step that ``samples.jsonl`` keeps as text."""
+    archive: bool = False
+    """Whether every group is kept as it was trained on, in ``archive/``; see ``tandem archive``."""
     level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
     """Level of the processes' log files."""
     wandb: Annotated[Literal["off", "offline", "online"], BeforeValidator(_on_or_off)] = "off"

@@ -22,14 +22,18 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import xxhash
 import yaml
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
+from tandem.common import wire
 from tandem.common.config import to_yaml
-from tandem.common.errors import RunFailedError
+from tandem.common.errors import DataError, RunFailedError
 from tandem.common.records import Group, Version
+from tandem.launch.cli import main
 from tandem.learner.resume.journal import read, trained
+from tandem.replay import archive
 from tandem.replay.ledger_records import Lease
 
 pytest.importorskip("deepspeed")
@@ -141,6 +145,7 @@ def start_run(
 LUFFY: dict[str, Any] = {
     "run": {"steps": 8},
     "expert": {"per_group": 1},
+    "log": {"archive": True},
     # With everything that has a state beside the weights: the coefficients.
     "learner": {
         "objective": {
@@ -222,6 +227,8 @@ def test_a_killed_and_resumed_run_is_the_run_it_would_have_been(
         assert len(set(wanted)) > 4
         assert [record[name] for record in metrics(killed)] == wanted
     assert [record["step"] for record in metrics(killed)] == list(range(1, 9))
+    names = [path.name for path in sorted(killed.folder.archive.iterdir())]
+    assert names == [archive.file_name(step) for step in range(1, 9)]
 
     # Every group stands in one row, and every row is applied on the line that was kept.
     records = list(read(killed.folder.journal))
@@ -234,6 +241,29 @@ def test_a_killed_and_resumed_run_is_the_run_it_would_have_been(
     kept = sorted(path.name for path in killed.folder.checkpoints.glob("step-*"))
     assert len(kept) == 2
     assert kept[-1] == "step-00000008"
+
+
+def test_every_group_is_archived_as_it_was_committed(
+    straight: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = straight.folder
+    folder.write_run({"state": "finished"})
+    assert main(["archive", str(folder.path), "--out", str(tmp_path / "out")]) == 0
+    assert "16 groups of 8 steps" in capsys.readouterr().out
+    found = list(archive.read(tmp_path / "out" / "groups-00000.parquet"))
+    rows = [record["row"] for record in read(folder.journal) if record["kind"] == "row"]
+    assert [one.row for one in found if one.place == 0] == rows
+    entries = [(row["step"], entry) for row in rows for entry in row["groups"]]
+    for one, (step, entry) in zip(found, entries, strict=True):
+        assert (one.step, one.group.group_id) == (step, entry["id"])
+        assert xxhash.xxh3_64_hexdigest(wire.encode(one.group)) == entry["digest"]
+        assert [trace.trace_id for trace in one.traces] == entry["traces"]
+    with pytest.raises(DataError, match="isn't empty"):
+        archive.join([], tmp_path / "out")
+    (folder.archive / archive.file_name(3)).rename(tmp_path / "3.parquet")
+    assert main(["archive", str(folder.path), "--out", str(tmp_path / "rest")]) == 0
+    assert "1 steps are missing" in capsys.readouterr().err
+    (tmp_path / "3.parquet").rename(folder.archive / archive.file_name(3))
 
 
 def test_a_resume_that_fails_leaves_every_record_as_it_was(

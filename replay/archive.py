@@ -1,0 +1,388 @@
+"""An archive: every group that was trained on, as parquet, which reads back to equal records.
+
+A run writes one file per step (``log.archive``), before it trains on the step, and ``tandem archive``
+joins them. A row is a group; its columns have the records' own names and types:
+
+=====================  ========================================================================
+column                 content
+=====================  ========================================================================
+``step``, ``place``    the step that took the group, and its place among the step's groups
+``row``                the step's row as the journal has it, as JSON; only at place 0
+``group_id``, …        the fields of :class:`~tandem.common.records.Group`
+``samples``            list of :class:`~tandem.common.records.Sample`, ``sampling`` in columns of its own
+``traces``             list of :class:`~tandem.common.records.ExpertTrace`: the expert rows
+``replaced``           samples that traces have replaced; they are in no loss
+=====================  ========================================================================
+
+Free-form values (``extra``) are JSON. The file's metadata has :data:`VERSION` as ``tandem.archive``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from ..common.errors import DataError
+from ..common.records import (
+    ExpertTrace,
+    FinishReason,
+    Group,
+    Sample,
+    SamplingParams,
+    Verdict,
+    VersionSpan,
+)
+from ..common.run_folder import replace_folder
+
+VERSION = 1
+"""Raised when the columns change in a way that older readers would misread."""
+_KEY = b"tandem.archive"
+FILE_BYTES = 256 << 20
+"""Size from which on :func:`join` begins a new file."""
+READ_GROUPS = 16
+"""Groups that are held at a time while an archive is read."""
+
+_TEXT, _REAL, _WHOLE = pa.string(), pa.float64(), pa.int64()
+_SPAN = pa.struct([(name, _WHOLE) for name in ("term", "step", "start", "end")])
+_COMPONENTS = pa.map_(_TEXT, _REAL)
+_ARRAYS = {"tokens": pa.int32(), "source": pa.uint8(), "logprobs": pa.float32()}
+_SAMPLE = {
+    "spans": pa.list_(_SPAN),
+    "finish_reason": _TEXT,
+    "temperature": _REAL,
+    "top_p": _REAL,
+    "top_k": _WHOLE,
+    "max_new_tokens": _WHOLE,
+    "text": _TEXT,
+    "reward": _REAL,
+    "verdict": _TEXT,
+    "components": _COMPONENTS,
+    "extracted": _TEXT,
+    "grader": _TEXT,
+}
+_TRACE = {
+    "trace_id": _TEXT,
+    "problem_id": _TEXT,
+    "text": _TEXT,
+    "tokenizer_digest": _TEXT,
+    "reward": _REAL,
+    "verdict": _TEXT,
+    "components": _COMPONENTS,
+    "grader": _TEXT,
+}
+_GROUP = {
+    "step": _WHOLE,
+    "place": _WHOLE,
+    "row": _TEXT,
+    "group_id": _TEXT,
+    "attempt": _WHOLE,
+    "worker": _TEXT,
+    "problem_id": _TEXT,
+    "prompt_text": _TEXT,
+    "gold": _TEXT,
+    "data_source": _TEXT,
+    "trace_ids": pa.list_(_TEXT),
+    "extra": _TEXT,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ArchivedGroup:
+    """One group as a step was given it."""
+
+    step: int
+    """The step."""
+    place: int
+    """Place among the step's groups, from 0."""
+    group: Group
+    """The group; its samples are the own rows."""
+    traces: tuple[ExpertTrace, ...]
+    """Its expert rows."""
+    replaced: tuple[Sample, ...]
+    """Own samples that traces have replaced."""
+    row: Mapping[str, Any] | None
+    """The step's row in the journal; None except at place 0."""
+
+
+def write(path: Path, groups: Sequence[ArchivedGroup]) -> None:
+    """Writes groups into one file, in the order given.
+
+    Raises:
+        OSError: it can't be written; nothing is left behind.
+    """
+    made = io.BytesIO()
+    pq.write_table(table(groups), made, compression="zstd")
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(made.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path) -> Iterator[ArchivedGroup]:
+    """Groups of one file, in its order, a few at a time.
+
+    Raises:
+        DataError: it isn't an archive, of a newer version, or damaged.
+    """
+    try:
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            _check(path, file.schema_arrow)
+            for batch in file.iter_batches(batch_size=READ_GROUPS):
+                yield from _groups(batch)
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise DataError(f"{path} can't be read as an archive: {error}") from None
+
+
+def _check(path: Path, schema: pa.Schema) -> None:
+    version = (schema.metadata or {}).get(_KEY)
+    if version is None:
+        raise DataError(f"{path} isn't an archive: `tandem archive RUN` writes one")
+    if int(version) > VERSION:
+        raise DataError(
+            f"{path} is an archive of version {int(version)}, and this Tandem reads up to {VERSION}: "
+            f"read it with the version that wrote it"
+        )
+
+
+def file_name(step: int) -> str:
+    """Name of a step's file in a run's ``archive/``."""
+    return f"step-{step:08d}.parquet"
+
+
+def join(
+    files: Iterable[Path], to: Path, doing: Callable[[int], None] = lambda groups: None
+) -> tuple[int, int]:
+    """Joins files of an archive into larger ones of up to :data:`FILE_BYTES` in another folder.
+
+    Args:
+        files: in the order in which their groups are to be.
+        to: the folder, which must be empty or missing.
+        doing: called with the number of groups of every file that has been joined.
+
+    Returns:
+        Numbers of groups and of files written.
+
+    Raises:
+        DataError: a file isn't an archive, or the folder isn't empty.
+    """
+    if to.exists() and any(to.iterdir()):
+        raise DataError(f"{to} isn't empty: name another folder")
+    staging = to.with_name(f".{to.name}.part")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    groups = number = 0
+    writer, path = None, to
+    for source in files:
+        try:
+            part = pq.read_table(source)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{source} can't be read as an archive: {error}") from None
+        _check(source, part.schema)
+        if writer is None:
+            path = staging / f"groups-{number:05d}.parquet"
+            writer, number = pq.ParquetWriter(path, part.schema, compression="zstd"), number + 1
+        writer.write_table(part)
+        groups += part.num_rows
+        doing(part.num_rows)
+        if path.stat().st_size >= FILE_BYTES:
+            writer.close()
+            writer = None
+    if writer is not None:
+        writer.close()
+    replace_folder(staging, to)
+    return groups, number
+
+
+# Records to columns.
+
+
+def table(groups: Sequence[ArchivedGroup]) -> pa.Table:
+    """Groups as a table."""
+    plain = [
+        {
+            "step": one.step,
+            "place": one.place,
+            "row": None if one.row is None else json.dumps(one.row),
+            **{name: getattr(one.group, name) for name in list(_GROUP)[3:-2]},
+            "trace_ids": list(one.group.trace_ids),
+            "extra": json.dumps(one.group.extra),
+        }
+        for one in groups
+    ]
+    columns = {name: _column(plain, name, kind) for name, kind in _GROUP.items()}
+    columns["prompt_tokens"] = _ragged([one.group.prompt_tokens for one in groups], pa.int32())
+    columns["samples"] = _nested([one.group.samples for one in groups], _samples)
+    columns["traces"] = _nested([one.traces for one in groups], _traces)
+    columns["replaced"] = _nested([one.replaced for one in groups], _samples)
+    made = pa.table(columns)
+    return made.replace_schema_metadata({_KEY: str(VERSION)})
+
+
+def _column(rows: Sequence[Mapping[str, Any]], name: str, kind: pa.DataType) -> pa.Array:
+    return pa.array([row[name] for row in rows], kind)
+
+
+def _ragged(parts: Sequence[NDArray[Any] | None], kind: pa.DataType) -> pa.Array:
+    """A column of lists, without a Python object per token."""
+    lengths = [0 if part is None else len(part) for part in parts]
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32)
+    filled = [part for part in parts if part is not None]
+    values = pa.array(np.concatenate(filled) if filled else np.zeros(0), kind)
+    mask = pa.array([part is None for part in parts], pa.bool_())
+    return pa.ListArray.from_arrays(pa.array(offsets), values, mask=mask)
+
+
+def _nested(parts: Sequence[Sequence[Any]], flat: Callable[[list[Any]], pa.Array]) -> pa.Array:
+    offsets = np.concatenate([[0], np.cumsum([len(part) for part in parts], dtype=np.int64)])
+    every = [one for part in parts for one in part]
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), flat(every))
+
+
+def _struct(columns: Mapping[str, pa.Array]) -> pa.StructArray:
+    return pa.StructArray.from_arrays(list(columns.values()), names=list(columns))
+
+
+def _samples(samples: list[Sample]) -> pa.StructArray:
+    plain = [
+        {
+            **{name: getattr(sample.sampling, name) for name in SamplingParams.__struct_fields__},
+            "spans": [
+                {"term": s.term, "step": s.step, "start": s.start, "end": s.end}
+                for s in sample.spans
+            ],
+            "finish_reason": sample.finish_reason.value,
+            "text": sample.text,
+            "reward": sample.reward,
+            "verdict": None if sample.verdict is None else sample.verdict.value,
+            "components": list(sample.components.items()),
+            "extracted": sample.extracted,
+            "grader": sample.grader,
+        }
+        for sample in samples
+    ]
+    columns = {
+        name: _ragged([getattr(sample, name) for sample in samples], kind)
+        for name, kind in _ARRAYS.items()
+    }
+    columns |= {name: _column(plain, name, kind) for name, kind in _SAMPLE.items()}
+    return _struct(columns)
+
+
+def _traces(traces: list[ExpertTrace]) -> pa.StructArray:
+    plain = [
+        {
+            **{name: getattr(trace, name) for name in _TRACE},
+            "verdict": trace.verdict.value,
+            "components": list(trace.components.items()),
+        }
+        for trace in traces
+    ]
+    columns = {
+        "tokens": _ragged([trace.tokens for trace in traces], pa.int32()),
+        "logprobs": _ragged([trace.logprobs for trace in traces], pa.float32()),
+    }
+    columns |= {name: _column(plain, name, kind) for name, kind in _TRACE.items()}
+    return _struct(columns)
+
+
+# Columns to records.
+
+
+def _groups(batch: pa.RecordBatch) -> Iterator[ArchivedGroup]:
+    plain = batch.select(list(_GROUP)).to_pylist()
+    prompts = _parts(batch["prompt_tokens"])
+    samples = _split(batch["samples"], _read_samples)
+    traces = _split(batch["traces"], _read_traces)
+    replaced = _split(batch["replaced"], _read_samples)
+    for place, row in enumerate(plain):
+        step, number, text = row.pop("step"), row.pop("place"), row.pop("row")
+        extra, names = json.loads(row.pop("extra")), tuple(row.pop("trace_ids"))
+        group = Group(
+            **row,
+            prompt_tokens=prompts[place],
+            samples=samples[place],
+            trace_ids=names,
+            extra=extra,
+        )
+        yield ArchivedGroup(
+            step=step,
+            place=number,
+            group=group,
+            traces=traces[place],
+            replaced=replaced[place],
+            row=None if text is None else json.loads(text),
+        )
+
+
+def _parts(column: pa.ListArray) -> list[Any]:
+    """The arrays of a column of lists; None for an absent one."""
+    values = column.flatten().to_numpy(zero_copy_only=False)
+    lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    there = column.is_valid().to_pylist()
+    return [
+        # A copy, so that one kept group doesn't keep all that were read with it.
+        values[end - length : end].copy() if is_there else None
+        for end, length, is_there in zip(ends, lengths, there, strict=True)
+    ]
+
+
+def _split(
+    column: pa.ListArray, read_flat: Callable[[pa.StructArray], Iterable[Any]]
+) -> list[tuple[Any, ...]]:
+    every = list(read_flat(column.flatten()))
+    ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64)
+    starts = [0, *ends[:-1]]
+    return [tuple(every[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def _plain(column: pa.StructArray, names: Iterable[str]) -> Iterator[dict[str, Any]]:
+    lists = {name: column.field(name).to_pylist() for name in names}
+    for place in range(len(column)):
+        yield {name: values[place] for name, values in lists.items()}
+
+
+def _read_samples(column: pa.StructArray) -> Iterator[Sample]:
+    arrays = {name: _parts(column.field(name)) for name in _ARRAYS}
+    for place, row in enumerate(_plain(column, _SAMPLE)):
+        verdict = row.pop("verdict")
+        yield Sample(
+            **{name: parts[place] for name, parts in arrays.items()},
+            sampling=SamplingParams(
+                **{name: row.pop(name) for name in SamplingParams.__struct_fields__}
+            ),
+            spans=tuple(VersionSpan(**span) for span in row.pop("spans")),
+            finish_reason=FinishReason(row.pop("finish_reason")),
+            verdict=None if verdict is None else Verdict(verdict),
+            components=dict(row.pop("components")),
+            **row,
+        )
+
+
+def _read_traces(column: pa.StructArray) -> Iterator[ExpertTrace]:
+    tokens, logprobs = _parts(column.field("tokens")), _parts(column.field("logprobs"))
+    for place, row in enumerate(_plain(column, _TRACE)):
+        yield ExpertTrace(
+            tokens=tokens[place],
+            logprobs=logprobs[place],
+            verdict=Verdict(row.pop("verdict")),
+            components=dict(row.pop("components")),
+            **row,
+        )

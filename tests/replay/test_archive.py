@@ -1,0 +1,130 @@
+"""Archives read back to equal records."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tandem.common import wire
+from tandem.common.errors import DataError
+from tandem.common.records import (
+    ExpertTrace,
+    FinishReason,
+    Group,
+    Sample,
+    SamplingParams,
+    Verdict,
+    VersionSpan,
+)
+from tandem.replay import archive
+from tandem.replay.archive import ArchivedGroup
+
+TEXTS = ("", "7", "x\ny\t\\boxed{½} 🙂", "\x00\u202e", "=" * 300)
+
+
+def components(noise: Random) -> dict[str, float | None]:
+    values = (None, 0.0, -1.5, 1 / 3, math.inf)
+    return {name: noise.choice(values) for name in noise.sample(["accuracy", "format", "ü"], 2)}
+
+
+def sample(noise: Random) -> Sample:
+    length = noise.choice((0, 1, 7, 300))
+    numbers = np.random.default_rng(noise.randrange(1 << 30))
+    logprobs = numbers.normal(size=length).astype(np.float32)
+    logprobs[::3] = np.nan
+    cut = noise.randint(0, length)
+    return Sample(
+        tokens=numbers.integers(0, 1 << 31, length).astype(np.int32),
+        source=numbers.integers(0, 3, length).astype(np.uint8),
+        logprobs=logprobs,
+        spans=(
+            VersionSpan(term=1, step=2, start=0, end=cut),
+            VersionSpan(term=1, step=1 << 40, start=cut, end=length),
+        )[: noise.randint(0, 2)],
+        finish_reason=noise.choice(list(FinishReason)),
+        sampling=SamplingParams(temperature=1 / 3, top_p=1.0, top_k=0, max_new_tokens=300),
+        text=noise.choice(TEXTS),
+        reward=noise.choice((None, 0.0, 0.1)),
+        verdict=noise.choice((None, *Verdict)),
+        components=components(noise),
+        extracted=noise.choice((None, *TEXTS)),
+        grader=noise.choice((None, "math@3")),
+    )
+
+
+def trace(noise: Random) -> ExpertTrace:
+    tokens = np.arange(noise.choice((0, 3, 50)), dtype=np.int32)
+    return ExpertTrace(
+        trace_id="a/1#0",
+        problem_id="a/1",
+        tokens=tokens,
+        logprobs=noise.choice((None, -tokens.astype(np.float32))),
+        text=noise.choice(TEXTS),
+        tokenizer_digest="0f",
+        reward=noise.choice((None, 1.0)),
+        verdict=noise.choice(list(Verdict)),
+        components=components(noise),
+        grader=noise.choice((None, "math@3")),
+    )
+
+
+def archived(noise: Random, step: int, place: int) -> ArchivedGroup:
+    return ArchivedGroup(
+        step=step,
+        place=place,
+        group=Group(
+            group_id=f"0-{place}",
+            attempt=noise.randint(0, 3),
+            worker="rollout-0",
+            problem_id="a/1",
+            prompt_tokens=np.arange(noise.choice((0, 1, 20)), dtype=np.int32),
+            prompt_text=noise.choice(TEXTS),
+            gold=noise.choice(TEXTS),
+            data_source="a",
+            samples=tuple(sample(noise) for _ in range(noise.choice((0, 1, 4)))),
+            trace_ids=noise.choice(((), ("a/1#0",), ("x", "y"))),
+            extra=noise.choice(({}, {"a": [1, None, {"b": 0.1}], "ü": "x\n", "n": 1 << 60})),
+        ),
+        traces=tuple(trace(noise) for _ in range(noise.choice((0, 1, 2)))),
+        replaced=tuple(sample(noise) for _ in range(noise.choice((0, 0, 2)))),
+        row={"step": step, "ids": [["0-1", 2, None]]} if place == 0 else None,
+    )
+
+
+def as_bytes(one: ArchivedGroup) -> tuple[Any, ...]:
+    records = [wire.encode(record) for record in (one.group, *one.traces, *one.replaced)]
+    return (one.step, one.place, one.row, len(one.traces), *records)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_written_is_read_again(seed: int, tmp_path: Path) -> None:
+    noise = Random(seed)
+    groups = [archived(noise, 17, place) for place in range(noise.choice((1, 5, 40)))]
+    archive.write(tmp_path / "a.parquet", groups)
+    found = list(archive.read(tmp_path / "a.parquet"))
+    assert list(map(as_bytes, found)) == list(map(as_bytes, groups))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+
+
+def test_other_files_and_newer_versions_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"step": [1]}), path)
+    with pytest.raises(DataError, match=r"a\.parquet isn't an archive"):
+        list(archive.read(path))
+    newer = archive.table([]).replace_schema_metadata({"tandem.archive": "2"})
+    pq.write_table(newer, path)
+    with pytest.raises(DataError, match="archive of version 2, and this Tandem reads up to 1"):
+        list(archive.read(path))
+    archive.write(path, [archived(Random(0), 1, 0)])
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"a\.parquet can't be read as an archive"):
+        list(archive.read(path))
+    with pytest.raises(DataError, match="No such file"):
+        list(archive.read(tmp_path / "b.parquet"))
