@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import psutil
 import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
 from .errors import ConfigError, WireError
 from .wire import MAX_MESSAGE_BYTES
@@ -49,8 +51,9 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-_ENDPOINT = re.compile(r"tcp://([a-zA-Z0-9._-]{1,253}|\[[0-9a-fA-F:.%]{2,60}\]):([0-9]{1,5})")
-_KEY = re.compile("[0-9a-zA-Z.:+=^!/*?&<>()\\[\\]{}@%$#-]{40}")
+_ENDPOINT = re.compile(
+    r"tcp://([a-zA-Z0-9][a-zA-Z0-9._-]{0,252}|\[[0-9a-fA-F:.%]{2,60}\]):([0-9]{1,5})"
+)
 
 
 def check_address(who: str, endpoint: Any, public_key: Any) -> None:
@@ -70,11 +73,19 @@ def check_address(who: str, endpoint: Any, public_key: Any) -> None:
             f"{who} says that it listens at {str(endpoint)[:80]!r}, which isn't tcp://host:port: "
             f"its next heartbeat may say better"
         )
-    if public_key and not (isinstance(public_key, str) and _KEY.fullmatch(public_key)):
+    if public_key and not _is_key(public_key):
         raise WireError(
             f"{who} reports a public key that isn't 40 characters of Z85: its next heartbeat may say "
             f"better"
         )
+
+
+def _is_key(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and len(value) == 40 and len(z85.decode(value)) == 32
+    except (KeyError, ValueError, struct.error):
+        # Not its alphabet; or five characters that stand for more than 32 bits.
+        return False
 
 
 class Authenticator:

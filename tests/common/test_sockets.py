@@ -13,7 +13,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from tandem.common import sockets
-from tandem.common.errors import ConfigError
+from tandem.common.errors import ConfigError, WireError
 from tandem.common.sockets import (
     Authenticator,
     CurveKeys,
@@ -187,3 +187,33 @@ def test_the_secret_key_is_not_shown():
     keys = new_keys()
     assert keys.secret not in repr(keys)
     assert len(keys.public) == len(keys.secret) == 40
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "key", "right"),
+    [
+        ("tcp://learner-0.cluster:5555", "", True),
+        ("tcp://[::1]:5555", zmq.curve_keypair()[0].decode(), True),
+        ("tcp://.1:1", "", False),
+        ("tcp://-a:1", "", False),
+        ("ipc://a:1", "", False),
+        ("tcp://a:65536", "", False),
+        ("tcp://a:1", "a" * 39, False),
+        ("tcp://a:1", "é" * 40, False),
+        # Five characters of the alphabet that stand for more than 32 bits.
+        ("tcp://a:1", "acAsWNeAVez:1}5wuXfO@pc{OMVqx($T){?kYqPC", False),
+    ],
+)
+def test_what_passes_the_check_is_taken_by_libzmq(endpoint: str, key: str, right: bool):
+    if not right:
+        with pytest.raises(WireError, match="its next heartbeat may say better"):
+            sockets.check_address("learner", endpoint, key)
+        return
+    sockets.check_address("learner", endpoint, key)
+    connect_dealer(
+        zmq.Context.instance(),
+        endpoint,
+        identity="a",
+        server_public=key or None,
+        client=new_keys(),
+    ).close(0)

@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 import redis
 
-from tandem.common.run_folder import read_join
+from tandem.common.run_folder import RunFolder, read_join
 
 HERE = Path(__file__).resolve().parent
 for place in (HERE, HERE.parent / "e2e", HERE.parent / "launch" / "board"):
@@ -202,6 +202,10 @@ class Storm:
     def through(self) -> str | None:
         """Kills as planned and sees the run to its end; why it didn't get there, or None."""
         try:
+            # Nobody starts a redis-server anew that dies before the first process of the run has begun.
+            trouble = self._until(self._running)
+            if trouble is not None:
+                return trouble
             for kill in self.plan.kills:
                 trouble = self._await_and_kill(kill)
                 if trouble is not None:
@@ -213,6 +217,10 @@ class Storm:
         finally:
             self.seconds = time.monotonic() - self._began
             self.run.end()
+
+    def _running(self) -> bool:
+        record = RunFolder(self.folder).read_run()
+        return record.get("state", "starting") != "starting"
 
     def _await_and_kill(self, kill: Kill) -> str | None:
         trouble = self._until(lambda: self._journalled() >= kill.step)
@@ -375,7 +383,7 @@ def main(arguments: Sequence[str]) -> int:
     storm = Storm(wanted, here)
     trouble = storm.through()
     found = None
-    if (storm.folder / "run.json").exists():
+    if (storm.folder / "checkpoints" / "LATEST").exists():
         found = audit.examine(audit.gather(storm.folder))
     lines = report(storm, trouble, found)
     print("\n".join(lines), flush=True)
