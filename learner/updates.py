@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..common.agreement import Probe
 from ..common.config import Config
+from ..common.config.choices import rows_of_group
 from ..common.errors import ConfigError
 from ..common.models import load_model
 from .coefficients import Coefficients
@@ -238,10 +239,7 @@ class Updates:
         self, step: int, rows: Rows, share: np.ndarray, measured: Mapping[str, float]
     ) -> _Update:
         """The mini-batch of the groups with these numbers, which are consecutive."""
-        settings = self.config.learner
-        nominal = len(share)
-        if settings.source == "ledger":
-            nominal *= self.config.rollout.group_size
+        nominal = len(share) * rows_of_group(self.config)
         rows = rows.select(torch.from_numpy(np.flatnonzero(np.isin(rows.group.numpy(), share))))
         if len(share):
             # A mini-batch numbers its groups from 0.

@@ -24,6 +24,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,30 +136,70 @@ def write(path: Path, groups: Sequence[ArchivedGroup]) -> None:
         raise
 
 
-def read(path: Path) -> Iterator[ArchivedGroup]:
+def read(path: Path, part: int | None = None) -> Iterator[ArchivedGroup]:
     """Groups of one file, in its order, a few at a time.
+
+    Args:
+        path: the file.
+        part: only this one of its row groups; None = all.
 
     Raises:
         DataError: it isn't an archive, of a newer version, or damaged.
     """
+    with _opened(path) as file:
+        parts = None if part is None else [part]
+        for batch in file.iter_batches(batch_size=READ_GROUPS, row_groups=parts):
+            yield from _groups(batch)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[pq.ParquetFile]:
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:
-            _check(path, file.schema_arrow)
-            for batch in file.iter_batches(batch_size=READ_GROUPS):
-                yield from _groups(batch)
+            version = (file.schema_arrow.metadata or {}).get(_KEY)
+            if version is None:
+                raise DataError(f"{path} isn't an archive: `tandem archive RUN` writes one")
+            if int(version) > VERSION:
+                raise DataError(
+                    f"{path} is an archive of version {int(version)}, and this Tandem reads up to "
+                    f"{VERSION}: read it with the version that wrote it"
+                )
+            yield file
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         raise DataError(f"{path} can't be read as an archive: {error}") from None
 
 
-def _check(path: Path, schema: pa.Schema) -> None:
-    version = (schema.metadata or {}).get(_KEY)
-    if version is None:
-        raise DataError(f"{path} isn't an archive: `tandem archive RUN` writes one")
-    if int(version) > VERSION:
-        raise DataError(
-            f"{path} is an archive of version {int(version)}, and this Tandem reads up to {VERSION}: "
-            f"read it with the version that wrote it"
-        )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchivedStep:
+    """Where the groups of one step are."""
+
+    step: int
+    path: Path
+    part: int
+    """The file's row group; a step's groups are in one."""
+
+    def read(self) -> Iterator[ArchivedGroup]:
+        """Its groups, in order."""
+        return (one for one in read(self.path, self.part) if one.step == self.step)
+
+
+def steps(folder: Path) -> Iterator[ArchivedStep]:
+    """The steps of an archive, in order.
+
+    Args:
+        folder: what ``tandem archive`` has written, or a run's ``archive/``.
+
+    Raises:
+        DataError: it has no such files, or one of them isn't an archive.
+    """
+    files = sorted(folder.glob("*.parquet"))
+    if not files:
+        raise DataError(f"{folder} has no archive: `tandem archive RUN --out DIR` writes one")
+    for path in files:
+        with _opened(path) as file:
+            for part in range(file.num_row_groups):
+                found = file.read_row_group(part, columns=["step"])["step"].unique().to_pylist()
+                yield from (ArchivedStep(step=step, path=path, part=part) for step in found)
 
 
 def file_name(step: int) -> str:
@@ -190,11 +231,8 @@ def join(
     groups = number = 0
     writer, path = None, to
     for source in files:
-        try:
-            part = pq.read_table(source)
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{source} can't be read as an archive: {error}") from None
-        _check(source, part.schema)
+        with _opened(source) as file:
+            part = file.read()
         if writer is None:
             path = staging / f"groups-{number:05d}.parquet"
             writer, number = pq.ParquetWriter(path, part.schema, compression="zstd"), number + 1

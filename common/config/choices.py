@@ -50,7 +50,13 @@ def longest_row(config: Config) -> int:
 
 
 def rows_of_group(config: Config) -> int:
-    return config.rollout.group_size if _online(config) else 1
+    """Number of rows of a whole group."""
+    return config.rollout.group_size if _has_groups(config) else 1
+
+
+def _has_groups(config: Config) -> bool:
+    """Whether steps have groups of own samples."""
+    return _online(config) or config.data.archive is not None
 
 
 def _online(config: Config) -> bool:
@@ -122,7 +128,7 @@ def _traces_after_grading(config: Config) -> str | None:
     expert = config.expert
     if expert.when != "all_failed":
         return None
-    if config.learner.source != "ledger":
+    if not _has_groups(config):
         return (
             f"expert.when=all_failed asks what own samples were graded, and learner.source="
             f"{config.learner.source} has none: set expert.when=always"
@@ -206,7 +212,7 @@ def _bf16_sums(config: Config) -> str | None:
 
 def _offline(config: Config) -> str | None:
     objective = config.learner.objective
-    if _online(config):
+    if _has_groups(config):
         return None
     if objective.alone == "nothing":
         able = ", ".join(n for n, kind in OBJECTIVES.items() if kind.alone == "always")
@@ -222,6 +228,15 @@ def _offline(config: Config) -> str | None:
             f"other rows: set learner.objective.advantage=none, or choose sft"
         )
     return None
+
+
+def _archive(config: Config) -> str | None:
+    if config.data.archive is None or not _online(config):
+        return None
+    return (
+        f"data.archive={config.data.archive} is trained on without rollouts: set learner.source=offline "
+        f"(`tandem offline`), or leave data.archive out"
+    )
 
 
 def _supervised(config: Config) -> str | None:
@@ -402,6 +417,7 @@ START_RULES: tuple[Rule, ...] = (
     _micro_batch,
     _bf16_sums,
     _offline,
+    _archive,
     _supervised,
     _no_reward,
     _bounds,

@@ -64,6 +64,9 @@ class DataConfig(Section):
     """Sources of problems, mixed by ``weight``, each in its own seeded permutation."""
     evaluate: tuple[EvalSetConfig, ...] = ()
     """Held-out sets."""
+    archive: str | None = None
+    """Folder of an archive (``tandem archive``, or a run's ``archive/``) whose groups are trained on instead
+    of single traces, with ``learner.source=offline``: its steps in order, again and again if there are more."""
     miniature: Literal["hard", "easy"] | None = None
     """Write the miniature's parquet files into ``{run}/data`` before anything reads them."""
     miniature_traces: NonNegative = 4

@@ -9,6 +9,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+from traceback import format_exception, walk_tb
 from typing import Any, NoReturn
 
 from .options import add_run, joined, locate
@@ -44,6 +46,7 @@ def run_role(role: str, arguments: argparse.Namespace, **extra: Any) -> NoReturn
     store.close()
     start_log(role, config.log.level)
     disk.set_patience(config.launch.full_disk_seconds)
+    threading.excepthook = _end_with_a_thread
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         _ctrl_c_drains()
     threads = {"rollout": config.rollout.threads, "learner": config.learner.threads}.get(role, 1)
@@ -58,6 +61,26 @@ def run_role(role: str, arguments: argparse.Namespace, **extra: Any) -> NoReturn
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _end_with_a_thread(failed: threading.ExceptHookArgs) -> None:
+    """Ends the process when a thread of ours dies of an error that nobody expected: the others would wait
+    for it for ever, while a process that has ended is started anew."""
+    modules = {frame.f_globals.get("__name__", "") for frame, _ in walk_tb(failed.exc_traceback)}
+    ours = any(module.startswith("tandem.") for module in modules)
+    if failed.exc_type is SystemExit or not ours:
+        threading.__excepthook__(failed)
+        return
+    name = failed.thread.name if failed.thread is not None else "?"
+    log = logging.getLogger("tandem")
+    log.critical(f"thread {name} has failed, so the process ends:\n{_traceback(failed)}")
+    logging.shutdown()
+    os._exit(1)
+
+
+def _traceback(failed: threading.ExceptHookArgs) -> str:
+    lines = format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback)
+    return "".join(lines).rstrip()
 
 
 def _ctrl_c_drains() -> None:

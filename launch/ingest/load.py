@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ...common import models
 from ...common.config import Config, to_yaml
@@ -28,7 +29,10 @@ def role_config(config: Config) -> Config:
         if config.learner.source == "offline":
             config = config.model_copy(update={"evaluate": evaluate})
     # A template may be a file of this host, and the prompts are rendered already.
-    data = config.data.model_copy(update={"stop": config.data.stops, "template": OWN})
+    own: dict[str, Any] = {"stop": config.data.stops, "template": OWN}
+    if config.data.archive is not None:
+        own["archive"] = str(Path(config.data.archive).expanduser().absolute())
+    data = config.data.model_copy(update=own)
     config = config.model_copy(update={"data": data})
     folder = Path(config.model.path).expanduser()
     if config.model.path == models.MINIATURE or not folder.is_dir():

@@ -18,6 +18,7 @@ from ...common.config import Config, EvalSetConfig, SourceConfig
 from ...common.errors import ConfigError, DataError, TandemError
 from ...common.records import ExpertTrace, Problem
 from ...common.run_folder import RunFolder
+from ...replay import archive
 from ...replay.forms import check_form
 from ...replay.forms import data_files as files_of
 from ...reward.grading import Grader
@@ -160,6 +161,8 @@ def prepare(
         for source in all_sources:
             # Finds most mistakes before the tokenizer is loaded, which takes seconds.
             check_form(resolve(source.path), source.form)
+        if config.data.archive is not None:
+            next(archive.steps(Path(config.data.archive).expanduser()), None)
         tokenizer = load_tokenizer(config.model.path)
         # The traces are the expert's: a prefix that is forced on own samples isn't forced on them.
         grader = Grader(config.reward.model_copy(update={"own_reward": None}))
@@ -179,7 +182,8 @@ def prepare(
                     evaluate[name] = tuple(made)
         finally:
             grader.close()
-    if config.learner.source == "offline" and not traces:
+    offline = config.learner.source == "offline" and config.data.archive is None
+    if offline and not traces:
         raise DataError(
             "learner.source=offline trains on expert traces, and no source has one that "
             f"expert.accept={list(config.expert.accept)} lets in{_left_out(counts, names)}"

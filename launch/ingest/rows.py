@@ -99,7 +99,8 @@ class Chunk:
 
 def needs_traces(config: Config) -> bool:
     """Whether expert traces are used at all; if not, they needn't be graded."""
-    return config.expert.per_group > 0 or config.learner.source == "offline"
+    offline = config.learner.source == "offline" and config.data.archive is None
+    return config.expert.per_group > 0 or offline
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from msgspec.structs import replace
 
 from ...common.config import Config
 from ...common.errors import DataError, StoreError
-from ...common.records import ExpertTrace, Group
+from ...common.models import read_model_config
+from ...common.records import ExpertTrace, Group, Sample
 from ...common.seeds import keyed_generator
-from ...replay import rules
+from ...replay import archive, rules
+from ...replay.archive import ArchivedGroup
 from ...replay.ledger import Ledger
 from ...replay.ledger_records import Row, Waiting
 from ...replay.store import RunStore
@@ -208,8 +211,36 @@ def mixed(group: Group, traces: Sequence[ExpertTrace], replaced: Sequence[int]) 
     return MixedGroup(group=replace(group, samples=kept), traces=tuple(traces), replaced=gone)
 
 
-class OfflineSource(BatchSource):
-    """Rows of stored expert traces: no rollout worker, no lease, but the same journal.
+class StoredSource(BatchSource):
+    """What is stored: no rollout worker, no lease, but the same journal."""
+
+    def begin(self, term: int, journal: Journal, step: int) -> int:
+        return journal.last_step
+
+    def take(self, step: int, term: int) -> Fetch | Waiting:
+        if step > self.total_steps:
+            return Waiting(group_id="", state="", worker="", reason="run ended", ended=True)
+        return partial(self._fetch, step)
+
+    @abstractmethod
+    def _fetch(self, step: int) -> StepBatch:
+        """The batch of a step."""
+
+    def confirm(self, step: int, term: int) -> None:
+        """Does nothing: the journal alone keeps count."""
+
+    def quarantine(self, step: int, term: int, reason: str) -> None:
+        """Does nothing: the journal alone keeps count."""
+
+    def durable(self, step: int, term: int) -> None:
+        """Does nothing: what is stored stays."""
+
+    def waiting_for(self) -> str:
+        raise StoreError("an offline step waits for nobody")
+
+
+class OfflineSource(StoredSource):
+    """Rows of stored expert traces.
 
     Pass e goes through the accepted traces in a permutation keyed by (run seed, e); step n takes
     the next ``replay.groups_per_step`` of them, across the borders of passes. Each trace is a group of
@@ -240,14 +271,6 @@ class OfflineSource(BatchSource):
                 if trace.verdict.value in verdicts:
                     accepted.append(trace.trace_id)
         return accepted
-
-    def begin(self, term: int, journal: Journal, step: int) -> int:
-        return journal.last_step
-
-    def take(self, step: int, term: int) -> Fetch | Waiting:
-        if step > self.total_steps:
-            return Waiting(group_id="", state="", worker="", reason="run ended", ended=True)
-        return partial(self._fetch, step)
 
     def _fetch(self, step: int) -> StepBatch:
         names = self.names(step)
@@ -280,21 +303,74 @@ class OfflineSource(BatchSource):
             self._drawn = (pass_, order)
         return self._ids[int(self._drawn[1][position])]
 
-    def confirm(self, step: int, term: int) -> None:
-        """Does nothing: the journal alone keeps count."""
 
-    def quarantine(self, step: int, term: int, reason: str) -> None:
-        """Does nothing: the journal alone keeps count."""
+class ArchiveSource(StoredSource):
+    """Groups of an archive: step n trains on the n-th step of the archive as it was, and after the last
+    one on the first again.
 
-    def durable(self, step: int, term: int) -> None:
-        """Does nothing: traces stay."""
+    The learner's own version then counts from this run's start, so tokens keep the lag that they had.
+    """
 
-    def waiting_for(self) -> str:
-        raise StoreError("an offline step waits for nobody")
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._config = config
+        model = read_model_config(config.model.path)
+        self._vocabulary = model.get("text_config", model).get("vocab_size")
+        self._steps = list(archive.steps(folder))
+        if not self._steps:
+            raise DataError(f"data.archive={folder} has no groups: name another archive")
+        self.total_steps = config.run.steps or (config.run.passes or 0) * len(self._steps)
+
+    def _fetch(self, step: int) -> StepBatch:
+        place = self._steps[(step - 1) % len(self._steps)]
+        groups = []
+        ids = []
+        for one in place.read():
+            self._check(one)
+            samples = tuple(_later(sample, step - one.step) for sample in one.group.samples)
+            group = replace(one.group, samples=samples)
+            groups.append(MixedGroup(group=group, traces=one.traces, replaced=one.replaced))
+            ids.append(one.group.group_id)
+        row = {
+            "step": step,
+            "short": False,
+            "archived": {"file": place.path.name, "step": place.step, "groups": ids},
+        }
+        return StepBatch(step=step, row=row, groups=groups)
+
+    def _check(self, one: ArchivedGroup) -> None:
+        """Refuses a group that this run's model or settings can't take."""
+        data, rollout = self._config.data, self._config.rollout
+        where = f"data.archive={data.archive}: group {one.group.group_id} of step {one.step}"
+        prompt = one.group.prompt_tokens
+        responses = [sample.tokens for sample in one.group.samples]
+        responses += [trace.tokens for trace in one.traces]
+        longest = max(map(len, responses), default=0)
+        if len(prompt) > data.max_prompt_tokens or longest > rollout.max_new_tokens:
+            raise DataError(
+                f"{where} has a prompt of {len(prompt):,} tokens and responses of up to {longest:,}: "
+                f"raise data.max_prompt_tokens={data.max_prompt_tokens:,} or "
+                f"rollout.max_new_tokens={rollout.max_new_tokens:,}"
+            )
+        highest = max(int(tokens.max()) for tokens in (prompt, *responses) if len(tokens))
+        if self._vocabulary is not None and highest >= self._vocabulary:
+            raise DataError(
+                f"{where} has token {highest}, and the model of model.path={self._config.model.path} "
+                f"knows {self._vocabulary:,}: the archive is of a model with another tokenizer"
+            )
+
+
+def _later(sample: Sample, steps: int) -> Sample:
+    """The sample as if it had been drawn so many steps later."""
+    if steps == 0:
+        return sample
+    spans = tuple(replace(span, step=max(0, span.step + steps)) for span in sample.spans)
+    return replace(sample, spans=spans)
 
 
 def source_of(config: Config, ledger: Ledger, runs: RunStore) -> BatchSource:
     """The source of batches that the run's config names."""
-    if config.learner.source == "offline":
-        return OfflineSource(config, runs)
-    return LedgerSource(ledger, runs)
+    if config.learner.source == "ledger":
+        return LedgerSource(ledger, runs)
+    if config.data.archive is not None:
+        return ArchiveSource(config, Path(config.data.archive))
+    return OfflineSource(config, runs)

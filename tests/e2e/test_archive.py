@@ -1,0 +1,71 @@
+"""A run whose groups are kept, and runs that train on them again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import Run
+
+QUIET = ("evaluate.every=0", "evaluate.at_start=false", "evaluate.at_end=false", "run.steps=8")
+AGAIN = ("offline", "miniature", "learner.source=offline", *QUIET)
+
+
+def figures(folder: Path) -> list[dict[str, Any]]:
+    """What each step says of loss, gradient and samples."""
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    wanted = ("train/", "ratio/", "reward/", "rollout/length", "replay/staleness")
+    return [
+        {name: value for name, value in record.items() if name.startswith(wanted)}
+        for record in records
+        if "train/loss" in record
+    ]
+
+
+@pytest.mark.timeout(300)
+def test_an_archive_trains_the_same_model_again(tmp_path: Path) -> None:
+    first = Run(tmp_path, "start", "miniature", "log.archive=true", "run.dir=first", *QUIET)
+    assert first.wait() == 0, first.said()
+    joined = Run(tmp_path, "archive", "first", "--out", "joined")
+    assert joined.wait() == 0, joined.said()
+    assert "64 groups of 8 steps" in joined.said()
+    again = Run(tmp_path, *AGAIN, "data.archive=joined", "run.dir=again")
+    assert again.wait() == 0, again.said()
+    model = Path("model") / "model.safetensors"
+    assert (tmp_path / "again" / model).read_bytes() == (tmp_path / "first" / model).read_bytes()
+    assert figures(tmp_path / "again") == figures(tmp_path / "first")
+
+    # Twice as many steps go through it twice, and tokens keep their lag.
+    twice = Run(
+        tmp_path,
+        *(
+            *AGAIN,
+            "data.archive=joined",
+            "run.dir=twice",
+            "run.steps=16",
+            "learner.objective.name=grpo",
+        ),
+    )
+    assert twice.wait() == 0, twice.said()
+    found = figures(tmp_path / "twice")
+    for name in ("rollout/length_mean", "replay/staleness_mean", "reward/mean"):
+        assert [record[name] for record in found[:8]] == [record[name] for record in found[8:]]
+
+    # What another model or smaller limits can't take is refused.
+    short = Run(
+        tmp_path, *AGAIN, "data.archive=joined", "run.dir=short", "rollout.max_new_tokens=20"
+    )
+    assert short.wait() != 0
+    assert "raise data.max_prompt_tokens=32 or rollout.max_new_tokens=20" in short.said()
+
+
+def test_an_archive_is_trained_on_offline_only(tmp_path: Path) -> None:
+    run = Run(tmp_path, "start", "miniature", "data.archive=x", "--dry-run")
+    assert run.wait() == 2
+    assert "set learner.source=offline" in run.said()
+    run = Run(tmp_path, *AGAIN, "data.archive=x")
+    assert run.wait() == 2
+    assert "tandem: x has no archive: `tandem archive RUN --out DIR` writes one" in run.said()
+    assert not (tmp_path / "runs").exists()

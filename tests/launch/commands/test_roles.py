@@ -1,0 +1,41 @@
+"""A role's process ends with a thread that it can't do without."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json, sys, threading, time
+from tandem.common import sockets
+from tandem.common.telemetry import start_log
+from tandem.launch.commands import roles
+start_log("rollout")
+threading.excepthook = roles._end_with_a_thread
+target = {"ours": lambda: sockets.check_address("a", "nowhere", None), "other": lambda: json.loads("{")}
+thread = threading.Thread(target=target[sys.argv[1]], name="finder")
+thread.start()
+thread.join()
+print("goes on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("which", "code", "said"),
+    [("ours", 1, "thread finder has failed, so the process ends"), ("other", 0, "goes on")],
+)
+def test_a_thread_that_fails_ends_the_process_if_it_is_ours(
+    which: str, code: int, said: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, which],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr
+    assert "Error" in done.stdout + done.stderr
