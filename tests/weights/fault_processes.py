@@ -44,19 +44,20 @@ class Holds:
 def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any]) -> None:
     """Tells ``(version, {name: bytes})`` of its engine's own tensors after each commit.
 
-    With ``writes`` its engine then writes into the tensors that it was given; with ``broken`` it
-    refuses the first version that it is given, and changes nothing. With ``hold`` it stands still at that place, in the update after the first ``after`` ones.
+    With ``writes`` its engine then writes into the tensors that it was given; it refuses the versions of
+    the steps in ``broken`` once each, and changes nothing. With ``hold`` it stands still at that place, in the update after the first ``after`` ones.
     """
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     holds = Holds(pipe, options.get("hold", ""), options.get("after", 0))
     served: dict[str, torch.Tensor] = {}
 
-    refusals = [WeightsError("the engine takes nothing at first")] if options.get("broken") else []
+    refusals = set(options.get("broken", ()))
 
     def commit(tensors: StagedTensors, version: Version) -> float:
-        if refusals:
-            raise refusals.pop()
+        if version.step in refusals:
+            refusals.remove(version.step)
+            raise WeightsError("the engine takes nothing at first")
         for number, (name, tensor) in enumerate(tensors):
             if number == len(tensors) // 2:
                 holds("commit")

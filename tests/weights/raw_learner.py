@@ -56,7 +56,13 @@ class RawLearner:
         """To the worker that spoke last."""
         self._router.send_multipart([self._worker, *pack(message)])
 
-    def offer(self, name: str, version: Version, changes: dict[str, Any] | None = None) -> None:
+    def offer(
+        self,
+        name: str,
+        version: Version,
+        changes: dict[str, Any] | None = None,
+        way: str = "shared_memory",
+    ) -> None:
         """Offers ``model(step)`` as a version, with changes of the manifest."""
         named = model(version.step, big=True)
         slot = StagingSlot(self.run_id, plan(specs_of(named), 1 << 20))
@@ -65,7 +71,7 @@ class RawLearner:
             slot.put(index, tensor)
         parcel = slot.parcel(version)
         manifest = msgspec.structs.replace(parcel.manifest, **(changes or {}))
-        self.send(Offer(round=name, manifest=manifest, way="shared_memory", place=parcel.segment))
+        self.send(Offer(round=name, manifest=manifest, way=way, place=parcel.segment))
 
     def close(self) -> None:
         """Closes sockets and removes segments."""

@@ -14,7 +14,9 @@ from weight_processes import FlippedByte, as_bytes, config, model, specs_of
 
 from tandem.common.errors import WeightsError
 from tandem.common.records import Version
-from tandem.common.weights.protocol import Ask, Loaded, Offer, Refused, Withdraw
+from tandem.common.weights.channel import Parcel
+from tandem.common.weights.gloo import Gloo
+from tandem.common.weights.protocol import Ask, Loaded, Meeting, Offer, Refused, Withdraw
 from tandem.common.weights.transfers import Transfers
 
 TRANSPORTS = ("gloo", "shared_memory")
@@ -225,6 +227,88 @@ def test_weights_that_do_not_fit_one_worker_are_served_to_the_others(
     assert publisher.stats()["members"] == {"rollout-0": None, "rollout-1": [1, 3]}
 
 
+def test_a_way_that_never_fails_twice_in_a_row_is_kept(run: Any) -> None:
+    setting = Setting(run, "auto")
+    publisher = setting.publisher()
+    worker = setting.worker(broken=(1, 2, 3))
+    for step in (1, 2, 3):
+        publish(publisher, step, others=(worker,))
+        wait_served(publisher, v(step), DEADLINE)
+    stats = publisher.stats()
+    assert stats["failed"] == 3
+    assert stats["transfers"]["rollout-0"]["transport"] == "shared_memory"
+
+
+class BreaksOff(Gloo):
+    """The learner's end of a channel that fails while ``on`` is set."""
+
+    on = False
+
+    def offer(self, parcel: Parcel, at: Meeting | str) -> str:
+        if BreaksOff.on:
+            raise WeightsError("the channel broke off")
+        return super().offer(parcel, at)
+
+
+def test_a_transfer_that_fails_costs_no_other_worker_its_own(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BreaksOff, "on", False)
+    over_wire = setting.transport == "gloo"
+    more = {"make_way": lambda name, *rest: BreaksOff(*rest)} if over_wire else {}
+    publisher = setting.publisher(**more)
+    other = setting.worker("rollout-1", hold="bucket")
+    publish(publisher, 1)
+    holds(other, "bucket")
+    # Meanwhile one worker refuses, and another one's channel breaks off.
+    BreaksOff.on = True
+    setting.worker("rollout-2", specs=BIG[:-1])
+    setting.run.lines.wait_for("rollout-2 stays on no version", "refused at offer")
+    if over_wire:
+        setting.worker("rollout-3")
+        setting.run.lines.wait_for("rollout-3 stays on no version", "the channel broke off")
+    other.pipe.send("go on")
+    assert other.next(DEADLINE) == (v(1), weights_of(1))
+    wait_served(publisher, v(1), DEADLINE)
+    assert not [line for line in setting.run.lines.seen if "rollout-1 stays on" in line]
+
+
+@pytest.mark.parametrize(
+    ("place", "hasty", "complaint"),
+    [
+        ("bucket", "learner", "rollout-0 didn't fetch, check and load version 1.1 within 2.0 s"),
+        ("bucket", "worker", "refused at wait: learner-0 didn't send version 1.1 within 1.0 s"),
+        ("staged", "worker", "the ledger didn't say which term has begun within 1.0 s"),
+    ],
+)
+def test_a_wait_ends_at_its_deadline_and_names_who_was_waited_for(
+    run: Any, place: str, hasty: str, complaint: str
+) -> None:
+    patient = config(transport="shared_memory", stage_seconds=300, commit_seconds=300)
+    short = config(transport="shared_memory", stage_seconds=1, commit_seconds=1)
+    publisher = run.publisher(config=short if hasty == "learner" else patient)
+    # It says all the while that it is alive.
+    held = Setting(run, "shared_memory").worker(
+        hold=place, config=short if hasty == "worker" else patient
+    )
+    publish(publisher, 1)
+    holds(held, place)
+    run.lines.wait_for("rollout-0 stays on no version", complaint)
+    held.pipe.send("go on")
+    assert ends_on(held, v(1))
+
+
+def test_a_worker_whose_engine_loads_for_too_long_ends_itself(run: Any) -> None:
+    publisher = run.publisher()
+    stuck = Setting(run, "shared_memory").worker(
+        hold="commit", config=config(transport="shared_memory", commit_seconds=1)
+    )
+    publish(publisher, 1)
+    holds(stuck, "commit")
+    stuck.process.join(DEADLINE)
+    assert stuck.process.exitcode == 70
+
+
 def test_an_engine_that_writes_into_what_it_is_given_harms_nobody(setting: Setting) -> None:
     publisher = setting.publisher()
     workers = setting.worker(writes=True), setting.worker("rollout-1")
@@ -306,18 +390,45 @@ def test_nothing_is_loaded_before_the_last_bucket_is_checked(run: Any, raw: RawL
     assert worker.next(DEADLINE) == (v(1), weights_of(1))
 
 
-def test_the_term_is_asked_of_redis_once_all_is_checked(run: Any, raw: RawLearner) -> None:
-    worker = Setting(run, "shared_memory").worker(hold="staged")
+@pytest.mark.parametrize("place", ["bucket", "staged"])
+def test_the_term_is_asked_of_redis_once_all_is_checked(
+    run: Any, raw: RawLearner, place: str
+) -> None:
+    worker = Setting(run, "shared_memory").worker(hold=place)
     raw.expect(Ask)
     raw.offer("a", v(1))
-    holds(worker, "staged")
-    # Every bucket is checked; now another learner begins.
+    holds(worker, place)
+    # Its bytes have arrived, and every bucket is checked or will be; now another learner begins.
     run.new_term()
     worker.pipe.send("go on")
     refused = raw.expect(Refused)
     assert (refused.round, refused.stage) == ("a", "load")
     assert "is of term 1, which is over: term 2 has begun" in refused.reason
     assert not worker.pipe.poll()
+
+
+def test_a_channel_that_the_learner_does_not_open_is_given_up(run: Any, raw: RawLearner) -> None:
+    short = config(transport="shared_memory", open_seconds=1)
+    worker = Setting(run, "shared_memory").worker(config=short)
+    raw.expect(Ask)
+    raw.offer("a", v(1), way="gloo")
+    refused = raw.expect(Refused)
+    assert (refused.round, refused.stage) == ("a", "wait")
+    assert refused.reason == "learner-0 didn't open a weight channel within 1.0 s"
+    loaded(raw, worker, "b", v(1))
+
+
+def test_a_restamp_of_other_weights_than_the_engine_holds_is_refused(
+    run: Any, raw: RawLearner
+) -> None:
+    worker = Setting(run, "shared_memory").worker()
+    raw.expect(Ask)
+    loaded(raw, worker, "a", v(1))
+    raw.offer("b", v(2), way="none")
+    refused = raw.expect(Refused)
+    assert (refused.round, refused.stage) == ("b", "offer")
+    assert refused.reason == "a re-stamp of weights that this worker doesn't hold"
+    loaded(raw, worker, "c", v(3))
 
 
 def test_a_round_that_is_withdrawn_is_not_loaded(run: Any, raw: RawLearner) -> None:
@@ -359,7 +470,7 @@ def test_a_message_that_is_lost_costs_seconds_and_not_a_deadline(
     monkeypatch.setattr(Transfers, "_send", sending)
     monkeypatch.setattr(Transfers, "_on_message", arriving)
     publisher = run.publisher(config=patient)
-    options = {"broken": "politely"} if lost is Refused else {}
+    options = {"broken": (1,)} if lost is Refused else {}
     worker = Setting(run, "shared_memory").worker(config=patient, **options)
     publish(publisher, 1, others=(worker,))
     wait_served(publisher, v(1), DEADLINE)

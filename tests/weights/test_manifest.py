@@ -99,6 +99,16 @@ def test_a_changed_manifest_is_refused(change: dict[str, object]) -> None:
         check_manifest(msgspec.structs.replace(manifest(), **change))
 
 
+@pytest.mark.parametrize("sums", [(), (0, 1), (0, 1, 2, 3)])
+def test_a_manifest_needs_a_checksum_of_every_bucket(sums: tuple[int, ...]) -> None:
+    whole = manifest()
+    assert whole.layout.bucket_count == len(whole.checksums) == 3
+    # Its digest is that of what it says.
+    other = make_manifest(whole.run_id, whole.version, whole.layout, sums)
+    with pytest.raises(WeightsError, match=f"has {len(sums)} checksums for 3 buckets"):
+        check_manifest(other)
+
+
 @pytest.mark.parametrize(
     ("layout", "complaint"),
     [

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import time
 from typing import Any
 
 import pytest
+from raw_worker import RawWorker
 from served import wait_served
 from weight_processes import FlippedByte, as_bytes, config, listening, model, specs_of
 
 from tandem.common.errors import WeightsError
 from tandem.common.records import Version
+from tandem.common.sockets import new_keys
 from tandem.common.weights.manifest import ScoredRows
+from tandem.common.weights.protocol import Offer, Open
 
 
 def v(step: int, term: int = 1) -> Version:
@@ -170,6 +175,8 @@ def test_killing_the_learner_in_mid_round_leaves_the_old_version_until_a_new_ter
     second.pipe.send((2, 2))
     assert second.next() == "half"
     second.kill()
+    # Its fetch has failed, and no newer term has begun yet.
+    assert not worker.pipe.poll(2.0)
     third = run.learner(big=True)
     third.pipe.send((1, 3))
     # The worker says what it commits; nothing of term 2 is among it.
@@ -259,6 +266,29 @@ def test_a_channel_listens_only_while_a_version_is_sent(run: Any) -> None:
     while len(listening(learner.pid)) > 1 or listening(worker.pid):
         assert time.monotonic() < until, (listening(learner.pid), listening(worker.pid))
         time.sleep(0.02)
+
+
+def test_a_channel_opens_only_to_a_worker_of_the_run_that_has_accepted_an_offer(run: Any) -> None:
+    publisher = run.publisher()
+    publisher.publish(v(1), model(1))
+    before = set(listening(os.getpid()))
+    with (
+        contextlib.closing(RawWorker(run, "stranger", keys=new_keys())) as stranger,
+        contextlib.closing(RawWorker(run)) as worker,
+    ):
+        assert not stranger.ask()
+        assert worker.ask()
+        offer = worker.heard(20.0)
+        assert isinstance(offer, Offer)
+        # Neither where to meet nor anything that listens, as long as it doesn't accept.
+        assert worker.heard(1.0) is None
+        assert set(listening(os.getpid())) == before
+        assert worker.ask(offer.round, busy=True)
+        meet = worker.heard(20.0)
+        assert isinstance(meet, Open)
+        assert meet.round == offer.round
+        assert set(listening(os.getpid())) > before
+    assert publisher.stats()["members"] == {"rollout-0": None}
 
 
 def test_versions_only_go_up(run: Any) -> None:

@@ -149,15 +149,23 @@ class TestSnapshots:
 
     def test_they_are_written_as_often_as_asked(self, run: Any, tmp_path: Path) -> None:
         folder = tmp_path / "weights"
-        ways(run, snapshot_folder=str(folder), snapshot_every=2)
+        options = ways(run, snapshot_folder=str(folder), snapshot_every=2)
         publisher = run.publisher()
-        for step in range(3):
-            publisher.publish(v(step), model(step))
+        worker = run.worker(**options)
+        for step in range(5):
+            publisher.publish(v(step), model(step, big=True))
+            # None is overtaken by the next one before it could be written.
+            assert worker.next() == (v(step), as_bytes(model(step, big=True)))
             end = time.monotonic() + 20
             while step % 2 == 0 and not (folder / f"1.{step}").exists():
                 assert time.monotonic() < end
                 time.sleep(0.01)
-        assert sorted(path.name for path in folder.glob("1.*")) == ["1.0", "1.2"]
+        end = time.monotonic() + 20
+        while publisher.stats()["snapshots"] < 3:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert publisher.stats()["snapshots"] == 3
+        assert sorted(path.name for path in folder.glob("1.*")) == ["1.2", "1.4"]
 
 
 class TestBroadcast:
