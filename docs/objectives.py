@@ -49,7 +49,8 @@ another objective over a preset leaves out what the preset has for the old one, 
 a key that the name doesn't read is refused.
 Names marked *fresh* have nothing that holds stale samples, and need `replay.max_staleness=0`; those of
 them without a ratio (`reinforce`, `reinforce_baseline`, `srft`) need `learner.minibatches=1` besides.
-“offline” says whether `tandem offline` trains with them, where each trace is a group of its own.
+“offline” says whether `tandem offline` trains with them on stored responses, where each one is a group of its own,
+or each pair of a better and a worse one. On the groups of an [archive](data.md#archives) all of them train.
 
 Advantages of `group_mean` and its like compare the rows of a group, which then needs two own samples with a
 verdict; with `none` and `reinforce_pp` one is enough, so that `rollout.group_size` may be 1. The same holds of
@@ -114,6 +115,7 @@ successes back. `ppo` and `exgrpo` are therefore refused as a run's objective; t
 
 OFFLINE = {
     "nothing": "refused: a trace alone in its group teaches it nothing",
+    "pairs": "on pairs (`chosen` and `rejected`)",
     "by advantage": "with `advantage=none`, or `reinforce_pp` where the traces' rewards differ",
     "always": "yes",
 }
@@ -165,7 +167,8 @@ def told(name: str, entry: type[ObjectiveConfig]) -> str:
         listed = ", ".join(f"`{key}={shown(value)}`" for key, value in own_defaults.items())
         lines.append(f"- **sets**: {listed}")
     lines.append("- **reads**: " + ", ".join(f"`{key}`" for key in reads(entry)))
-    lines.append(f"- **offline**: {OFFLINE[entry.alone]}")
+    alone = "pairs" if entry.rejects and entry.unit == "group" else entry.alone
+    lines.append(f"- **offline**: {OFFLINE[alone]}")
     more = [column for column in entry.needs if column != "behaviour"]
     if more:
         lines.append(f"- **needs**: {', '.join(more)}")

@@ -50,8 +50,10 @@ def longest_row(config: Config) -> int:
 
 
 def rows_of_group(config: Config) -> int:
-    """Number of rows of a whole group."""
-    return config.rollout.group_size if _has_groups(config) else 1
+    """Number of rows of a whole group; of stored responses to one question, there may be two."""
+    if _has_groups(config):
+        return config.rollout.group_size
+    return 2 if config.learner.objective.rejects else 1
 
 
 def _has_groups(config: Config) -> bool:
@@ -212,14 +214,14 @@ def _bf16_sums(config: Config) -> str | None:
 
 def _offline(config: Config) -> str | None:
     objective = config.learner.objective
-    if _has_groups(config):
+    if _has_groups(config) or (objective.rejects and objective.unit == "group"):
         return None
     if objective.alone == "nothing":
         able = ", ".join(n for n, kind in OBJECTIVES.items() if kind.alone == "always")
         return (
             f"learner.objective.name={objective.name} learns nothing from an expert's trace that is "
             f"alone in its group, which is all that learner.source=offline has: choose one of {able}, "
-            f"or luffy with learner.objective.advantage=none; or sample with learner.source=ledger"
+            f"dpo, cpo or orpo for pairs of responses, or luffy with learner.objective.advantage=none; or sample with learner.source=ledger"
         )
     if objective.alone == "by advantage" and objective.baseline not in WITHOUT_GROUP:
         return (

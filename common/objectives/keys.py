@@ -93,6 +93,8 @@ class ObjectiveConfig:
     alone: ClassVar[Literal["nothing", "by advantage", "always"]] = "nothing"
     """What it learns from an expert's trace that is alone in its group, as in offline training:
     nothing; something if the trace's advantage isn't 0; or always something."""
+    rejects: ClassVar[bool] = False
+    """Whether it learns from responses that the data call worse or unwanted."""
     missing: ClassVar[str] = ""
     """What it needs that no run has yet, and what to choose instead; such a name is refused."""
 

@@ -13,6 +13,7 @@ class Pairs(Beta):
     """Compares two rows of a group with each other."""
 
     unit = "group"
+    rejects = True
 
     @property
     def least_verdicts(self) -> int:
@@ -48,6 +49,7 @@ class Kto(Beta, Learned):
     use = "Thumbs up and down without pairs."
     needs = ("reference", "current")
     alone = "by advantage"
+    rejects = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,11 +153,12 @@ class Couriers:
         problem = ""
         try:
             end.offer(channel.pin.slot.parcel(channel.offer.manifest.version), meeting)
-        except (TandemError, RuntimeError) as error:
-            problem = str(error)
-        end.close()
-        point.close()
-        channel.pin.release()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the pin has to be released
+            problem = str(error) or type(error).__name__
+        finally:
+            end.close()
+            point.close()
+            channel.pin.release()
         self._post(Sent(channel, problem))
 
     # Snapshots.

@@ -18,7 +18,7 @@ from typing import NoReturn
 import torch
 
 from ..config import WeightsConfig
-from ..errors import TandemError, WeightsError
+from ..errors import WeightsError
 from ..records import Version
 from ..waiting import Wait
 from .channel import Way
@@ -260,9 +260,9 @@ class Job:
                     way.close()
             stage = "load"
             self._load(tensors, time.perf_counter())
-        except (TandemError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the learner must hear of it
             stage = "verify" if isinstance(error, DamagedError) else stage
-            self._post(Failed(self, stage, str(error)))
+            self._post(Failed(self, stage, str(error) or type(error).__name__))
 
     def _load(self, tensors: StagedTensors, fetched: float) -> None:
         version, seconds = self.version, self._settings.commit_seconds

@@ -201,7 +201,7 @@ class SharedMemory(Way):
         """Maps the segment unless it is mapped already."""
         place = str(at)
         buffer = self._mapped.get(place, manifest.total_bytes)
-        return Arrival(buffer=buffer, segment=place, full=range(len(manifest.checksums)))
+        return Arrival(buffer=buffer, segment=place, full=range(manifest.layout.bucket_count))
 
 
 def _place(needed: int, folders: Sequence[Path]) -> Path:

@@ -56,7 +56,7 @@ class Snapshot(Way):
         """Reads a snapshot into the worker's own buffer."""
         buffer, segment = own(manifest.total_bytes)
         read(Path(str(at)), manifest, buffer)
-        return Arrival(buffer=buffer, segment=segment, full=range(len(manifest.checksums)))
+        return Arrival(buffer=buffer, segment=segment, full=range(manifest.layout.bucket_count))
 
 
 def write(folder: Path, manifest: WeightManifest, buffer: torch.Tensor) -> Path:

@@ -148,6 +148,7 @@ class Transfers:
         self._silent_seconds = silent_seconds
         self._peers: dict[bytes, Peer] = {}
         self._last_snapshot: SnapshotWritten | None = None
+        self._snapshot_step = -1
         self._stopping = False
 
         self._latency = 0.0
@@ -232,9 +233,10 @@ class Transfers:
         match event:
             case Published():
                 # `_look` makes the offers.
-                newest = self._slots.newest
-                every = self._settings.snapshot_every
-                if every and newest is not None and newest.step % every == 0:
+                newest, every = self._slots.newest, self._settings.snapshot_every
+                # Several versions may have been published since the last event.
+                if every and newest and newest.step // every > self._snapshot_step // every:
+                    self._snapshot_step = newest.step
                     self._couriers.ask_for_snapshot()
             case Stop():
                 self._stopping = True

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from ...common.records import ExpertTrace, Problem
     from ...replay.forms import Content, DataRow
     from ...replay.forms.write import RowWriter
-    from ..ingest.rows import SourceCounts, SourceReader
+    from ..ingest.counts import SourceCounts
+    from ..ingest.rows import SourceReader
 
 UNLIMITED = 10**9
 """Limit of tokens where no preset names one."""
@@ -171,7 +172,7 @@ def _read(
     writer: RowWriter | None,
 ) -> dict[str, Any]:
     """What became of one file."""
-    from ..ingest.rows import SourceCounts, drawn
+    from ..ingest.counts import SourceCounts, drawn
 
     source, chosen = _source(file, arguments), None
     if source.limit is not None and source.seed is not None:

@@ -23,7 +23,8 @@ from ...replay.forms import check_form
 from ...replay.forms import data_files as files_of
 from ...reward.grading import Grader
 from ..host.preflight import TOKENIZER_FILES, check_model
-from .rows import SourceCounts, SourceReader
+from .counts import SourceCounts
+from .rows import SourceReader, trains_on_traces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,12 +183,19 @@ def prepare(
                     evaluate[name] = tuple(made)
         finally:
             grader.close()
-    offline = config.learner.source == "offline" and config.data.archive is None
-    if offline and not traces:
+    if trains_on_traces(config) and not traces:
         raise DataError(
             "learner.source=offline trains on expert traces, and no source has one that "
             f"expert.accept={list(config.expert.accept)} lets in{_left_out(counts, names)}"
         )
+    objective = config.learner.objective
+    if trains_on_traces(config) and objective.rejects and objective.unit == "group":
+        pairs = sum(len(problem.trace_ids) > 1 for problem in problems)
+        if not pairs:
+            raise DataError(
+                f"learner.objective.name={objective.name} compares two responses to one question, and no "
+                f"source has pairs of them (chosen and rejected): name one that has, or choose sft"
+            )
     if config.expert.per_group and not traces and config.learner.source == "ledger":
         raise DataError(
             f"expert.per_group={config.expert.per_group} needs expert traces, and no source has "

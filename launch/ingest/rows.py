@@ -5,9 +5,8 @@ Rows are taken in chunks, so that a file is never held whole, and a chunk's text
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,64 +19,14 @@ from ...common import prompts
 from ...common.config import Config, EvalSetConfig, SourceConfig
 from ...common.errors import DataError
 from ...common.records import ExpertTrace, FinishReason, Problem, Verdict
-from ...replay.forms import DataRow, LeftOut, read_rows
+from ...replay.forms import DataRow, read_rows
 from ...reward.answers.texts import read_gold
 from ...reward.grading import Grade, GradeItem, Grader
+from .counts import SourceCounts, drawn
 
 OPENERS = ("<think>\n", "<think>")
 """Openers that the rendered prompt may end with; a trace that repeats one loses it."""
 CHUNK_ROWS = 512
-
-
-@dataclass(slots=True, kw_only=True)
-class SourceCounts:
-    """What became of a source's rows."""
-
-    used: int = 0
-    """Rows that could be read."""
-    problems: int = 0
-    """Rows that became problems."""
-    traces: int = 0
-    """Traces that were accepted."""
-    bad_rows: LeftOut = field(default_factory=LeftOut)
-    """Rows left out because they can't be used: malformed, without a gold answer that the reward needs, or
-    with one that the grader can't read."""
-    long_prompts: int = 0
-    """Rows left out because the prompt is over ``data.max_prompt_tokens``."""
-    long_traces: int = 0
-    """Traces left out because they are over ``rollout.max_new_tokens``; the problem stays."""
-    filtered: dict[str, int] = field(default_factory=dict)
-    """Rows left out by the source's own filters, by filter."""
-    refused_traces: dict[str, int] = field(default_factory=dict)
-    """Traces left out because ``expert.accept`` lacks their verdict, by verdict."""
-    unpaid_traces: int = 0
-    """Traces left out because they are correct but their reward is 0, as with a closed gate."""
-    unknown_logprobs: int = 0
-    """Traces whose recorded log-probs are from another tokenizer and were left out."""
-
-    @property
-    def seen(self) -> int:
-        """Number of rows that were read, whether they could be used or not."""
-        return max(self.used, self.bad_rows.seen)
-
-    def left_out(self) -> list[tuple[int, str]]:
-        """Numbers of rows and traces that were left out, and why."""
-        return [
-            *((count, reason) for reason, count in self.bad_rows.counts.items()),
-            (self.long_prompts, "prompts too long"),
-            *((count, what) for what, count in self.filtered.items()),
-            (self.long_traces, "traces too long"),
-            (self.unknown_logprobs, "traces with log-probs of another tokenizer (taken off)"),
-            *((n, f"traces graded {verdict}") for verdict, n in self.refused_traces.items()),
-            (self.unpaid_traces, "traces graded correct and paid nothing (is a gate closed?)"),
-        ]
-
-    def __str__(self) -> str:
-        parts = [f"{self.problems:,} problems"]
-        if self.traces or self.refused_traces or self.unpaid_traces or self.long_traces:
-            parts.append(f"{self.traces:,} expert traces")
-        listed = [f"{count:,} {what}" for count, what in self.left_out() if count]
-        return ", ".join(parts) + (f"; left out: {', '.join(listed)}" if listed else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +41,20 @@ class Chunk:
 
     def of_rows(self) -> Iterator[tuple[Problem, DataRow, ExpertTrace | None]]:
         """Each problem with its row, and its trace if it has one."""
-        traces = {trace.problem_id: trace for trace in self.traces}
+        # The worse response of a pair comes after the better one.
+        traces = {trace.problem_id: trace for trace in reversed(self.traces)}
         for problem, row in zip(self.problems, self.rows, strict=True):
             yield problem, row, traces.get(problem.problem_id)
 
 
+def trains_on_traces(config: Config) -> bool:
+    """Whether a run trains on stored responses alone."""
+    return config.learner.source == "offline" and config.data.archive is None
+
+
 def needs_traces(config: Config) -> bool:
     """Whether expert traces are used at all; if not, they needn't be graded."""
-    offline = config.learner.source == "offline" and config.data.archive is None
-    return config.expert.per_group > 0 or offline
+    return config.expert.per_group > 0 or trains_on_traces(config)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,6 +67,7 @@ class _Draft:
     tokens: NDArray[np.int32] | None = None
     problem: Problem | None = None
     trace: ExpertTrace | None = None
+    rejected: ExpertTrace | None = None
 
 
 class SourceReader:
@@ -217,10 +172,9 @@ class SourceReader:
         for draft in drafts:
             assert draft.problem is not None
             problem = draft.problem
-            if draft.trace is not None:
-                problem = replace(problem, trace_ids=(draft.trace.trace_id,))
-                traces.append(draft.trace)
-            problems.append(problem)
+            of_it = [trace for trace in (draft.trace, draft.rejected) if trace is not None]
+            traces += of_it
+            problems.append(replace(problem, trace_ids=tuple(trace.trace_id for trace in of_it)))
         return Chunk(
             problems=tuple(problems),
             traces=tuple(traces),
@@ -248,7 +202,8 @@ class SourceReader:
             bad |= {gold for gold in unique if broken(gold)}
         kept = []
         for draft in drafts:
-            if self._grader.has_tests(draft.row.content.extra) or not (draft.gold or self._grades):
+            has_tests = self._grader.has_tests(draft.row.content.extra)
+            if has_tests or not (draft.gold or self._grades) or self._is_judged(draft):
                 kept.append(draft)
             elif not draft.gold:
                 self._leave_out(draft, counts, "no gold answer", "it has no gold answer")
@@ -258,6 +213,14 @@ class SourceReader:
             else:
                 kept.append(draft)
         return kept
+
+    def _is_judged(self, draft: _Draft) -> bool:
+        """Whether a run that trains on stored responses takes this row's as right or wrong without grading:
+        the data say so, or have no gold answer."""
+        content = draft.row.content
+        if not self._grades or not trains_on_traces(self._config) or content.target is None:
+            return False
+        return content.rejected is not None or content.label is not None or not draft.gold
 
     def _leave_out(self, draft: _Draft, counts: SourceCounts, reason: str, what: str) -> None:
         if self._config.data.bad_rows == "refuse":
@@ -324,9 +287,11 @@ class SourceReader:
         filters = source.correct_only or source.max_target_tokens is not None
         if not (needs_traces(self._config) or filters or not self._grades):
             return drafts
+        rejects = self._config.learner.objective.rejects and self._grades
         answered = []
         for draft in drafts:
-            if draft.row.content.target is not None and draft.row.content.label is not False:
+            unwanted = draft.row.content.label is False and not (rejects and self._is_judged(draft))
+            if draft.row.content.target is not None and not unwanted:
                 answered.append(draft)
         lengths = self._encode_traces(answered, counts)
         if source.max_target_tokens is not None:
@@ -334,7 +299,14 @@ class SourceReader:
             long = {id(d) for d, length in zip(answered, lengths, strict=True) if length > most}
             _count(counts.filtered, f"targets over {most:,} tokens", len(long))
             drafts = [draft for draft in drafts if id(draft) not in long]
-        with_trace = [draft for draft in drafts if draft.trace is not None]
+        judged = {id(draft) for draft in drafts if self._is_judged(draft)}
+        if rejects:
+            self._encode_rejected([draft for draft in drafts if id(draft) in judged], counts)
+        for draft in drafts:
+            if draft.trace is not None and id(draft) in judged:
+                draft.trace = _as_judged(draft.trace, draft.row.content.label is not False)
+                counts.ungraded_traces += 1
+        with_trace = [d for d in drafts if d.trace is not None and id(d) not in judged]
         if not (self._grades or source.correct_only):
             return drafts
         grades = self._grade(with_trace)
@@ -344,6 +316,7 @@ class SourceReader:
                 for draft, grade in zip(with_trace, grades, strict=True)
                 if grade.verdict is Verdict.CORRECT
             }
+            right |= {id(d) for d in drafts if d.trace is not None and id(d) in judged}
             _count(counts.filtered, "targets not correct", len(drafts) - len(right))
             drafts = [draft for draft in drafts if id(draft) in right]
         if not self._grades:
@@ -359,14 +332,7 @@ class SourceReader:
         """Gives the drafts their traces, ungraded, unless they are too long; returns their lengths in tokens
         (in characters if they are surely too long)."""
         limit = self._config.rollout.max_new_tokens
-        texts = []
-        for draft in drafts:
-            text = draft.row.content.target or ""
-            for opener in OPENERS:
-                if draft.text.endswith(opener) and text.startswith(opener):
-                    text = text.removeprefix(opener)
-                    break
-            texts.append(text)
+        texts = [self._continued(draft, draft.row.content.target or "") for draft in drafts]
         short = [text if len(text) <= limit * self._longest else "" for text in texts]
         lengths = []
         encoded = prompts.encode_responses(self._tokenizer, short)
@@ -384,6 +350,30 @@ class SourceReader:
                 continue
             draft.trace = self._trace(draft, text, tokens, counts)
         return lengths
+
+    def _encode_rejected(self, drafts: Sequence[_Draft], counts: SourceCounts) -> None:
+        """Gives pairs their worse responses; a pair of which one response is too long is left out."""
+        paired = [d for d in drafts if d.trace is not None and d.row.content.rejected is not None]
+        limit = self._config.rollout.max_new_tokens
+        texts = [self._continued(draft, draft.row.content.rejected or "") for draft in paired]
+        short = [text if len(text) <= limit * self._longest else "" for text in texts]
+        encoded = prompts.encode_responses(self._tokenizer, short)
+        for draft, text, tokens in zip(paired, texts, encoded, strict=True):
+            if len(text) > limit * self._longest or len(tokens) > limit:
+                counts.long_traces += 1
+                draft.trace = None
+                continue
+            trace = replace(self._trace(draft, text, tokens, counts), logprobs=None)
+            draft.rejected = _as_judged(replace(trace, trace_id=f"{trace.problem_id}#1"), False)
+            counts.ungraded_traces += 1
+
+    @staticmethod
+    def _continued(draft: _Draft, text: str) -> str:
+        """A response without the opener that the prompt ends with already."""
+        for opener in OPENERS:
+            if draft.text.endswith(opener) and text.startswith(opener):
+                return text.removeprefix(opener)
+        return text
 
     def _trace(
         self, draft: _Draft, text: str, tokens: NDArray[np.int32], counts: SourceCounts
@@ -445,6 +435,12 @@ class SourceReader:
         return self._grader.grade_texts(items)
 
 
+def _as_judged(trace: ExpertTrace, wanted: bool) -> ExpertTrace:
+    """A trace with the data's own verdict, which no grader has seen."""
+    verdict = Verdict.CORRECT if wanted else Verdict.WRONG
+    return replace(trace, reward=1.0 if wanted else -1.0, verdict=verdict)
+
+
 def _count(counts: dict[str, int], what: str, number: int) -> None:
     if number:
         counts[what] = counts.get(what, 0) + number
@@ -458,21 +454,6 @@ def _first(chunk: Chunk, most: int) -> Chunk:
     kept = {problem.problem_id for problem in problems}
     traces = tuple(trace for trace in chunk.traces if trace.problem_id in kept)
     return Chunk(problems=problems, traces=traces, rows=chunk.rows[:most])
-
-
-def drawn(problem_ids: Sequence[str], count: int, seed: int) -> set[str]:
-    """A random subset of a source's problems; a smaller one of the same seed is a part of a larger one.
-
-    >>> ids = [f"gsm8k/{row}" for row in range(100)]
-    >>> drawn(ids, 5, seed=1) < drawn(ids, 20, seed=1)
-    True
-    """
-
-    def rank(problem_id: str) -> bytes:
-        row = problem_id.rpartition("/")[2]
-        return hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest()
-
-    return set(sorted(problem_ids, key=rank)[:count])
 
 
 def broken(gold: str) -> bool:

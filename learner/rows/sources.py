@@ -242,9 +242,9 @@ class StoredSource(BatchSource):
 class OfflineSource(StoredSource):
     """Rows of stored expert traces.
 
-    Pass e goes through the accepted traces in a permutation keyed by (run seed, e); step n takes
-    the next ``replay.groups_per_step`` of them, across the borders of passes. Each trace is a group of
-    its own.
+    Pass e goes through the problems with accepted traces in a permutation keyed by (run seed, e); step n
+    takes the next ``replay.groups_per_step`` of them, across the borders of passes. The traces of one
+    problem are a group: usually one, or the better and the worse one of a pair.
     """
 
     def __init__(self, config: Config, runs: RunStore) -> None:
@@ -263,40 +263,43 @@ class OfflineSource(StoredSource):
         self._last = whole if config.run.passes else None
         self.total_steps = config.run.steps or math.ceil(whole / self._size)
 
-    def _accepted(self, verdicts: set[str]) -> list[str]:
+    def _accepted(self, verdicts: set[str]) -> list[tuple[str, ...]]:
         ids = self._runs.all_trace_ids()
-        accepted = []
+        accepted: dict[str, list[str]] = {}
         for start in range(0, len(ids), 256):
             for trace in self._runs.traces(ids[start : start + 256]):
-                if trace.verdict.value in verdicts:
-                    accepted.append(trace.trace_id)
-        return accepted
+                # Without a grader, its verdict is that of the data.
+                if trace.grader is None or trace.verdict.value in verdicts:
+                    accepted.setdefault(trace.problem_id, []).append(trace.trace_id)
+        return [tuple(names) for names in accepted.values()]
 
     def _fetch(self, step: int) -> StepBatch:
-        names = self.names(step)
-        traces = self._cache.get(names)
-        problems = self._runs.problems([traces[name].problem_id for name in names])
+        chosen = self.names(step)
+        flat = [name for names in chosen for name in names]
+        traces = self._cache.get(flat)
+        problems = self._runs.problems([traces[names[0]].problem_id for names in chosen])
         groups: list[MixedGroup] = []
-        for place, (name, problem) in enumerate(zip(names, problems, strict=True)):
+        for place, (names, problem) in enumerate(zip(chosen, problems, strict=True)):
             group = Group.of(
                 problem,
                 (),
                 group_id=f"offline:{step}:{place}",
                 attempt=1,
                 worker="",
-                trace_ids=(name,),
+                trace_ids=names,
             )
-            groups.append(MixedGroup(group=group, traces=(traces[name],)))
-        row = {"step": step, "short": len(names) < self._size, "offline": names}
+            of_group = tuple(traces[name] for name in names)
+            groups.append(MixedGroup(group=group, traces=of_group))
+        row = {"step": step, "short": len(chosen) < self._size, "offline": flat}
         return StepBatch(step=step, row=row, groups=groups)
 
-    def names(self, step: int) -> list[str]:
-        """Trace ids of a step."""
+    def names(self, step: int) -> list[tuple[str, ...]]:
+        """Trace ids of each of a step's groups."""
         first = (step - 1) * self._size
         end = first + self._size if self._last is None else min(first + self._size, self._last)
         return [self._at(place) for place in range(first, end)]
 
-    def _at(self, place: int) -> str:
+    def _at(self, place: int) -> tuple[str, ...]:
         pass_, position = divmod(place, len(self._ids))
         if self._drawn[0] != pass_:
             order = keyed_generator(self._seed, "offline", pass_).permutation(len(self._ids))

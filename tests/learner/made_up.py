@@ -186,7 +186,7 @@ def trace(number: int) -> ExpertTrace:
         reward=1.0,
         verdict=Verdict.CORRECT,
         components={},
-        grader=None,
+        grader="made_up@1",
     )
 
 

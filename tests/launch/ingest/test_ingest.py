@@ -538,3 +538,74 @@ def test_a_finished_run_says_so(here: Path, capsys) -> None:
     out = capsys.readouterr().out
     assert "runs/miniature is finished (250 steps, accuracy 0.0% -> 85.0%)" in out
     assert "--fresh" in out
+
+
+# --- responses that the data judge ---
+
+
+def offline(objective: str, *overrides: str) -> ingest.Prepared:
+    config = load("miniature-sft").resolve(
+        [
+            *("data.miniature=null", "data.train=[{path: d/own.jsonl}]", "data.evaluate=[]"),
+            *(f"learner.objective.name={objective}", *overrides),
+        ]
+    )
+    assert config.run.dir is not None
+    return ingest.prepare(config, RunFolder(config.run.dir))
+
+
+def own_rows(folder: Path, *rows: dict[str, Any]) -> None:
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def judged(found: ingest.Prepared) -> list[tuple[str, str, str, float | None, str | None]]:
+    return [(t.trace_id, t.text, t.verdict.value, t.reward, t.grader) for t in found.traces]
+
+
+PAIR = {"prompt": "1+2=?<think>", "chosen": "3", "rejected": "4"}
+
+
+def test_a_pair_is_two_traces_of_a_problem(made: Path) -> None:
+    own_rows(made, PAIR, {**PAIR, "rejected": "9" * 400})
+    found = offline("dpo")
+    assert judged(found) == [
+        ("own/0#0", "3", "correct", 1.0, None),
+        ("own/0#1", "4", "wrong", -1.0, None),
+    ]
+    assert [problem.trace_ids for problem in found.problems] == [("own/0#0", "own/0#1"), ()]
+    assert str(found.counts["own"]).startswith("2 problems, 2 expert traces (2 not graded)")
+    # Whoever learns only from good responses gets only those.
+    assert [text for _, text, *_ in judged(offline("sft"))] == ["3", "3"]
+
+
+def test_labels_are_verdicts(made: Path) -> None:
+    rows = [{"prompt": f"{n}+2=?<think>", "completion": str(n), "label": n == 1} for n in range(3)]
+    own_rows(made, *rows)
+    found = judged(offline("kto", "learner.objective.advantage=none"))
+    assert [(verdict, reward) for _, _, verdict, reward, _ in found] == [
+        ("wrong", -1.0),
+        ("correct", 1.0),
+        ("wrong", -1.0),
+    ]
+    assert [text for _, text, *_ in judged(offline("sft"))] == ["1"]
+
+
+def test_without_a_gold_answer_a_response_is_taken_as_right_offline_only(made: Path) -> None:
+    plain = {"prompt": "1+2=?<think>", "response": "3"}
+    own_rows(made, plain, {**plain, "gold": "7"}, {**plain, "gold": "3", "response": "it's 3"})
+    found = offline("sft", "expert.accept=[correct]", "reward.components=[{name: accuracy}]")
+    first = judged(found)[0]
+    assert (first[0], first[-1]) == ("own/0#0", None)
+    assert found.counts["own"].ungraded_traces == 1
+    with pytest.raises(DataError, match="has no gold answer"):
+        prepared("data.train=[{path: d/own.jsonl, limit: 1}]", "data.bad_rows=refuse")
+
+
+def test_an_objective_of_pairs_needs_some(made: Path) -> None:
+    own_rows(made, {"prompt": "1+2=?<think>", "response": "3", "gold": "3"})
+    with pytest.raises(DataError, match="no source has pairs of them"):
+        offline(
+            "orpo",
+            "reward.components=[{name: accuracy}]",
+            "expert.accept=[correct,unparsable,wrong]",
+        )

@@ -1,0 +1,78 @@
+"""What became of a source's rows, and which of them a limited source keeps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...replay.forms import LeftOut
+
+
+@dataclass(slots=True, kw_only=True)
+class SourceCounts:
+    """What became of a source's rows."""
+
+    used: int = 0
+    """Rows that could be read."""
+    problems: int = 0
+    """Rows that became problems."""
+    traces: int = 0
+    """Traces that were accepted."""
+    bad_rows: LeftOut = field(default_factory=LeftOut)
+    """Rows left out because they can't be used: malformed, without a gold answer that the reward needs, or
+    with one that the grader can't read."""
+    long_prompts: int = 0
+    """Rows left out because the prompt is over ``data.max_prompt_tokens``."""
+    long_traces: int = 0
+    """Traces left out because they are over ``rollout.max_new_tokens``; the problem stays."""
+    filtered: dict[str, int] = field(default_factory=dict)
+    """Rows left out by the source's own filters, by filter."""
+    refused_traces: dict[str, int] = field(default_factory=dict)
+    """Traces left out because ``expert.accept`` lacks their verdict, by verdict."""
+    unpaid_traces: int = 0
+    """Traces left out because they are correct but their reward is 0, as with a closed gate."""
+    ungraded_traces: int = 0
+    """Traces that aren't graded, since the data judge them or have no gold answer."""
+    unknown_logprobs: int = 0
+    """Traces whose recorded log-probs are from another tokenizer and were left out."""
+
+    @property
+    def seen(self) -> int:
+        """Number of rows that were read, whether they could be used or not."""
+        return max(self.used, self.bad_rows.seen)
+
+    def left_out(self) -> list[tuple[int, str]]:
+        """Numbers of rows and traces that were left out, and why."""
+        return [
+            *((count, reason) for reason, count in self.bad_rows.counts.items()),
+            (self.long_prompts, "prompts too long"),
+            *((count, what) for what, count in self.filtered.items()),
+            (self.long_traces, "traces too long"),
+            (self.unknown_logprobs, "traces with log-probs of another tokenizer (taken off)"),
+            *((n, f"traces graded {verdict}") for verdict, n in self.refused_traces.items()),
+            (self.unpaid_traces, "traces graded correct and paid nothing (is a gate closed?)"),
+        ]
+
+    def __str__(self) -> str:
+        parts = [f"{self.problems:,} problems"]
+        if self.traces or self.refused_traces or self.unpaid_traces or self.long_traces:
+            ungraded = f" ({self.ungraded_traces:,} not graded)" if self.ungraded_traces else ""
+            parts.append(f"{self.traces:,} expert traces{ungraded}")
+        listed = [f"{count:,} {what}" for count, what in self.left_out() if count]
+        return ", ".join(parts) + (f"; left out: {', '.join(listed)}" if listed else "")
+
+
+def drawn(problem_ids: Sequence[str], count: int, seed: int) -> set[str]:
+    """A random subset of a source's problems; a smaller one of the same seed is a part of a larger one.
+
+    >>> ids = [f"gsm8k/{row}" for row in range(100)]
+    >>> drawn(ids, 5, seed=1) < drawn(ids, 20, seed=1)
+    True
+    """
+
+    def rank(problem_id: str) -> bytes:
+        row = problem_id.rpartition("/")[2]
+        return hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=8).digest()
+
+    return set(sorted(problem_ids, key=rank)[:count])

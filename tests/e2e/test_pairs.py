@@ -1,0 +1,64 @@
+"""Preference losses on files of pairs, without a rollout worker."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from processes import Run
+
+
+def write_pairs(source: Path, to: Path) -> None:
+    """Right chains and, as the worse ones, the same with another result."""
+    lines = []
+    for row in pq.read_table(source).to_pylist():
+        right = row["target"][0]["content"]
+        head, _, tail = right.rpartition("{")
+        wrong = f"{head}{{{(int(tail.partition('}')[0]) + 7) % 100}}}{tail.partition('}')[2]}"
+        pair = {"prompt": row["prompt"][0]["content"], "chosen": right, "rejected": wrong}
+        lines.append(json.dumps(pair))
+    to.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "objective",
+    [
+        "dpo",
+        pytest.param("kto", marks=pytest.mark.byhand),
+        pytest.param("orpo", marks=pytest.mark.byhand),
+        pytest.param("cpo", marks=pytest.mark.byhand),
+    ],
+)
+def test_pairs_without_gold_answers_are_learned(
+    tmp_path: Path, finished_run: Path, objective: str
+) -> None:
+    write_pairs(finished_run / "data" / "expert.parquet", tmp_path / "pairs.jsonl")
+    run = Run(
+        tmp_path,
+        *("offline", "miniature-sft", f"learner.objective.name={objective}", "run.steps=40"),
+        *("data.train=[{path: pairs.jsonl}]", "learner.objective.advantage=none")[
+            : 1 + (objective == "kto")
+        ],
+        "run.dir=run",
+    )
+    assert run.wait() == 0, run.said()
+    assert "data pairs: 4 problems, 8 expert traces (8 not graded)" in run.said()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if "train/loss" in record]
+    assert steps[0]["train/preference_pairs"] == (8 if objective == "kto" else 4)
+    assert steps[-1]["train/preference_accuracy"] == 1.0
+    assert steps[-1]["train/preference_margin"] > steps[0]["train/preference_margin"] + 0.02
+
+
+def test_an_objective_of_pairs_needs_some(tmp_path: Path, finished_run: Path) -> None:
+    data = finished_run / "data" / "expert.parquet"
+    run = Run(
+        tmp_path,
+        *("offline", "miniature-sft", "learner.objective.name=dpo"),
+        f"data.train=[{{path: {data}}}]",
+    )
+    assert run.wait() == 2
+    assert "compares two responses to one question, and no source has pairs" in run.said()
