@@ -39,7 +39,7 @@ class RawLearner:
         self._slots: list[StagingSlot] = []
         self._worker = b""
 
-    def expect(self, kind: type[T], seconds: float = 20.0) -> T:
+    def expect(self, kind: type[T], seconds: float = 60.0) -> T:
         """The worker's next message of a kind; its Asks in between are passed over."""
         end = time.monotonic() + seconds
         while True:
