@@ -214,7 +214,11 @@ def _bf16_sums(config: Config) -> str | None:
 
 def _offline(config: Config) -> str | None:
     objective = config.learner.objective
-    if _has_groups(config) or (objective.rejects and objective.unit == "group"):
+    # Files that the miniature writes into the run's folder have no pairs; of others only their rows tell.
+    may_have_pairs = any("{run}" not in source.path for source in config.data.train)
+    if objective.rejects and objective.unit == "group" and may_have_pairs:
+        return None
+    if _has_groups(config):
         return None
     if objective.alone == "nothing":
         able = ", ".join(n for n, kind in OBJECTIVES.items() if kind.alone == "always")
