@@ -19,7 +19,7 @@ from ...common import prompts
 from ...common.config import Config, EvalSetConfig, SourceConfig
 from ...common.errors import DataError
 from ...common.records import ExpertTrace, FinishReason, Problem, Verdict
-from ...replay.forms import DataRow, read_rows
+from ...replay.forms import Content, DataRow, read_rows
 from ...reward.answers.texts import read_gold
 from ...reward.grading import Grade, GradeItem, Grader
 from .counts import SourceCounts, drawn
@@ -64,6 +64,8 @@ class _Draft:
     row: DataRow
     text: str
     gold: str
+    judged: bool
+    """Whether the data's own verdict counts."""
     tokens: NDArray[np.int32] | None = None
     problem: Problem | None = None
     trace: ExpertTrace | None = None
@@ -192,7 +194,9 @@ class SourceReader:
             if gold and gold == content.target:
                 # The solution holds it.
                 gold = read_gold(gold).text
-            drafts.append(_Draft(row=row, text="", gold=gold))
+            drafts.append(
+                _Draft(row=row, text="", gold=gold, judged=self._is_judged(content, gold))
+            )
         if not self._grader.needs_verdict:
             return drafts  # No component compares with the gold answer.
         judged = [draft for draft in drafts if not self._grader.has_tests(draft.row.content.extra)]
@@ -203,7 +207,7 @@ class SourceReader:
         kept = []
         for draft in drafts:
             has_tests = self._grader.has_tests(draft.row.content.extra)
-            if has_tests or not (draft.gold or self._grades) or self._is_judged(draft):
+            if has_tests or draft.judged or not (draft.gold or self._grades):
                 kept.append(draft)
             elif not draft.gold:
                 self._leave_out(draft, counts, "no gold answer", "it has no gold answer")
@@ -214,13 +218,12 @@ class SourceReader:
                 kept.append(draft)
         return kept
 
-    def _is_judged(self, draft: _Draft) -> bool:
-        """Whether a run that trains on stored responses takes this row's as right or wrong without grading:
+    def _is_judged(self, content: Content, gold: str) -> bool:
+        """Whether a run that trains on stored responses takes a row's as right or wrong without grading:
         the data say so, or have no gold answer."""
-        content = draft.row.content
         if not self._grades or not trains_on_traces(self._config) or content.target is None:
             return False
-        return content.rejected is not None or content.label is not None or not draft.gold
+        return content.rejected is not None or content.label is not None or not gold
 
     def _leave_out(self, draft: _Draft, counts: SourceCounts, reason: str, what: str) -> None:
         if self._config.data.bad_rows == "refuse":
@@ -287,11 +290,11 @@ class SourceReader:
         filters = source.correct_only or source.max_target_tokens is not None
         if not (needs_traces(self._config) or filters or not self._grades):
             return drafts
-        rejects = self._config.learner.objective.rejects and self._grades
+        rejects = self._config.learner.objective.rejects
         answered = []
         for draft in drafts:
-            unwanted = draft.row.content.label is False and not (rejects and self._is_judged(draft))
-            if draft.row.content.target is not None and not unwanted:
+            wanted = draft.row.content.label is not False or (rejects and draft.judged)
+            if draft.row.content.target is not None and wanted:
                 answered.append(draft)
         lengths = self._encode_traces(answered, counts)
         if source.max_target_tokens is not None:
@@ -299,24 +302,19 @@ class SourceReader:
             long = {id(d) for d, length in zip(answered, lengths, strict=True) if length > most}
             _count(counts.filtered, f"targets over {most:,} tokens", len(long))
             drafts = [draft for draft in drafts if id(draft) not in long]
-        judged = {id(draft) for draft in drafts if self._is_judged(draft)}
-        if rejects:
-            self._encode_rejected([draft for draft in drafts if id(draft) in judged], counts)
-        for draft in drafts:
-            if draft.trace is not None and id(draft) in judged:
-                draft.trace = _as_judged(draft.trace, draft.row.content.label is not False)
-                counts.ungraded_traces += 1
-        with_trace = [d for d in drafts if d.trace is not None and id(d) not in judged]
+        self._judge([d for d in drafts if d.judged and d.trace is not None], counts)
+        with_trace = [d for d in drafts if d.trace is not None and not d.judged]
         if not (self._grades or source.correct_only):
             return drafts
         grades = self._grade(with_trace)
         if source.correct_only:
+            verdicts = {id(d): g.verdict for d, g in zip(with_trace, grades, strict=True)}
             right = {
                 id(draft)
-                for draft, grade in zip(with_trace, grades, strict=True)
-                if grade.verdict is Verdict.CORRECT
+                for draft in drafts
+                if draft.trace is not None
+                and verdicts.get(id(draft), draft.trace.verdict) is Verdict.CORRECT
             }
-            right |= {id(d) for d in drafts if d.trace is not None and id(d) in judged}
             _count(counts.filtered, "targets not correct", len(drafts) - len(right))
             drafts = [draft for draft in drafts if id(draft) in right]
         if not self._grades:
@@ -351,9 +349,18 @@ class SourceReader:
             draft.trace = self._trace(draft, text, tokens, counts)
         return lengths
 
+    def _judge(self, drafts: Sequence[_Draft], counts: SourceCounts) -> None:
+        """Gives traces the data's own verdicts, and pairs their worse responses."""
+        if self._config.learner.objective.rejects:
+            self._encode_rejected(drafts, counts)
+        for draft in drafts:
+            if draft.trace is not None:
+                draft.trace = _as_judged(draft.trace, draft.row.content.label is not False)
+                counts.ungraded_traces += 1
+
     def _encode_rejected(self, drafts: Sequence[_Draft], counts: SourceCounts) -> None:
-        """Gives pairs their worse responses; a pair of which one response is too long is left out."""
-        paired = [d for d in drafts if d.trace is not None and d.row.content.rejected is not None]
+        """A pair of which one response is too long is left out."""
+        paired = [draft for draft in drafts if draft.row.content.rejected is not None]
         limit = self._config.rollout.max_new_tokens
         texts = [self._continued(draft, draft.row.content.rejected or "") for draft in paired]
         short = [text if len(text) <= limit * self._longest else "" for text in texts]
