@@ -79,20 +79,20 @@ def replace_folder(staging: Path, folder: Path) -> None:
 
 def write_private(path: Path, text: str) -> None:
     """Writes a file that only its owner can read (0600), atomically."""
-    _replace(path, text, 0o600)
+    _replace(path, text.encode(), 0o600)
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Writes a file so that a reader sees the old or the new text, never half of one."""
-    _replace(path, text, 0o666)
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Writes a file so that a reader sees the old or the new content, never half of one."""
+    _replace(path, content.encode() if isinstance(content, str) else content, 0o666)
 
 
-def _replace(path: Path, text: str, mode: int) -> None:
+def _replace(path: Path, content: bytes, mode: int) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,7 +43,7 @@ from ..common.records import (
     Verdict,
     VersionSpan,
 )
-from ..common.run_folder import replace_folder
+from ..common.run_folder import replace_folder, write_atomic
 
 VERSION = 1
 """Raised when the columns change in a way that older readers would misread."""
@@ -124,16 +123,7 @@ def write(path: Path, groups: Sequence[ArchivedGroup]) -> None:
     """
     made = io.BytesIO()
     pq.write_table(table(groups), made, compression="zstd")
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(made.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_atomic(path, made.getvalue())
 
 
 def read(path: Path, part: int | None = None) -> Iterator[ArchivedGroup]:

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import threading
-from traceback import format_exception, walk_tb
+from traceback import walk_tb
 from typing import Any, NoReturn
 
 from .options import add_run, joined, locate
@@ -72,15 +72,11 @@ def _end_with_a_thread(failed: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(failed)
         return
     name = failed.thread.name if failed.thread is not None else "?"
-    log = logging.getLogger("tandem")
-    log.critical(f"thread {name} has failed, so the process ends:\n{_traceback(failed)}")
+    logging.getLogger("tandem").critical(
+        f"thread {name} has failed, so the process ends", exc_info=failed.exc_value
+    )
     logging.shutdown()
     os._exit(1)
-
-
-def _traceback(failed: threading.ExceptHookArgs) -> str:
-    lines = format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback)
-    return "".join(lines).rstrip()
 
 
 def _ctrl_c_drains() -> None:

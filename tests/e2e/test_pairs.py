@@ -36,13 +36,12 @@ def test_pairs_without_gold_answers_are_learned(
     tmp_path: Path, finished_run: Path, objective: str
 ) -> None:
     write_pairs(finished_run / "data" / "expert.parquet", tmp_path / "pairs.jsonl")
+    # A labelled row would be alone in its group.
+    own = ["learner.objective.advantage=none"] if objective == "kto" else []
     run = Run(
         tmp_path,
         *("offline", "miniature-sft", f"learner.objective.name={objective}", "run.steps=40"),
-        *("data.train=[{path: pairs.jsonl}]", "learner.objective.advantage=none")[
-            : 1 + (objective == "kto")
-        ],
-        "run.dir=run",
+        *("data.train=[{path: pairs.jsonl}]", "run.dir=run", *own),
     )
     assert run.wait() == 0, run.said()
     assert "data pairs: 4 problems, 8 expert traces (8 not graded)" in run.said()
