@@ -136,6 +136,41 @@ def wall_seconds(record: Mapping[str, Any]) -> float:
     return number("wall_seconds") + max(0.0, number("alive") - number("began"))
 
 
+def read_stages(folder: Path) -> dict[str, Any] | None:
+    """What is known of the runs that one command makes in this folder, one after another.
+
+    Returns:
+        ``preset``, ``preset_path``, ``overrides`` and ``stages``, the names of the runs' folders in their
+        order; None where the folder has no such runs.
+
+    Raises:
+        DataError: ``stages.json`` is damaged.
+    """
+    path = RunFolder(folder).stages
+    try:
+        record = read_object(path.read_bytes(), str(path), DataError)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error.strerror}") from None
+    names = record.get("stages")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{path} doesn't name its stages: restore it from a copy of the folder")
+    return record
+
+
+def newest_stage(folder: Path) -> Path:
+    """The folder of the stage that was begun last if this one holds stages, else the folder itself.
+
+    Raises:
+        DataError: ``stages.json`` is damaged.
+    """
+    record = read_stages(folder)
+    begun = [folder / name for name in record["stages"]] if record else []
+    begun = [path for path in begun if RunFolder(path).run_json.exists()]
+    return begun[-1] if begun else folder
+
+
 class RunFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
@@ -151,8 +186,10 @@ class RunFolder:
         self.summary = self.path / "summary.json"
         self.report = self.path / "report.png"
         self.model = self.path / "model"
+        self.best = self.path / "best"
         self.checkpoints = self.path / "checkpoints"
         self.weights = self.path / "weights"
+        self.stages = self.path / "stages.json"
         self.logs = self.path / "logs"
         self.redis = self.path / "redis"
         self.data = self.path / "data"

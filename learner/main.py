@@ -16,7 +16,8 @@ from .forward.policy import device_of
 from .ranks import Leader, follow
 from .rendezvous import process_group
 from .resume.checkpoints import what_is_left
-from .trainer import StopSignal, Trainer
+from .stop_signal import StopSignal
+from .trainer import Trainer
 from .updates import Updates
 
 

@@ -11,15 +11,13 @@ journalled above it, and only then publishes.
 from __future__ import annotations
 
 import logging
-import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 
-from ..common import disk
 from ..common.config import Config
 from ..common.errors import (
     DamagedError,
@@ -38,7 +36,8 @@ from ..replay.ledger import Ledger
 from ..replay.ledger_records import Waiting
 from ..replay.members import Members, membership
 from ..replay.store import EvaluationResult, RunStore
-from .evaluations import Evaluations, recorded_in
+from .best import Best
+from .evaluations import Evaluations, record_of, recorded_in
 from .metrics.idle import Idle
 from .metrics.ratio_alarm import RatioAlarm, ratios_of
 from .metrics.reports import describe
@@ -49,6 +48,8 @@ from .rows.sources import Fetch, StepBatch, source_of
 from .saving import Saver, write_with_room
 from .schedule import learning_rate
 from .scored import fixed_rows
+from .stop_signal import StopSignal
+from .updates import StepOutcome
 
 log = logging.getLogger("tandem.learner")
 
@@ -56,20 +57,6 @@ HINT_SECONDS = 0.25
 """Longest wait for a hint before the ledger is asked again."""
 FULL_SECONDS = 1.0
 """Time between two checks, while waiting for a batch, whether Redis is too full for one to come."""
-
-
-class StopSignal:
-    """SIGTERM asks to drain. Followers leave that to rank 0."""
-
-    def __init__(self, *, heed: bool) -> None:
-        self.asked = False
-        self._heed = heed
-        signal.signal(signal.SIGTERM, self._on)
-
-    def _on(self, number: int, frame: FrameType | None) -> None:
-        self.asked = self._heed
-        if self._heed:
-            disk.stop_waiting()
 
 
 class _Full:
@@ -103,6 +90,9 @@ class Trainer:
         self._journal = Journal(folder.journal)
         self._term = self._ledger.new_term(self._journal.last_term)
         self._source = source_of(config, self._ledger, self._runs)
+        self._total = min(
+            self._source.total_steps, config.run.last_step or self._source.total_steps
+        )
         self._saver = Saver(
             folder,
             kept=config.learner.checkpoints_kept,
@@ -113,10 +103,11 @@ class Trainer:
             term=self._term,
             state={"run_id": join.run_id, "seed": config.run.seed},
         )
-        self._reporter = Reporter(
-            self._runs, config, folder, name, self._clock, self._source.total_steps
-        )
+        self._reporter = Reporter(self._runs, config, folder, name, self._clock, self._total)
         self._evaluations = Evaluations(self._runs, self._members, config, lambda: self._stop.asked)
+        self._best: Best | None = None
+        if config.evaluate.best is not None:
+            self._best = Best(folder, config.evaluate.best, self._export)
         self._publisher: WeightSender | None = None
         self._published: Version | None = None
         # Shorter than the run's own rows, which are the only ones that the model was tested for.
@@ -125,7 +116,7 @@ class Trainer:
         self._rows = fixed_rows(vocabulary, longest, config.run.seed)
         self._step = 0
         self._bad_in_a_row = 0
-        self._idle = Idle(config, self._source.total_steps)
+        self._idle = Idle(config, self._total)
         self._alarm = RatioAlarm()
 
     @property
@@ -136,7 +127,7 @@ class Trainer:
 
     def run(self) -> None:
         """Runs from the newest checkpoint to the end of the run, or until asked to stop."""
-        total = self._source.total_steps
+        total = self._total
         try:
             journalled = self._resume()
             oldest = self._saver.oldest()
@@ -190,6 +181,8 @@ class Trainer:
     def _cut_back(self) -> None:
         self._reporter.cut_back(self._step)
         self._evaluations.begin(self._term, recorded_in(self._folder.metrics))
+        if self._best is not None:
+            self._best.begin(self._step)
 
     def _replay(self, journalled: int) -> None:
         """Trains again the steps that have a row and are above the checkpoint."""
@@ -228,7 +221,7 @@ class Trainer:
     def _train(self, total: int) -> None:
         every = self._config.learner.checkpoint_every
         self._reporter.begin(self._step)
-        while not self._stop.asked:
+        while not self._stop.asked and self._step < total:
             with self._clock.doing("wait/batch"):
                 fetch = self._next(self._step + 1)
             if fetch is None:
@@ -246,17 +239,9 @@ class Trainer:
 
     def _finish(self) -> None:
         self._saver.save(self._step)
-        self._evaluations.request(self._step, self._source.total_steps, is_last=True)
+        self._evaluations.request(self._step, self._total, is_last=True)
         self._publish()
-        base = Path(resolve(self._config.model.path))
-        with self._clock.doing("export"):
-            write_with_room(
-                self._folder.path,
-                2 * self._leader.engine.parameter_count(),
-                self._leader,
-                lambda: self._leader.export(self._folder.model, base),
-                undo=lambda: None,
-            )
+        self._export(self._folder.model)
         log.info(f"wrote the model to {self._folder.model}")
         due = self._evaluations.open()
         if due and not self._evaluate_last(due):
@@ -268,6 +253,17 @@ class Trainer:
         self._runs.set_state("finished")
         self._report(force=True)
         log.info(f"finished after step {self._step}; {rejected} group(s) in flight were let go")
+
+    def _export(self, folder: Path) -> None:
+        base = Path(resolve(self._config.model.path))
+        with self._clock.doing("export"):
+            write_with_room(
+                self._folder.path,
+                2 * self._leader.engine.parameter_count(),
+                self._leader,
+                lambda: self._leader.export(folder, base),
+                undo=lambda: None,
+            )
 
     def _evaluate_last(self, ids: list[str]) -> bool:
         with self._leader.waiting():
@@ -330,15 +326,7 @@ class Trainer:
             # Before it is trained on, so that no step of the weights is missing there.
             with clock.doing("archive"):
                 self._reporter.archive(batch)
-        lr = learning_rate(self._config.learner.optimizer, step, self._source.total_steps)
-        with clock.doing("compute"):
-            outcome = self._leader.train(
-                step,
-                batch.groups,
-                lr=lr,
-                before_step=written,
-                settled=known == "applied",
-            )
+        outcome = self._update(batch, written, settled=known == "applied")
         alarm = self._alarm.take(step, outcome.metrics, warn=not outcome.refused)
         if not outcome.applied:
             figures = {"train/applied": 0.0, **ratios_of(outcome.metrics)}
@@ -364,8 +352,9 @@ class Trainer:
         # Only now, since a learner whose term is over fails at the confirmation.
         with clock.doing("metrics"):
             self._reporter.samples(step, batch.groups)
-        too_long = self._idle.saw(outcome.metrics)
-        idle = {"train/idle_steps": float(self._idle.steps)}
+        trains = self._config.learner.train
+        too_long = trains and self._idle.saw(outcome.metrics)
+        idle = {"train/idle_steps": float(self._idle.steps)} if trains else {}
         self._reporter.step(self._version, {**metrics, **idle}, self._weights())
         if too_long:
             if self._config.learner.source == "offline":
@@ -374,6 +363,20 @@ class Trainer:
         for result in self._evaluations.arrived():
             self._log_evaluation(result)
         self._report()
+
+    def _update(
+        self, batch: StepBatch, written: Callable[[], None], *, settled: bool
+    ) -> StepOutcome:
+        """Trains on the step's groups, or lets them pass where the run only samples."""
+        if not self._config.learner.train:
+            written()
+            return StepOutcome(applied=True, undone=False, metrics={"train/lr": 0.0})
+        total = self._source.total_steps
+        lr = learning_rate(self._config.learner.optimizer, batch.step, total)
+        with self._clock.doing("compute"):
+            return self._leader.train(
+                batch.step, batch.groups, lr=lr, before_step=written, settled=settled
+            )
 
     def _halt(self, step: int, figures: dict[str, float], alarm: str) -> NoReturn:
         """Ends the run before a step that the ratio check refuses."""
@@ -433,7 +436,7 @@ class Trainer:
         self._bad_in_a_row = bad
 
     def _must_publish(self, step: int) -> bool:
-        due = self._evaluations.due(step, self._source.total_steps)
+        due = self._evaluations.due(step, self._total)
         return step % self._config.weights.every == 0 or due
 
     def _publish(self) -> None:
@@ -441,6 +444,10 @@ class Trainer:
             return
         version = self._version
         if self._published == version:
+            return
+        if self._published is not None and not self._config.learner.train:
+            self._published = version
+            self._publisher.restamp(version)
             return
         scored = self._scored()
         with self._clock.doing("publish"):
@@ -470,6 +477,8 @@ class Trainer:
 
     def _log_evaluation(self, result: EvaluationResult) -> None:
         self._reporter.evaluation(result, self._term)
+        if self._best is not None and result.step == self._step:
+            self._best.saw(record_of(result))
 
     def _weights(self) -> dict[str, Any]:
         return self._publisher.stats() if self._publisher is not None else {}

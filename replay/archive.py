@@ -198,7 +198,10 @@ def file_name(step: int) -> str:
 
 
 def join(
-    files: Iterable[Path], to: Path, doing: Callable[[int], None] = lambda groups: None
+    files: Iterable[Path],
+    to: Path,
+    doing: Callable[[int], None] = lambda groups: None,
+    change: Callable[[list[ArchivedGroup]], list[ArchivedGroup]] | None = None,
 ) -> tuple[int, int]:
     """Joins files of an archive into larger ones of up to :data:`FILE_BYTES` in another folder.
 
@@ -206,6 +209,7 @@ def join(
         files: in the order in which their groups are to be.
         to: the folder, which must be empty or missing.
         doing: called with the number of groups of every file that has been joined.
+        change: makes other groups of a file's; None = they stay as they are.
 
     Returns:
         Numbers of groups and of files written.
@@ -223,6 +227,9 @@ def join(
     for source in files:
         with _opened(source) as file:
             part = file.read()
+        if change is not None:
+            every = [one for batch in part.to_batches(READ_GROUPS) for one in _groups(batch)]
+            part = table(change(every))
         if writer is None:
             path = staging / f"groups-{number:05d}.parquet"
             writer, number = pq.ParquetWriter(path, part.schema, compression="zstd"), number + 1

@@ -245,6 +245,21 @@ def _archive(config: Config) -> str | None:
     )
 
 
+def _only_samples(config: Config) -> str | None:
+    if config.learner.train:
+        return None
+    if not _online(config):
+        return (
+            f"learner.train=false only samples, and learner.source={config.learner.source} has no rollout "
+            f"worker: set learner.source=ledger"
+        )
+    if not config.log.archive:
+        return (
+            "learner.train=false only samples, and nothing keeps the samples: set log.archive=true"
+        )
+    return None
+
+
 def _supervised(config: Config) -> str | None:
     if config.learner.objective.name != "sft" or not _online(config) or config.expert.per_group:
         return None
@@ -373,6 +388,35 @@ def _evaluations(config: Config) -> str | None:
     return None
 
 
+BEST_BY = ("accuracy", "format", "length")
+"""Figures of every evaluation by which a model can be the best, beside accuracies of single sources."""
+
+
+def _best(config: Config) -> str | None:
+    evaluate = config.evaluate
+    if evaluate.best is None:
+        return None
+    name, _, figure = evaluate.best.removeprefix("-").partition("/")
+    sets = [one.name for one in config.data.evaluate]
+    if name not in sets or not (figure in BEST_BY or figure.startswith("source/")):
+        return (
+            f"evaluate.best={evaluate.best} should be a set of data.evaluate ({', '.join(sets) or 'none'}) "
+            f"and {' or '.join(BEST_BY)}, as in {sets[0] if sets else 'heldout'}/accuracy"
+        )
+    if not evaluate.exact:
+        return (
+            f"evaluate.best={evaluate.best} keeps the very weights that were measured: set "
+            f"evaluate.exact=true, so that the learner waits for each evaluation"
+        )
+    if not evaluate.every or not config.rollout.workers:
+        return (
+            f"evaluate.best={evaluate.best} compares evaluations during the run, and there are none with "
+            f"evaluate.every={evaluate.every} and rollout.workers={config.rollout.workers}: set "
+            f"evaluate.every, and rollout.workers=1"
+        )
+    return None
+
+
 def _twice(config: Config) -> str | None:
     for key, names in (
         ("data.train", [source.short_name for source in config.data.train]),
@@ -424,6 +468,7 @@ START_RULES: tuple[Rule, ...] = (
     _bf16_sums,
     _offline,
     _archive,
+    _only_samples,
     _supervised,
     _no_reward,
     _bounds,
@@ -433,6 +478,7 @@ START_RULES: tuple[Rule, ...] = (
     _accepted,
     _unused_prefix,
     _evaluations,
+    _best,
     _twice,
     _attention,
     _waits,

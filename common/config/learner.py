@@ -68,6 +68,8 @@ class LearnerConfig(Section):
     """CPU threads of one rank."""
     source: Literal["ledger", "offline"] = "ledger"
     """``offline`` trains on stored expert traces, without rollout workers."""
+    train: bool = True
+    """Whether anything is trained; false = the policy only samples, and ``log.archive`` keeps the groups."""
     max_nonfinite: Positive = 3
     """Number of non-finite steps in a row that end the run."""
     ratio_check: RatioCheckConfig = RatioCheckConfig()

@@ -12,6 +12,7 @@ CHANGEABLE: tuple[str, ...] = (
     "run.dir",
     "run.steps",
     "run.passes",
+    "run.last_step",
     "rollout.workers",
     "rollout.threads",
     "reward.pools",

@@ -16,8 +16,16 @@ class RunConfig(Section):
     """Number of ledger batches to train on. Set this or ``passes``."""
     passes: Positive | None = None
     """Number of passes over the data; the last step may then be short."""
+    last_step: Positive | None = None
+    """End the run after this step, with the schedule of all of them; None = the last one."""
     deterministic: bool = False
     """Whether the same seed gives the same parameters bit for bit, whichever processes are killed on the
     way. It sets on-policy sampling, one group per engine batch and no group deadline. Holds for the
     torch engine on CPUs with the same number of threads and ranks; slower. One dependence on time is
     left: a text on which a grader hangs."""
+
+    @property
+    def end(self) -> int | None:
+        """The step with which the run ends, if that is known from the settings."""
+        known = [step for step in (self.steps, self.last_step) if step is not None]
+        return min(known, default=None)

@@ -4,6 +4,8 @@ It is drawn by a process of its own (:class:`Drawing`), so that matplotlib costs
 before its end, and nothing that happens there can make the run fail::
 
     python -m tandem.launch.board.report RUN_FOLDER
+
+The report of several stages shows one after the other, with a line between them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 
 from ...common.errors import DataError
 from ...common.parts import read_parts
-from ...common.run_folder import RunFolder
+from ...common.run_folder import RunFolder, read_stages
 
 SECONDS = 120.0
 """How long the drawing may take; at its first start on a machine matplotlib reads all fonts."""
@@ -179,10 +181,18 @@ def draw(folder: RunFolder) -> Path:
         DataError: there are no metrics to draw, or matplotlib isn't installed.
     """
     wanted = {"step", "train/lr", *(c.metric for panel in PANELS for c in panel.curves)}
-    metrics = [
-        {k: v for k, v in record.items() if k in wanted or k.startswith("eval/")}
-        for record in read_parts(folder.metrics)
-    ]
+    runs = _runs(folder)
+    metrics: list[dict[str, Any]] = []
+    borders = []
+    for run in runs:
+        # The steps of a later stage go on after those of the stages before it.
+        before = max((int(record.get("step") or 0) for record in metrics), default=0)
+        borders.append(before)
+        for record in read_parts(run.metrics):
+            kept = {k: v for k, v in record.items() if k in wanted or k.startswith("eval/")}
+            if "step" in kept:
+                kept["step"] += before
+            metrics.append(kept)
     if not any("train/lr" in record for record in metrics):
         raise DataError(f"{folder.metrics} has no steps to draw")
     try:
@@ -197,6 +207,9 @@ def draw(folder: RunFolder) -> Path:
     _accuracy(axes[0], metrics)
     for axis, panel in zip(axes[1:], PANELS, strict=True):
         _panel(axis, panel, metrics)
+    for axis in axes:
+        for border in borders[1:]:
+            axis.axvline(border, color="gray", lw=0.8, ls=":")
     for axis in axes[-2:]:
         axis.set_xlabel("step")
     path = folder.report
@@ -208,6 +221,12 @@ def draw(folder: RunFolder) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def _runs(folder: RunFolder) -> list[RunFolder]:
+    """The run, or the stages that were made one after another in its folder."""
+    record = read_stages(folder.path)
+    return [RunFolder(folder.path / name) for name in record["stages"]] if record else [folder]
 
 
 def series(metrics: Sequence[Mapping[str, Any]], metric: str) -> Series:
@@ -238,7 +257,7 @@ def running_mean(values: Sequence[float], width: int) -> list[float]:
 
 
 def _title(folder: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> str:
-    record = folder.read_run()
+    record = read_stages(folder.path) or folder.read_run()
     steps = max(int(one.get("step") or 0) for one in metrics)
     return f"{record.get('preset') or folder.path.name}, {steps:,} steps"
 

@@ -1,51 +1,139 @@
 """Writes every group that a run has trained on as parquet files, which read back to equal records.
 
-The run must have kept them (log.archive=true). docs/data.md describes the columns.
+The run must have kept them (log.archive=true). docs/data.md describes the columns. With --regrade all
+responses are graded anew, by the reward of the preset and settings that follow.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
-from ...common.errors import DataError
+from msgspec.structs import replace
+
+from ...common.errors import ConfigError, DataError
+from ...common.records import ExpertTrace, Group, Sample
+from ...common.run_folder import RunFolder
+from ...replay import archive
+from ...replay.archive import ArchivedGroup
+from ...reward.grades import GradeItem
+from ...reward.grading import Grader
 from ..wording import human, shown
 from .options import existing, newest_run
 from .progress import Progress
 
+Change = Callable[[list[ArchivedGroup]], list[ArchivedGroup]]
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="DIR", nargs="?", help="(default: the newest run in runs/)")
+    parser.add_argument(
+        "run",
+        metavar="DIR",
+        nargs="?",
+        help="a run's folder (default: the newest run in runs/), or an archive",
+    )
     parser.add_argument("--out", metavar="DIR", required=True, help="a folder that is made")
+    parser.add_argument(
+        "--regrade",
+        metavar="WORD",
+        nargs="+",
+        help="grade anew: a preset's name or file, and any settings, e.g. reward.mode=math",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ...learner.resume.journal import trained
-    from ...replay import archive
+    files, missing = _files(arguments.run)
+    out = Path(arguments.out).expanduser()
+    progress = Progress(sys.stderr, "archived groups:", None)
+    with ExitStack() as stack:
+        change = _regrade(arguments.regrade, stack) if arguments.regrade else None
+        groups, written = archive.join(files, out, progress.add, change)
+    progress.end()
+    size = sum(file.stat().st_size for file in out.iterdir())
+    steps = len(list(archive.steps(out)))
+    print(
+        f"{groups:,} groups of {steps:,} steps in {shown(out.absolute())}: {written} file(s), "
+        f"{human(size)}"
+    )
+    if missing:
+        print(f"{missing:,} steps are missing, since log.archive was off then", file=sys.stderr)
+    return 0
 
-    folder = existing(arguments.run) if arguments.run else newest_run()
+
+def _files(given: str | None) -> tuple[list[Path], int]:
+    """The files to be joined, and the number of trained steps that no file has."""
+    from ...learner.resume.journal import trained
+
+    if given is not None and not RunFolder(given).run_json.exists():
+        files = sorted(Path(given).expanduser().glob("*.parquet"))
+        if files:
+            return files, 0
+    folder = existing(given) if given else newest_run()
     steps = sorted(trained(folder.journal)) if folder.journal.exists() else []
     if not steps:
         raise DataError(f"{shown(folder.path)} has trained no step yet")
-    files = {step: folder.archive / archive.file_name(step) for step in steps}
-    there = [file for file in files.values() if file.exists()]
+    files = [folder.archive / archive.file_name(step) for step in steps]
+    there = [file for file in files if file.exists()]
     if not there:
         raise DataError(
             f"{shown(folder.path)} has kept none of its groups: set log.archive=true when it starts"
         )
-    progress = Progress(sys.stderr, "archived groups:", None)
-    out = Path(arguments.out).expanduser()
-    groups, written = archive.join(there, out, progress.add)
-    progress.end()
-    size = sum(file.stat().st_size for file in out.iterdir())
-    print(
-        f"{groups:,} groups of {len(there):,} steps in {shown(out.absolute())}: {written} file(s), "
-        f"{human(size)}"
-    )
-    if len(there) < len(steps):
-        print(
-            f"{len(steps) - len(there):,} steps are missing, since log.archive was off then",
-            file=sys.stderr,
+    return there, len(files) - len(there)
+
+
+def _regrade(words: list[str], stack: ExitStack) -> Change:
+    """Grades all responses by the reward that these words name."""
+    from ..run.presets import load, split
+
+    name, overrides = split(words, "")
+    if not name:
+        raise ConfigError(
+            "--regrade names a preset first, e.g. --regrade miniature reward.mode=math"
         )
-    return 0
+    reward = load(name).resolve(overrides).reward
+    grader = stack.enter_context(Grader(reward))
+    experts = grader
+    if reward.own_reward is not None:
+        # What own samples are paid whatever they say isn't paid to the expert's.
+        experts = stack.enter_context(Grader(reward.model_copy(update={"own_reward": None})))
+
+    def graded(group: Group, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+        return grader.grade_group(replace(group, samples=samples)).samples
+
+    def regraded(one: ArchivedGroup) -> ArchivedGroup:
+        samples = graded(one.group, (*one.group.samples, *one.replaced))
+        count = len(one.group.samples)
+        return dataclasses.replace(
+            one,
+            group=replace(one.group, samples=samples[:count]),
+            replaced=samples[count:],
+            traces=tuple(_graded_trace(trace, one.group, experts) for trace in one.traces),
+        )
+
+    return lambda groups: [regraded(one) for one in groups]
+
+
+def _graded_trace(trace: ExpertTrace, group: Group, grader: Grader) -> ExpertTrace:
+    """A trace with a new grade; what the data have judged themselves stays."""
+    if trace.grader is None:
+        return trace
+    item = GradeItem(
+        text=trace.text,
+        gold=group.gold,
+        data_source=group.data_source,
+        prompt_text=group.prompt_text,
+        tokens=trace.tokens,
+        extra=group.extra,
+    )
+    (grade,) = grader.grade_texts([item])
+    return replace(
+        trace,
+        reward=grade.reward,
+        verdict=grade.verdict,
+        components=grade.components,
+        grader=grader.name,
+    )

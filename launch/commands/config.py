@@ -17,16 +17,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from ...common.config import to_yaml
     from ..run.presets import load, split
+    from ..run.stages import of_preset
     from .settings import commented
 
     name, overrides = split(arguments.words, "miniature")
-    preset = load(name)
-    config = preset.resolve(overrides)
-    preset.tell_unread(overrides)
+    runs = {}
+    for label, preset, own in of_preset(load(name), overrides):
+        runs[label] = preset.resolve(own)
+        preset.tell_unread(own)
     if arguments.json:
-        print(json.dumps(config.model_dump(mode="json"), indent=1))
-    elif arguments.plain:
-        print(to_yaml(config), end="")
-    else:
-        print(commented(config), end="")
+        trees = {label: config.model_dump(mode="json") for label, config in runs.items()}
+        print(json.dumps(trees.get("", trees), indent=1))
+        return 0
+    for label, config in runs.items():
+        if label:
+            print(f"# ---- stage {label}")
+        print(to_yaml(config) if arguments.plain else commented(config), end="")
     return 0

@@ -26,12 +26,17 @@ def run(arguments: argparse.Namespace) -> int:
     from ..host.requirements import examine, missing
     from ..plan.hardware import machine
     from ..run.presets import load, split
+    from ..run.stages import of_preset
 
     name, overrides = split(arguments.words, "miniature")
-    preset = load(name)
-    config = preset.resolve(overrides)
-    here = machine()
-    found = examine(config, here, Path(config.run.dir or "runs").absolute())
+    preset, here = load(name), machine()
+    found: list[Finding] = []
+    for _, run, own in of_preset(preset, overrides):
+        config = run.resolve(own)
+        for finding in examine(config, here, Path(config.run.dir or "runs").absolute()):
+            # Stages mostly need the same.
+            if finding not in found:
+                found.append(finding)
     lacking = missing(found)
     others = _others(preset.name, here)
     if arguments.json:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...common.errors import ConfigError, DataError
-from ...common.run_folder import JoinInfo, RunFolder, read_join
+from ...common.run_folder import JoinInfo, RunFolder, newest_stage, read_join
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -67,20 +67,24 @@ def locate(arguments: argparse.Namespace) -> tuple[JoinInfo, RunFolder | None]:
 
 
 def existing(path: str) -> RunFolder:
-    """The folder of a run that was started before; raises ``DataError`` if it isn't one."""
-    folder = RunFolder(path)
+    """The folder of a run that was started before; raises ``DataError`` if it isn't one.
+
+    Of a folder with several stages it is the one that was begun last.
+    """
+    folder = RunFolder(newest_stage(Path(path)))
     if not folder.run_json.exists():
         raise DataError(f"{path} isn't a run's folder (it has no run.json)")
     return folder
 
 
 def newest_run(runs: Path = Path("runs")) -> RunFolder:
-    """The folder under ``runs/`` whose run was started or changed last.
+    """The folder under ``runs/``, or one level deeper, whose run was started or changed last.
 
     Raises:
         DataError: there is no run.
     """
-    found = sorted(runs.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+    found = [*runs.glob("*/run.json"), *runs.glob("*/*/run.json")]
+    found.sort(key=lambda path: path.stat().st_mtime)
     if not found:
         raise DataError(f"there is no run under {runs}/: name its folder, or `tandem start` one")
     return RunFolder(found[-1].parent)

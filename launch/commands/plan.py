@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import TYPE_CHECKING
 
 from .options import add_preset_words
+
+if TYPE_CHECKING:
+    from ..run.presets import Preset
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ..run.presets import load, split
+    from ..run.stages import of_preset
+
+    name, overrides = split(arguments.words, "miniature")
+    for label, preset, own in of_preset(load(name), overrides):
+        if label and not arguments.json:
+            print(f"# ---- stage {label}")
+        _plan(preset, own, arguments)
+    return 0
+
+
+def _plan(preset: Preset, overrides: list[str], arguments: argparse.Namespace) -> None:
     from ...common.run_folder import RunFolder
     from ..plan import planning, text
     from ..plan.hardware import machine
@@ -43,10 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..plan.splits import splits
     from ..run import dry_run
     from ..run.parts import command_of, environment_of
-    from ..run.presets import load, split
 
-    name, overrides = split(arguments.words, "miniature")
-    preset = load(name)
     config = preset.resolve(overrides)
     preset.tell_unread(overrides)
     assert config.run.dir is not None
@@ -71,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
             placement = planning.on_paper(config, machine(), planned_for)
             plan = planning.make(preset.name, config, planned_for, placement, **lengths)
             print("\n".join(text.splits(plan, tried)))
-        return 0
+        return
     placement = planning.for_node(config, planned_for)
     plan = planning.make(preset.name, config, planned_for, placement, **lengths)
     if arguments.json:
@@ -86,4 +99,3 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         lines = [*text.whole(plan), "", *dry_run.processes(plan, folder, placement)]
         print("\n".join(lines))
-    return 0

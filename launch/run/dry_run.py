@@ -17,8 +17,10 @@ from ..plan.placement import Placement, gpus_needed
 from ..plan.planning import Plan, Planned
 from ..wording import human, shown
 from . import processes as started
-from .opening import Opening, open_words
+from .opening import Opening, open_preset, open_run
 from .parts import ProcessSpec, command_of
+from .presets import Preset
+from .stages import of_preset
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -38,7 +40,15 @@ def dry_run(words: Sequence[str], *, fresh: bool, offline: bool) -> int:
         ConfigError: no machine could run these settings.
         DataError: the run's folder belongs to another run or is damaged.
     """
-    preset, opening = open_words(words, fresh=fresh, offline=offline)
+    preset, overrides = open_preset(words, offline=offline)
+    for label, run, own in of_preset(preset, overrides):
+        if label:
+            print(f"# stage {label}")
+        _print(run, open_run(run, own, fresh=fresh, offline=offline and not label))
+    return 0
+
+
+def _print(preset: Preset, opening: Opening) -> None:
     config = opening.config
     here = machine()
     lacking = missing(examine(config, here, opening.folder.path))
@@ -57,7 +67,6 @@ def dry_run(words: Sequence[str], *, fresh: bool, offline: bool) -> int:
     lines += ["", *_places(plan, opening, disk_wanted(config))]
     lines += ["", *processes(plan, opening.folder, placement)]
     print("\n".join(lines))
-    return 0
 
 
 def specs(config: Config, folder: RunFolder, placement: Placement) -> list[ProcessSpec]:

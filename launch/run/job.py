@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from ..plan.placement import place
 from ..plan.planning import problems_on_paper
 from ..wording import shown, shown_tandem
 from . import offline_evaluation, processes, redis_part, summary
-from .opening import Kind, Opening, make_folder, open_words
+from .opening import Kind, Opening, make_folder
 from .presets import FOLDER, Preset
 from .record import RunRecord
 from .running import Running
@@ -33,21 +32,20 @@ if TYPE_CHECKING:
     from ...replay.connection import Store
 
 
-def run_job(words: Sequence[str], *, fresh: bool, offline: bool, plain: bool = False) -> int:
-    """Runs ``tandem start`` (or ``offline``) and returns the exit code.
+def run_job(
+    preset: Preset, opening: Opening, terminal: Terminal, *, again: str | None = None
+) -> int:
+    """Runs what was opened to its end and returns the exit code.
 
     Args:
-        words: preset and settings.
-        fresh: move an old folder aside.
-        offline: train on stored traces.
-        plain: print lines, even where a live view could be drawn.
+        preset: the run's preset.
+        opening: the run's folder and config.
+        terminal: where it is shown.
+        again: the command that goes on if the run is stopped; given for a run that is one of several.
 
     Raises:
         TandemError: the message is for the user; the run's folder can be resumed.
     """
-    disk.keep_streams()
-    terminal = Terminal(plain=plain)
-    preset, opening = open_words(words, fresh=fresh, offline=offline)
     if opening.kind is Kind.FINISHED:
         terminal.say(
             f"{shown(opening.folder.path)} is finished"
@@ -56,7 +54,7 @@ def run_job(words: Sequence[str], *, fresh: bool, offline: bool, plain: bool = F
         )
         return 0
     try:
-        return Job(preset, opening, terminal, began=time.time()).run()
+        return Job(preset, opening, terminal, began=time.time(), again=again).run()
     except TandemError as error:
         terminal.note(f"tandem: {error}")
         raise
@@ -77,8 +75,15 @@ class Job:
     """One run on this host, from the checks to the summary."""
 
     def __init__(
-        self, preset: Preset, opening: Opening, terminal: Terminal, *, began: float
+        self,
+        preset: Preset,
+        opening: Opening,
+        terminal: Terminal,
+        *,
+        began: float,
+        again: str | None = None,
     ) -> None:
+        self._command = again
         self._preset = preset
         self._opening = opening
         self._folder = opening.folder
@@ -211,6 +216,8 @@ class Job:
 
     def _again(self) -> str:
         """The command that continues the run, as a shell in the working directory takes it."""
+        if self._command is not None:
+            return self._command
         command = "offline" if self._config.learner.source == "offline" else "start"
         own = self._preset.path.parent != FOLDER
         preset = shown(self._preset.path) if own else self._preset.name
@@ -248,5 +255,7 @@ class Job:
             self._say(line)
         if problem:
             self._say(f"the report wasn't drawn: {problem}")
-        self._say(f"next: {summary.next_command(self._config, self._preset.name, self._machine)}")
+        if self._command is None:
+            following = summary.next_command(self._config, self._preset.name, self._machine)
+            self._say(f"next: {following}")
         return 0

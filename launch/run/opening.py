@@ -77,30 +77,35 @@ class Opening:
         return str(self.run["run_id"])
 
 
-def open_words(words: Sequence[str], *, fresh: bool, offline: bool) -> tuple[Preset, Opening]:
-    """The preset that the words of a command line name, and its folder; writes nothing.
+def open_preset(words: Sequence[str], *, offline: bool) -> tuple[Preset, list[str]]:
+    """The preset that the words of a command line name (by default the miniature), and the overrides."""
+    name, overrides = split(words, "miniature-sft" if offline else "miniature")
+    return load(name), overrides
+
+
+def open_run(preset: Preset, overrides: Sequence[str], *, fresh: bool, offline: bool) -> Opening:
+    """The folder of a preset's run; writes nothing.
 
     Keys of the preset that the run doesn't read are listed on standard error.
 
     Args:
-        words: a preset (by default the miniature) and settings.
+        preset: a single run.
+        overrides: settings that go over it.
         fresh: an old folder is to be moved aside.
-        offline: the preset must train on stored traces.
+        offline: the preset must train on what is stored.
 
     Raises:
         ConfigError: as :func:`open_folder`; or the preset trains on rollouts.
         DataError: as :func:`open_folder`.
     """
-    name, overrides = split(words, "miniature-sft" if offline else "miniature")
-    preset = load(name)
     opening = open_folder(preset, overrides, fresh=fresh)
     if offline and opening.config.learner.source != "offline":
         raise ConfigError(
             f"preset {preset.name} trains on rollouts (learner.source=ledger): "
-            f"`tandem start {name}` runs it, or set learner.source=offline"
+            f"`tandem start {preset.name}` runs it, or set learner.source=offline"
         )
     preset.tell_unread(overrides)
-    return preset, opening
+    return opening
 
 
 def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Opening:
@@ -227,6 +232,9 @@ def _given_before(preset: Preset, run: dict[str, Any]) -> list[str]:
 def _is_finished(run: dict[str, Any], changed: dict[str, tuple[Any, Any]]) -> bool:
     """Whether a run is over; one that was given more steps or passes continues."""
     if run.get("state") != "finished":
+        return False
+    before, now = changed.get("run.last_step", (None, None))
+    if before is not None and (now is None or now > before):
         return False
     for key in ("run.steps", "run.passes"):
         old, new = changed.get(key, (None, None))

@@ -4,15 +4,19 @@ Beside the sections of the config a preset's file may hold:
 
 - ``base``: the name or path of a preset that it inherits from; sections are merged key by key,
   lists are replaced;
+- ``stages``: a list of runs that one command makes one after another (:mod:`.stages`), each with a
+  ``name``, perhaps a ``base`` of its own, and sections that go over the file's;
+- ``rounds``: how often the stages are gone through;
 - ``about``: one line for ``tandem presets``;
 - ``untested``: true where nobody has run it yet.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +27,18 @@ if TYPE_CHECKING:
     from ...common.config import Config
 
 FOLDER = Path(__file__).parents[1] / "configs"
+STAGE_NAME = re.compile("[a-z][a-z0-9-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One of a preset's runs, before it is known which folders the runs before it have."""
+
+    name: str
+    below: Mapping[str, Any]
+    """Sections that it inherits."""
+    own: Mapping[str, Any]
+    """Sections that go over them. A text in it may name another stage's folder, as ``{sft}/model``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +54,10 @@ class Preset:
     """Nobody has run it yet."""
     tree: Mapping[str, Any]
     """Sections of the config."""
+    stages: tuple[Stage, ...] = ()
+    """Runs that are made one after another; none where the preset is a single run."""
+    rounds: int = 1
+    """How often the stages are gone through."""
 
     def resolve(self, overrides: Sequence[str], *, before: Sequence[str] = ()) -> Config:
         """Returns the validated config, with ``run.dir`` filled in.
@@ -105,14 +125,69 @@ def load(name: str, *, beside: Path | None = None, seen: tuple[Path, ...] = ()) 
     tree = read_yaml(path)
     about = str(tree.pop("about", ""))
     untested = bool(tree.pop("untested", False))
+    stages, rounds = tree.pop("stages", None), tree.pop("rounds", None)
     base = tree.pop("base", None)
+    below = Preset(name="", path=path, about="", untested=False, tree={})
     if base is not None:
         below = load(str(base), beside=path.parent, seen=(*seen, path))
-        tree = _over(below.tree, tree)
-    return Preset(name=path.stem, path=path, about=about, untested=untested, tree=tree)
+    if stages is None:
+        made = tuple(replace(stage, below=over(stage.below, tree)) for stage in below.stages)
+    else:
+        made = _stages(stages, path, seen, below.tree, tree)
+    rounds = below.rounds if rounds is None else rounds
+    if type(rounds) is not int or rounds < 1 or (rounds > 1 and not made):
+        raise ConfigError(f"{path}: rounds={rounds!r} should be a number from 1, beside stages")
+    return Preset(
+        name=path.stem,
+        path=path,
+        about=about,
+        untested=untested,
+        tree=over(below.tree, tree),
+        stages=made,
+        rounds=rounds,
+    )
 
 
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _stages(
+    given: Any, path: Path, seen: tuple[Path, ...], below: Mapping[str, Any], own: Mapping[str, Any]
+) -> tuple[Stage, ...]:
+    """The stages that a preset's file lists.
+
+    Args:
+        given: what stands in the file.
+        path: the file.
+        seen: files that inherit from it.
+        below: the sections that the file inherits.
+        own: its own sections, which all stages share.
+    """
+    from ...common.config import Config
+
+    if not isinstance(given, list) or not all(isinstance(one, Mapping) for one in given):
+        raise ConfigError(f"{path}: stages should be a list of mappings, each with a name")
+    made: list[Stage] = []
+    for one in map(dict, given):
+        name, base = one.pop("name", None), one.pop("base", None)
+        if not isinstance(name, str) or not STAGE_NAME.fullmatch(name):
+            raise ConfigError(
+                f"{path}: a stage's name is {name!r}: it should be of a-z, 0-9 and -, as in sft"
+            )
+        if name in Config.model_fields or name in ("run", "round"):
+            raise ConfigError(f"{path}: a stage can't be named {name}, which means something else")
+        if any(stage.name == name for stage in made):
+            raise ConfigError(f"{path}: two stages are named {name}: give each its own name")
+        under = below
+        if base is not None:
+            inherited = load(str(base), beside=path.parent, seen=(*seen, path))
+            if inherited.stages:
+                raise ConfigError(
+                    f"{path}: stage {name} can't inherit from {base}, which has stages"
+                )
+            under = over(below, inherited.tree)
+        made.append(Stage(name=name, below=over(under, own), own=one))
+    return tuple(made)
+
+
+def over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Puts a preset's tree over its base's, from which it takes what its objective and engine read."""
     from ...common.config import of_kinds
 

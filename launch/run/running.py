@@ -73,7 +73,7 @@ class Running:
         )
         self._progress = Progress(
             folder.metrics,
-            total=config.run.steps,
+            total=config.run.end,
             every=config.log.every,
             # The live view shows the same figures.
             say=lambda line: None if terminal.drawing else self._say(line),
@@ -85,7 +85,7 @@ class Running:
                 preset=preset,
                 supervisor=os.getpid(),
                 elapsed_seconds=record.earlier_seconds,
-                total_steps=config.run.steps,
+                total_steps=config.run.end,
                 limit=config.replay.max_staleness,
             ),
             began=record.began,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.parts import parts, read_parts
 from ...common.run_folder import RunFolder, write_atomic
+from ...learner.best import best_of
 from ...learner.resume.journal import trained
 from ..board.on_disk import read_restarts
 from ..plan.hardware import Machine
@@ -87,6 +88,7 @@ def make(
         "accuracy_before": before["accuracy"] if before else None,
         "accuracy_after": after["accuracy"] if after else None,
         "evaluation_problems": after["problems"] if after else None,
+        "best": best_of(folder.best),
         "evaluations": findings.evaluations,
         "wall_seconds": round(wall_seconds, 1),
         "samples_trained": samples,
@@ -174,6 +176,88 @@ class Course:
         return {"learner": round(self._waited / self._total, 4)} if self._total else {}
 
 
+OF_A_STAGE = (
+    "steps",
+    "accuracy_before",
+    "accuracy_after",
+    "samples_trained",
+    "tokens_trained",
+    "wall_seconds",
+)
+"""Keys of a stage's summary that stand in the common one, in ``stages``."""
+
+
+def of_stages(
+    preset: str, overrides: Sequence[str], summaries: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The common summary of runs that were made one after another, with a single run's keys.
+
+    Counts and times are added up; ``accuracy_before`` and what else is of the beginning is the first
+    run's, the rest the last run's.
+
+    Args:
+        preset: its name.
+        overrides: settings of the whole.
+        summaries: the runs' own, by stage, in their order.
+    """
+    every = list(summaries.values())
+    first, last = every[0], every[-1]
+
+    def total(key: str) -> Any:
+        return sum(one[key] for one in every)
+
+    def joined(key: str) -> list[dict[str, Any]]:
+        return [{**entry, "stage": name} for name, one in summaries.items() for entry in one[key]]
+
+    ledger: Counter[str] = Counter()
+    for one in every:
+        ledger.update(one["ledger"])
+    course = dict(last["course"])
+    for name, (began, _) in first["course"].items():
+        if name in course:
+            course[name] = [began, course[name][1]]
+    return {
+        **last,
+        "preset": preset,
+        "overrides": list(overrides),
+        "seed": first["seed"],
+        "steps": total("steps"),
+        "accuracy_before": first["accuracy_before"],
+        "evaluations": joined("evaluations"),
+        "wall_seconds": round(total("wall_seconds"), 1),
+        "samples_trained": total("samples_trained"),
+        "tokens_trained": total("tokens_trained"),
+        "course": course,
+        "staleness_max": max(one["staleness_max"] for one in every),
+        "restarts": joined("restarts"),
+        "ledger": dict(ledger),
+        "dead_letters": joined("dead_letters"),
+        "stages": [
+            {"name": name, "run_id": one["run_id"], **{key: one[key] for key in OF_A_STAGE}}
+            for name, one in summaries.items()
+        ],
+    }
+
+
+def stages_table(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
+    """The common summary as a few lines of text."""
+    width = max(len("summary"), *(len(stage["name"]) for stage in summary["stages"])) + 2
+    lines = []
+    for stage in summary["stages"]:
+        came, now = (_percent(stage[key]) for key in ("accuracy_before", "accuracy_after"))
+        accuracy = f"held-out accuracy {came} -> {now}" if now else ""
+        took = f"{stage['steps']:,} steps, {duration(stage['wall_seconds'])}"
+        lines.append(f"  {stage['name']:<{width}}{took:<22}{accuracy}")
+    lines.append(f"  {'summary':<{width}}{shown(folder.summary)}")
+    if folder.report.exists():
+        lines.append(f"  {'report':<{width}}{shown(folder.report)}")
+    return ["", *lines, ""]
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}%"
+
+
 def _sum(record: Mapping[str, Any], keys: Sequence[str]) -> float:
     return sum(float(record.get(key) or 0) for key in keys)
 
@@ -244,6 +328,9 @@ def table(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
         came = f"{100 * before:.1f}% -> " if before is not None else ""
         now, over = 100 * summary["accuracy_after"], summary["evaluation_problems"]
         rows.append(("held-out accuracy", f"{came}{now:.1f}% ({over} problems)"))
+    if summary.get("best") is not None:
+        best = summary["best"]
+        rows.append(("best", f"{best['metric']} {best['value']:.4g} at step {best['step']}"))
     for metric, name, form in CHANGES:
         if metric in summary["course"]:
             began, ended = (form.format(value) for value in summary["course"][metric])
@@ -265,6 +352,8 @@ def table(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
         shares = ", ".join(f"{r} {100 * s:.0f}%" for r, s in summary["idle_shares"].items())
         rows.append(("idle", shares))
     rows.append(("model", shown(folder.model)))
+    if summary.get("best") is not None:
+        rows.append(("best model", shown(folder.best)))
     rows.append(("summary", shown(folder.summary)))
     if folder.report.exists():
         rows.append(("report", shown(folder.report)))

@@ -1,0 +1,153 @@
+"""Presets with several runs: how their settings are put together, and which are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.common.errors import ConfigError, DataError
+from tandem.common.run_folder import newest_stage
+from tandem.launch.run.presets import load
+from tandem.launch.run.stages import folder_of, of_preset, placed, run_words, words_of
+
+TWO = """
+base: miniature
+run: {seed: 5}
+stages:
+  - {name: sft, base: miniature-sft, run: {steps: 3}}
+  - {name: rl, model: {path: "{sft}/model"}, run: {steps: 4}}
+"""
+ROUNDS = """
+base: miniature
+rounds: 2
+stages:
+  - {name: sample, model: {path: "{sft}/model"}, run: {seed: "{round}"}}
+  - {name: sft, base: miniature-sft, data: {train: [{path: "{sample}/archive"}]}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def written(text: str, name: str = "mine.yaml") -> str:
+    Path(name).write_text(text)
+    return f"./{name}"
+
+
+def test_a_stage_inherits_from_the_file_its_base_and_itself() -> None:
+    runs = {label: preset.resolve(own) for label, preset, own in of_preset(load(written(TWO)), [])}
+    assert list(runs) == ["sft", "rl"]
+    assert [runs[name].run.seed for name in runs] == [5, 5]
+    assert [runs[name].run.steps for name in runs] == [3, 4]
+    assert (runs["sft"].learner.objective.name, runs["rl"].learner.objective.name) == (
+        "sft",
+        "luffy",
+    )
+    assert runs["rl"].model.path == "runs/mine/sft/model"
+    assert runs["rl"].run.dir == "runs/mine/rl"
+
+
+def test_a_file_inherits_its_bases_stages_and_goes_over_what_they_inherit() -> None:
+    written(TWO, "below.yaml")
+    preset = load(written("base: ./below.yaml\nrun: {seed: 8, steps: 50}\n", "above.yaml"))
+    runs = {label: stage.resolve(own) for label, stage, own in of_preset(preset, [])}
+    assert [runs[name].run.seed for name in runs] == [8, 8]
+    # What a stage says itself stays.
+    assert [runs[name].run.steps for name in runs] == [3, 4]
+
+
+def test_overrides_are_for_all_stages_or_for_the_one_that_they_name() -> None:
+    words = ["run.seed=2", "rl.run.steps=9", "run.dir=here"]
+    preset = load(written(TWO))
+    stages = placed(preset, words)
+    assert [words_of(stage, words, stages) for stage in stages] == [
+        ["run.seed=2"],
+        ["run.seed=2", "run.steps=9"],
+    ]
+    assert folder_of(preset, words) == Path("here")
+    assert [stage.folder for stage in stages] == [Path("here/sft"), Path("here/rl")]
+
+
+def test_rounds_go_on_from_the_round_before() -> None:
+    runs = [
+        (label, preset.resolve(own))
+        for label, preset, own in of_preset(
+            load(written(ROUNDS)), ["rounds=3", "sft-2.run.steps=7"]
+        )
+    ]
+    labels = ["sample-1", "sft-1", "sample-2", "sft-2", "sample-3", "sft-3"]
+    assert [label for label, _ in runs] == labels
+    configs = dict(runs)
+    # There is no model of an earlier round yet, so that the first begins with the preset's.
+    assert configs["sample-1"].model.path == "miniature"
+    assert configs["sample-2"].model.path == "runs/mine/sft-1/model"
+    assert [configs[f"sample-{n}"].run.seed for n in (1, 2, 3)] == [1, 2, 3]
+    assert configs["sft-3"].data.train[0].path == "runs/mine/sample-3/archive"
+    assert [configs[f"sft-{n}"].run.steps for n in (1, 2, 3)] == [80, 7, 80]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("stages: {sft: {}}", "stages should be a list of mappings"),
+        ("stages: [{run: {steps: 1}}]", "a stage's name is None"),
+        ("stages: [{name: Sft}]", "a stage's name is 'Sft'"),
+        ("stages: [{name: learner}]", "a stage can't be named learner"),
+        ("stages: [{name: a}, {name: a}]", "two stages are named a"),
+        ("rounds: 2", "rounds=2 should be a number from 1, beside stages"),
+        ("rounds: 0\nstages: [{name: a}]", "rounds=0 should be a number from 1"),
+        (
+            'stages: [{name: a, model: {path: "{b}/model"}}, {name: b}]',
+            "stage a names the folder of stage b",
+        ),
+        ("stages: [{name: a, base: miniature-sft-rl}]", "which has stages"),
+    ],
+)
+def test_a_list_that_means_nothing_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=r"mine\.yaml") as caught:
+        placed(load(written(f"base: miniature\n{text}\n")), [])
+    assert said in str(caught.value)
+
+
+def test_a_later_stage_is_refused_before_the_first_begins() -> None:
+    path = written(TWO)
+    for word, said in (
+        ("rl.rollout.group_size=1", "stage rl: expert.per_group=1 leaves no own sample"),
+        ("rl.learner.lr=1", "stage rl: unknown config key learner.lr"),
+        ("rounds=x", "rounds=x should be a number"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            run_words([path, word], fresh=False, offline=False, plain=True)
+        assert said in str(caught.value)
+    assert not Path("runs").exists()
+
+
+def test_a_folder_of_something_else_is_left_alone() -> None:
+    path = written(TWO)
+    Path("runs/mine").mkdir(parents=True)
+    Path("runs/mine/note.txt").write_text("mine")
+    with pytest.raises(DataError, match="holds something else than the stages of mine"):
+        run_words([path], fresh=False, offline=False, plain=True)
+    Path("runs/mine/stages.json").write_text(json.dumps({"preset": "other", "stages": []}))
+    with pytest.raises(DataError, match="holds something else than the stages of mine"):
+        run_words([path], fresh=True, offline=False, plain=True)
+
+
+def test_commands_about_a_run_take_the_stage_that_was_begun_last() -> None:
+    top = Path("runs/mine")
+    for name in ("sft", "rl"):
+        (top / name).mkdir(parents=True)
+    assert newest_stage(top) == top
+    (top / "stages.json").write_text(json.dumps({"preset": "mine", "stages": ["sft", "rl"]}))
+    assert newest_stage(top) == top
+    (top / "sft" / "run.json").write_text("{}")
+    assert newest_stage(top) == top / "sft"
+    (top / "rl" / "run.json").write_text("{}")
+    assert newest_stage(top) == top / "rl"
+    (top / "stages.json").write_text(json.dumps({"preset": "mine", "stages": 3}))
+    with pytest.raises(DataError, match="doesn't name its stages"):
+        newest_stage(top)
