@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -19,26 +19,40 @@ from .tree import DETERMINISTIC, Config
 
 
 def valid_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Every key that an override or a preset may name, whichever objective and engine it has."""
+    """Every key that an override or a preset may name, whichever objective and engine it has; ``N`` stands
+    for the index of an entry of a list."""
     keys: list[str] = []
     for name, info in section.model_fields.items():
         if prefix + name == "learner.objective":
             keys.extend(f"{prefix}{name}.{key}" for key in ("name", *KEYS))
             continue
-        nested = _section_in(info.annotation)
+        nested, entry = _section_in(info.annotation), _entry_in(info.annotation)
         keys.extend(valid_keys(nested, f"{prefix}{name}.") if nested else [f"{prefix}{name}"])
+        if entry is not None and (section_of_entry := _section_in(entry)):
+            keys.extend(valid_keys(section_of_entry, f"{prefix}{name}.N."))
     return keys
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
     """The section class of a field that holds one, or may be null instead."""
-    parts = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    return next((p for p in parts if isinstance(p, type) and issubclass(p, BaseModel)), None)
+    return next(
+        (p for p in _parts(annotation) if isinstance(p, type) and issubclass(p, BaseModel)), None
+    )
+
+
+def _entry_in(annotation: Any) -> Any:
+    """The type of the entries of a field that holds a list; None for another field."""
+    return next((get_args(p)[0] for p in _parts(annotation) if get_origin(p) is tuple), None)
+
+
+def _parts(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
 
 
 def nearest_key(key: str) -> str:
     """`` — did you mean …?`` for a mistyped key, or the keys that the section holds."""
-    keys = valid_keys()
+    number = next((part for part in key.split(".") if part.isdigit()), "N")
+    keys = [number.join(k.split("N")) if ".N." in k else k for k in valid_keys()]
     sections = sorted({k.rpartition(".")[0] for k in keys} - {""})
     # The right name in the wrong place (learner.lr) says more than similar letters.
     last = key.rpartition(".")[2]
@@ -65,25 +79,57 @@ def parse_override(text: str) -> tuple[str, Any]:
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     parts = key.split(".")
     node: Any = tree
-    for part in parts[:-1]:
+    for place, part in enumerate(parts[:-1]):
         if isinstance(node, list):
-            node = _item(node, part, key)
+            node = _item(node, parts, place)
             continue
-        below = node.setdefault(part, {})
+        below = node.get(part)
         if not isinstance(below, dict | list):
-            below = node[part] = {}
+            below = node[part] = _default_list(parts[: place + 1], key) or {}
         node = below
     if isinstance(node, list):
-        _item(node, parts[-1], key)
+        _item(node, parts, len(parts) - 1)
         node[int(parts[-1])] = value
     else:
         node[parts[-1]] = value
 
 
-def _item(node: list[Any], part: str, key: str) -> Any:
-    if not part.isdigit() or int(part) >= len(node):
-        raise ConfigError(f"{key}: {part!r} is not an index of a list of {len(node)}")
-    return node[int(part)]
+def _item(node: list[Any], parts: list[str], place: int) -> Any:
+    """The entry of a list that the key's part at this place names."""
+    part = parts[place]
+    if part.isdigit() and int(part) < len(node):
+        return node[int(part)]
+    key, whole, count = ".".join(parts), ".".join(parts[:place]), len(node)
+    if not count:
+        raise ConfigError(f"{key}: {whole} is an empty list: set all of it, {whole}=[…]")
+    raise ConfigError(
+        f"{key}: {part!r} is not an index of {whole}, which has {count} entr{'ies' if count > 1 else 'y'}: "
+        f"name one, {' or '.join(f'{whole}.{number}' for number in sorted({0, count - 1}))}"
+    )
+
+
+def _default_list(parts: list[str], key: str) -> list[Any]:
+    """The entries that a list has if a preset doesn't name it; empty if the key is that of no list.
+
+    Raises:
+        ConfigError: the list has no entries by default.
+    """
+    section: type[BaseModel] | None = Config
+    for part in parts[:-1]:
+        info = None if section is None else section.model_fields.get(part)
+        section = None if info is None else _section_in(info.annotation)
+    if section is None or (info := section.model_fields.get(parts[-1])) is None:
+        return []
+    if _entry_in(info.annotation) is None:
+        return []
+    entries = [
+        entry.model_dump(mode="json") if isinstance(entry, BaseModel) else entry
+        for entry in info.get_default(call_default_factory=True) or ()
+    ]
+    if not entries:
+        whole = ".".join(parts)
+        raise ConfigError(f"{key}: {whole} has no entries: set all of it, {whole}=[…]")
+    return entries
 
 
 def build(

@@ -40,10 +40,12 @@ CHANGEABLE: tuple[str, ...] = (
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested tree as ``{"a.b.c": value}``; lists are leaves."""
+    """A nested tree as ``{"a.b.c": value}``; entries of a list of sections are ``a.0.b``, other lists leaves."""
     values: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
+        if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
+            value = {str(place): one for place, one in enumerate(value)}
         if isinstance(value, Mapping) and value:
             values.update(leaves(value, f"{name}."))
         else:

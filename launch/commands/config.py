@@ -1,4 +1,7 @@
-"""Print the resolved settings of a preset with their meaning; start nothing."""
+"""Print the resolved settings of a preset with their meaning; start nothing.
+
+An override names an entry of a list by its place, from 0: data.train.0.limit=16.
+"""
 
 from __future__ import annotations
 

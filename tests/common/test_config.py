@@ -35,8 +35,33 @@ def test_the_preset_is_not_changed_by_an_override():
 
 def test_items_of_a_list_are_named_by_index():
     assert build("data.train.0.weight=3").data.train[0].weight == 3
-    with pytest.raises(ConfigError, match=r"data\.train\.4\.weight: '4' is not an index"):
-        build("data.train.4.weight=3")
+    for part in ("4", "-1", "x"):
+        with pytest.raises(
+            ConfigError, match=f"'{part}' is not an index of data.train, which has 1"
+        ):
+            build(f"data.train.{part}.weight=3")
+
+
+def test_items_of_a_list_that_no_preset_names_are_those_of_the_default():
+    assert build("learner.optimizer.betas.1=0.5").learner.optimizer.betas == (0.9, 0.5)
+    component, *_ = build("reward.components.0.weight=0.5").reward.components
+    assert (component.name, component.weight) == ("accuracy", 0.5)
+    assert build("data.evaluate=[{path: b}]", "data.evaluate.0.limit=2").data.evaluate[0].limit == 2
+    with pytest.raises(
+        ConfigError, match=r"data\.stop has no entries: set all of it, data\.stop=\["
+    ):
+        build("data.stop.0=a")
+    with pytest.raises(
+        ConfigError, match=r"data\.evaluate\.0\.limit: data\.evaluate has no entries"
+    ):
+        build("data.evaluate.0.limit=2")
+    with pytest.raises(ConfigError, match=r"data\.train is an empty list: set all of it"):
+        build("data.train=[]", "data.train.0.limit=2")
+
+
+def test_a_key_of_an_item_that_changed_is_named_by_itself():
+    found = c.differences(build("data.train.0.limit=2"), build("data.train.0.limit=3"))
+    assert found == {"data.train.0.limit": (2, 3)}
 
 
 def test_none_is_an_override():
@@ -74,6 +99,7 @@ def test_what_is_no_override_is_told(text: str):
     [
         ("replay.max_stalenes=1", "replay.max_staleness"),
         ("learner.lr=1", "learner.optimizer.lr"),
+        ("data.train.0.limt=1", "data.train.0.limit"),
         ("rollouts.workers=1", "rollout"),
     ],
 )
