@@ -50,7 +50,8 @@ a key that the name doesn't read is refused.
 Names marked *fresh* have nothing that holds stale samples, and need `replay.max_staleness=0`; those of
 them without a ratio (`reinforce`, `reinforce_baseline`, `srft`) need `learner.minibatches=1` besides.
 “offline” says whether `tandem offline` trains with them on stored responses, where each one is a group of its own,
-or each pair of a better and a worse one. On the groups of an [archive](data.md#archives) all of them train.
+or each pair of a better and a worse one. On the groups of an [archive](data.md#archives) all of them train,
+unless its first steps hold nothing for one: that one is refused before anything starts.
 
 Advantages of `group_mean` and its like compare the rows of a group, which then needs two own samples with a
 verdict; with `none` and `reinforce_pp` one is enough, so that `rollout.group_size` may be 1. The same holds of

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from ...common.disk import free_bytes
 from ...common.errors import ConfigError, DataError
 from ...rollout import vllm_version
-from ..plan.placement import Placement, trackers_of, workers_of
+from ..plan.hardware import Machine
+from ..plan.placement import Placement, place, trackers_of, workers_of
 from ..wording import human, shown_python
 
 if TYPE_CHECKING:
@@ -21,6 +22,28 @@ CHECKPOINT_BYTES = 16
 """Bytes per parameter in a checkpoint: fp32 master, two moments of Adam, and the model's own copy."""
 LOG_BYTES = 64 << 20
 """Size of a run's metrics, samples and logs, roughly."""
+
+
+def check_host(config: Config, machine: Machine) -> tuple[Placement, Path | None]:
+    """Everything that can be checked within a second or two, apart from the disk.
+
+    Returns:
+        Which process gets which GPU, and the model's folder (None: a model on a hub).
+
+    Raises:
+        ConfigError: this machine can't run the config.
+        DataError: the model's folder lacks something, or the objective learns nothing from the archive.
+    """
+    placement = place(config, machine)
+    check_trackers(config)
+    check_engine(config, placement)
+    check_addresses(config)
+    model = check_model(config)
+    if config.data.archive is not None:
+        from .archive_check import check_archive
+
+        check_archive(config)
+    return placement, model
 
 
 def check_model(config: Config) -> Path | None:

@@ -18,7 +18,6 @@ from ...common.config import Config, EvalSetConfig, SourceConfig
 from ...common.errors import ConfigError, DataError, TandemError
 from ...common.records import ExpertTrace, Problem
 from ...common.run_folder import RunFolder
-from ...replay import archive
 from ...replay.forms import check_form
 from ...replay.forms import data_files as files_of
 from ...reward.grading import Grader
@@ -162,8 +161,6 @@ def prepare(
         for source in all_sources:
             # Finds most mistakes before the tokenizer is loaded, which takes seconds.
             check_form(resolve(source.path), source.form)
-        if config.data.archive is not None:
-            next(archive.steps(Path(config.data.archive).expanduser()), None)
         tokenizer = load_tokenizer(config.model.path)
         # The traces are the expert's: a prefix that is forced on own samples isn't forced on them.
         grader = Grader(config.reward.model_copy(update={"own_reward": None}))

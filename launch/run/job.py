@@ -14,10 +14,9 @@ from ...common.plain import read_object
 from ...common.run_folder import RunFolder
 from ..board.terminal import Terminal
 from ..host.folder_lock import FolderLock
-from ..host.preflight import check_addresses, check_disk, check_engine, check_model, check_trackers
+from ..host.preflight import check_disk, check_host
 from ..ingest.process import Found, IngestProcess
 from ..plan.hardware import Machine, machine
-from ..plan.placement import place
 from ..plan.planning import problems_on_paper
 from ..wording import shown, shown_tandem
 from . import offline_evaluation, processes, redis_part, summary
@@ -111,11 +110,7 @@ class Job:
     def _checked(self) -> int:
         config = self._config
         resumed = self._opening.kind is Kind.RESUMED
-        placement = place(config, self._machine)
-        check_trackers(config)
-        check_engine(config, placement)
-        check_addresses(config)
-        model = check_model(config)
+        placement, model = check_host(config, self._machine)
         for problem in problems_on_paper(config, self._machine, placement):
             self._say(f"on paper: {problem}")
         join, config = redis_part.where(self._opening, self._record, self._say)

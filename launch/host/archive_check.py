@@ -1,0 +1,155 @@
+"""Whether an objective learns anything from an archive, by the rewards that stand in it.
+
+It looks at no more steps than a run may be idle in a row (``learner.max_idle``), so that what it refuses
+would have ended with that error anyway, later; and it reads no tokens, so that it takes a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from ...common.config import Config
+from ...common.errors import DataError
+from ...common.objectives import OBJECTIVES, ObjectiveConfig, OwnObjective
+from ...common.objectives.experts import Srft
+from ...common.objectives.keys import Entropy, ExpertWeight, Kl, Learned
+from ...common.objectives.preferences import Kto, Pairs
+from ...common.records import FinishReason
+from ...replay import archive
+from ...replay.archive import GroupRewards
+
+EQUAL_REWARDS = 1e-6
+"""Rewards within this range count as equal, as in the learner's baselines."""
+
+
+def check_archive(config: Config) -> None:
+    """Refuses an objective that learns nothing from the steps that a run would begin with.
+
+    Raises:
+        DataError: that, or ``data.archive`` isn't an archive.
+    """
+    assert config.data.archive is not None
+    most = min(config.learner.max_idle, config.run.steps or config.learner.max_idle)
+    objective, negative = config.learner.objective, config.expert.negative
+    steps = []
+    for where in islice(archive.steps(Path(config.data.archive).expanduser()), max(1, most)):
+        groups, foreign = archive.rewards(where)
+        if learns(objective, groups, foreign=foreign, negative=negative):
+            return
+        steps.append((groups, foreign))
+    if not steps:
+        raise DataError(f"data.archive={config.data.archive} has no groups: name another archive")
+    able = [
+        name
+        for name, kind in OBJECTIVES.items()
+        if not kind.missing
+        and any(learns(kind(), groups, foreign=f, negative=negative) for groups, f in steps)
+    ]
+    every = [group for groups, _ in steps for group in groups]
+    own, traces = sum(len(one.own) for one in every), sum(len(one.expert) for one in every)
+    choose = f"choose one of {', '.join(able)}, or " if able else ""
+    raise DataError(
+        f"learner.objective.name={objective.name} learns nothing from data.archive={config.data.archive}: "
+        f"in its first {len(steps)} steps ({len(every):,} groups, {own:,} own samples, {traces:,} expert "
+        f"traces) {_why(objective)}: {choose}name another archive"
+    )
+
+
+def _why(objective: ObjectiveConfig) -> str:
+    if isinstance(objective, Pairs):
+        return "the rewards of each group are equal, so that no response is better than another"
+    if not isinstance(objective, Learned):
+        return "no group has an expert trace"
+    silent = f"all that it learns from has the advantage 0 with advantage={objective.baseline}"
+    return f"no group has an expert trace, and {silent}" if objective.alone == "always" else silent
+
+
+def learns(
+    objective: ObjectiveConfig, groups: Sequence[GroupRewards], *, foreign: bool, negative: bool
+) -> bool:
+    """Whether a row of a step can move the gradient.
+
+    Args:
+        objective: the objective's settings.
+        groups: the step's rewards.
+        foreign: whether own samples may hold tokens of an expert.
+        negative: whether expert tokens with an advantage below 0 stay in the loss.
+    """
+    if foreign or isinstance(objective, OwnObjective):
+        return True  # Which of its rows count, only the learner can tell.
+    rows = [(paid, ends) for group in groups for paid, ends in group.own]
+    traces = any(group.expert for group in groups)
+    if _without_rewards(objective):
+        return bool(rows) or traces
+    if objective.alone == "always" and traces:
+        return True
+    if isinstance(objective, Pairs):
+        return any(
+            _differ([*(p for p, e in g.own if _kept(objective, e)), *g.expert]) for g in groups
+        )
+    if not isinstance(objective, Learned):
+        return False
+    everything = [paid for paid, _ in rows] + [paid for one in groups for paid in one.expert]
+    centre = _mean(everything) if _differ(everything) else None
+    return any(_moves(objective, group, centre, negative=negative) for group in groups)
+
+
+def _without_rewards(objective: ObjectiveConfig) -> bool:
+    """Whether it has a term that every row moves, whatever it was paid."""
+    entropy = isinstance(objective, Entropy) and (
+        objective.entropy_coefficient != 0 or objective.entropy_adapt == "stepped"
+    )
+    # In the loss, only this estimator has a gradient where the policy still is the reference.
+    kl = isinstance(objective, Kl) and bool(
+        objective.kl_reward_coefficient or (objective.kl_coefficient and objective.kl_form == "kl")
+    )
+    return entropy or kl or isinstance(objective, Srft)
+
+
+def _moves(
+    objective: Learned, group: GroupRewards, centre_of_step: float | None, *, negative: bool
+) -> bool:
+    """Whether a row of the group that the objective learns from has an advantage other than 0."""
+    own = [paid for paid, _ in group.own]
+    baseline, rows = objective.baseline, [*own, *group.expert]
+    centre: float | None
+    if baseline == "none":
+        centre = 0.0
+    elif baseline == "reinforce_pp":
+        centre = centre_of_step
+    elif baseline in ("own_mean", "own_mean_std"):
+        centre = _mean(own) if own else None
+    else:
+        centre = _mean(rows) if _differ(rows) else None
+    if centre is None or (baseline == "max_rl" and centre == 0):
+        return False
+    if any(
+        abs(paid - centre) > EQUAL_REWARDS and _kept(objective, ends) for paid, ends in group.own
+    ):
+        return True
+    if isinstance(objective, Kto):
+        return any(abs(paid - centre) > EQUAL_REWARDS for paid in group.expert)
+    if not isinstance(objective, ExpertWeight):
+        return False
+    return any(
+        paid - centre > EQUAL_REWARDS or (negative and centre - paid > EQUAL_REWARDS)
+        for paid in group.expert
+    )
+
+
+def _kept(objective: ObjectiveConfig, ends: FinishReason) -> bool:
+    """Whether a sample that ended so is in the loss."""
+    if ends is FinishReason.STOP:
+        return True
+    late = ends is FinishReason.DEADLINE
+    return (objective.stragglers if late else objective.truncation) == "wrong"
+
+
+def _differ(rewards: Sequence[float]) -> bool:
+    return bool(rewards) and max(rewards) - min(rewards) > EQUAL_REWARDS
+
+
+def _mean(rewards: Sequence[float]) -> float:
+    return sum(rewards) / len(rewards)

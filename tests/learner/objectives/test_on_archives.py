@@ -1,0 +1,248 @@
+"""Every objective on an archive: its parameters move, or it is refused before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from tandem.common.errors import ConfigError, DataError
+from tandem.common.objectives import OBJECTIVES
+from tandem.common.records import FinishReason, Source
+from tandem.launch.cli import main
+from tandem.launch.host.archive_check import check_archive
+from tandem.learner.engine import DeepSpeedEngine
+from tandem.learner.rows.groups import MixedGroup
+from tandem.learner.rows.sources import ArchiveSource
+from tandem.learner.updates import Updates
+from tandem.replay import archive
+from tandem.replay.archive import ArchivedGroup
+from tandem.replay.ledger_records import Waiting
+
+STEPS = 2
+
+# Rewards of a group's four own samples, and whether it has a trace, whose reward is 1.
+ARCHIVES: dict[str, tuple[Sequence[float], bool]] = {
+    "failed with traces": ((0, 0, 0, 0), True),
+    "solved with traces": ((1, 1, 1, 1), True),
+    "some right": ((1, 0, 1, 0), False),
+    "failed": ((0, 0, 0, 0), False),
+    "solved": ((1, 1, 1, 1), False),
+}
+
+
+@pytest.fixture(scope="module")
+def model(made_up: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    made_up.tiny_model().save_pretrained(folder)
+    return folder
+
+
+def scored(model: Any, prompt: Any, tokens: Any) -> Any:
+    """Log-probs of a response's tokens, ``[T]`` float32: a clip would stop those that are made up."""
+    ids = torch.tensor([*prompt, *tokens])
+    with torch.no_grad():
+        logprobs = model(ids[None]).logits[0].log_softmax(-1)
+    places = torch.arange(len(prompt) - 1, len(ids) - 1)
+    return logprobs[places, ids[len(prompt) :]].numpy()
+
+
+def write(folder: Path, made_up: ModuleType, paid: Sequence[float], *, traces: bool) -> Path:
+    """An archive of two steps of two groups."""
+    folder.mkdir()
+    model = made_up.tiny_model()
+    for step in range(1, STEPS + 1):
+        groups = []
+        for place, mixed in enumerate(made_up.groups_of(2, step=step - 1)):
+            samples = tuple(
+                replace(
+                    sample,
+                    reward=float(reward),
+                    logprobs=scored(model, mixed.group.prompt_tokens, sample.tokens),
+                )
+                for sample, reward in zip(mixed.group.samples, paid, strict=True)
+            )
+            groups.append(
+                ArchivedGroup(
+                    step=step,
+                    place=place,
+                    group=replace(mixed.group, samples=samples),
+                    traces=(made_up.trace(place),) if traces else (),
+                    replaced=(),
+                    row=None,
+                )
+            )
+        archive.write(folder / archive.file_name(step), groups)
+    return folder
+
+
+def config_of(made_up: ModuleType, folder: Path, model: Path, objective: dict[str, Any]) -> Any:
+    return made_up.config_of(
+        model={"path": str(model)},
+        data={"archive": str(folder)},
+        learner={"source": "offline", "objective": objective},
+        run={"steps": STEPS},
+    )
+
+
+def moves(made_up: ModuleType, config: Any) -> bool:
+    """Whether training on the archive changes a parameter of the model."""
+    engine = DeepSpeedEngine(made_up.tiny_model(), config, torch.device("cpu"))
+    updates = Updates(engine, config)
+    before = {name: tensor.clone() for name, tensor in engine.parameters()}
+    source = ArchiveSource(config, Path(config.data.archive))
+    for step in range(1, source.total_steps + 1):
+        fetch = source.take(step, 1)
+        assert not isinstance(fetch, Waiting)
+        groups: list[MixedGroup] = fetch().groups
+        assert updates.train(step, groups, lr=1e-3).applied
+    return any(not torch.equal(tensor, before[name]) for name, tensor in engine.parameters())
+
+
+def is_refused(config: Any) -> bool:
+    try:
+        check_archive(config)
+    except DataError as error:
+        return "learns nothing from data.archive" in str(error)
+    return False
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("kind", ARCHIVES)
+@pytest.mark.parametrize("name", [name for name, one in OBJECTIVES.items() if not one.missing])
+def test_what_is_not_refused_moves_the_parameters(
+    name: str, kind: str, made_up: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    paid, traces = ARCHIVES[kind]
+    folder = write(tmp_path / "archive", made_up, paid, traces=traces)
+    config = config_of(made_up, folder, model, {"name": name})
+    assert moves(made_up, config) is not is_refused(config)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("kind", ARCHIVES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "grpo", "advantage": "own_mean"},
+        {"name": "grpo", "advantage": "none"},
+        {"name": "grpo", "advantage": "max_rl"},
+        {"name": "grpo", "advantage": "reinforce_pp"},
+        {"name": "grpo", "entropy_coefficient": 0.1},
+        # Where the policy is the reference, only this estimator has a gradient.
+        {"name": "grpo", "kl_coefficient": 0.1, "kl_form": "k3"},
+        {"name": "grpo", "kl_coefficient": 0.1, "kl_form": "kl"},
+        {"name": "luffy", "advantage": "own_mean_std"},
+        {"name": "luffy", "advantage": "none"},
+        {"name": "kto", "advantage": "own_mean"},
+        {"name": "kto", "advantage": "none"},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_the_keys_of_an_objective_count(
+    settings: dict[str, Any], kind: str, made_up: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    paid, traces = ARCHIVES[kind]
+    folder = write(tmp_path / "archive", made_up, paid, traces=traces)
+    config = config_of(made_up, folder, model, settings)
+    assert moves(made_up, config) is not is_refused(config)
+
+
+@pytest.mark.parametrize("name", [name for name, one in OBJECTIVES.items() if one.missing])
+def test_what_no_run_has_is_refused_by_name(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("learner.source=offline", "data.archive=a", f"learner.objective.name={name}")
+    assert main(["offline", "miniature", *words]) == ConfigError.exit_code
+    assert f"learner.objective.name={name} needs" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def changed(folder: Path, **values: Any) -> None:
+    """Changes all own samples of an archive."""
+    for path in folder.iterdir():
+        groups = [
+            ArchivedGroup(
+                step=one.step,
+                place=one.place,
+                group=replace(
+                    one.group, samples=tuple(replace(s, **values) for s in one.group.samples)
+                ),
+                traces=one.traces,
+                replaced=one.replaced,
+                row=one.row,
+            )
+            for one in archive.read(path)
+        ]
+        archive.write(path, groups)
+
+
+def test_samples_that_are_masked_or_without_a_verdict_teach_nothing(
+    made_up: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "archive", made_up, (1, 0, 1, 0), traces=False)
+    changed(folder, finish_reason=FinishReason.LENGTH)
+    for name in ("grpo", "dpo"):
+        for truncation, refused in (("wrong", False), ("mask", True)):
+            settings = {"name": name, "truncation": truncation}
+            assert is_refused(config_of(made_up, folder, model, settings)) is refused
+    changed(folder, finish_reason=FinishReason.DEADLINE)
+    assert is_refused(config_of(made_up, folder, model, {"name": "grpo"}))
+    changed(folder, finish_reason=FinishReason.STOP, verdict=None)
+    assert is_refused(config_of(made_up, folder, model, {"name": "grpo"}))
+
+
+def test_samples_that_begin_with_a_trace_are_left_to_the_learner(
+    made_up: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "archive", made_up, (0, 0, 0, 0), traces=False)
+    assert is_refused(config_of(made_up, folder, model, {"name": "sft"}))
+    (path,) = (folder / archive.file_name(1),)
+    one, *rest = archive.read(path)
+    first, *others = one.group.samples
+    source = first.source.copy()
+    source[0] = Source.EXPERT
+    group = replace(one.group, samples=(replace(first, source=source), *others))
+    begun = ArchivedGroup(step=1, place=0, group=group, traces=(), replaced=(), row=None)
+    archive.write(path, [begun, *rest])
+    assert not is_refused(config_of(made_up, folder, model, {"name": "sft"}))
+
+
+def test_no_more_steps_are_looked_at_than_a_run_may_be_idle(
+    made_up: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    """Only the second step has a signal; a damaged third one isn't read."""
+    folder = write(tmp_path / "archive", made_up, (1, 0, 1, 0), traces=False)
+    failed = write(tmp_path / "failed", made_up, (0, 0, 0, 0), traces=False)
+    (failed / archive.file_name(1)).replace(folder / archive.file_name(1))
+    (folder / archive.file_name(3)).write_bytes(b"damaged")
+    config = config_of(made_up, folder, model, {"name": "grpo"})
+    check_archive(config)
+    short = config.learner.model_copy(update={"max_idle": 1})
+    with pytest.raises(
+        DataError, match=r"in its first 1 steps \(2 groups, 8 own samples, 0 expert"
+    ):
+        check_archive(config.model_copy(update={"learner": short}))
+
+
+def test_the_refusal_names_those_that_would_learn_and_nothing_is_started(
+    made_up: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "archive", made_up, (1, 0, 1, 0), traces=False)
+    words = ("miniature", "learner.source=offline", "data.archive=archive")
+    assert main(["offline", *words, "learner.objective.name=sft"]) == DataError.exit_code
+    said = capsys.readouterr().err
+    assert "learner.objective.name=sft learns nothing from data.archive=archive" in said
+    assert "no group has an expert trace: choose one of grpo, dr_grpo, " in said
+    assert "sft," not in said.partition("choose one of")[2]
+    assert [path.name for path in tmp_path.iterdir()] == ["archive"]
