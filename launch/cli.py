@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "plan": "what a preset needs of a node: memory, time, processes; starts nothing",
     "doctor": "what this machine lacks for a preset, and the command that fixes it",
     "offline": "train on stored expert traces, without rollout workers",
+    "sweep": "a preset with several values of its settings and several seeds, as one table",
     "evaluate": "accuracy of a model on a held-out set",
     "get": "download a model or a data set into a local folder, and verify it",
     "ingest": "check data files, count what can't be used, write them in another form",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...common.errors import DataError
 from ...common.parts import parts, read_parts
 from ...common.run_folder import RunFolder, write_atomic
 from ...learner.best import best_of
@@ -85,6 +86,7 @@ def make(
         "overrides": list(record.get("overrides", [])),
         "seed": config.run.seed,
         "steps": steps,
+        "epochs": _epochs(config, record, steps, samples),
         "accuracy_before": before["accuracy"] if before else None,
         "accuracy_after": after["accuracy"] if after else None,
         "evaluation_problems": after["problems"] if after else None,
@@ -280,6 +282,24 @@ def _trained(folder: RunFolder, course: Course) -> tuple[int, int]:
     return sum(samples for samples, _ in known), sum(tokens for _, tokens in known)
 
 
+def _epochs(config: Config, record: Mapping[str, Any], steps: int, samples: int) -> float | None:
+    """Passes over what is stored, of an offline run: the stored traces, or the steps of an archive."""
+    if config.learner.source != "offline":
+        return None
+    if config.data.archive is None:
+        stored, done = int((record.get("ingest") or {}).get("traces") or 0), samples
+    else:
+        from ...replay import archive
+
+        try:
+            stored = sum(1 for _ in archive.steps(Path(config.data.archive).expanduser()))
+        except DataError as error:
+            log.warning(f"the summary has no number of epochs: {error}")
+            return None
+        done = steps
+    return round(done / stored, 4) if stored else None
+
+
 def _grader_restarts(counted: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     import datetime
 
@@ -323,6 +343,8 @@ CHANGES = (
 def table(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     """The summary as a few lines of text."""
     rows = [("steps", f"{summary['steps']}")]
+    if summary["epochs"] is not None:
+        rows.append(("epochs", f"{summary['epochs']:,.4g}"))
     if summary["accuracy_after"] is not None:
         before = summary["accuracy_before"]
         came = f"{100 * before:.1f}% -> " if before is not None else ""

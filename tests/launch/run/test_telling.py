@@ -260,6 +260,7 @@ def test_the_table_tells_how_the_reward_went_and_where_the_report_is(tmp_path: P
             "replay/staleness_mean": [0.0, 0.75],
         },
         "staleness_max": 2,
+        "epochs": 2.5,
         "samples_trained": 1,
         "tokens_trained": 1,
         "wall_seconds": 1.0,

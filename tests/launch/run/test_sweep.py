@@ -1,0 +1,209 @@
+"""`tandem sweep`: what it would run, what it refuses before the first run, and its table."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tandem.common.config import to_yaml
+from tandem.common.errors import DataError
+from tandem.common.run_folder import RunFolder
+from tandem.launch.cli import main
+from tandem.launch.ingest.prepare import prepare
+from tandem.launch.run import sweep
+from tandem.launch.run.opening import open_folder
+from tandem.launch.run.presets import load
+
+SFT = ("miniature-sft", "run.steps=4")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def plan(*words: str, seeds: str = "1", out: str | None = None) -> sweep.Sweep:
+    return sweep.plan(words, seeds=seeds, out=out)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1", ["1"]),
+        ("1, 2,3", ["1", "2", "3"]),
+        ("[a,b]", ["[a,b]"]),
+        ("[a,b],[c]", ["[a,b]", "[c]"]),
+        ("{a: 1, b: [2, 3]},null", ["{a: 1, b: [2, 3]}", "null"]),
+        ("'1,2',3", ["'1,2'", "3"]),
+        ("[',]',a],b", ["[',]',a]", "b"]),
+        ("it's,so", ["it's", "so"]),
+        ("1,", ["1", ""]),
+    ],
+)
+def test_commas_outside_brackets_and_quotes_part_values(text: str, values: list[str]) -> None:
+    assert sweep.cut(text) == values
+
+
+def test_every_combination_runs_with_every_seed_in_a_folder_of_its_own(here: Path) -> None:
+    made = plan(*SFT, "learner.optimizer.lr=1e-3,3e-4", "data.train.0.limit=2,3", seeds="0,7,")
+    assert [(one.values["learner.optimizer.lr"], one.values["data.train.0.limit"], one.seed)
+            for one in made.members] == [
+        (lr, limit, seed) for lr in ("1e-3", "3e-4") for limit in ("2", "3") for seed in (0, 7)
+    ]  # fmt: skip
+    first = made.members[1]
+    assert first.folder.path == here / "runs/sweep-miniature-sft/lr-1e-3-limit-2-seed-7"
+    assert first.words[:3] == ("offline", "miniature-sft", "run.steps=4")
+    config = load("miniature-sft").resolve(first.words[2:])
+    assert (config.run.steps, config.run.seed, config.data.train[0].limit) == (4, 7, 2)
+    assert config.learner.optimizer.lr == 1e-3
+    assert len({one.name for one in made.members}) == 8
+    assert list(here.iterdir()) == []
+
+
+def test_the_presets_source_says_by_which_command_a_run_goes() -> None:
+    made = plan("miniature", "learner.objective.name=luffy,grpo")
+    assert [one.words[0] for one in made.members] == ["start", "start"]
+
+
+def test_lists_are_values() -> None:
+    made = plan(*SFT, "expert.accept=[correct],[correct,wrong]")
+    configs = [load("miniature-sft").resolve(one.words[2:]) for one in made.members]
+    assert [one.expert.accept for one in configs] == [("correct",), ("correct", "wrong")]
+
+
+def test_names_of_long_and_strange_values_are_readable_and_differ() -> None:
+    made = plan(
+        *SFT,
+        "data.train=[{path: '{run}/data/expert.parquet'}],[{path: '{run}/data/expert.parquet', limit: 2}]",
+    )
+    names = [one.name for one in made.members]
+    assert len(set(names)) == 2
+    assert all(name.startswith("train-path_run_data_expert.parquet") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("words", "seeds", "said"),
+    [
+        (["a.b=1,2"], "1", "a.b=1, seed 0: unknown config key a"),
+        (["run.passes=1,2"], "1", "run.passes=1, seed 0: "),
+        (["learner.objective.name=sft,gpro"], "1", "learner.objective.name=gpro, seed 0: .*did you"),
+        (["learner.objective.name=sft,grpo"], "1", "learner.objective.name=grpo, seed 0: .*alone in"),
+        (["model.path=miniature,nowhere"], "1", "model.path=nowhere, seed 0: .*no such folder"),
+        (["data.train.0.limit=2,3", "data.train.1.limit=1"], "1", "'1' is not an index of data.train"),
+        (["learner.optimizer.lr=1e-3,0.001"], "1", "lr=1e-3 and learner.optimizer.lr=0.001 are the same"),
+        (["log.level=INFO"], "1", "nothing varies"),
+        (["log.every=5,"], "1", "'log.every=5,' has an empty value"),
+        (["log.every=5,6", "log.every=7"], "1", "log.every is given twice"),
+        (["run.seed=1,2"], "1", "use --seeds"),
+        (["run.dir=a,b"], "1", "use --out"),
+        (["log.every=5,6"], "0", "--seeds 0: give one seed at least"),
+        (["log.every=5,6"], "1,1", "none twice"),
+        (["log.every=5,6"], "x", "--seeds x: give a number of seeds"),
+        (["log.every=5,6", "miniature"], "1", "only one preset"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_before_anything_runs(
+    words: list[str], seeds: str, said: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", *SFT, *words, "--seeds", seeds]) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert list(here.iterdir()) == []
+
+
+def test_a_dry_run_lists_the_runs_and_writes_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", *SFT, "data.train.0.limit=2,3", "--seeds", "2", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "4 runs of miniature-sft (2 combinations x 2 seeds)" in said
+    assert said.count("offline miniature-sft run.steps=4 data.train.0.limit=") == 4
+    assert "run.dir=runs/sweep-miniature-sft/limit-3-seed-1  (new)" in said
+    assert list(here.iterdir()) == []
+
+
+def finish(member: sweep.Member, steps: int, before: float | None, after: float | None) -> None:
+    """A folder as a run leaves it that has finished."""
+    opening = open_folder(load("miniature-sft"), member.words[2:], fresh=False)
+    opening.folder.make()
+    opening.folder.write_config(to_yaml(opening.config))
+    preset = load("miniature-sft")
+    opening.folder.write_run(
+        {
+            "run_id": "a",
+            "preset": preset.name,
+            "preset_path": str(preset.path),
+            "overrides": list(member.words[2:]),
+            "state": "finished",
+        }
+    )
+    figures = {
+        "steps": steps,
+        "epochs": steps / 4,
+        "samples_trained": 4 * steps,
+        "tokens_trained": 1000 * steps,
+        "accuracy_before": before,
+        "accuracy_after": after,
+        "wall_seconds": 61.0,
+    }
+    opening.folder.summary.write_text(json.dumps(figures))
+
+
+WORDS = (*SFT, "data.train.0.limit=2,3")
+
+
+def test_the_table_has_mean_and_deviation_over_the_seeds() -> None:
+    made = plan(*WORDS, seeds="3")
+    made.out.mkdir(parents=True)
+    sweep.write(made)
+    for member, after in zip(made.members, (0.1, 0.2, 0.3, 0.5, None, None), strict=True):
+        if after is not None:
+            finish(member, 4, 0.002, after)
+    made = plan(*WORDS, seeds="3")
+    assert [one.state for one in made.members] == ["finished"] * 4 + ["waiting"] * 2
+    head, _, two, three = [
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in sweep.table(made)
+    ]
+    assert head[:2] == ["data.train.0.limit", "runs"]
+    assert two == ["2", "3", "4", "1", "16", "4,000", "0.2 ± 0.0 → 20.0 ± 10.0 (n = 3)", "1:01"]
+    assert three == ["3", "1 of 3", "4", "1", "16", "4,000", "0.2 → 50.0 (n = 1)", "1:01"]
+    sweep.write(made)
+    content = json.loads((made.out / "sweep.json").read_text())
+    assert content["table"][0]["values"] == {"data.train.0.limit": 2}
+    assert content["table"][0]["accuracy_after"] == pytest.approx([0.2, 0.1])
+    assert [run["state"] for run in content["runs"]] == ["finished"] * 4 + ["waiting"] * 2
+    assert "0.2 ± 0.0 → 20.0 ± 10.0 (n = 3)" in (made.out / "sweep.md").read_text()
+
+
+def test_another_sweep_in_the_folder_is_refused_and_more_seeds_are_not(here: Path) -> None:
+    made = plan(*WORDS, seeds="2")
+    made.out.mkdir(parents=True)
+    sweep.write(made)
+    assert len(plan(*WORDS, seeds="3").members) == 6
+    assert plan(*reversed(WORDS), seeds="2").definition == made.definition
+    for words, seeds in (
+        ((*SFT, "data.train.0.limit=2,4"), "2"),
+        ((*WORDS, "log.every=3"), "2"),
+        (("miniature", "run.steps=4", "expert.per_group=1,2"), "2"),
+        (WORDS, "1"),
+    ):
+        with pytest.raises(DataError, match=r"holds another sweep .*another folder with --out"):
+            plan(*words, seeds=seeds, out=str(made.out))
+    (here / "other").mkdir()
+    (here / "other" / "file").touch()
+    with pytest.raises(DataError, match="other holds something else than a sweep"):
+        plan(*WORDS, out="other")
+
+
+def test_the_examples_of_the_preset_for_sft_are_parts_of_one_another(here: Path) -> None:
+    chosen = []
+    for limit in (4, 16, 256):
+        config = load("miniature-sft-examples").resolve([f"data.train.0.limit={limit}"])
+        assert config.run.dir is not None
+        found = prepare(config, RunFolder(config.run.dir))
+        chosen.append({trace.trace_id for trace in found.traces})
+    assert [len(ids) for ids in chosen] == [4, 16, 256]
+    assert chosen[0] < chosen[1] < chosen[2]
