@@ -76,13 +76,12 @@ def test_lists_are_values() -> None:
 
 
 def test_names_of_long_and_strange_values_are_readable_and_differ() -> None:
-    made = plan(
-        *SFT,
-        "data.train=[{path: '{run}/data/expert.parquet'}],[{path: '{run}/data/expert.parquet', limit: 2}]",
-    )
-    names = [one.name for one in made.members]
-    assert len(set(names)) == 2
-    assert all(name.startswith("train-path_run_data_expert.parquet") for name in names)
+    data = "{path: '{run}/data/expert.parquet', limit: 2}"
+    made = plan(*SFT, f"data.train=[{data}],[{data[:-2]}3}}]", "data.system_prompt='a?','a!'")
+    stem = "train-path_run_data_expert.parquet_limit_{}-system_prompt-a{}-seed-0"
+    assert [one.name for one in made.members] == [
+        stem.format(limit, number) for limit in (2, 3) for number in ("", "-2")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -207,3 +206,5 @@ def test_the_examples_of_the_preset_for_sft_are_parts_of_one_another(here: Path)
         chosen.append({trace.trace_id for trace in found.traces})
     assert [len(ids) for ids in chosen] == [4, 16, 256]
     assert chosen[0] < chosen[1] < chosen[2]
+    # Drawn, not the first ones.
+    assert chosen[1] != {f"expert/{row}#0" for row in range(16)}

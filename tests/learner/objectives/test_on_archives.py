@@ -153,6 +153,17 @@ def test_the_keys_of_an_objective_count(
     assert moves(made_up, config) is not is_refused(config)
 
 
+@pytest.mark.usefixtures("group")
+def test_max_rl_learns_nothing_where_the_mean_reward_is_0(
+    made_up: ModuleType, model: Path, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "archive", made_up, (1, -1, 1, -1), traces=False)
+    for name, refused in (("grpo", False), ("max_rl", True)):
+        config = config_of(made_up, folder, model, {"name": name})
+        assert moves(made_up, config) is not refused
+        assert is_refused(config) is refused
+
+
 @pytest.mark.parametrize("name", [name for name, one in OBJECTIVES.items() if one.missing])
 def test_what_no_run_has_is_refused_by_name(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
