@@ -120,6 +120,10 @@ def plan(words: Sequence[str], *, seeds: str, out: str | None) -> Sweep:
     """
     name, overrides = split(words, "miniature")
     preset = load(name)
+    if preset.stages:
+        raise ConfigError(
+            f"preset {preset.name} has stages, and a sweep compares single runs: name a preset without stages"
+        )
     settings, varied = _settings(overrides)
     sweep = Sweep(
         preset=name,

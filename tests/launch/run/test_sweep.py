@@ -113,6 +113,11 @@ def test_what_is_wrong_is_refused_before_anything_runs(
     assert list(here.iterdir()) == []
 
 
+def test_a_preset_with_stages_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "miniature-sft-rl", "learner.optimizer.lr=1e-3,1e-4"]) == 2
+    assert "preset miniature-sft-rl has stages" in capsys.readouterr().err
+
+
 def test_a_dry_run_lists_the_runs_and_writes_nothing(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
