@@ -419,7 +419,7 @@ def _deepspeed(device: torch.device) -> Any:
 
 
 class _Optimizer:
-    """The client AdamW, and for ZeRO-0 the gradient's norm, clipping and check.
+    """The client optimizer, and for ZeRO-0 the gradient's norm, clipping and check.
 
     ZeRO-0 in float32 returns no norm and would apply a gradient that isn't finite.
     """
@@ -430,14 +430,20 @@ class _Optimizer:
         self.applied = True
         self.norm = float("nan")
         self._clip = wanted.grad_clip
-        self.optimizer = (_Guarded if self.guards else torch.optim.AdamW)(
-            [p for p in policy.parameters() if p.requires_grad],
-            lr=wanted.lr,
-            betas=wanted.betas,
-            eps=wanted.eps,
-            weight_decay=wanted.weight_decay,
-            fused=True,
-        )
+        settings: dict[str, Any] = {
+            "params": [p for p in policy.parameters() if p.requires_grad],
+            "lr": wanted.lr,
+            "eps": wanted.eps,
+            "weight_decay": wanted.weight_decay,
+        }
+        kind: type[Any]
+        if wanted.name == "rmsprop":
+            kind = _GuardedRmsprop if self.guards else torch.optim.RMSprop
+            settings["alpha"] = wanted.alpha
+        else:
+            kind = _GuardedAdamw if self.guards else torch.optim.AdamW
+            settings |= {"betas": wanted.betas, "fused": True}
+        self.optimizer: torch.optim.Optimizer = kind(**settings)
         if isinstance(self.optimizer, _Guarded):
             self.optimizer.guard = self._check
 
@@ -461,10 +467,18 @@ class _Optimizer:
         return self.applied
 
 
-class _Guarded(torch.optim.AdamW):
-    """AdamW that asks a function before it steps."""
+class _Guarded(torch.optim.Optimizer):
+    """An optimizer that asks a function before it steps."""
 
     guard: Callable[[], bool]
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure) if self.guard() else None
+
+
+class _GuardedAdamw(_Guarded, torch.optim.AdamW):
+    pass
+
+
+class _GuardedRmsprop(_Guarded, torch.optim.RMSprop):
+    pass

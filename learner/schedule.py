@@ -10,13 +10,16 @@ from ..common.config import OptimizerConfig
 def learning_rate(optimizer: OptimizerConfig, step: int, total: int) -> float:
     """Learning rate of ``step`` (from 1) in a run of ``total`` steps.
 
-    Linear from ``lr / warmup_steps`` to ``lr`` in the warm-up; then constant, or down to
-    ``lr · final_lr_share`` at the last step, linearly or along half a cosine.
+    Linear from ``lr / warmup_steps`` to ``lr`` in the warm-up, which ``warmup_share`` may set as a share
+    of ``total``; then constant, or down to ``lr · final_lr_share`` at the last step, linearly or along
+    half a cosine.
 
     >>> learning_rate(OptimizerConfig(lr=1.0, warmup_steps=4), 1, 10)
     0.25
     """
     warmup = optimizer.warmup_steps
+    if optimizer.warmup_share is not None:
+        warmup = math.ceil(optimizer.warmup_share * total)
     if step <= warmup:
         return optimizer.lr * step / warmup
     if optimizer.schedule == "constant":

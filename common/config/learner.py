@@ -2,34 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..objectives import DEFAULT, OBJECTIVES
 from .objective import AnyObjective
 from .section import Below1, NonNegative, Positive, Section, Share
 
+OPTIMIZER_KEYS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": {"betas": (0.9, 0.95)},
+    "rmsprop": {"alpha": 0.99},
+}
+"""Keys that only one of the optimizers reads, with their defaults."""
+
 
 class OptimizerConfig(Section):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    name: Literal["adamw", "rmsprop"] = "adamw"
+    """``adamw``: AdamW (arXiv 1711.05101). ``rmsprop``: torch's RMSprop without momentum, whose one moment
+    takes half the memory of AdamW's two."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
-    betas: tuple[Below1, Below1] = (0.9, 0.95)
-    """Decay rates of Adam's moments."""
+    betas: tuple[Below1, Below1] | None = None
+    """Decay rates of AdamW's moments, (0.9, 0.95) if not given; null for another optimizer."""
+    alpha: Below1 | None = None
+    """Decay rate of RMSprop's mean of squares, 0.99 if not given; null for another optimizer."""
     eps: Annotated[float, Field(ge=0)] = 1e-8
-    """Adam's epsilon."""
+    """Added to the root by which a gradient is divided."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay."""
+    """Weight decay: decoupled in AdamW, added to the gradient in RMSprop."""
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Greatest norm of the gradient; 0 = no clipping."""
     warmup_steps: NonNegative = 0
     """Steps over which the rate rises linearly, from lr / warmup_steps."""
+    warmup_share: Share | None = None
+    """The same as a share of the run's steps, rounded up; set at most one of the two."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the rate after warm-up, over the run's steps."""
     final_lr_share: Share = 0.1
     """Share of ``lr`` at the end of a decaying schedule."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_defaults(cls, given: Any) -> Any:
+        """Fills in the keys of the optimizer that is named."""
+        if not isinstance(given, Mapping):
+            return given
+        present = {key: value for key, value in given.items() if value is not None}
+        return {**OPTIMIZER_KEYS.get(str(given.get("name", "adamw")), {}), **present}
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> OptimizerConfig:
+        for name, keys in OPTIMIZER_KEYS.items():
+            for key in keys:
+                value = getattr(self, key)
+                if name != self.name and value is not None:
+                    raise ValueError(
+                        f"{key}={value} is {name}'s, and name={self.name} doesn't read it: leave it "
+                        f"out, or set name={name}"
+                    )
+        if self.warmup_steps and self.warmup_share is not None:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and warmup_share={self.warmup_share:g} both set the "
+                f"warm-up: leave one out (warmup_steps=0, or warmup_share=null)"
+            )
+        return self
 
 
 class RatioCheckConfig(Section):

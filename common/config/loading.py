@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from ..errors import ConfigError
 from ..objectives import DEFAULT, KEYS, check_name, kind_of, reads, renamed
 from .choices import why_refused
+from .learner import OPTIMIZER_KEYS
 from .rollout import may_be_vllm
 from .text import copied, parse_yaml, yaml_text
 from .tree import DETERMINISTIC, Config
@@ -137,7 +138,7 @@ def build(
 ) -> Config:
     """Validates a preset's tree with overrides put over it.
 
-    Keys of the tree that belong to another objective or engine than the config's are left out
+    Keys of the tree that belong to another objective, optimizer or engine than the config's are left out
     (:func:`unread_keys`); as overrides they are refused.
 
     Args:
@@ -163,8 +164,8 @@ def build(
 
 
 def unread_keys(tree: Mapping[str, Any], overrides: Iterable[str] = ()) -> list[str]:
-    """Keys of a preset that :func:`build` leaves out, because the config's objective or engine doesn't
-    read them."""
+    """Keys of a preset that :func:`build` leaves out, because the config's objective, optimizer or engine
+    doesn't read them."""
     return _merged(tree, overrides)[1]
 
 
@@ -196,7 +197,7 @@ def _put(tree: dict[str, Any], given: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def of_kinds(tree: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a tree that the objective and the engine named by another tree read."""
+    """The part of a tree that the objective, the optimizer and the engine named by another tree read."""
     return _of_kinds(tree, other)[0]
 
 
@@ -211,6 +212,12 @@ def _of_kinds(
         left_out += [f"learner.objective.{key}" for key in unread]
         read = {key: value for key, value in section.items() if key not in unread}
         kept["learner"]["objective"] = renamed(read, name)
+    optimizer = _part(_part(kept, "learner"), "optimizer")
+    named = _part(_part(other, "learner"), "optimizer").get("name", "adamw")
+    for optimizer_name, keys in OPTIMIZER_KEYS.items():
+        for key in keys if optimizer_name != named else ():
+            if optimizer.pop(key, None) is not None:
+                left_out.append(f"learner.optimizer.{key}")
     rollout = _part(kept, "rollout")
     if not may_be_vllm(_part(other, "rollout").get("engine", "auto")):
         left_out += [f"rollout.vllm.{key}" for key in _part(rollout, "vllm")]

@@ -29,7 +29,8 @@ CHANGEABLE: tuple[str, ...] = (
     "learner.ratio_check.*",
     "learner.checkpoint_every",
     "learner.checkpoints_kept",
-    "learner.optimizer.*",
+    # All but its name, since another optimizer can't go on from its state.
+    "learner.optimizer.[!n]*",
     "evaluate.*",
     "launch.*",
     "log.*",

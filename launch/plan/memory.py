@@ -106,16 +106,14 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
 
     Weights: ``e·N``. Gradients: fp32, accumulated over micro-batches; ZeRO-1 keeps all of them
     and the bf16 ones that the backward pass leaves, ZeRO-2 and 3 a rank's share and one bucket.
-    Optimizer: the two moments of AdamW, and the fp32 master copy of bf16 weights (and of fp32
-    ones under ZeRO). Each is divided by the number of ranks from its ZeRO stage on: optimizer 1,
+    Optimizer: the two moments of AdamW or the one of RMSprop, and the fp32 master copy of bf16 weights
+    (and of fp32 ones under ZeRO). Each is divided by the number of ranks from its ZeRO stage on: optimizer 1,
     gradients 2, weights 3. Every rank holds a whole reference model if the objective needs one.
     New weights are staged in host memory and pass through a GPU bucket by bucket.
     """
     n, ranks, e = shape.parameters, config.learner.ranks, element(config)
     stage = config.zero_stage()
-    moments = 8 * n if e == 4 and stage == 0 else 12 * n
-    if e == 2 and stage == 0:
-        moments = 8 * n
+    moments = 4 * moments_of(config) * n + (4 * n if stage else 0)
     gradients = (4 if e == 2 and stage else e) * n
     staged = STAGED * engine_element(config) * n if rank == 0 else 0
     if stage >= 2:
@@ -140,6 +138,11 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
     # Libraries, and at the start the weights on their way to the GPU, before anything is staged.
     host = (3 << 30) + max(e * n, staged)
     return Holding(device=device, parts=parts, host=host, pinned=staged)
+
+
+def moments_of(config: Config) -> int:
+    """Number of fp32 values that the optimizer keeps of each parameter, without the master copy."""
+    return 1 if config.learner.optimizer.name == "rmsprop" else 2
 
 
 def micro_batch_tokens(config: Config) -> int:

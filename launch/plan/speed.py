@@ -12,7 +12,7 @@ With N' the parameters that a token is multiplied with, T tokens and s the mean 
   that takes longer, ``2·N'·C / FLOP/s`` for C rows, plus some host time;
 - new weights pause an engine while it loads them, and while it recomputes the keys and values of
   what is under way (``rollout.recompute_kv``): ``2·N'`` operations per token;
-- the optimizer reads and writes 30 bytes per parameter of its share; gradients are exchanged once per
+- the optimizer reads and writes 30 bytes per parameter of its share (RMSprop 22); gradients are exchanged once per
   micro-batch with ZeRO-2 and 3, otherwise once per update (ring: twice the bytes, arXiv 1910.02054).
 
 The shares of the data sheet that are actually reached are the constants below. Everything here is
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from ...common.config.choices import own_rows
 from ...replay.rules import Limits
 from .lengths import Lengths
-from .memory import element, engine_element, has_own_gpus, vllm_setting
+from .memory import element, engine_element, has_own_gpus, moments_of, vllm_setting
 from .node import Node
 from .simulation import EngineSpeed, LearnerSpeed, Scenario
 from .sizes import ModelShape
@@ -55,8 +55,8 @@ GLOO_RATE = 0.3e9
 """Bytes per second through gloo on loopback; 0.13 to 0.56 GB/s were measured."""
 GRADED_A_SECOND = 500.0
 """Answers per second and grader process; 130 to 1,200 were measured, depending on the answers' form."""
-OPTIMIZER_BYTES = 30
-"""Bytes read and written per parameter: gradient 4, master and moments 12 twice, the weight 2."""
+OPTIMIZER_BYTES, MOMENT_BYTES = 14, 8
+"""Bytes read and written per parameter: gradient 4, master 4 twice, the weight 2; each moment 4 twice."""
 MAX_NUM_SEQS = 256
 """Fewest rows that an engine runs at a time unless ``rollout.vllm.max_num_seqs`` says otherwise."""
 RESPONSE_SHARE = 1 / 3
@@ -215,7 +215,8 @@ def learner_seconds(config: Config, shape: ModelShape, node: Node, work: Load) -
     compute = forward_seconds(config, shape, node, work.trained, work.prompt + work.response)
     updates = settings.minibatches
     share = n / settings.ranks if settings.zero_stage else n
-    optimizer = updates * OPTIMIZER_BYTES * share / (BANDWIDTH_SHARE * node.bandwidth)
+    traffic = OPTIMIZER_BYTES + MOMENT_BYTES * moments_of(config)
+    optimizer = updates * traffic * share / (BANDWIDTH_SHARE * node.bandwidth)
     exchanges = 0.0
     if settings.ranks > 1:
         micro = math.ceil(work.trained / settings.ranks / settings.micro_batch_tokens)

@@ -294,6 +294,17 @@ NOTHING = [
         ["model.attention=flash_attention_2", "model.dtype=bfloat16", "launch.gpus=none"],
         "needs a GPU",
     ),
+    (["data.pack_tokens=64"], "rollouts: leave it out"),
+    (["data.pack_tokens=64", OFFLINE, named("dpo")], "learner.objective.name=dpo"),
+    (["data.pack_tokens=64", OFFLINE, named("sft"), "data.archive=a"], "groups of an archive"),
+    (
+        ["data.pack_tokens=64", OFFLINE, named("sft"), "rollout.max_new_tokens=63"],
+        "rollout.max_new_tokens=63",
+    ),
+    (
+        ["data.pack_tokens=64", OFFLINE, named("sft"), "data.train=[{path: a, weight: 2}]"],
+        "leave the weights out",
+    ),
     (["rollout.update_wait_seconds=60"], "weights.commit_seconds=60"),
     (["weights.transport=nccl", "launch.gpus=none"], "weights.transport=auto"),
 ]
@@ -314,6 +325,32 @@ NOTHING = [
 def test_a_number_that_no_optimizer_or_clock_takes_is_refused(override: str):
     with pytest.raises(ConfigError, match=override.partition("=")[0]):
         build(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "way_out"),
+    [
+        (["name=rmsprop", "betas=[0.9, 0.99]"], "betas=.* is adamw's, .* leave it out"),
+        (["alpha=0.9"], "alpha=0.9 is rmsprop's, .* set name=rmsprop"),
+        (["warmup_steps=5", "warmup_share=0.1"], "leave one out"),
+        (["warmup_share=1.5"], "warmup_share"),
+        (["name=adam"], "name"),
+    ],
+)
+def test_settings_of_an_optimizer_that_do_not_go_together_are_refused(
+    overrides: list[str], way_out: str
+):
+    with pytest.raises(ConfigError, match=way_out):
+        build(*(f"learner.optimizer.{one}" for one in overrides))
+
+
+def test_a_preset_over_another_optimizers_leaves_its_keys_out():
+    tree = {**TREE, "learner": {"optimizer": {"betas": [0.9, 0.99], "lr": 1e-5}}}
+    override = "learner.optimizer.name=rmsprop"
+    optimizer = c.build(tree, [override]).learner.optimizer
+    assert (optimizer.alpha, optimizer.betas, optimizer.lr) == (0.99, None, 1e-5)
+    assert c.unread_keys(tree, [override]) == ["learner.optimizer.betas"]
+    assert c.read_config(c.to_yaml(c.build(tree, [override]))).learner.optimizer == optimizer
 
 
 @pytest.mark.parametrize(("overrides", "way_out"), NOTHING, ids=lambda v: str(v)[:60])

@@ -194,7 +194,8 @@ def test_a_resumed_run_may_change_schedule_logging_and_counts(text: str):
 @pytest.mark.parametrize(
     "text",
     ["run.seed=9", "rollout.group_size=4", "replay.max_staleness=3", "model.path=x",
-     "learner.objective.gamma=0.2", "data.train.0.path=b", "reward.mode=x"],
+     "learner.objective.gamma=0.2", "data.train.0.path=b", "reward.mode=x",
+     "learner.optimizer.name=rmsprop"],
 )  # fmt: skip
 def test_a_resumed_run_may_change_nothing_else(text: str):
     assert len(c.frozen_differences(build(), build(text))) == 1
@@ -312,3 +313,39 @@ def test_a_prefix_that_nothing_would_be_cut_for_is_refused(overrides, way_out):
     with pytest.raises(ConfigError, match=way_out):
         build("expert.per_group=1", "expert.prefix=fixed", *overrides)
     build("expert.per_group=1", "expert.prefix=cosine")
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ("gsm8k", ["gsm8k"]),
+        (["aime24", {"path": "a", "name": "own"}], ["aime24", "own"]),
+        (
+            "luffy-math",
+            ["aime24", "aime25", "amc23", "math-500", "minerva", "olympiad-bench"],
+        ),
+    ],
+)
+def test_evaluation_sets_may_be_named(given: Any, names: list[str]):
+    config = build(data={"train": [{"path": "a"}], "evaluate": given})
+    assert [one.name for one in config.data.evaluate] == names
+    assert config.data.evaluate[0].path.count("/") >= 1
+    assert c.read_config(c.to_yaml(config)) == config
+
+
+def test_an_unknown_evaluation_set_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"no evaluation set 'mat-500' \(did you mean math-500\?\)"):
+        build(data={"train": [{"path": "a"}], "evaluate": ["mat-500"]})
+
+
+def test_every_named_evaluation_set_is_one_of_the_hub_with_a_known_form():
+    from tandem.common import evaluation_sets
+    from tandem.common.hub import HubData
+    from tandem.replay.forms import named_form
+
+    for name in evaluation_sets.names():
+        for entry in evaluation_sets.named(name):
+            found = HubData.parse(entry["path"])
+            assert found is not None
+            assert found.split is not None
+            assert named_form(entry["form"])

@@ -1,4 +1,4 @@
-"""DeepSpeed's update is the plain AdamW update, whatever the split; and nothing else leaks in."""
+"""DeepSpeed's update is the optimizer's plain update, whatever the split; and nothing else leaks in."""
 
 from __future__ import annotations
 
@@ -61,18 +61,27 @@ def plain_update(
     return float(norm)
 
 
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=3e-4, alpha=0.9, weight_decay=0.01),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "rmsprop": {"name": "rmsprop", "alpha": 0.9, "weight_decay": 0.01},
+}
+
+
+@pytest.mark.parametrize("name", ["adamw", "rmsprop"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_update_is_the_plain_adamw_update(
-    stage: int, engines: Any, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+def test_an_update_is_the_plain_update(
+    stage: int, name: str, engines: Any, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.learner.engine.stage_of", lambda config, ranks: stage)
     objective = make("luffy")
     (whole,), scalars = micro_batches(made_up.random_rows(), objective)
     reference = made_up.tiny_model()
-    optimizer = torch.optim.AdamW(
-        reference.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0
-    )
-    engine = engines(stage, optimizer={"grad_clip": CLIP})
+    optimizer = OPTIMIZERS[name](reference.parameters())
+    engine = engines(stage, optimizer={"grad_clip": CLIP, **SETTINGS[name]})
     for _ in range(3):
         norm = plain_update(reference, whole, objective, scalars, optimizer)
         assert norm > CLIP  # or the clip would go untested
@@ -208,10 +217,12 @@ def test_the_gradients_are_there_before_anything_changes(engines: Any, made_up: 
     assert seen == [True]
 
 
+@pytest.mark.parametrize("name", ["adamw", "rmsprop"])
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (1, "bfloat16")])
 def test_after_a_load_the_next_updates_are_the_same_to_the_bit(
     stage: int,
     dtype: str,
+    name: str,
     engines: Any,
     made_up: ModuleType,
     tmp_path: Path,
@@ -220,13 +231,13 @@ def test_after_a_load_the_next_updates_are_the_same_to_the_bit(
     monkeypatch.setattr("tandem.learner.engine.stage_of", lambda config, ranks: stage)
     objective = make("luffy")
     micros, scalars = micro_batches(made_up.random_rows(), objective)
-    engine = engines(stage, dtype=dtype)
+    engine = engines(stage, dtype=dtype, optimizer={"name": name})
     for _ in range(3):
         engine.update(micros, objective, scalars, lr=1e-3)
     engine.save(tmp_path)
     torch.manual_seed(11)
     expected = [engine.update(micros, objective, scalars, lr=1e-3).loss for _ in range(3)]
-    for other in (engine, engines(stage, dtype=dtype)):
+    for other in (engine, engines(stage, dtype=dtype, optimizer={"name": name})):
         other.load(tmp_path)
         assert torch.initial_seed() is not None
         found = [other.update(micros, objective, scalars, lr=1e-3).loss for _ in range(3)]

@@ -22,5 +22,15 @@ def test_warm_up_then_the_schedule(schedule: str, at: dict[int, float]) -> None:
         assert learning_rate(optimizer, step, 105) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("share", "total", "steps"), [(0.1, 50, 5), (0.03, 100, 3), (0.03, 40, 2)])
+def test_a_share_of_the_run_warms_up(share: float, total: int, steps: int) -> None:
+    """A share is rounded up, so that a short run warms up too."""
+    by_share = OptimizerConfig(lr=1.0, warmup_share=share, schedule="cosine")
+    by_steps = OptimizerConfig(lr=1.0, warmup_steps=steps, schedule="cosine")
+    for step in range(1, total + 1):
+        assert learning_rate(by_share, step, total) == learning_rate(by_steps, step, total)
+    assert learning_rate(by_share, 1, total) == pytest.approx(1 / steps)
+
+
 def test_the_first_step_has_a_learning_rate_without_warm_up() -> None:
     assert learning_rate(OptimizerConfig(lr=2e-4, schedule="linear"), 1, 1) > 0

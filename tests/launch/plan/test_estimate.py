@@ -139,6 +139,12 @@ def test_what_zero_divides(
     )
 
 
+def test_rmsprop_keeps_one_moment_of_two() -> None:
+    overrides = ["learner.zero_stage=1", "learner.ranks=4", "learner.optimizer.name=rmsprop"]
+    found = memory.learner(config(*overrides), SMALL, "cuda", rank=1).parts
+    assert found["optimizer"] == 8 * N // 4
+
+
 def test_one_fp32_rank_has_nothing_to_divide() -> None:
     found = memory.learner(config(name="miniature"), SMALL, "cpu").parts
     assert (found["weights"], found["gradients"], found["optimizer"]) == (4 * N, 4 * N, 8 * N)
