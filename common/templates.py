@@ -52,7 +52,7 @@ def names() -> list[str]:
     """All names.
 
     >>> names()
-    ['own', 'none', 'qwen', 'simplerl', 'prime', 'r1_zero', 'question_only']
+    ['own', 'none', 'qwen', 'simplerl', 'prime', 'r1_zero', 'alpaca', 'question_only']
     """
     return [OWN, NONE, *_published()]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
-from .. import templates
+from .. import evaluation_sets, templates
 from .section import NonNegative, Positive, Section
 
 
@@ -50,6 +50,8 @@ class EvalSetConfig(Section):
     """As for a source."""
     limit: Positive | None = None
     """Use only this many problems, the first ones; None = all."""
+    rows: Positive | None = None
+    """Number of rows without which it isn't the set that was meant; None = any number."""
 
     @property
     def short_name(self) -> str:
@@ -63,7 +65,7 @@ class DataConfig(Section):
     train: tuple[SourceConfig, ...] = ()
     """Sources of problems, mixed by ``weight``, each in its own seeded permutation."""
     evaluate: tuple[EvalSetConfig, ...] = ()
-    """Held-out sets."""
+    """Held-out sets; a known one may be given by its name (``tandem/common/evaluation_sets.yaml``)."""
     archive: str | None = None
     """Folder of an archive (``tandem archive``, or a run's ``archive/``) whose groups are trained on instead
     of single traces, with ``learner.source=offline``: its steps in order, again and again if there are more."""
@@ -75,8 +77,8 @@ class DataConfig(Section):
     """Number of problems without a trace that the miniature writes."""
     template: str = "own"
     """Template of the prompts: ``own`` (the model's chat template), ``none`` (only the messages' contents),
-    ``qwen``, ``simplerl``, ``prime``, ``r1_zero``, ``question_only``, or the path of a text file with one
-    ``{question}``. All but the first two leave out the rows' system messages."""
+    ``qwen``, ``simplerl``, ``prime``, ``r1_zero``, ``alpaca``, ``question_only``, or the path of a text file
+    with one ``{question}``. All but the first two leave out the rows' system messages."""
     system_prompt: str | None = None
     """A system prompt for rows that have none of their own."""
     remove_system: bool = False
@@ -85,6 +87,9 @@ class DataConfig(Section):
     """What the response begins with, as in ``<think>``; the end of the prompt."""
     stop: tuple[str, ...] | None = None
     """Strings that end a response, and stay at its end; None = those of the template."""
+    pack_tokens: Positive | None = None
+    """Length of the blocks to which the documents of all sources (prompt and response) are joined and cut;
+    None = they stay apart. For ``sft`` on stored responses alone, which then learns from all tokens."""
     max_prompt_tokens: Positive = 1024
     """Greatest length of a prompt in tokens; ``overlong`` says what happens to longer ones."""
     overlong: Literal["drop", "refuse"] = "drop"
@@ -119,3 +124,17 @@ class DataConfig(Section):
         rest = {name: value for name, value in given.items() if name != "bad_golds"}
         bad_rows = "refuse" if given["bad_golds"] == "refuse" else "leave_out"
         return {"bad_rows": bad_rows, **rest}
+
+    @field_validator("evaluate", mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        """Puts known sets in the place of their names."""
+        if isinstance(given, str):
+            given = [given]
+        if not isinstance(given, list | tuple):
+            return given
+        return [
+            entry
+            for one in given
+            for entry in (evaluation_sets.named(one) if isinstance(one, str) else [one])
+        ]

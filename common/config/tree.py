@@ -103,6 +103,8 @@ class Config(Section):
             )
         if self.expert.prefix is not None:
             self._check_prefix()
+        if self.data.pack_tokens is not None:
+            self._check_packing(self.data.pack_tokens)
         if self.weights.every - 1 > self.replay.max_staleness:
             raise ValueError(
                 f"weights.every={self.weights.every} needs replay.max_staleness >= "
@@ -149,3 +151,25 @@ class Config(Section):
                 f"expert.prefix={expert.prefix} runs over steps, and a run that is set in passes "
                 f"doesn't know theirs: set expert.prefix_steps"
             )
+
+    def _check_packing(self, tokens: int) -> None:
+        name, longest = self.learner.objective.name, self.rollout.max_new_tokens
+        stored = self.learner.source == "offline" and self.data.archive is None
+        if name != "sft" or not stored:
+            raise ValueError(
+                f"data.pack_tokens={tokens} joins stored responses for learner.objective.name=sft with "
+                f"learner.source=offline, and this run has learner.objective.name={name}, "
+                f"learner.source={self.learner.source} and data.archive={self.data.archive or 'null'}: set "
+                f"data.pack_tokens=null"
+            )
+        if tokens > longest:
+            raise ValueError(
+                f"data.pack_tokens={tokens:,} is over the longest response that is trained on, "
+                f"rollout.max_new_tokens={longest:,}: raise the second or lower the first"
+            )
+        for source in self.data.train:
+            if source.weight != 1:
+                raise ValueError(
+                    f"data.pack_tokens joins each document once, and {source.short_name} has the weight "
+                    f"{source.weight}, which would do nothing: leave the weights out"
+                )

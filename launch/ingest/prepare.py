@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ from ...replay.forms import data_files as files_of
 from ...reward.grading import Grader
 from ..host.preflight import TOKENIZER_FILES, check_model
 from .counts import SourceCounts
+from .pack import NAME as PACKED
+from .pack import packed
 from .rows import SourceReader, trains_on_traces
 
 
@@ -114,7 +116,7 @@ def inputs_digest(config: Config, folder: RunFolder) -> str:
     tree = config.model_dump(mode="json")
     # Data are the same whenever a trace enters a group, and older runs lack this setting.
     expert = {name: value for name, value in tree["expert"].items() if name != "when"}
-    digest.update(repr((tree["data"], expert, tree["model"]["path"])).encode())
+    digest.update(repr((_without_new(tree["data"]), expert, tree["model"]["path"])).encode())
     digest.update(repr((config.rollout.max_new_tokens, config.learner.source)).encode())
     model = check_model(config)
     files: list[Path] = []
@@ -132,6 +134,16 @@ def inputs_digest(config: Config, folder: RunFolder) -> str:
                     while chunk := content.read(1 << 20):
                         digest.update(chunk)
     return digest.hexdigest()
+
+
+def _without_new(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``data`` without settings at their defaults that older runs lack."""
+    evaluate = [
+        {key: value for key, value in one.items() if (key, value) != ("rows", None)}
+        for one in data["evaluate"]
+    ]
+    kept = {key: value for key, value in data.items() if (key, value) != ("pack_tokens", None)}
+    return {**kept, "evaluate": evaluate}
 
 
 def prepare(
@@ -198,6 +210,12 @@ def prepare(
             f"expert.per_group={config.expert.per_group} needs expert traces, and no source has "
             f"one{_left_out(counts, names)}: add a source with targets, or set expert.per_group=0"
         )
+    sources = [(source.short_name, source.weight) for source in config.data.train]
+    if config.data.pack_tokens is not None:
+        problems, traces, counts[PACKED] = packed(
+            problems, traces, tokenizer, tokens=config.data.pack_tokens, seed=config.run.seed
+        )
+        sources = [(PACKED, 1)]
     digest = hashlib.blake2b(digest_size=16)
     for problem in problems:
         digest.update(wire.encode(problem))
@@ -209,10 +227,7 @@ def prepare(
         problems=tuple(problems),
         traces=tuple(traces),
         evaluate=evaluate,
-        sources=tuple(
-            (name, counts[name].problems, source.weight)
-            for name, source in zip(names, config.data.train, strict=True)
-        ),
+        sources=tuple((name, counts[name].problems, weight) for name, weight in sources),
         data_digest=digest.hexdigest(),
         counts=counts,
     )

@@ -116,6 +116,13 @@ class SourceReader:
                 f"{file.name}: not one of its rows can be used ({counts}): raise "
                 f"data.max_prompt_tokens, or name another file"
             )
+        expected = getattr(source, "rows", None)
+        if expected is not None and source.limit is None and counts.seen != expected:
+            raise DataError(
+                f"{source.short_name} should have {expected:,} rows and {file.name} has {counts.seen:,}, so "
+                f"that it isn't the set that was meant: set rows of this set to {counts.seen} or null in "
+                f"data.evaluate, if it is"
+            )
         seed = getattr(source, "seed", None)
         if source.limit is not None and seed is not None:
             kept = drawn([problem.problem_id for problem in problems], source.limit, seed)

@@ -124,9 +124,49 @@ TABLE: dict[str, ModelShape] = {
     "Qwen/Qwen2.5-Math-1.5B": replace(_ONE_AND_A_HALF, context=4096),
     "Qwen/Qwen2.5-Math-7B": replace(_QWEN, context=4096),
     "Elliott/Qwen2.5-Math-7B-16k-think": replace(_QWEN, context=16384),
+    "Elliott/Qwen2.5-Math-7B-SFT": replace(_QWEN, context=16384),
+    "Qwen/Qwen3-0.6B": ModelShape(
+        name="",
+        layers=28,
+        hidden=1024,
+        heads=16,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=3072,
+        vocabulary=151936,
+        tied=True,
+        context=40960,
+        counted=596_049_920,  # With the norms of queries and keys.
+    ),
+    "meta-llama/Meta-Llama-3-8B": ModelShape(
+        name="",
+        layers=32,
+        hidden=4096,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=14336,
+        vocabulary=128256,
+        tied=False,
+        context=8192,
+    ),
+    "allenai/OLMo-2-0425-1B": ModelShape(
+        name="",
+        layers=16,
+        hidden=2048,
+        heads=16,
+        kv_heads=16,
+        head_dim=128,
+        intermediate=8192,
+        vocabulary=100352,
+        tied=False,
+        context=4096,
+        counted=1_484_916_736,  # With the norms of queries and keys.
+    ),
 }
-"""Qwen2.5 (arXiv 2412.15115) and Qwen2.5-Math (arXiv 2409.12122), with the sizes in their
-config.json. Each model's ``-Instruct`` variant has the same sizes."""
+"""Qwen2.5 (arXiv 2412.15115), Qwen2.5-Math (arXiv 2409.12122), Qwen3 (arXiv 2505.09388), Llama 3 (arXiv
+2407.21783) and OLMo 2 (arXiv 2501.00656), with the sizes in their config.json. Each model's
+``-Instruct`` variant has the same sizes."""
 
 
 def shape_of(path: str) -> ModelShape | None:

@@ -2,13 +2,15 @@
 
 Beside the sections of the config a preset's file may hold:
 
-- ``base``: the name or path of a preset that it inherits from; sections are merged key by key,
-  lists are replaced;
+- ``base``: the name or path of a preset that it inherits from, or a list of them, each laid over those
+  before it; sections are merged key by key, lists are replaced;
 - ``stages``: a list of runs that one command makes one after another (:mod:`.stages`), each with a
   ``name``, perhaps a ``base`` of its own, and sections that go over the file's;
 - ``rounds``: how often the stages are gone through;
 - ``about``: one line for ``tandem presets``;
 - ``untested``: true where nobody has run it yet.
+
+Wherever a preset is named, ``one+another`` stands for the second laid over the first.
 """
 
 from __future__ import annotations
@@ -84,13 +86,13 @@ class Preset:
         return config
 
     def tell_unread(self, overrides: Sequence[str]) -> None:
-        """Lists on standard error the preset's keys that the config's objective and engine don't read."""
+        """Lists on standard error the preset's keys that its objective, optimizer and engine don't read."""
         from ...common.config import unread_keys
 
         if unread := unread_keys(self.tree, overrides):
             print(
-                f"tandem: left out of preset {self.name}, since the run's objective and engine read no "
-                f"such key: {', '.join(unread)}",
+                f"tandem: left out of preset {self.name}, since the run's objective, optimizer and "
+                f"engine read no such key: {', '.join(unread)}",
                 file=sys.stderr,
             )
 
@@ -101,14 +103,19 @@ def names() -> list[str]:
 
 
 def load(name: str, *, beside: Path | None = None, seen: tuple[Path, ...] = ()) -> Preset:
-    """Reads a preset by its name or by its file's path.
+    """Reads a preset by its name or by its file's path, or several that are joined by ``+``.
 
     Raises:
         ConfigError: there is no such preset, it isn't a YAML mapping, or it inherits from itself.
     """
     from ...common.config import read_yaml
 
-    if "/" in name or name.endswith((".yaml", ".yml")):
+    joined = name.split("+")
+    if len(joined) > 1 and not ((beside or Path()) / name).expanduser().exists():
+        place = Path() if any(_is_path(one) for one in joined) else FOLDER
+        # No file has this path: it tells one run's presets from another's.
+        return replace(_laid(joined, beside, seen), path=place.absolute() / name)
+    if _is_path(name):
         path = Path(name).expanduser()
         if beside is not None:
             path = beside / path
@@ -126,10 +133,7 @@ def load(name: str, *, beside: Path | None = None, seen: tuple[Path, ...] = ()) 
     about = str(tree.pop("about", ""))
     untested = bool(tree.pop("untested", False))
     stages, rounds = tree.pop("stages", None), tree.pop("rounds", None)
-    base = tree.pop("base", None)
-    below = Preset(name="", path=path, about="", untested=False, tree={})
-    if base is not None:
-        below = load(str(base), beside=path.parent, seen=(*seen, path))
+    below = _laid(tree.pop("base", None) or [], path.parent, (*seen, path))
     if stages is None:
         made = tuple(replace(stage, below=over(stage.below, tree)) for stage in below.stages)
     else:
@@ -177,7 +181,7 @@ def _stages(
             raise ConfigError(f"{path}: two stages are named {name}: give each its own name")
         under = below
         if base is not None:
-            inherited = load(str(base), beside=path.parent, seen=(*seen, path))
+            inherited = _laid(base, path.parent, (*seen, path))
             if inherited.stages:
                 raise ConfigError(
                     f"{path}: stage {name} can't inherit from {base}, which has stages"
@@ -185,6 +189,36 @@ def _stages(
             under = over(below, inherited.tree)
         made.append(Stage(name=name, below=over(under, own), own=one))
     return tuple(made)
+
+
+def _is_path(name: str) -> bool:
+    """Whether a preset is named by its file's path."""
+    return "/" in name or name.endswith((".yaml", ".yml"))
+
+
+def _laid(given: Any, beside: Path | None, seen: tuple[Path, ...]) -> Preset:
+    """Presets laid over one another, the first one lowest; an empty one if there are none.
+
+    Stages are those of the last that has any; what is laid over them is below their own sections.
+    """
+    names = given if isinstance(given, list) else [given]
+    laid = Preset(name="", path=Path(), about="", untested=False, tree={})
+    for one in (load(str(name), beside=beside, seen=seen) for name in names):
+        stages = tuple(replace(stage, below=over(laid.tree, stage.below)) for stage in one.stages)
+        if not stages:
+            stages = tuple(
+                replace(stage, below=over(stage.below, one.tree)) for stage in laid.stages
+            )
+        laid = Preset(
+            name=f"{laid.name}+{one.name}".lstrip("+"),
+            path=one.path,
+            about=laid.about or one.about,
+            untested=laid.untested or one.untested,
+            tree=over(laid.tree, one.tree),
+            stages=stages,
+            rounds=one.rounds if one.stages else laid.rounds,
+        )
+    return laid
 
 
 def over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +254,7 @@ def split(words: Sequence[str], default: str) -> tuple[str, list[str]]:
     rest = [word for word in words if "=" not in word]
     if len(rest) > 1:
         raise ConfigError(
-            f"only one preset can be given, not {' and '.join(rest)}; "
-            f"write settings as section.key=value"
+            f"only one preset can be given, not {' and '.join(rest)}: write settings as section.key=value, "
+            f"or lay one preset over another with {'+'.join(rest)}"
         )
     return (rest[0] if rest else default), overrides

@@ -33,7 +33,9 @@ Choose = Callable[[Collection[str]], list[str] | None]
 
 
 def data_files(path: Path) -> list[Path]:
-    """The files of a source: the file itself, or those in a folder, sorted by name.
+    """The files of a source: the file itself, or those in a folder and the folders in it, sorted by path.
+
+    Hidden ones are left out. Data sets of the hub have their files in folders, as ``main/train-….parquet``.
 
     Raises:
         DataError: there are none.
@@ -41,8 +43,10 @@ def data_files(path: Path) -> list[Path]:
     if path.is_dir():
         files = sorted(
             file
-            for file in path.iterdir()
-            if file.name.endswith(DATA_ENDINGS) and not file.name.startswith(".") and file.is_file()
+            for file in path.rglob("*")
+            if file.name.endswith(DATA_ENDINGS)
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+            and file.is_file()
         )
         if not files:
             raise DataError(f"{path} is a folder without data files ({', '.join(DATA_ENDINGS)})")

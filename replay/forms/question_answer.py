@@ -1,7 +1,7 @@
 """A question with its gold answer and nothing to learn from: AIME, AMC, MATH-500, Minerva and the like.
 
 ``question`` (or ``problem``, or ``prompt``, which may be a list of messages) is the question. ``answer`` (or
-``gold``, ``ground_truth``) is the gold answer as text, as a number (142.0 is read as 142), or as a solution
+``gold``, ``ground_truth``, or OlympiadBench's ``final_answer``) is the gold answer as text, as a number (142.0 is read as 142), or as a solution
 that holds it in its last ``\\boxed{}``.
 """
 
@@ -25,7 +25,7 @@ from .row import (
 )
 
 QUESTIONS = ("question", "problem", "prompt")
-ANSWERS = ("answer", "gold", "ground_truth")
+ANSWERS = ("answer", "gold", "ground_truth", "final_answer")
 
 
 def read(row: Mapping[str, Any]) -> Content:

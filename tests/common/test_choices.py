@@ -294,17 +294,6 @@ NOTHING = [
         ["model.attention=flash_attention_2", "model.dtype=bfloat16", "launch.gpus=none"],
         "needs a GPU",
     ),
-    (["data.pack_tokens=64"], "rollouts: leave it out"),
-    (["data.pack_tokens=64", OFFLINE, named("dpo")], "learner.objective.name=dpo"),
-    (["data.pack_tokens=64", OFFLINE, named("sft"), "data.archive=a"], "groups of an archive"),
-    (
-        ["data.pack_tokens=64", OFFLINE, named("sft"), "rollout.max_new_tokens=63"],
-        "rollout.max_new_tokens=63",
-    ),
-    (
-        ["data.pack_tokens=64", OFFLINE, named("sft"), "data.train=[{path: a, weight: 2}]"],
-        "leave the weights out",
-    ),
     (["rollout.update_wait_seconds=60"], "weights.commit_seconds=60"),
     (["weights.transport=nccl", "launch.gpus=none"], "weights.transport=auto"),
 ]
@@ -342,6 +331,21 @@ def test_settings_of_an_optimizer_that_do_not_go_together_are_refused(
 ):
     with pytest.raises(ConfigError, match=way_out):
         build(*(f"learner.optimizer.{one}" for one in overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "way_out"),
+    [
+        ([], "learner.source=ledger .* set data.pack_tokens=null"),
+        ([OFFLINE, named("dpo")], "learner.objective.name=dpo"),
+        ([OFFLINE, named("sft"), "data.archive=a"], "data.archive=a"),
+        ([OFFLINE, named("sft"), "rollout.max_new_tokens=63"], "rollout.max_new_tokens=63"),
+        ([OFFLINE, named("sft"), "data.train=[{path: a, weight: 2}]"], "leave the weights out"),
+    ],
+)
+def test_blocks_are_for_sft_on_stored_responses_alone(overrides: list[str], way_out: str):
+    with pytest.raises(ConfigError, match=way_out):
+        build("data.pack_tokens=64", *overrides)
 
 
 def test_a_preset_over_another_optimizers_leaves_its_keys_out():

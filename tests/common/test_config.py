@@ -334,7 +334,9 @@ def test_evaluation_sets_may_be_named(given: Any, names: list[str]):
 
 
 def test_an_unknown_evaluation_set_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"no evaluation set 'mat-500' \(did you mean math-500\?\)"):
+    with pytest.raises(
+        ConfigError, match=r"no evaluation set 'mat-500' \(did you mean math-500\?\)"
+    ):
         build(data={"train": [{"path": "a"}], "evaluate": ["mat-500"]})
 
 

@@ -14,6 +14,7 @@ BYTES = {
     "qwen": 160,
     "r1_zero": 449,
     "simplerl": 190,
+    "alpaca": 150,
     "question_only": 10,
 }
 """Length of each text in UTF-8, {question} included: a reformatted file would change it."""
@@ -43,6 +44,12 @@ def test_mistakes_of_the_origin_are_kept() -> None:
         .fill("{Q}")
         .endswith("<|im_start|>user\n{Q}<|im_end|>\n<|im_start|>assistant\n")
     )
+
+
+def test_alpaca_answers_begin_on_a_line_of_their_own() -> None:
+    template = templates.named("alpaca")
+    assert template.fill("Q?").endswith("the request.\n\n### Instruction:\nQ?\n\n### Response:\n")
+    assert template.stop == ()
 
 
 def test_r1_zero_opens_the_thoughts_and_stops_at_the_answer() -> None:

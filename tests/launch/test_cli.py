@@ -224,9 +224,58 @@ def test_an_error_in_a_users_preset_names_its_file(tmp_path: Path) -> None:
         presets.load(str(path)).resolve([])
 
 
-def test_two_presets_at_once_are_refused() -> None:
-    with pytest.raises(ConfigError, match="only one preset"):
+def test_two_presets_at_once_are_refused_with_how_to_lay_one_over_another() -> None:
+    with pytest.raises(ConfigError, match=r"only one preset .* with miniature\+miniature-easy"):
         presets.split(["miniature", "miniature-easy"], "miniature")
+
+
+def test_several_bases_are_laid_one_over_another(tmp_path: Path) -> None:
+    (tmp_path / "low.yaml").write_text("base: miniature\nrun: {steps: 7, seed: 1}\n")
+    (tmp_path / "high.yaml").write_text("run: {seed: 2}\ndata: {train: [{path: b}]}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "base: [low.yaml, high.yaml]\nrollout: {group_size: 3}\nuntested: true\n"
+    )
+    for name in ("mine.yaml", "low.yaml+high.yaml+mine.yaml"):
+        config = presets.load(name, beside=tmp_path).resolve([])
+        assert (config.run.steps, config.run.seed, config.rollout.group_size) == (7, 2, 3)
+        assert [source.path for source in config.data.train] == ["b"]
+        assert config.data.evaluate[0].name == "heldout"
+
+
+def test_a_base_is_laid_over_another_with_what_its_objective_reads(tmp_path: Path) -> None:
+    (tmp_path / "sft.yaml").write_text(
+        "learner: {objective: {name: sft}, optimizer: {name: rmsprop}}\n"
+    )
+    (tmp_path / "mine.yaml").write_text("base: [miniature, sft.yaml]\n")
+    preset = presets.load(str(tmp_path / "mine.yaml"))
+    assert preset.resolve([]).learner.objective.name == "sft"
+    assert unread_keys(preset.tree) == []
+
+
+def test_presets_on_the_command_line_are_laid_over_one_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("more.yaml").write_text("run: {steps: 9}\n")
+    code, out, _ = tandem(capsys, "config", "miniature-easy+more.yaml", "--json", "run.seed=4")
+    assert code == 0
+    config = json.loads(out)
+    assert config["run"] == {
+        **config["run"],
+        "steps": 9,
+        "seed": 4,
+        "dir": "runs/miniature-easy+more",
+    }
+    assert config["data"]["miniature"] == "easy"
+    # The path, as a run shows it, is what resumes it.
+    path = presets.load("miniature-easy+more.yaml").path
+    again = presets.load(str(path.relative_to(Path.cwd()))).resolve([])
+    assert again.run.steps == 9
+
+
+def test_a_plus_in_a_files_name_is_part_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a+b.yaml").write_text("base: miniature\n")
+    assert presets.load(str(tmp_path / "a+b.yaml")).name == "a+b"
 
 
 def test_help_and_list_answer_without_the_libraries() -> None:

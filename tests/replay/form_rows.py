@@ -57,6 +57,14 @@ ROWS: dict[str, Callable[[int], Row]] = {
         "question": asked(n),
         "answer": f"Twice {n} is {n}*2=<<{n}*2={2 * n}>>{2 * n}.\n#### {2 * n:,}",
     },
+    "multiple_choice": lambda n: {
+        "question": asked(n),
+        "choices": {
+            "text": [str(2 * n), str(2 * n + 1), "both\nof them"],
+            "label": ["1", "2", "3"],
+        },
+        "answerKey": str(1 + n % 3),
+    },
     "conversation": lambda n: {
         "messages": [_said("user", asked(n)), _said("assistant", solution(n))],
         "ground_truth": str(2 * n),
@@ -117,6 +125,13 @@ BAD: dict[str, Sequence[Row | str]] = {
         {"answer": None},
         {"question": ""},
         {"question": 1},
+    ),
+    "multiple_choice": (
+        {"answerKey": "4"},
+        {"choices": {"text": ["4"], "label": ["1"]}},
+        {"choices": ["4", ""]},
+        {"choices": {"text": ["4", "5"], "label": ["1"]}},
+        {"question": None},
     ),
     "conversation": (
         {"messages": []},

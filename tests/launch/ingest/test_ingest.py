@@ -609,3 +609,79 @@ def test_an_objective_of_pairs_needs_some(made: Path) -> None:
             "reward.components=[{name: accuracy}]",
             "expert.accept=[correct,unparsable,wrong]",
         )
+
+
+# --- blocks of a constant length ---
+
+PACKED = (
+    *("learner.objective.name=sft", "learner.source=offline", "expert.per_group=0"),
+    "data.train=[{path: d/expert.parquet}]",
+)
+
+
+def test_documents_are_joined_and_cut_to_blocks_in_which_every_token_is_trained_once(
+    made: Path,
+) -> None:
+    apart = prepared(*PACKED)
+    of = {problem.problem_id: problem for problem in apart.problems}
+    documents = sorted(
+        [*of[trace.problem_id].prompt_tokens.tolist(), *trace.tokens.tolist()]
+        for trace in apart.traces
+    )
+    total = sum(map(len, documents))
+    found = prepared(*PACKED, "data.pack_tokens=20")
+    assert len(found.problems) == len(found.traces) == (total - 1) // 20
+    assert found.sources == (("packed", len(found.problems), 1),)
+    joined = [int(found.problems[0].prompt_tokens[0])]
+    for problem, trace in zip(found.problems, found.traces, strict=True):
+        # A block begins with the token that the one before it has ended with.
+        assert problem.prompt_tokens.tolist() == joined[-1:]
+        assert problem.trace_ids == (trace.trace_id,)
+        assert (len(trace.tokens), trace.verdict, trace.reward) == (20, Verdict.CORRECT, 1.0)
+        joined += trace.tokens.tolist()
+    rest = total - len(joined)
+    assert str(found.counts["packed"]).endswith(
+        f"left out: {rest} tokens after the last whole block"
+    )
+    # Whole documents, each ending in the end token, in some order.
+    ends = [index + 1 for index, token in enumerate(joined) if token == 1]
+    starts = [0, *ends]
+    whole = [joined[start:end] for start, end in zip(starts, ends, strict=False)]
+    assert len(whole) == 2
+    assert all(document in documents for document in whole)
+
+
+def test_the_runs_seed_orders_the_documents(made: Path) -> None:
+    def tokens(seed: int) -> list[int]:
+        found = prepared(*PACKED, "data.pack_tokens=20", f"run.seed={seed}")
+        return [token for trace in found.traces for token in trace.tokens.tolist()]
+
+    assert tokens(0) == tokens(0)
+    assert len({tuple(tokens(seed)) for seed in range(6)}) > 1
+
+
+def test_fewer_tokens_than_one_block_are_refused(made: Path, here: Path, capsys) -> None:
+    overrides = ("data.pack_tokens=900", "rollout.max_new_tokens=900", *PACKED)
+    with pytest.raises(DataError, match=r"data\.pack_tokens=900 is more than the .* tokens"):
+        prepared(*overrides)
+
+
+# --- named sets ---
+
+
+def test_a_set_with_another_number_of_rows_is_not_the_one_that_was_meant(made: Path) -> None:
+    entry = "{{path: d/heldout.parquet, name: held, rows: {}}}"
+    assert len(prepared(f"data.evaluate=[{entry.format(5)}]").evaluate["held"]) == 5
+    with pytest.raises(DataError, match=r"held should have 6 rows and heldout\.parquet has 5"):
+        prepared(f"data.evaluate=[{entry.format(6)}]")
+
+
+def test_settings_that_older_runs_lack_leave_the_inputs_digest_as_it_was(made: Path) -> None:
+    """Else a run that an older version began could not be gone on with."""
+    tree = load("miniature").resolve(PLAIN).data.model_dump(mode="json")
+    kept = ingest._without_new(tree)
+    assert "pack_tokens" not in kept
+    assert "rows" not in kept["evaluate"][0]
+    assert set(tree) - set(kept) == {"pack_tokens"}
+    packed = {**tree, "pack_tokens": 8}
+    assert ingest._without_new(packed)["pack_tokens"] == 8

@@ -13,7 +13,7 @@ from tandem.replay.forms import FORMS, DataRow, LeftOut, Message, named_form, re
 from tandem.replay.forms.row import RowError
 
 FORM_NAMES = [form.name for form in FORMS]
-WITH_GOLD = [name for name in FORM_NAMES if name not in ("hh", "countdown")]
+WITH_GOLD = [name for name in FORM_NAMES if name not in ("hh", "countdown", "multiple_choice")]
 WITH_TARGET = [name for name in WITH_GOLD if name not in ("question_answer", "gsm8k")]
 
 
@@ -188,3 +188,60 @@ def test_a_form_refuses_to_write_what_it_cannot_hold(tmp_path: Path):
         assert write is not None
         with pytest.raises(RowError, match=r"the form .* needs it"):
             write(row.content)
+
+
+ARC = {"id": "x", "question": "2 + 2?", "choices": {"text": ["3", "4"], "label": ["A", "B"]}}
+GPQA = {"Question": "2 + 2?\n", "Correct Answer": "4\n", "Explanation": "two and two"}
+
+
+@pytest.mark.parametrize(
+    ("row", "gold"),
+    [
+        ({**ARC, "answerKey": "B"}, "B"),
+        ({**ARC, "choices": {"text": ["3", "4"], "label": ["1", "2"]}, "answerKey": "2"}, "B"),
+        ({"question": "2 + 2?", "choices": ["3", "4"], "answer": 1, "subject": "sums"}, "B"),
+        (
+            {
+                "question": "2 + 2?",
+                "options": ["3", "4"],
+                "answer": "B",
+                "answer_index": 1,
+                "src": "x",
+            },
+            "B",
+        ),
+    ],
+)
+def test_published_multiple_choice_sets_are_read_alike(
+    row: dict[str, Any], gold: str, tmp_path: Path
+):
+    (found,) = all_of(write_lines(tmp_path / "a.jsonl", [row]))
+    assert found.content.prompt[0].content == "2 + 2?\nA) 3\nB) 4"
+    assert (found.content.gold, found.content.target) == (gold, None)
+    assert "answer_index" not in found.content.extra
+
+
+def test_gpqa_gets_an_order_of_options_that_does_not_show_the_answer(tmp_path: Path):
+    rows = [
+        {
+            **GPQA,
+            "Question": f"{n} + 2?",
+            **{f"Incorrect Answer {k}": str(10 * k + n) for k in (1, 2, 3)},
+        }
+        for n in range(40)
+    ]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    found = all_of(path)
+    golds = [row.content.gold for row in found]
+    assert set(golds) == set("ABCD")
+    for row in found:
+        assert f"\n{row.content.gold}) 4" in row.content.prompt[0].content + "\n"
+        assert row.content.extra == {}
+    assert [row.content.gold for row in all_of(path)] == golds
+
+
+def test_olympiad_bench_has_its_answer_in_a_list_of_one(tmp_path: Path):
+    row = {"question": "2 + 2?", "solution": ["by counting"], "final_answer": ["$4$"], "unit": None}
+    path = write_lines(tmp_path / "a.jsonl", [row])
+    (found,) = all_of(path, "question_answer")
+    assert (found.content.gold, found.content.target) == ("$4$", None)

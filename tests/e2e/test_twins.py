@@ -1,0 +1,116 @@
+"""Every preset for GPUs trains some steps on the miniature: its objective, optimizer, schedule, staleness, rewards and
+use of traces, with the miniature's model, data and sizes laid over it (``PRESET+miniature-twin``)."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import Run
+from test_pairs import write_pairs
+
+from tandem.common.config import Config, read_config
+from tandem.launch.miniature.parquet import write
+from tandem.launch.run.presets import load, names
+from tandem.learner.schedule import learning_rate
+from tandem.replay.archive import steps as steps_of
+
+STEPS = 3
+SAMPLED = "qwen2.5-math-1.5b-expert-iteration-sample-2gpu"
+AGAIN = "qwen2.5-math-1.5b-expert-iteration-sft-1gpu"
+
+
+def overrides(name: str) -> list[str]:
+    """What a twin needs besides, since the miniature's files and sizes differ."""
+    given = []
+    config = load(name).resolve([])
+    if config.learner.objective.rejects:
+        given.append("data.train=[{path: pairs.jsonl}]")
+    if config.data.pack_tokens is not None:
+        given.append("data.pack_tokens=32")
+    if name == SAMPLED:
+        given.append("run.dir=sampled")
+    if name == AGAIN:
+        given += ["data.archive=sampled/archive", f"run.steps={STEPS}"]
+    return given
+
+
+def twin(name: str) -> Config:
+    return load(f"{name}+miniature-twin").resolve(overrides(name))
+
+
+def kind(config: Config) -> tuple[Any, ...]:
+    """What CI runs one twin of."""
+    learner = config.learner
+    packs, replays = config.data.pack_tokens is not None, config.data.archive is not None
+    trained = (learner.objective.name, learner.optimizer.name) if learner.train else None
+    return trained, learner.source, packs, replays
+
+
+def representatives() -> list[Any]:
+    """One preset of all whose twins are the same run; those whose kind is run already are run by hand."""
+    twins: list[Config] = []
+    chosen = []
+    for name in (name for name in names() if not name.startswith("miniature")):
+        made = twin(name)
+        same = made.model_copy(update={"run": made.run.model_copy(update={"dir": None})})
+        if same in twins:
+            continue
+        known = any(kind(one) == kind(same) for one in twins)
+        twins.append(same)
+        marks = [pytest.mark.byhand] if known else []
+        chosen.append(pytest.param(name, marks=marks))
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all twins run, with pairs of right and wrong chains."""
+    folder = tmp_path_factory.mktemp("twins")
+    write(folder / "chains", traces=64, fresh=1, held_out=1)
+    write_pairs(folder / "chains" / "expert.parquet", folder / "pairs.jsonl")
+    return folder
+
+
+def ran(here: Path, name: str) -> Path:
+    """The folder of a twin's finished run."""
+    config = twin(name)
+    assert config.run.dir is not None
+    folder = here / config.run.dir
+    if not folder.exists():
+        command = "offline" if config.learner.source == "offline" else "start"
+        run = Run(here, command, f"{name}+miniature-twin", *overrides(name))
+        try:
+            assert run.wait() == 0, run.said()
+        finally:
+            run.end()
+    return folder
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", representatives())
+def test_a_preset_trains_the_miniature(name: str, here: Path) -> None:
+    if name == AGAIN:
+        ran(here, SAMPLED)
+    folder = ran(here, name)
+    used = read_config((folder / "config.yaml").read_text())
+    preset = load(name).resolve([])
+    for key in ("objective", "optimizer", "minibatches", "source", "train"):
+        assert getattr(used.learner, key) == getattr(preset.learner, key)
+    assert used.expert.per_group == preset.expert.per_group
+    assert used.replay.max_staleness == preset.replay.max_staleness
+    assert used.reward.components == preset.reward.components
+    if not used.learner.train:
+        assert next(iter(steps_of(folder / "archive")), None) is not None
+        return
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    steps = [record for record in records if "train/lr" in record]
+    assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
+    for record in steps:
+        expected = learning_rate(preset.learner.optimizer, record["step"], STEPS)
+        assert record["train/lr"] == pytest.approx(expected)
+        assert math.isfinite(record["train/loss"])
+    assert (folder / "model" / "model.safetensors").exists()

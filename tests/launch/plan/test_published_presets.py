@@ -1,0 +1,528 @@
+"""Presets with published settings, held against their published tables.
+
+The tables are written by hand from papers, hand-outs and configs, in their own terms, and not from the YAML. Where
+a preset differs, ``DEVIATIONS`` lists what it has instead: a table that agrees with everything else says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.common.config import Config
+from tandem.common.config.choices import rows_of_group, why_not_started
+from tandem.launch.run.presets import FOLDER, load, names
+from tandem.launch.run.stages import placed
+
+Table = dict[str, Any]
+
+
+def settings(config: Config) -> Table:
+    """What a config has, in the terms of published tables."""
+    optimizer, objective = config.learner.optimizer, config.learner.objective
+    offline = config.learner.source == "offline"
+    warmup = optimizer.warmup_share
+    return {
+        "model": config.model.path,
+        "dtype": config.model.dtype,
+        "seed": config.run.seed,
+        "steps": config.run.steps,
+        "epochs": config.run.passes,
+        "stored": offline,
+        "optimizer": optimizer.name,
+        "lr": optimizer.lr,
+        "betas": optimizer.betas,
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "grad_clip": optimizer.grad_clip,
+        "schedule": optimizer.schedule,
+        "final_lr_share": optimizer.final_lr_share,
+        "warmup": optimizer.warmup_steps if warmup is None else warmup,
+        # A batch is what is generated, or read, for a step; an update's rows are its share.
+        "problems": config.replay.groups_per_step,
+        "group": config.rollout.group_size,
+        "batch": config.replay.groups_per_step * rows_of_group(config),
+        "updates": config.learner.minibatches,
+        "stale": config.replay.max_staleness,
+        "traces": config.expert.per_group,
+        "temperature": config.rollout.temperature,
+        "prompt_tokens": config.data.max_prompt_tokens,
+        "tokens": config.rollout.max_new_tokens,
+        "block": config.data.pack_tokens,
+        "template": config.data.template,
+        "loss": objective.name,
+        "advantage": objective.baseline,
+        "aggregation": getattr(objective, "aggregation", None),
+        "clip": (getattr(objective, "clip_low", None), getattr(objective, "clip_high", None)),
+        "dual_clip": getattr(objective, "dual_clip", None),
+        "kl": getattr(objective, "kl_coefficient", 0.0),
+        "entropy": getattr(objective, "entropy_coefficient", 0.0),
+        "beta": getattr(objective, "beta", None),
+        "sft_coefficient": getattr(objective, "sft_coefficient", None),
+        "rewards": [c.name for c in config.reward.components if c.weight],
+        "grading": config.reward.mode,
+        "train_limits": [source.limit for source in config.data.train],
+        "target_tokens": [source.max_target_tokens for source in config.data.train],
+        "correct_only": [source.correct_only for source in config.data.train],
+        "evaluate_every": config.evaluate.every,
+        "evaluate_limit": config.evaluate.limit,
+        "evaluate_temperature": config.evaluate.temperature,
+        "evaluate_top_p": config.evaluate.top_p,
+        "save_every": config.learner.checkpoint_every,
+    }
+
+
+# LUFFY, arXiv 2504.14945 and its scripts at 01f4ae0: common settings of the four modes.
+LUFFY: Table = {
+    "model": "Elliott/Qwen2.5-Math-7B-16k-think",
+    "steps": 500,
+    "problems": 128,
+    "group": 8,
+    "batch": 1024,
+    "updates": 2,
+    "stale": 0,
+    "optimizer": "adamw",
+    "lr": 1e-6,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "grad_clip": 1.0,
+    "schedule": "constant",
+    "warmup": 0,
+    "prompt_tokens": 1024,
+    "tokens": 8192,
+    "temperature": 1.0,
+    "advantage": "group_mean",
+    "aggregation": "constant",
+    "kl": 0.0,
+    "entropy": 0.001,
+    "evaluate_every": 10,
+    "evaluate_limit": None,
+    "evaluate_temperature": 0.6,
+    "save_every": 50,
+}
+# Gradients are 64 times smaller here, and entropies are summed over 7 micro-batches there.
+SCALED: Table = {
+    "eps": 1e-8 / 64,
+    "grad_clip": 1 / 64,
+    "entropy": 1.1e-4,
+    "evaluate_limit": 500,
+}
+
+# github.com/jashvira/policy-gradient-experiments, branch math_posttrain.
+UNIQUE: Table = {
+    "model": "Qwen/Qwen2.5-Math-1.5B-Instruct",
+    "stored": True,
+    "loss": "sft",
+    "seed": 42,
+    "optimizer": "adamw",
+    "lr": 5e-5,
+    "betas": (0.9, 0.999),
+    "weight_decay": 0.0,
+    "grad_clip": 1.0,
+    "schedule": "cosine",
+    "final_lr_share": 0.0,
+    "warmup": 0,
+    "epochs": 20,
+    "batch": 16 * 8,
+    "tokens": 1024,
+    "evaluate_temperature": 0.0,
+    "correct_only": [False],
+}
+GRPO_DEFAULT: Table = {
+    "model": "Qwen/Qwen2.5-Math-1.5B",
+    "seed": 42,
+    "steps": 200,
+    "batch": 256,
+    "group": 16,
+    "updates": 1,
+    "stale": 0,
+    "temperature": 1.0,
+    "tokens": 512,
+    "loss": "reinforce_baseline",
+    "advantage": "group_mean_std",
+    "aggregation": "sequence_mean",
+    "kl": 0.0,
+    "optimizer": "adamw",
+    "lr": 2e-5,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "grad_clip": 1.0,
+    "schedule": "cosine",
+    "warmup": 0,
+    "template": "r1_zero",
+    "grading": "r1_zero",
+    "evaluate_every": 10,
+    "evaluate_limit": 1024,
+    "evaluate_temperature": 0.0,
+    "save_every": 50,
+}
+GRPO_CLIP: Table = {
+    **GRPO_DEFAULT,
+    "steps": 50,
+    "group": 8,
+    "tokens": 1024,
+    # 256 / 128 mini-batches x 3 epochs.
+    "updates": 6,
+    "loss": "grpo",
+    "clip": (0.2, 0.2),
+    "dual_clip": None,
+    "aggregation": "constant",
+    "lr": 1e-5,
+    "evaluate_every": 5,
+}
+EI_SAMPLE: Table = {
+    "model": "Qwen/Qwen2.5-Math-1.5B",
+    "problems": 1024,
+    "group": 8,
+    "tokens": 1024,
+    "temperature": 1.0,
+    "evaluate_limit": 500,
+    "evaluate_every": 10,
+    "seed": 42,
+    "steps": 1,
+}
+EI_SFT: Table = {
+    **EI_SAMPLE,
+    "stored": True,
+    "optimizer": "adamw",
+    "lr": 5e-5,
+    "betas": (0.9, 0.999),
+    "weight_decay": 0.0,
+    "grad_clip": 1.0,
+    "loss": "sft",
+    # Epochs of one step.
+    "steps": 2,
+}
+
+# Stanford CS336, assignment 5.
+CS336_2025: Table = {
+    "model": "Qwen/Qwen2.5-Math-1.5B",
+    "steps": 200,
+    "lr": 1e-5,
+    "optimizer": "adamw",
+    "betas": (0.9, 0.95),
+    "weight_decay": 0.0,
+    "grad_clip": 1.0,
+    "batch": 256,
+    "group": 8,
+    "updates": 1,
+    "stale": 0,
+    "temperature": 1.0,
+    "tokens": 1024,
+    "loss": "reinforce_baseline",
+    "advantage": "group_mean_std",
+    "aggregation": "sequence_mean",
+    "template": "r1_zero",
+}
+CS336_2026: Table = {
+    "model": "allenai/OLMo-2-0425-1B",
+    "steps": 200,
+    "lr": 1e-5,
+    "batch": 256,
+    "group": 8,
+    "updates": 1,
+    "tokens": 512,
+    "evaluate_every": 10,
+    "evaluate_limit": 1024,
+    "train_limits": [6400],
+    "advantage": "group_mean_std",
+    "aggregation": "sequence_mean",
+    "loss": "reinforce_baseline",
+}
+OFF_POLICY: Table = {**CS336_2026, "updates": 4}
+SUPPLEMENT_SFT: Table = {
+    "model": "meta-llama/Meta-Llama-3-8B",
+    "stored": True,
+    "loss": "sft",
+    "aggregation": "token_mean",
+    "block": 512,
+    "batch": 2 * 16,
+    "lr": 2e-5,
+    "schedule": "cosine",
+    "warmup": 0.03,
+    "epochs": 1,
+    "template": "alpaca",
+}
+SUPPLEMENT_DPO: Table = {
+    "stored": True,
+    "loss": "dpo",
+    "beta": 0.1,
+    "optimizer": "rmsprop",
+    "lr": 1e-6,
+    "problems": 64,
+    "block": None,
+    "template": "alpaca",
+}
+
+# github.com/donglinkang2021/cs336-assignment5-alignment, conf/.
+OMR: Table = {
+    "model": "Qwen/Qwen2.5-Math-1.5B",
+    "dtype": "bfloat16",
+    "stored": True,
+    "loss": "sft",
+    "epochs": 1,
+    "lr": 5e-6,
+    "weight_decay": 0.01,
+    "grad_clip": 1.0,
+    "warmup": 0.1,
+    "schedule": "cosine",
+    "seed": 42,
+    "template": "r1_zero",
+    "evaluate_limit": 100,
+    "evaluate_every": 10,
+    "save_every": 50,
+    "evaluate_temperature": 0.6,
+    "evaluate_top_p": 0.95,
+    "batch": 16 * 4,
+    "target_tokens": [2048],
+    "tokens": 4096,
+}
+# github.com/realwenlongwang/deepseek_r1_zero_reproduce, src/config/grpo_config.py, with TRL's defaults.
+R1_ZERO: Table = {
+    "model": "Qwen/Qwen2.5-0.5B-Instruct",
+    "dtype": "bfloat16",
+    "seed": 42,
+    "epochs": 1,
+    "lr": 5e-5,
+    "warmup": 0.1,
+    "weight_decay": 0.01,
+    "betas": (0.9, 0.999),
+    "schedule": "linear",
+    "batch": 32,
+    "updates": 2,
+    "group": 8,
+    "tokens": 512,
+    "temperature": 1.0,
+    "kl": 0.0,
+    "loss": "dapo",
+    "clip": (0.2, 0.2),
+    "rewards": [
+        "accuracy",
+        "format_tutorial",
+        "reasoning_steps_tutorial",
+        "cosine_tutorial",
+        "repetition_tutorial",
+    ],
+    "save_every": 50,
+}
+TRL: Table = {
+    "model": "Qwen/Qwen3-0.6B",
+    "dtype": "bfloat16",
+    "lr": 1e-6,
+    "betas": (0.9, 0.999),
+    "weight_decay": 0.0,
+    "grad_clip": 1.0,
+    "schedule": "linear",
+    "warmup": 0,
+    "group": 8,
+    "tokens": 512,
+    "temperature": 1.0,
+    "kl": 0.0,
+    "loss": "dapo",
+    "clip": (0.2, 0.2),
+}
+# github.com/fatu/finetune, finetune/grpo_math_trainer.py.
+GRPO_MATH: Table = {
+    **TRL,
+    "lr": 1e-5,
+    "epochs": 1,
+    "group": 4,
+    # TRL's 8 samples a device, 16 accumulations.
+    "batch": 8 * 16,
+    "prompt_tokens": 128,
+    "tokens": 64,
+    "rewards": ["accuracy", "format_tutorial"],
+}
+
+
+def unique(count: int, **own: Any) -> Table:
+    return {**UNIQUE, "train_limits": [count], **own}
+
+
+PUBLISHED: dict[str, Table] = {
+    "qwen2.5-math-7b-luffy-published": {
+        **LUFFY,
+        "loss": "luffy",
+        "traces": 1,
+        "clip": (None, None),
+    },
+    "qwen2.5-math-7b-on-policy-8gpu": {
+        **LUFFY,
+        "loss": "grpo",
+        "traces": 0,
+        "clip": (0.2, 0.2),
+        "dual_clip": None,
+    },
+    "qwen2.5-math-7b-rl-sft-loss-8gpu": {
+        **LUFFY,
+        "loss": "rl_sft_loss",
+        "traces": 1,
+        "advantage": "own_mean",
+        "clip": (0.2, 0.2),
+        "dual_clip": None,
+        "sft_coefficient": 1.0,
+    },
+    "qwen2.5-math-7b-sft-8gpu": {
+        "model": "Elliott/Qwen2.5-Math-7B-16k-think",
+        "stored": True,
+        "loss": "sft",
+        "batch": 64,
+        "epochs": 3,
+        "lr": 5e-5,
+        "warmup": 0.1,
+    },
+    "qwen2.5-math-7b-sft-rl-8gpu": {
+        **LUFFY,
+        "model": "Elliott/Qwen2.5-Math-7B-SFT",
+        "loss": "grpo",
+        "traces": 0,
+        "clip": (0.2, 0.2),
+        "dual_clip": None,
+    },
+    "qwen2.5-math-1.5b-sft-128-1gpu": unique(128),
+    "qwen2.5-math-1.5b-sft-256-1gpu": unique(256, batch=32 * 4),
+    "qwen2.5-math-1.5b-sft-512-1gpu": unique(512),
+    "qwen2.5-math-1.5b-sft-1024-1gpu": unique(1024, batch=48 * 4),
+    "qwen2.5-math-1.5b-sft-all-1gpu": {**UNIQUE, "epochs": 10, "train_limits": [None]},
+    "qwen2.5-math-1.5b-sft-correct-1gpu": {**UNIQUE, "epochs": 10, "correct_only": [True]},
+    "qwen2.5-math-1.5b-grpo-default-2gpu": GRPO_DEFAULT,
+    "qwen2.5-math-1.5b-grpo-clip-2gpu": GRPO_CLIP,
+    "qwen2.5-math-1.5b-expert-iteration-sample-2gpu": EI_SAMPLE,
+    "qwen2.5-math-1.5b-expert-iteration-sft-1gpu": EI_SFT,
+    "qwen2.5-math-1.5b-cs336-grpo-2gpu": CS336_2025,
+    "olmo2-1b-cs336-standard-2gpu": CS336_2026,
+    "olmo2-1b-cs336-grpo-constant-2gpu": {**CS336_2026, "aggregation": "constant"},
+    "olmo2-1b-cs336-dr-grpo-2gpu": {
+        **CS336_2026,
+        "advantage": "group_mean",
+        "aggregation": "constant",
+    },
+    "olmo2-1b-cs336-rft-2gpu": {
+        **CS336_2026,
+        "loss": "reinforce",
+        "advantage": "none",
+        "aggregation": "constant",
+    },
+    "olmo2-1b-cs336-maxrl-2gpu": {
+        **CS336_2026,
+        "advantage": "max_rl",
+        "aggregation": "constant",
+    },
+    "olmo2-1b-cs336-off-policy-naive-2gpu": OFF_POLICY,
+    "olmo2-1b-cs336-off-policy-noclip-2gpu": {
+        **OFF_POLICY,
+        "loss": "grpo",
+        "clip": (None, None),
+        "dual_clip": None,
+    },
+    "olmo2-1b-cs336-off-policy-grpo-2gpu": {
+        **OFF_POLICY,
+        "loss": "grpo",
+        "clip": (0.2, 0.2),
+        "dual_clip": None,
+    },
+    "olmo2-1b-cs336-off-policy-gspo-2gpu": {
+        **OFF_POLICY,
+        "loss": "gspo",
+        "clip": (3e-4, 4e-4),
+        "dual_clip": None,
+    },
+    "olmo2-1b-cs336-off-policy-cispo-2gpu": {**OFF_POLICY, "loss": "cispo", "clip": (None, 4.0)},
+    "llama3-8b-cs336-sft-4gpu": SUPPLEMENT_SFT,
+    "llama3-8b-cs336-dpo-4gpu": SUPPLEMENT_DPO,
+    "qwen2.5-math-1.5b-omr-2048-1gpu": OMR,
+    "qwen2.5-math-1.5b-omr-4096-1gpu": {**OMR, "batch": 8 * 4, "target_tokens": [4096]},
+    "qwen2.5-0.5b-r1-zero-1gpu": R1_ZERO,
+    "qwen3-0.6b-grpo-gsm8k-1gpu": TRL,
+    "qwen3-0.6b-grpo-math-1gpu": GRPO_MATH,
+}
+
+NOT_DURING: Table = {"evaluate_every": 0}
+WITHOUT_WEIGHTS: Table = {"loss": "cispo"}
+VALIDATION: Table = {"evaluate_limit": 500}
+DEVIATIONS: dict[str, Table] = {
+    "qwen2.5-math-7b-luffy-published": SCALED,
+    "qwen2.5-math-7b-on-policy-8gpu": SCALED,
+    "qwen2.5-math-7b-rl-sft-loss-8gpu": {**SCALED, "sft_coefficient": 7 / 64},
+    "qwen2.5-math-7b-sft-rl-8gpu": SCALED,
+    "qwen2.5-math-1.5b-grpo-default-2gpu": VALIDATION,
+    # One epoch over a batch.
+    "qwen2.5-math-1.5b-grpo-clip-2gpu": {**VALIDATION, "updates": 2},
+    # SFT on right answers is a policy gradient of rewards of 0 and 1.
+    "qwen2.5-math-1.5b-expert-iteration-sample-2gpu": NOT_DURING,
+    "qwen2.5-math-1.5b-expert-iteration-sft-1gpu": {**NOT_DURING, **WITHOUT_WEIGHTS},
+    # The plain gradient for several updates is a weight that is held at 1.
+    "olmo2-1b-cs336-off-policy-naive-2gpu": WITHOUT_WEIGHTS,
+    # A trace and its prompt fit the model's context, and so do evaluations.
+    "qwen2.5-math-1.5b-omr-2048-1gpu": {**NOT_DURING, "tokens": 2048},
+    "qwen2.5-math-1.5b-omr-4096-1gpu": {
+        **NOT_DURING,
+        "tokens": 3584,
+        "target_tokens": [3584],
+    },
+}
+STAGED = {
+    "qwen2.5-math-1.5b-expert-iteration-2gpu": 10,
+    "qwen2.5-math-7b-sft-then-rl-8gpu": 2,
+}
+"""Presets that are made of others, with the number of their runs."""
+UNPUBLISHED = (
+    "qwen2.5-math-7b-luffy-8gpu",
+    "qwen2.5-math-1.5b-grpo-2gpu",
+    "qwen2.5-0.5b-grpo-1gpu",
+)
+"""Presets for GPUs whose settings are Tandem's own."""
+
+
+def test_every_preset_for_gpus_is_held_against_a_table_or_is_tandems_own() -> None:
+    for_gpus = [name for name in names() if not name.startswith("miniature")]
+    assert sorted([*PUBLISHED, *UNPUBLISHED, *STAGED]) == sorted(for_gpus)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_its_published_settings_but_for_the_deviations_that_are_listed(
+    name: str,
+) -> None:
+    found = settings(load(name).resolve([]))
+    published, deviating = PUBLISHED[name], DEVIATIONS.get(name, {})
+    differs = {key: found[key] for key, value in published.items() if found[key] != value}
+    assert differs == deviating
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_preset_may_be_started_names_its_source_and_says_that_nobody_has_run_it(
+    name: str,
+) -> None:
+    preset = load(name)
+    assert why_not_started(preset.resolve([])) is None
+    assert preset.untested
+    if name != "qwen2.5-math-7b-luffy-published":
+        first = (FOLDER / f"{name}.yaml").read_text().split("\n", 1)[0]
+        assert first.startswith("# Source: ")
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_the_stages_of_a_preset_are_runs_of_published_settings(name: str) -> None:
+    """Each differs from its published preset in what it takes from the stage before."""
+    runs = placed(load(name), [])
+    assert len(runs) == STAGED[name]
+    own = ("model", "data", "run")
+    for run in runs:
+        found = run.preset.resolve([])
+        assert why_not_started(found) is None
+        base = {
+            "sample": "qwen2.5-math-1.5b-expert-iteration-sample-2gpu",
+            "sft": "qwen2.5-math-1.5b-expert-iteration-sft-1gpu",
+            "rl": "qwen2.5-math-7b-sft-rl-8gpu",
+        }[run.name]
+        if (name, run.name) == ("qwen2.5-math-7b-sft-then-rl-8gpu", "sft"):
+            base = "qwen2.5-math-7b-sft-8gpu"
+        expected = load(base).resolve([])
+        for section in type(found).model_fields:
+            if section not in own and (run.name, section) != ("sft", "rollout"):
+                assert getattr(found, section) == getattr(expected, section), (run.label, section)
+    last = runs[-1].preset.resolve([])
+    assert last.model.path.endswith("/sft-4/model" if "iteration" in name else "/sft/model")
