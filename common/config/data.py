@@ -72,7 +72,7 @@ class DataConfig(Section):
     miniature: Literal["hard", "easy"] | None = None
     """Write the miniature's parquet files into ``{run}/data`` before anything reads them."""
     miniature_traces: NonNegative = 4
-    """Expert traces that exist in the miniature's hard setting."""
+    """Problems with an expert trace that the miniature writes."""
     miniature_fresh: Positive = 1200
     """Number of problems without a trace that the miniature writes."""
     template: str = "own"

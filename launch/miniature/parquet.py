@@ -88,7 +88,7 @@ def write(
     - ``hard`` (k=8): ``expert.parquet`` (``traces`` problems with a trace), ``fresh.parquet``
       (``fresh`` problems with an answer and a null target), ``heldout.parquet``;
     - ``easy`` (k=4): ``train.parquet`` (``train`` problems with a null target),
-      ``heldout.parquet``.
+      ``expert.parquet`` (``traces`` further ones with a trace), ``heldout.parquet``.
 
     All problems of a setting differ. The held-out ones depend on ``held_out`` alone, so that runs
     with different seeds are compared on the same problems. 250 updates with 4 fresh prompts each
@@ -109,15 +109,18 @@ def write(
             "fresh.parquet": table(drawn[traces:], split="fresh", with_target=False),
         }
     else:
-        drawn = distinct(rng, k, train, exclude=held)
-        tables = {"train.parquet": table(drawn, split="train", with_target=False)}
+        drawn = distinct(rng, k, train + traces, exclude=held)
+        tables = {
+            "train.parquet": table(drawn[:train], split="train", with_target=False),
+            "expert.parquet": table(drawn[train:], split="expert", with_target=True),
+        }
     tables["heldout.parquet"] = table(held, split="heldout", with_target=False)
     manifest = Manifest(
         setting=setting,
         k=k,
         seed=seed,
         rows={name: content.num_rows for name, content in tables.items()},
-        traces=traces if setting == "hard" else 0,
+        traces=traces,
     )
 
     missing = [name for name, content in tables.items() if not _holds(out_dir / name, content)]

@@ -1,4 +1,4 @@
-"""docs/models.md and docs/objectives.md are what docs/models.py and docs/objectives.py write."""
+"""docs/models.md, docs/objectives.md and docs/presets.md are what the files beside them write."""
 
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ def objectives() -> ModuleType:
     return _writer("objectives")
 
 
-@pytest.mark.parametrize("name", ["models", "objectives"])
+@pytest.fixture(scope="module")
+def presets() -> ModuleType:
+    return _writer("presets")
+
+
+@pytest.mark.parametrize("name", ["models", "objectives", "presets"])
 def test_the_page_is_up_to_date(name: str, request: pytest.FixtureRequest) -> None:
     writer = request.getfixturevalue(name)
     found = writer.PAGE.read_text(encoding="utf-8")

@@ -95,7 +95,7 @@ def test_training_problems_are_drawn_around_the_held_out_ones(
 ):
     # k=1 has so few problems that ignoring the held-out ones would certainly repeat some.
     monkeypatch.setitem(parquet.OPERATIONS, "easy", 1)
-    parquet.write(tmp_path, "easy", train=300, held_out=150)
+    parquet.write(tmp_path, "easy", train=300, held_out=150, traces=0)
     assert not prompts(tmp_path / "train.parquet") & prompts(tmp_path / "heldout.parquet")
 
 

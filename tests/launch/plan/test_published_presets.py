@@ -499,9 +499,8 @@ def test_a_published_preset_may_be_started_names_its_source_and_says_that_nobody
     preset = load(name)
     assert why_not_started(preset.resolve([])) is None
     assert preset.untested
-    if name != "qwen2.5-math-7b-luffy-published":
-        first = (FOLDER / f"{name}.yaml").read_text().split("\n", 1)[0]
-        assert first.startswith("# Source: ")
+    first = (FOLDER / f"{name}.yaml").read_text().split("\n", 1)[0]
+    assert first.startswith("# Source: ")
 
 
 @pytest.mark.parametrize("name", STAGED)

@@ -60,6 +60,25 @@ def test_a_file_inherits_its_bases_stages_and_goes_over_what_they_inherit() -> N
     assert [runs[name].run.steps for name in runs] == [3, 4]
 
 
+def test_a_preset_that_is_laid_over_stages_is_below_what_they_say_themselves() -> None:
+    written("run: {seed: 8, steps: 9}\nrollout: {group_size: 6}\n", "more.yaml")
+    preset = load(written(TWO) + "+./more.yaml")
+    runs = [one.preset.resolve([]) for one in placed(preset, [])]
+    assert [run.run.seed for run in runs] == [8, 8]
+    assert [run.run.steps for run in runs] == [3, 4]
+    assert [run.rollout.group_size for run in runs] == [6, 6]
+    assert runs[1].model.path.endswith("/sft/model")
+
+
+def test_stages_are_those_of_the_last_base_that_has_any() -> None:
+    written(TWO, "low.yaml")
+    text = "base: [low.yaml, high.yaml]\nrun: {seed: 3}\n"
+    written("stages: [{name: only, run: {steps: 2}}]\n", "high.yaml")
+    runs = [one.preset.resolve([]) for one in placed(load(written(text)), [])]
+    assert [(run.run.steps, run.run.seed) for run in runs] == [(2, 3)]
+    assert runs[0].data.miniature == "hard"
+
+
 def test_overrides_are_for_all_stages_or_for_the_one_that_they_name() -> None:
     words = ["run.seed=2", "rl.run.steps=9", "run.dir=here"]
     preset = load(written(TWO))

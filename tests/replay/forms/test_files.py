@@ -108,6 +108,21 @@ def test_a_folder_is_its_data_files_by_name(tmp_path: Path):
         data_files(tmp_path / "none")
 
 
+def test_so_are_the_files_in_its_folders_as_the_hub_has_them(tmp_path: Path):
+    for name in (
+        "main/train-0.jsonl",
+        "main/train-1.jsonl",
+        "easy/train.jsonl",
+        ".cache/old.jsonl",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_lines(tmp_path / name, GOOD)
+    found = [str(file.relative_to(tmp_path)) for file in data_files(tmp_path)]
+    assert found == ["easy/train.jsonl", "main/train-0.jsonl", "main/train-1.jsonl"]
+    # The folder that is named may lie in a hidden one, such as a cache.
+    assert len(data_files(tmp_path / ".cache")) == 1
+
+
 def test_a_parquet_file_is_never_held_whole(tmp_path: Path):
     path, rows = tmp_path / "a.parquet", files_module.BATCH_ROWS
 
