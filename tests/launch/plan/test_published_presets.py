@@ -115,6 +115,9 @@ UNIQUE: Table = {
     "model": "Qwen/Qwen2.5-Math-1.5B-Instruct",
     "stored": True,
     "loss": "sft",
+    # The sum of a row's tokens.
+    "aggregation": "constant",
+    "eps": 1e-8,
     "seed": 42,
     "optimizer": "adamw",
     "lr": 5e-5,
@@ -190,9 +193,12 @@ EI_SFT: Table = {
     "optimizer": "adamw",
     "lr": 5e-5,
     "betas": (0.9, 0.999),
+    "eps": 1e-8,
     "weight_decay": 0.0,
     "grad_clip": 1.0,
+    "schedule": "cosine",
     "loss": "sft",
+    "aggregation": "constant",
     # Epochs of one step.
     "steps": 2,
 }
@@ -263,8 +269,10 @@ OMR: Table = {
     "dtype": "bfloat16",
     "stored": True,
     "loss": "sft",
+    "aggregation": "constant",
     "epochs": 1,
     "lr": 5e-6,
+    "eps": 1e-8,
     "weight_decay": 0.01,
     "grad_clip": 1.0,
     "warmup": 0.1,
@@ -298,6 +306,8 @@ R1_ZERO: Table = {
     "temperature": 1.0,
     "kl": 0.0,
     "loss": "dapo",
+    "advantage": "group_mean_std",
+    "aggregation": "token_mean",
     "clip": (0.2, 0.2),
     "rewards": [
         "accuracy",
@@ -322,6 +332,8 @@ TRL: Table = {
     "temperature": 1.0,
     "kl": 0.0,
     "loss": "dapo",
+    "advantage": "group_mean_std",
+    "aggregation": "token_mean",
     "clip": (0.2, 0.2),
 }
 # github.com/fatu/finetune, finetune/grpo_math_trainer.py.
@@ -443,25 +455,45 @@ PUBLISHED: dict[str, Table] = {
 NOT_DURING: Table = {"evaluate_every": 0}
 WITHOUT_WEIGHTS: Table = {"loss": "cispo"}
 VALIDATION: Table = {"evaluate_limit": 500}
+
+
+def over(longest: int) -> Table:
+    """Losses that are sums over a row's tokens there are divided by the longest response here."""
+    return {
+        "grad_clip": pytest.approx(1 / longest, rel=1e-6),
+        "eps": pytest.approx(1e-8 / longest, rel=1e-6),
+    }
+
+
 DEVIATIONS: dict[str, Table] = {
     "qwen2.5-math-7b-luffy-published": SCALED,
     "qwen2.5-math-7b-on-policy-8gpu": SCALED,
     "qwen2.5-math-7b-rl-sft-loss-8gpu": {**SCALED, "sft_coefficient": 7 / 64},
     "qwen2.5-math-7b-sft-rl-8gpu": SCALED,
+    **{f"qwen2.5-math-1.5b-sft-{which}-1gpu": over(1024) for which in (128, 256, 512, 1024)},
+    "qwen2.5-math-1.5b-sft-all-1gpu": over(1024),
+    "qwen2.5-math-1.5b-sft-correct-1gpu": over(1024),
     "qwen2.5-math-1.5b-grpo-default-2gpu": VALIDATION,
     # One epoch over a batch.
-    "qwen2.5-math-1.5b-grpo-clip-2gpu": {**VALIDATION, "updates": 2},
+    "qwen2.5-math-1.5b-grpo-clip-2gpu": {**VALIDATION, "updates": 2, **over(1024)},
     # SFT on right answers is a policy gradient of rewards of 0 and 1.
     "qwen2.5-math-1.5b-expert-iteration-sample-2gpu": NOT_DURING,
-    "qwen2.5-math-1.5b-expert-iteration-sft-1gpu": {**NOT_DURING, **WITHOUT_WEIGHTS},
+    "qwen2.5-math-1.5b-expert-iteration-sft-1gpu": {
+        **NOT_DURING,
+        **WITHOUT_WEIGHTS,
+        **over(1024),
+        # The rate is a step's, which is an epoch.
+        "schedule": "constant",
+    },
     # The plain gradient for several updates is a weight that is held at 1.
     "olmo2-1b-cs336-off-policy-naive-2gpu": WITHOUT_WEIGHTS,
     # A trace and its prompt fit the model's context, and so do evaluations.
-    "qwen2.5-math-1.5b-omr-2048-1gpu": {**NOT_DURING, "tokens": 2048},
+    "qwen2.5-math-1.5b-omr-2048-1gpu": {**NOT_DURING, "tokens": 2048, **over(2048)},
     "qwen2.5-math-1.5b-omr-4096-1gpu": {
         **NOT_DURING,
         "tokens": 3584,
         "target_tokens": [3584],
+        **over(3584),
     },
 }
 STAGED = {
