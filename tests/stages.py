@@ -76,7 +76,7 @@ STAGES = (
         args=("tests/e2e", "-m", "not vllm and not byhand"),
         needs="tests/e2e",
         long=True,
-        byhand="bash tests/run.sh tests/e2e -m byhand (ten minutes)",
+        byhand="bash tests/run.sh tests/e2e -m byhand (twenty minutes)",
     ),
     Stage(
         name="faults",

@@ -48,10 +48,10 @@ class Run:
             assert time.monotonic() < end, f"no {what} in {DEADLINE:.0f} s:\n{self.said()}"
             time.sleep(0.05)
 
-    def wait(self) -> int:
+    def wait(self, deadline: float = DEADLINE) -> int:
         """Its exit code."""
         try:
-            return self.process.wait(DEADLINE)
+            return self.process.wait(deadline)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running:\n{self.said()}") from None
 
@@ -105,9 +105,9 @@ class RunOnScreen(Run):
         """All bytes that went to the terminal."""
         return self.view.raw.decode("utf-8", "replace")
 
-    def wait(self) -> int:
+    def wait(self, deadline: float = DEADLINE) -> int:
         """Its exit code; the terminal's modes are as they were."""
-        return self.view.wait(DEADLINE)
+        return self.view.wait(deadline)
 
     def end(self) -> None:
         """Ends it and its terminal."""

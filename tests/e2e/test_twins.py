@@ -19,6 +19,8 @@ from tandem.learner.schedule import learning_rate
 from tandem.replay.archive import steps as steps_of
 
 STEPS = 3
+PRESETS = [name for name in names() if not name.startswith("miniature")]
+STAGED = [name for name in PRESETS if load(name).stages]
 SAMPLED = "qwen2.5-math-1.5b-expert-iteration-sample-2gpu"
 AGAIN = "qwen2.5-math-1.5b-expert-iteration-sft-1gpu"
 
@@ -54,7 +56,9 @@ def representatives() -> list[Any]:
     """One preset of all whose twins are the same run; those whose kind is run already are run by hand."""
     twins: list[Config] = []
     chosen = []
-    for name in (name for name in names() if not name.startswith("miniature")):
+    for name in PRESETS:
+        if name in STAGED:
+            continue
         made = twin(name)
         same = made.model_copy(update={"run": made.run.model_copy(update={"dir": None})})
         if same in twins:
@@ -117,3 +121,18 @@ def test_a_preset_trains_the_miniature(name: str, here: Path) -> None:
     assert losses
     assert all(map(math.isfinite, losses))
     assert (folder / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.byhand
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", STAGED)
+def test_a_presets_stages_train_the_miniature_one_after_another(name: str, here: Path) -> None:
+    preset = load(f"{name}+miniature-twin")
+    given = ["rounds=2", f"sft.run.steps={STEPS}"] if preset.rounds > 1 else []
+    command = Run(here, "start", f"{name}+miniature-twin", "evaluate.at_end=false", *given)
+    try:
+        assert command.wait(400) == 0, command.said()
+    finally:
+        command.end()
+    summary = json.loads((here / "runs" / f"{name}+miniature-twin" / "summary.json").read_text())
+    assert len(summary["stages"]) == len(preset.stages) * (2 if given else 1)
