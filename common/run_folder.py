@@ -2,7 +2,8 @@
 
 ``config.yaml metrics.jsonl samples.jsonl summary.json report.png journal.jsonl model/
 checkpoints/ logs/ redis/ data/ run.json join.json``, ``cut/`` with the metrics and samples of
-steps that were trained again, ``archive/`` with all groups if they are kept, and ``wandb/ tensorboard/ trackers/`` if those are on. A copy of the
+steps that were trained again, ``archive/`` with all groups if they are kept, ``reference/`` with a
+reference's log-probs of stored rows, and ``wandb/ tensorboard/ trackers/`` if those are on. A copy of the
 folder, made while the run is stopped, is the whole run.
 """
 
@@ -182,6 +183,7 @@ class RunFolder:
         self.samples = self.path / "samples.jsonl"
         self.cut = self.path / "cut"
         self.archive = self.path / "archive"
+        self.reference = self.path / "reference"
         self.journal = self.path / "journal.jsonl"
         self.summary = self.path / "summary.json"
         self.report = self.path / "report.png"

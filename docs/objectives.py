@@ -164,6 +164,8 @@ def told(name: str, entry: type[ObjectiveConfig]) -> str:
     lines += ["```text", entry.equation, "```", ""]
     lines.append(f"- **when**: {entry.use}")
     lines.append(f"- **source**: {entry.source}")
+    if entry.trl:
+        lines.append(f"- **TRL**: {entry.trl}")
     if own_defaults := sets(entry):
         listed = ", ".join(f"`{key}={shown(value)}`" for key, value in own_defaults.items())
         lines.append(f"- **sets**: {listed}")

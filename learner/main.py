@@ -55,7 +55,7 @@ def main(
             device=device,
         )
         engine = DeepSpeedEngine(model, config, device)
-        updates = Updates(engine, config)
+        updates = Updates(engine, config, reference_folder=folder.reference)
         _check_unit(updates, config)
         if rank != 0:
             follow(engine, updates)

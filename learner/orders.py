@@ -25,6 +25,12 @@ class Train(Order, frozen=True, kw_only=True):
     settled: bool
 
 
+class Compare(Order, frozen=True, kw_only=True):
+    """Take part in measuring the objective on held-out pairs."""
+
+    step: int
+
+
 class Save(Order, frozen=True, kw_only=True):
     """Write your part of a checkpoint."""
 
@@ -68,6 +74,6 @@ def read_order(data: bytes) -> Order:
     Raises:
         WireError: it isn't one of the orders.
     """
-    kinds = Train | Save | Load | Export | Parameters | Score | Idle | Stop
+    kinds = Train | Compare | Save | Load | Export | Parameters | Score | Idle | Stop
     order: Order = read_message(kinds, data, "order of rank 0")
     return order

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .engine import DeepSpeedEngine
 from .orders import (
+    Compare,
     Export,
     Idle,
     Load,
@@ -60,6 +61,11 @@ class Leader:
         """See :meth:`Updates.train`."""
         self._tell(Train(step=step, lr=lr, settled=settled))
         return self._updates.train(step, groups, lr=lr, before_step=before_step, settled=settled)
+
+    def compare(self, step: int, groups: Sequence[MixedGroup]) -> dict[str, float]:
+        """See :meth:`Updates.compare`."""
+        self._tell(Compare(step=step))
+        return self._updates.compare(step, groups)
 
     def save(self, folder: Path) -> None:
         """Writes a checkpoint's engine part on all ranks."""
@@ -125,6 +131,8 @@ def follow(engine: DeepSpeedEngine, updates: Updates) -> None:
         match read_order(broadcast_bytes(None)):
             case Train() as order:
                 updates.train(order.step, None, lr=order.lr, settled=order.settled)
+            case Compare() as order:
+                updates.compare(order.step, None)
             case Save() as order:
                 engine.save(Path(order.folder), updates.state())
                 engine.barrier()

@@ -136,6 +136,14 @@ class Reporter:
         times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         self.record(version, {**self._last, **times})
 
+    def compared(self, version: Version, found: Mapping[str, float]) -> None:
+        """Records how the held-out pairs are preferred; see :meth:`Updates.compare`."""
+        self.record(version, {f"heldout/{name}": value for name, value in found.items()})
+        log.info(
+            f"step {version.step}: {found['preference_accuracy']:.1%} of "
+            f"{found['preference_pairs']:.0f} held-out pairs have the right response before the wrong one"
+        )
+
     def evaluation(self, result: EvaluationResult, term: int) -> None:
         """Records the result of an evaluation."""
         record = record_of(result)

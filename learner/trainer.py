@@ -40,7 +40,7 @@ from .best import Best
 from .evaluations import Evaluations, record_of, recorded_in
 from .metrics.idle import Idle
 from .metrics.ratio_alarm import RatioAlarm, ratios_of
-from .metrics.reports import describe
+from .metrics.reports import describe, trained_on
 from .ranks import Leader
 from .reporter import Reporter
 from .resume.journal import Journal
@@ -90,9 +90,8 @@ class Trainer:
         self._journal = Journal(folder.journal)
         self._term = self._ledger.new_term(self._journal.last_term)
         self._source = source_of(config, self._ledger, self._runs)
-        self._total = min(
-            self._source.total_steps, config.run.last_step or self._source.total_steps
-        )
+        whole = self._source.total_steps
+        self._total = min(whole, config.run.last_step or whole)
         self._saver = Saver(
             folder,
             kept=config.learner.checkpoints_kept,
@@ -103,6 +102,7 @@ class Trainer:
             term=self._term,
             state={"run_id": join.run_id, "seed": config.run.seed},
         )
+        self._held_out = self._source.held_out()
         self._reporter = Reporter(self._runs, config, folder, name, self._clock, self._total)
         self._evaluations = Evaluations(self._runs, self._members, config, lambda: self._stop.asked)
         self._best: Best | None = None
@@ -338,13 +338,12 @@ class Trainer:
         self._bad_in_a_row = 0
         self._step = step
         with clock.doing("journal"):
-            noted = self._journal.applied(self._term, step, _trained(outcome.metrics))
+            noted = self._journal.applied(self._term, step, trained_on(outcome.metrics))
         if self._must_publish(step):
             self._publish()
         with clock.doing("metrics"):
             compared = self._config.learner.objective.least_verdicts > 1
-            described = describe(step, batch.groups, compared=compared)
-            metrics = {**outcome.metrics, **described}
+            metrics = outcome.metrics | describe(step, batch.groups, compared=compared)
         with clock.doing("journal"):
             noted()
         with clock.doing("confirm"):
@@ -356,13 +355,20 @@ class Trainer:
         too_long = trains and self._idle.saw(outcome.metrics)
         idle = {"train/idle_steps": float(self._idle.steps)} if trains else {}
         self._reporter.step(self._version, {**metrics, **idle}, self._weights())
+        if too_long and self._config.learner.source == "offline":
+            raise RunFailedError(f"step {step}: {self._idle.alarm}")
         if too_long:
-            if self._config.learner.source == "offline":
-                raise RunFailedError(f"step {step}: {self._idle.alarm}")
             log.warning(f"step {step}: {self._idle.alarm}")
+        self._compare(step)
         for result in self._evaluations.arrived():
             self._log_evaluation(result)
         self._report()
+
+    def _compare(self, step: int) -> None:
+        if self._held_out and (step == self._total or self._evaluations.due(step, self._total)):
+            with self._clock.doing("compare"):
+                found = self._leader.compare(step, self._held_out)
+            self._reporter.compared(self._version, found)
 
     def _update(
         self, batch: StepBatch, written: Callable[[], None], *, settled: bool
@@ -491,9 +497,3 @@ class Trainer:
             waiting=waiting,
             force=force,
         )
-
-
-def _trained(metrics: dict[str, float]) -> dict[str, int]:
-    """The samples and tokens that a step was trained on, for the journal."""
-    tokens = metrics.get("train/tokens_own", 0) + metrics.get("train/tokens_expert", 0)
-    return {"samples": int(metrics.get("train/rows", 0)), "tokens": int(tokens)}

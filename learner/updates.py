@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..common.agreement import Probe
 from ..common.config import Config
 from ..common.config.choices import rows_of_group
 from ..common.errors import ConfigError
-from ..common.models import load_model
 from .coefficients import Coefficients
 from .engine import DeepSpeedEngine, UpdateResult
-from .forward.policy import Policy
-from .forward.verification import longest_row
 from .losses.finite import widened
 from .losses.penalties import kl_penalised
 from .metrics.diagnostics import diagnose
 from .metrics.ratio_check import RatioCheck
 from .objectives import Objective, make
 from .objectives.base import where
+from .objectives.preference import Preference
+from .reference import Reference
 from .rendezvous import gather_over_ranks, max_over_ranks, sum_over_ranks
 from .rows.groups import MixedGroup, rows_of
 from .rows.microbatch import MicroBatch, micro_batch
@@ -56,6 +55,8 @@ class _Update:
     """This rank's share of the rows that can move the gradient."""
     scoring: list[MicroBatch]
     """This rank's share of all rows, if the objective's columns or statistics need it."""
+    mismatched: bool
+    """Whether ``scoring`` has other prompts' responses instead, see :attr:`Objective.mismatched`."""
     fixed: Mapping[str, float]
     """Scalars that don't come from the rows: ``constant`` (configured response length × nominal
     rows), ``width`` (that length) and ``step``."""
@@ -88,25 +89,6 @@ def objective_of(config: Config) -> Objective:
     return objective
 
 
-def frozen_policy(config: Config, device: torch.device) -> Policy:
-    """The base model as it was before the run: π_ref. Every rank holds all of it.
-
-    Raises:
-        ConfigError: its log-probs aren't the model's own.
-    """
-    model = load_model(
-        config.model.path,
-        dtype=config.model.dtype,
-        attention=config.model.attention,
-        device=device,
-    )
-    probe = Probe.of(model, longest_row(config))
-    policy = Policy(model)
-    policy.share_prompts(probe)
-    policy.require_own(probe, whose="the reference model's")
-    return policy.eval().requires_grad_(False)
-
-
 def share_rows(rows: Rows | None) -> Rows:
     """Rank 0's rows on every rank; the other ranks pass None."""
     if dist.get_world_size() == 1:
@@ -131,10 +113,16 @@ class Updates:
         engine: this rank's engine.
         config: the run's config.
         objective: None = the configured one.
+        reference_folder: where the reference's log-probs of stored rows are kept; None = nowhere.
     """
 
     def __init__(
-        self, engine: DeepSpeedEngine, config: Config, objective: Objective | None = None
+        self,
+        engine: DeepSpeedEngine,
+        config: Config,
+        objective: Objective | None = None,
+        *,
+        reference_folder: Path | None = None,
     ) -> None:
         self.engine = engine
         self.config = config
@@ -143,9 +131,9 @@ class Updates:
         """The coefficients of the next update; a checkpoint keeps them."""
         self.ratio_check = RatioCheck(config, self.objective)
         """The ratio check; a checkpoint keeps its history."""
-        self._reference: Policy | None = None
+        self._reference: Reference | None = None
         if "reference" in self.objective.columns or self.coefficients.kl_reward:
-            self._reference = frozen_policy(config, engine.device)
+            self._reference = Reference(config, engine.device, reference_folder)
 
     def train(
         self,
@@ -166,10 +154,10 @@ class Updates:
             before_step: called once, before the first parameter changes.
             settled: the step was made before and is repeated: an alarm is reported but changes nothing.
         """
-        rows = share_rows(None if groups is None else self._rows(step, groups))
-        measured: dict[str, float] = {}
+        rows, measured = self._all_rows(step, groups)
         if self.coefficients.kl_reward:
-            rows, measured = self._penalised(rows)
+            rows, penalty = self._penalised(rows)
+            measured |= penalty
         size = min(self.config.learner.minibatches, max(1, rows.groups))
         shares = np.array_split(np.arange(rows.groups), size)
         updates = [self._prepare(step, rows, share, measured) for share in shares]
@@ -214,6 +202,29 @@ class Updates:
             before_step()
         return StepOutcome(applied=True, undone=False, metrics=_named(found, lr) | ratios)
 
+    def compare(self, step: int, groups: Sequence[MixedGroup] | None) -> dict[str, float]:
+        """Measures the objective on pairs that it isn't trained on. Every rank calls it, as :meth:`train`.
+
+        Returns:
+            ``preference_pairs``, and means over them of ``preference_margin`` and ``preference_accuracy``.
+        """
+        rows, _ = self._all_rows(step, groups)
+        assert isinstance(self.objective, Preference)
+        micro_batches = self._laid_out(rows, self._shares(rows, units=rows.group))
+        totals: dict[str, float] = {}
+        for micro, (logprobs, _) in zip(
+            micro_batches, self.engine.score(micro_batches), strict=True
+        ):
+            if micro.dummy:
+                continue
+            these = micro.to(self.engine.device).rows.with_columns(logprobs=logprobs)
+            for name, value in self.objective.compared(these).items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        totals = self.engine.sum_by_name(totals)
+        pairs = totals.pop("preference_pairs", 0.0)
+        means = {name: value / max(pairs, 1.0) for name, value in totals.items()}
+        return {"preference_pairs": pairs, **means}
+
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps besides the engine's own state; it is the same on every rank."""
         return {**self.coefficients.state(), **self.ratio_check.state()}
@@ -222,6 +233,15 @@ class Updates:
         """The inverse of :meth:`state`."""
         self.coefficients.restore(state)
         self.ratio_check.restore(state)
+
+    def _all_rows(
+        self, step: int, groups: Sequence[MixedGroup] | None
+    ) -> tuple[Rows, dict[str, float]]:
+        """All rows of some groups, with the reference's log-probs if they are stored rows."""
+        rows = share_rows(None if groups is None else self._rows(step, groups))
+        if self._reference is None or self.config.learner.source != "offline":
+            return rows, {}
+        return self._reference.fill(rows)
 
     def _rows(self, step: int, groups: Sequence[MixedGroup]) -> Rows:
         objective = self.config.learner.objective
@@ -247,16 +267,20 @@ class Updates:
         active = torch.nonzero(self._active_units(rows)).squeeze(1)
         own = self._pack(rows, active)
         scoring: list[MicroBatch] = []
-        if self.objective.columns & {"current", "proximal"}:
+        mismatched = self._mismatched(rows)
+        if mismatched is not None:
+            scoring = self._laid_out(mismatched, self._shares(mismatched))
+        elif self.objective.columns & {"current", "proximal"}:
             scoring = self._pack(rows)
-            if "proximal" in self.objective.columns:
-                own = self._with_proximal(own)
+        if "proximal" in self.objective.columns:
+            own = self._with_proximal(own)
         if "reference" in self.objective.columns:
             own, scoring = self._with_reference(own), self._with_reference(scoring)
         return _Update(
             rows=rows,
             micro_batches=own,
             scoring=scoring,
+            mismatched=mismatched is not None,
             fixed={
                 "constant": float(self.config.rollout.max_new_tokens * nominal),
                 "width": float(self.config.rollout.max_new_tokens),
@@ -266,6 +290,11 @@ class Updates:
             forward_tokens=sum(micro.forward_tokens for micro in own),
             measured=measured,
         )
+
+    def _mismatched(self, rows: Rows) -> Rows | None:
+        if not self.objective.mismatched or bool((~rows.expert_row).any()):
+            return None
+        return rows.mismatched()
 
     def _penalised(self, rows: Rows) -> tuple[Rows, dict[str, float]]:
         """Rows whose advantages include the KL in the reward: every rank scores its share under π_ref, and
@@ -306,12 +335,15 @@ class Updates:
         # Both rows of a pair are in one group, so keeping the group together keeps the pair.
         return rows.group
 
-    def _shares(self, rows: Rows, which: Tensor | None = None) -> list[Tensor]:
+    def _shares(
+        self, rows: Rows, which: Tensor | None = None, units: Tensor | None = None
+    ) -> list[Tensor]:
         """Indices of the rows (or of ``which`` only) in each of this rank's micro-batches; empty for a
-        dummy."""
+        dummy. ``units`` stay together; None = those of the objective."""
         if which is None:
             which = torch.arange(rows.count)
-        units = self._units(rows)
+        if units is None:
+            units = self._units(rows)
         shares = plan(
             rows.forward_lengths[which].numpy(),
             (which if units is None else units[which]).numpy(),
@@ -343,16 +375,9 @@ class Updates:
         assert self._reference is not None
         filled = []
         for micro in micro_batches:
-            if not micro.dummy:
-                there = micro.to(self.engine.device)
-                scored, _ = self._reference(
-                    there.input_ids,
-                    there.index,
-                    there.targets,
-                    there.temperature,
-                    False,
-                    there.layout,
-                )
+            # Stored rows have theirs already.
+            if not micro.dummy and micro.rows.reference is None:
+                scored, _ = self._reference.policy.score(micro)
                 rows = micro.rows.with_columns(reference=scored.to(micro.rows.row.device))
                 micro = replace(micro, rows=rows)
             filled.append(micro)
@@ -361,10 +386,11 @@ class Updates:
     @torch.no_grad()
     def _scalars(self, update: _Update) -> dict[str, float]:
         fixed = {**update.fixed, **self.coefficients.scalars}
-        if "current" not in self.objective.columns:
+        if update.mismatched or "current" not in self.objective.columns:
             # Every rank has all rows, so nothing needs to be reduced.
             counted = self.objective.statistics(update.rows)
-            return {**fixed, **{k: float(v) for k, v in counted.items()}}
+            fixed |= {k: float(v) for k, v in counted.items()}
+            return {**fixed, **(self._gain(update.scoring) if update.mismatched else {})}
         totals: dict[str, float] = {}
         scored = self.engine.score(update.scoring)
         for micro, (logprobs, entropy) in zip(update.scoring, scored, strict=True):
@@ -375,6 +401,18 @@ class Updates:
             for name, value in self.objective.statistics(rows).items():
                 totals[name] = totals.get(name, 0.0) + float(value)
         return {**fixed, **self.engine.sum_by_name(totals)}
+
+    def _gain(self, mismatched: list[MicroBatch]) -> dict[str, float]:
+        """The scalars of :attr:`Objective.mismatched`."""
+        gain = rows = 0.0
+        for micro, (logprobs, _) in zip(mismatched, self.engine.score(mismatched), strict=True):
+            if not micro.dummy:
+                assert micro.rows.reference is not None
+                reference = micro.rows.reference.to(logprobs.device)
+                gain += float((logprobs.double() - reference.double()).sum())
+                rows += micro.rows.count
+        gain, rows = sum_over_ranks([gain, rows])
+        return {"mismatched_gain": gain, "mismatched_rows": rows}
 
     def _metrics(
         self, update: _Update, result: UpdateResult, scalars: Mapping[str, float]

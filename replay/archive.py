@@ -255,6 +255,14 @@ def _has_verdict(row: Mapping[str, Any]) -> bool:
     )
 
 
+def is_archive(path: Path) -> bool:
+    """Whether a file is one of an archive, of any version; False for whatever can't be read as parquet."""
+    try:
+        return _KEY in (pq.read_schema(path).metadata or {})
+    except (OSError, ValueError, pa.ArrowException):
+        return False
+
+
 def file_name(step: int) -> str:
     """Name of a step's file in a run's ``archive/``."""
     return f"step-{step:08d}.parquet"

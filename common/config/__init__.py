@@ -10,7 +10,7 @@ Each section has its file; :mod:`.tree` joins them, :mod:`.choices` refuses what
 """
 
 from ..objectives import ObjectiveConfig
-from .data import DataConfig, EvalSetConfig, SourceConfig
+from .data import DataConfig, EvalSetConfig, PairsConfig, SourceConfig
 from .evaluate import EvaluateConfig
 from .expert import ExpertConfig
 from .launch import LaunchConfig
@@ -51,6 +51,7 @@ __all__ = [
     "RunConfig",
     "ModelConfig",
     "DataConfig",
+    "PairsConfig",
     "SourceConfig",
     "EvalSetConfig",
     "ExpertConfig",

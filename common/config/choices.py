@@ -215,8 +215,8 @@ def _bf16_sums(config: Config) -> str | None:
 def _offline(config: Config) -> str | None:
     objective = config.learner.objective
     # Files that the miniature writes into the run's folder have no pairs; of others only their rows tell.
-    may_have_pairs = any("{run}" not in source.path for source in config.data.train)
-    if objective.rejects and objective.unit == "group" and may_have_pairs:
+    may_have_pairs = any("{run}/data/" not in source.path for source in config.data.train)
+    if objective.rejects and may_have_pairs:
         return None
     if _has_groups(config):
         return None

@@ -9,11 +9,27 @@ from typing import Any, Literal
 from pydantic import field_validator, model_validator
 
 from .. import evaluation_sets, templates
-from .section import NonNegative, Positive, Section
+from .section import Below1, NonNegative, Positive, Section
+
+
+class PairsConfig(Section):
+    """Which right and which wrong samples of an archive's problem become a chosen and a rejected response."""
+
+    rule: Literal["nearest_length", "random", "all", "shortest", "longest"] = "nearest_length"
+    """``nearest_length``: those nearest in tokens, each sample in at most one pair. ``random``: drawn by the
+    seed, each in at most one. ``all``: every right one with every wrong one. ``shortest``, ``longest``: the
+    shortest or longest right one with every wrong one."""
+    seed: NonNegative = 0
+    """Decides between pairs that the rule likes equally."""
+    per_problem: Positive | None = None
+    """Greatest number of pairs of a problem, the first by the rule, then by the seed; None = all."""
+    max_length_gap: NonNegative | None = None
+    """Greatest difference of a pair's lengths in tokens; 0 = only pairs that their lengths can't tell apart,
+    None = any."""
 
 
 class SourceConfig(Section):
-    """One data file, or a folder of them: problems, with or without responses to learn from."""
+    """One data file, a folder of them, or an archive: problems, with or without responses to learn from."""
 
     path: str
     """Relative to the working directory; ``{run}`` stands for the run's folder."""
@@ -32,6 +48,11 @@ class SourceConfig(Section):
     """Leave out rows whose response isn't correct, or that have none."""
     max_target_tokens: Positive | None = None
     """Leave out rows whose response has more tokens; None = any number."""
+    regrade: bool = False
+    """Grade an archive's samples anew by this run's reward; else they keep their verdicts and rewards."""
+    pairs: PairsConfig | None = None
+    """How pairs are made of an archive's samples for objectives that learn from worse responses; None =
+    ``nearest_length``."""
 
     @property
     def short_name(self) -> str:
@@ -69,6 +90,9 @@ class DataConfig(Section):
     archive: str | None = None
     """Folder of an archive (``tandem archive``, or a run's ``archive/``) whose groups are trained on instead
     of single traces, with ``learner.source=offline``: its steps in order, again and again if there are more."""
+    heldout_pairs: Below1 = 0.0
+    """Share of the prompts whose pairs aren't trained on but measured, at the start, at evaluations and at the
+    end of an offline run of a preference objective; drawn by ``run.seed``."""
     miniature: Literal["hard", "easy"] | None = None
     """Write the miniature's parquet files into ``{run}/data`` before anything reads them."""
     miniature_traces: NonNegative = 4

@@ -96,6 +96,12 @@ class Config(Section):
                 "rollout.temperature above 0 (the learner's log-probs are over all tokens); "
                 "evaluations have evaluate.top_p and evaluate.temperature"
             )
+        objective, share = self.learner.objective, self.data.heldout_pairs
+        if share and (online or self.data.archive is not None or not objective.rejects):
+            raise ValueError(
+                f"data.heldout_pairs={share:g} measures pairs of stored responses, and this run with "
+                f"learner.objective.name={objective.name} has none: set it to 0"
+            )
         if self.expert.per_group >= self.rollout.group_size:
             raise ValueError(
                 f"expert.per_group={self.expert.per_group} leaves no own sample in a group of "

@@ -30,6 +30,7 @@ class Dpo(Pairs):
 
     equation = "L = mean_pairs( −log σ(β [(log π_w − log π_l) − (log ref_w − log ref_l)]) )"
     source = "arXiv 2305.18290, eq. 7; label smoothing: conservative DPO"
+    trl = "equal to the loss `sigmoid` of TRL 1.16, which leaves label smoothing out"
     use = "Preferences, or verifiable rewards as preferences, offline or online."
     needs = ("reference",)
 
@@ -45,7 +46,11 @@ class Kto(Beta, Learned):
     """Weight λ_U of kto."""
 
     equation = "L = mean_rows( λ_D (1 − σ(β (r − z₀))) or λ_U (1 − σ(β (z₀ − r))) ), r = log π/ref, z₀ = sg(KL) of the update"
-    source = "arXiv 2402.01306, eq. 8; z₀ from own samples instead of mismatched pairs"
+    source = "arXiv 2402.01306, eq. 8; z₀ from own samples, or offline from prompts with other prompts' responses"
+    trl = (
+        "equal to TRL 1.16 on one batch of one rank, where chosen rows come first; z₀ is that of the whole "
+        "update here, and of each rank's batch there"
+    )
     use = "Thumbs up and down without pairs."
     needs = ("reference", "current")
     alone = "by advantage"
@@ -60,6 +65,11 @@ class Orpo(Pairs):
 
     equation = "L = mean_pairs( −m_w − β log σ(log odds_w − log odds_l) ), m = mean log π"
     source = "arXiv 2403.07691, eq. 6-7"
+    trl = (
+        "equal to TRL 1.16 where prompts have one token and chosen responses one length: its cross entropy "
+        "goes over prompt and response and is averaged over a batch's tokens, here over the response alone and "
+        "each response first"
+    )
     use = "Preferences from a base model in one stage."
     needs = ()
 
@@ -72,6 +82,10 @@ class Cpo(SupervisedTerm, Pairs):
 
     equation = "L = mean_pairs( −log σ(β (log π_w − log π_l)) − c · mean log π_w )"
     source = "arXiv 2401.08417, eq. 3-5"
+    trl = (
+        "equal to TRL 1.16 where chosen responses have one length: its cross entropy is averaged over a batch's "
+        "tokens, here over each response first"
+    )
     use = "As dpo, where a reference model doesn't fit."
     needs = ()
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...common import hub
-from ...common.errors import ConfigError
+from ...common.errors import ConfigError, DataError
 from ...common.printable import printable
 from .progress import Progress
 
@@ -172,8 +172,14 @@ def _read(
     writer: RowWriter | None,
 ) -> dict[str, Any]:
     """What became of one file."""
+    from ..ingest.archived import of_archive
     from ..ingest.counts import SourceCounts, drawn
 
+    if of_archive(file):
+        raise DataError(
+            f"{file} is an archive, whose groups aren't rows of a form: name it in data.train of a run, "
+            f"which says how many of its samples can be used"
+        )
     source, chosen = _source(file, arguments), None
     if source.limit is not None and source.seed is not None:
         # Which rows are drawn is known once all are.

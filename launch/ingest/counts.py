@@ -34,6 +34,12 @@ class SourceCounts:
     """Traces left out because they are correct but their reward is 0, as with a closed gate."""
     ungraded_traces: int = 0
     """Traces that aren't graded, since the data judge them or have no gold answer."""
+    pairs: int = 0
+    """Pairs that were made of an archive's samples."""
+    chosen_longer: int = 0
+    """Those of them whose chosen response has more tokens than the rejected one."""
+    chosen_shorter: int = 0
+    """Those whose chosen response has fewer."""
     unknown_logprobs: int = 0
     """Traces whose recorded log-probs are from another tokenizer and were left out."""
 
@@ -41,6 +47,17 @@ class SourceCounts:
     def seen(self) -> int:
         """Number of rows that were read, whether they could be used or not."""
         return max(self.used, self.bad_rows.seen)
+
+    def filter(self, what: str, number: int) -> None:
+        """Counts what one of the source's filters has left out."""
+        if number:
+            self.filtered[what] = self.filtered.get(what, 0) + number
+
+    def add_pair(self, gap: int) -> None:
+        """Counts a pair whose chosen response has so many tokens more than the rejected one."""
+        self.pairs += 1
+        self.chosen_longer += gap > 0
+        self.chosen_shorter += gap < 0
 
     def left_out(self) -> list[tuple[int, str]]:
         """Numbers of rows and traces that were left out, and why."""
@@ -56,6 +73,9 @@ class SourceCounts:
 
     def __str__(self) -> str:
         parts = [f"{self.problems:,} problems"]
+        if self.pairs:
+            longer, shorter = f"{self.chosen_longer:,}", f"{self.chosen_shorter:,}"
+            parts = [f"{self.pairs:,} pairs (chosen longer in {longer}, shorter in {shorter})"]
         if self.traces or self.refused_traces or self.unpaid_traces or self.long_traces:
             ungraded = f" ({self.ungraded_traces:,} not graded)" if self.ungraded_traces else ""
             parts.append(f"{self.traces:,} expert traces{ungraded}")

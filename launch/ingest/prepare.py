@@ -16,12 +16,15 @@ from typing import Any
 from ...common import hub, models, wire
 from ...common.config import Config, EvalSetConfig, SourceConfig
 from ...common.errors import ConfigError, DataError, TandemError
+from ...common.objectives import WITHOUT_GROUP
 from ...common.records import ExpertTrace, Problem
 from ...common.run_folder import RunFolder
 from ...replay.forms import check_form
 from ...replay.forms import data_files as files_of
+from ...replay.held_out import held_out
 from ...reward.grading import Grader
 from ..host.preflight import TOKENIZER_FILES, check_model
+from .archived import of_archive
 from .counts import SourceCounts
 from .pack import NAME as PACKED
 from .pack import packed
@@ -172,7 +175,7 @@ def prepare(
         ]
         for source in all_sources:
             # Finds most mistakes before the tokenizer is loaded, which takes seconds.
-            check_form(resolve(source.path), source.form)
+            _check_source(source, resolve(source.path))
         tokenizer = load_tokenizer(config.model.path)
         # The traces are the expert's: a prefix that is forced on own samples isn't forced on them.
         grader = Grader(config.reward.model_copy(update={"own_reward": None}))
@@ -197,14 +200,8 @@ def prepare(
             "learner.source=offline trains on expert traces, and no source has one that "
             f"expert.accept={list(config.expert.accept)} lets in{_left_out(counts, names)}"
         )
-    objective = config.learner.objective
-    if trains_on_traces(config) and objective.rejects and objective.unit == "group":
-        pairs = sum(len(problem.trace_ids) > 1 for problem in problems)
-        if not pairs:
-            raise DataError(
-                f"learner.objective.name={objective.name} compares two responses to one question, and no "
-                f"source has pairs of them (chosen and rejected): name one that has, or choose sft"
-            )
+    if trains_on_traces(config) and config.learner.objective.rejects:
+        _check_pairs(config, problems)
     if config.expert.per_group and not traces and config.learner.source == "ledger":
         raise DataError(
             f"expert.per_group={config.expert.per_group} needs expert traces, and no source has "
@@ -231,6 +228,35 @@ def prepare(
         data_digest=digest.hexdigest(),
         counts=counts,
     )
+
+
+def _check_source(source: SourceConfig | EvalSetConfig, path: Path) -> None:
+    """Refuses a source of no known form; the rows of an archive have none."""
+    if not of_archive(path):
+        check_form(path, source.form)
+    elif source.form is not None:
+        raise DataError(f"{path} is an archive, which has no form: leave out form={source.form}")
+
+
+def _check_pairs(config: Config, problems: Sequence[Problem]) -> None:
+    """Refuses data without the pairs that the objective or the settings ask for."""
+    objective, share = config.learner.objective, config.data.heldout_pairs
+    if any(len(problem.trace_ids) > 1 for problem in problems):
+        held_out(problems, share, config.run.seed)
+        return
+    none = "no source has pairs of them (chosen and rejected)"
+    if objective.unit == "group":
+        raise DataError(
+            f"learner.objective.name={objective.name} compares two responses to one question, and {none}: "
+            f"name one that has, or choose sft"
+        )
+    if share:
+        raise DataError(f"data.heldout_pairs={share:g} holds out pairs, and {none}: set it to 0")
+    if objective.baseline not in WITHOUT_GROUP:
+        raise DataError(
+            f"learner.objective.name={objective.name} with advantage={objective.baseline} compares the "
+            f"responses to one question, and {none}: set learner.objective.advantage=none"
+        )
 
 
 def _left_out(counts: dict[str, SourceCounts], names: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from ...common.records import ExpertTrace, FinishReason, Problem, Verdict
 from ...replay.forms import Content, DataRow, read_rows
 from ...reward.answers.texts import read_gold
 from ...reward.grading import Grade, GradeItem, Grader
+from .archived import ArchiveReader, of_archive
 from .counts import SourceCounts, drawn
 
 OPENERS = ("<think>\n", "<think>")
@@ -108,6 +109,14 @@ class SourceReader:
         counts = SourceCounts()
         problems: list[Problem] = []
         traces: list[ExpertTrace] = []
+        if of_archive(file):
+            alone = trains_on_traces(self._config)
+            archives = ArchiveReader(
+                *(self._config, self._tokenizer, self._digest, self._grader, self._doing),
+                alone=alone,
+            )
+            return *archives.read(source, file, counts), counts
+        self._refuse_archive_keys(source)
         for chunk in self.chunks(source, file, counts):
             problems += chunk.problems
             traces += chunk.traces
@@ -130,6 +139,15 @@ class SourceReader:
             traces = [trace for trace in traces if trace.problem_id in kept]
             counts.problems, counts.traces = len(problems), len(traces)
         return problems, traces, counts
+
+    @staticmethod
+    def _refuse_archive_keys(source: SourceConfig | EvalSetConfig) -> None:
+        if isinstance(source, SourceConfig) and (source.pairs is not None or source.regrade):
+            key = "regrade" if source.pairs is None else "pairs"
+            raise DataError(
+                f"data.train {source.short_name}: {key} is about an archive's samples, and "
+                f"{source.path} is no archive: leave it out"
+            )
 
     def chunks(
         self, source: SourceConfig | EvalSetConfig, file: Path, counts: SourceCounts
@@ -307,7 +325,7 @@ class SourceReader:
         if source.max_target_tokens is not None:
             most = source.max_target_tokens
             long = {id(d) for d, length in zip(answered, lengths, strict=True) if length > most}
-            _count(counts.filtered, f"targets over {most:,} tokens", len(long))
+            counts.filter(f"targets over {most:,} tokens", len(long))
             drafts = [draft for draft in drafts if id(draft) not in long]
         self._judge([d for d in drafts if d.judged and d.trace is not None], counts)
         with_trace = [d for d in drafts if d.trace is not None and not d.judged]
@@ -322,7 +340,7 @@ class SourceReader:
                 if draft.trace is not None
                 and verdicts.get(id(draft), draft.trace.verdict) is Verdict.CORRECT
             }
-            _count(counts.filtered, "targets not correct", len(drafts) - len(right))
+            counts.filter("targets not correct", len(drafts) - len(right))
             drafts = [draft for draft in drafts if id(draft) in right]
         if not self._grades:
             return drafts
@@ -416,7 +434,8 @@ class SourceReader:
         """The graded trace; None if it isn't let in."""
         assert trace is not None
         if grade.verdict.value not in self._config.expert.accept:
-            _count(counts.refused_traces, grade.verdict.value, 1)
+            name = grade.verdict.value
+            counts.refused_traces[name] = counts.refused_traces.get(name, 0) + 1
             return None
         if grade.verdict is Verdict.CORRECT and not grade.reward:
             # Its row would be below the baseline, so that the expert's tokens would be unlearned.
@@ -453,11 +472,6 @@ def _as_judged(trace: ExpertTrace, wanted: bool) -> ExpertTrace:
     """A trace with the data's own verdict, which no grader has seen."""
     verdict = Verdict.CORRECT if wanted else Verdict.WRONG
     return replace(trace, reward=1.0 if wanted else -1.0, verdict=verdict)
-
-
-def _count(counts: dict[str, int], what: str, number: int) -> None:
-    if number:
-        counts[what] = counts.get(what, 0) + number
 
 
 def _first(chunk: Chunk, most: int) -> Chunk:

@@ -91,6 +91,8 @@ def make(
         "accuracy_after": after["accuracy"] if after else None,
         "evaluation_problems": after["problems"] if after else None,
         "best": best_of(folder.best),
+        "preference_accuracy": course.preferences.get("heldout/preference_accuracy"),
+        "preference_pairs": course.preferences.get("heldout/preference_pairs"),
         "evaluations": findings.evaluations,
         "wall_seconds": round(wall_seconds, 1),
         "samples_trained": samples,
@@ -139,6 +141,8 @@ class Course:
         """The age of the oldest sample at any step, in steps."""
         self.trained: dict[int, tuple[int, int]] = {}
         """Step to its numbers of samples and tokens."""
+        self.preferences: dict[str, float] = {}
+        """The last measurement of held-out pairs."""
         self._total = self._waited = 0.0
         self._counts: Counter[str] = Counter()
         self._firsts: dict[str, list[float]] = {name: [] for name in COURSE}
@@ -151,6 +155,8 @@ class Course:
         if any(key in record for key in SAMPLES):
             samples, tokens = _sum(record, SAMPLES), _sum(record, TOKENS)
             self.trained[step] = int(samples), int(tokens)
+        if "heldout/preference_accuracy" in record:
+            self.preferences = {k: v for k, v in record.items() if k.startswith("heldout/")}
         self._total += float(record.get("time/total") or 0)
         self._waited += _sum(record, [key for key in record if key.startswith("time/wait/")])
         for name in COURSE:
@@ -353,6 +359,9 @@ def table(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     if summary.get("best") is not None:
         best = summary["best"]
         rows.append(("best", f"{best['metric']} {best['value']:.4g} at step {best['step']}"))
+    if summary.get("preference_accuracy") is not None:
+        share, over = 100 * summary["preference_accuracy"], int(summary["preference_pairs"])
+        rows.append(("held-out pairs", f"{share:.1f}% preferred as they should be ({over} pairs)"))
     for metric, name, form in CHANGES:
         if metric in summary["course"]:
             began, ended = (form.format(value) for value in summary["course"][metric])
@@ -391,6 +400,6 @@ def next_command(config: Config, preset: str, machine: Machine) -> str:
         return f"{start} qwen2.5-math-7b-luffy-8gpu  (8 GPUs are here; see its data first)"
     if preset == "miniature":
         return f"{start} miniature-on-policy  (the same without the traces: it stays near 0)"
-    if preset in ("miniature-on-policy", "miniature-easy", "miniature-sft"):
+    if preset in ("miniature-on-policy", "miniature-easy", "miniature-sft", "miniature-dpo"):
         return f"{start} miniature  (4 traces and rewards together)"
     return f"tandem evaluate --model {config.run.dir}/model --data YOUR.parquet"

@@ -165,3 +165,9 @@ def text_of(step: int, mixed: MixedGroup) -> dict[str, Any]:
 
 def _mean(values: Sequence[Any]) -> float:
     return float(sum(values)) / len(values)
+
+
+def trained_on(metrics: dict[str, float]) -> dict[str, int]:
+    """The samples and tokens that a step was trained on, for the journal."""
+    tokens = metrics.get("train/tokens_own", 0) + metrics.get("train/tokens_expert", 0)
+    return {"samples": int(metrics.get("train/rows", 0)), "tokens": int(tokens)}

@@ -50,6 +50,9 @@ class Objective(ABC):
     """The unit that no micro-batch, mini-batch or rank splits."""
     columns: frozenset[Column] = frozenset({"behaviour"})
     """Columns that the trainer has to fill in."""
+    mismatched: ClassVar[bool] = False
+    """Whether updates without own samples measure the gain of prompts with other prompts' responses:
+    ``mismatched_gain``, Σ log π_θ/π_ref over their tokens, and ``mismatched_rows`` among the scalars."""
     clips_own: ClassVar[bool] = False
     """Whether a clip may decide about own tokens, see :meth:`clipped`."""
     plain_temperature: ClassVar[frozenset[Literal["own", "expert"]]] = frozenset()

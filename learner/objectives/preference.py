@@ -68,6 +68,20 @@ class Preference(Objective):
         """``[P]`` losses and ``[P]`` margins (for the metrics) of the pairs."""
         raise NotImplementedError
 
+    def margins(self, rows: Rows, chosen: Tensor, rejected: Tensor) -> Tensor:
+        """``[P]`` how much better the chosen row of each pair is than the rejected one; right if over 0."""
+        return self.pair_losses(rows, chosen, rejected)[1]
+
+    def compared(self, rows: Rows) -> Sums:
+        """Sums for the metrics of pairs that aren't trained on, additive over groups."""
+        chosen, rejected = self.pairs(rows)
+        margins = self.margins(rows, chosen, rejected).detach()
+        return {
+            "preference_pairs": torch.tensor(float(len(chosen))),
+            "preference_margin": margins.sum(),
+            "preference_accuracy": (margins > 0).sum(),
+        }
+
     def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
         chosen, rejected = self.pairs(rows)
         losses, margins = self.pair_losses(rows, chosen, rejected)
@@ -146,13 +160,14 @@ class Orpo(Preference):
 class Kto(Preference):
     """Single rows, desirable if A > 0, compared with z₀, the update's KL to the reference.
 
-    z₀ = max(0, mean over own rows of Σ_t log π_θ/π_ref): own rows are the policy's own samples, so no
-    second pass over mismatched answers is needed.
+    z₀ = max(0, mean of Σ_t log π_θ/π_ref) over own rows, which are the policy's own samples. Where an update
+    has none, it is the mean over every prompt with another prompt's response, as in the paper.
     """
 
     settings: preferences.Kto
     unit: ClassVar[Unit] = "row"
     columns = frozenset({"reference", "current"})
+    mismatched = True
 
     def active(self, rows: Rows) -> Tensor:
         return ~rows.masked & (rows.advantages != 0)
@@ -171,7 +186,7 @@ class Kto(Preference):
     def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
         which = torch.nonzero(self.active(rows)).squeeze(1)
         sums, reference = self.row_sums(rows, which), self.reference_sums(rows, which)
-        z0 = max(scalars["kto_gain"] / max(scalars["kto_rows"], 1.0), 0.0)
+        z0 = self._z0(scalars)
         desirable = rows.advantages[which] > 0
         losses = kto(
             sums[which],
@@ -189,3 +204,17 @@ class Kto(Preference):
             "preference_margin": margins.detach().sum(),
             "preference_accuracy": (margins > 0).sum(),
         }
+
+    def margins(self, rows: Rows, chosen: Tensor, rejected: Tensor) -> Tensor:
+        which = torch.cat([chosen, rejected])
+        gain = self.row_sums(rows, which) - self.reference_sums(rows, which)
+        return self.settings.beta * (gain[chosen] - gain[rejected])
+
+    def report(self, sums: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
+        return {**super().report(sums, scalars), "kto_z0": self._z0(scalars)}
+
+    @staticmethod
+    def _z0(scalars: Mapping[str, float]) -> float:
+        gain = scalars.get("kto_gain", 0.0) + scalars.get("mismatched_gain", 0.0)
+        count = scalars["kto_rows"] + scalars.get("mismatched_rows", 0.0)
+        return max(gain / max(count, 1.0), 0.0)

@@ -137,6 +137,40 @@ class Rows:
         changed["row"] = torch.repeat_interleave(sizes[which])
         return replace(self, **changed)
 
+    def mismatched(self) -> Rows | None:
+        """Every prompt with another prompt's response, which each row has once; None if all rows are of one
+        group.
+
+        Rows are taken group by group, first each group's first row, then each group's second, and so on; each
+        gets the response of the one before it, and the first that of the last.
+        """
+        if not self.count or bool((self.group == self.group[0]).all()):
+            return None
+        place = torch.arange(self.count)
+        place = place - torch.searchsorted(self.group, self.group)
+        order = torch.argsort(place * (int(self.group.max()) + 1) + self.group)
+        partner = torch.empty_like(order)
+        partner[order] = order.roll(1)
+        other = self.select(partner)
+        starts = (self.prompt_lengths + other.response_lengths).cumsum(0)
+        starts -= self.prompt_lengths + other.response_lengths
+        ids = torch.empty(
+            int((self.prompt_lengths + other.response_lengths).sum()), dtype=torch.int64
+        )
+        ids[ragged(starts, self.prompt_lengths)] = self.ids[
+            ragged(self.starts, self.prompt_lengths)
+        ]
+        ids[ragged(starts + self.prompt_lengths, other.response_lengths)] = other.ids[
+            ragged(other.starts + other.prompt_lengths, other.response_lengths)
+        ]
+        return replace(
+            other,
+            ids=ids,
+            prompt_lengths=self.prompt_lengths,
+            group=self.group,
+            reference=None,
+        )
+
     def to(self, device: torch.device) -> Rows:
         """The same on another device; doubles stay doubles."""
         moved: dict[str, Any] = {

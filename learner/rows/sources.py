@@ -6,7 +6,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from ...common.records import ExpertTrace, Group, Sample
 from ...common.seeds import keyed_generator
 from ...replay import archive, rules
 from ...replay.archive import ArchivedGroup
+from ...replay.held_out import held_out
 from ...replay.ledger import Ledger
 from ...replay.ledger_records import Row, Waiting
 from ...replay.store import RunStore
@@ -32,6 +33,8 @@ log = logging.getLogger("tandem.learner")
 
 CACHED_TRACES = 4096
 """Number of traces kept in memory, since each is used again in every pass."""
+READ_AT_ONCE = 256
+"""Number of traces or problems that are fetched from Redis at a time."""
 COMPARED_ROWS = 16
 """Number of the journal's rows that are compared with those in Redis at a start."""
 
@@ -101,6 +104,10 @@ class BatchSource(ABC):
     def is_full(self) -> bool:
         """Whether no batch can come until samples are freed."""
         return False
+
+    def held_out(self) -> list[MixedGroup]:
+        """Pairs that are measured and not trained on, a group each."""
+        return []
 
 
 class TraceCache:
@@ -252,7 +259,11 @@ class OfflineSource(StoredSource):
         self._cache = TraceCache(runs)
         self._seed = config.run.seed
         self._size = config.replay.groups_per_step
-        self._ids = self._accepted(set(config.expert.accept))
+        # Of a pair the rejected response is wrong, and is what a preference is learned from.
+        rejects = config.learner.objective.rejects
+        accepted = self._accepted(None if rejects else set(config.expert.accept))
+        self._held_out = self._drawn_out(accepted, config.data.heldout_pairs)
+        self._ids = [names for name, names in accepted.items() if name not in self._held_out]
         if not self._ids:
             raise DataError(
                 f"learner.source=offline: the data has no expert trace with a verdict in "
@@ -263,35 +274,59 @@ class OfflineSource(StoredSource):
         self._last = whole if config.run.passes else None
         self.total_steps = config.run.steps or math.ceil(whole / self._size)
 
-    def _accepted(self, verdicts: set[str]) -> list[tuple[str, ...]]:
+    def _accepted(self, verdicts: set[str] | None) -> dict[str, tuple[str, ...]]:
+        """Trace ids of each problem; None accepts every verdict."""
         ids = self._runs.all_trace_ids()
         accepted: dict[str, list[str]] = {}
-        for start in range(0, len(ids), 256):
-            for trace in self._runs.traces(ids[start : start + 256]):
+        for start in range(0, len(ids), READ_AT_ONCE):
+            for trace in self._runs.traces(ids[start : start + READ_AT_ONCE]):
                 # Without a grader, its verdict is that of the data.
-                if trace.grader is None or trace.verdict.value in verdicts:
+                if verdicts is None or trace.grader is None or trace.verdict.value in verdicts:
                     accepted.setdefault(trace.problem_id, []).append(trace.trace_id)
-        return [tuple(names) for names in accepted.values()]
+        return {problem: tuple(names) for problem, names in accepted.items()}
+
+    def _drawn_out(
+        self, accepted: Mapping[str, tuple[str, ...]], share: float
+    ) -> dict[str, tuple[str, ...]]:
+        """The part of the problems that is held out."""
+        if not share:
+            return {}
+        ids = list(accepted)
+        problems = (
+            problem
+            for start in range(0, len(ids), READ_AT_ONCE)
+            for problem in self._runs.problems(ids[start : start + READ_AT_ONCE])
+        )
+        return {name: accepted[name] for name in held_out(problems, share, self._seed)}
+
+    def held_out(self) -> list[MixedGroup]:
+        # In the order of the data, whatever order the draw has.
+        names = sorted(self._held_out.values())
+        return self._groups(names, "held-out") if names else []
 
     def _fetch(self, step: int) -> StepBatch:
         chosen = self.names(step)
+        groups = self._groups(chosen, f"offline:{step}")
         flat = [name for names in chosen for name in names]
-        traces = self._cache.get(flat)
+        row = {"step": step, "short": len(chosen) < self._size, "offline": flat}
+        return StepBatch(step=step, row=row, groups=groups)
+
+    def _groups(self, chosen: Sequence[tuple[str, ...]], prefix: str) -> list[MixedGroup]:
+        traces = self._cache.get([name for names in chosen for name in names])
         problems = self._runs.problems([traces[names[0]].problem_id for names in chosen])
         groups: list[MixedGroup] = []
         for place, (names, problem) in enumerate(zip(chosen, problems, strict=True)):
             group = Group.of(
                 problem,
                 (),
-                group_id=f"offline:{step}:{place}",
+                group_id=f"{prefix}:{place}",
                 attempt=1,
                 worker="",
                 trace_ids=names,
             )
             of_group = tuple(traces[name] for name in names)
             groups.append(MixedGroup(group=group, traces=of_group))
-        row = {"step": step, "short": len(chosen) < self._size, "offline": flat}
-        return StepBatch(step=step, row=row, groups=groups)
+        return groups
 
     def names(self, step: int) -> list[tuple[str, ...]]:
         """Trace ids of each of a step's groups."""

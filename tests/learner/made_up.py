@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from tandem.common.config import Config, build, to_yaml
 from tandem.common.records import (
@@ -214,6 +215,22 @@ def samples_of(lease: Lease, held: Version, count: int) -> tuple[Sample, ...]:
             )
         )
     return tuple(made)
+
+
+def pair_of(mixed: MixedGroup) -> MixedGroup:
+    """The group's first two samples, a right and a wrong one, as a pair of stored responses."""
+    traces = tuple(
+        replace(
+            trace(0),
+            trace_id=f"{mixed.group.problem_id}#{number}",
+            problem_id=mixed.group.problem_id,
+            tokens=sample.tokens,
+            reward=sample.reward,
+            verdict=sample.verdict,
+        )
+        for number, sample in enumerate(mixed.group.samples[:2])
+    )
+    return MixedGroup(group=replace(mixed.group, samples=()), traces=traces)
 
 
 def groups_of(count: int, size: int = 4, step: int = 0) -> list[MixedGroup]:

@@ -18,7 +18,7 @@ import made_up
 import numpy as np
 from safetensors.torch import save_file
 
-import tandem.learner.updates as updates_module
+import tandem.learner.reference as reference_module
 from tandem.common.objectives import OBJECTIVES, reads
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.rendezvous import process_group
@@ -31,7 +31,10 @@ KEPT = (
     *("train/loss", "train/grad_norm", "train/tokens_own", "train/k1_reference", "train/k3_p99"),
     *("ratio/tokens", "ratio/log_ratio", "ratio/log_ratio_p99", "ratio/k3", "ratio/k3_p99"),
     *("ratio/ess", "ratio/k3_bound"),
+    *("train/kto_z0", "train/reference_computed", "train/reference_found"),
 )
+STORED = "-stored"
+"""Ends the name of an objective that learns from pairs of stored responses instead of samples."""
 
 
 def config_of(name: str, ranks: int, stage: int) -> Any:
@@ -61,11 +64,16 @@ def config_of(name: str, ranks: int, stage: int) -> Any:
     )
 
 
-def train(name: str, ranks: int, stage: int) -> tuple[dict[str, torch.Tensor], list[Any]]:
+def train(name: str, ranks: int, stage: int, out: str) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """Parameters after the steps, and metrics of each."""
-    config = config_of(name, ranks, stage)
+    stored = name.endswith(STORED)
+    config = config_of(name.removesuffix(STORED), ranks, stage)
+    if stored:
+        learner = config.learner.model_copy(update={"source": "offline"})
+        config = config.model_copy(update={"learner": learner})
     engine = DeepSpeedEngine(made_up.tiny_model(), config, torch.device("cpu"))
-    updates = Updates(engine, config)
+    folder = Path(f"{out}.{name}.reference")
+    updates = Updates(engine, config, reference_folder=folder)
     traces = [made_up.trace(number) for number in range(2)]
     told = []
     for step in range(1, STEPS + 1):
@@ -73,6 +81,8 @@ def train(name: str, ranks: int, stage: int) -> tuple[dict[str, torch.Tensor], l
             MixedGroup(group=mixed.group, traces=tuple(traces[number : number + 1]))
             for number, mixed in enumerate(made_up.groups_of(4, size=3))
         ]
+        if stored:
+            groups = [made_up.pair_of(mixed) for mixed in made_up.groups_of(4, size=2)]
         # The other ranks get their rows from rank 0.
         outcome = updates.train(step, None if engine.rank else groups, lr=0.1)
         assert outcome.applied
@@ -88,12 +98,12 @@ def main() -> None:
     rank, ranks, port, out, stage, *names = sys.argv[1:]
     torch.set_num_threads(1)
     # A reference that isn't the start, so that the KL has a gradient from the first step on.
-    updates_module.load_model = lambda path, **kwargs: made_up.tiny_model(seed=5)  # type: ignore[assignment]
+    reference_module.load_model = lambda path, **kwargs: made_up.tiny_model(seed=5)  # type: ignore[assignment]
     tensors: dict[str, torch.Tensor] = {}
     metrics = {}
     with process_group(int(rank), int(ranks), int(port) or None):
         for name in names:
-            found, metrics[name] = train(name, int(ranks), int(stage))
+            found, metrics[name] = train(name, int(ranks), int(stage), out)
             tensors |= {f"{name}/{key}": tensor for key, tensor in found.items()}
     if rank == "0":
         save_file(tensors, out)

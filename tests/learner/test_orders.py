@@ -9,6 +9,7 @@ import pytest
 
 from tandem.common.errors import WireError
 from tandem.learner.orders import (
+    Compare,
     Export,
     Idle,
     Load,
@@ -23,6 +24,7 @@ from tandem.learner.orders import (
 
 ORDERS = [
     Train(step=3, lr=1e-6, settled=True),
+    Compare(step=3),
     Save(folder="x"),
     Load(folder="x"),
     Export(folder="x"),

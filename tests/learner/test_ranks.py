@@ -22,9 +22,9 @@ from tandem.common.objectives import OBJECTIVES
 
 pytestmark = [pytest.mark.byhand, pytest.mark.timeout(600)]
 
-NAMES = sorted(set(OBJECTIVES) - {"ppo"})
-# One for each unit and each kind of column.
-FEW = ["decoupled_ppo", "dpo", "exgrpo", "gspo", "kto", "luffy"]
+NAMES = [*sorted(set(OBJECTIVES) - {"ppo"}), "dpo-stored", "kto-stored"]
+# One for each unit and each kind of column, and stored pairs.
+FEW = ["decoupled_ppo", "dpo", "dpo-stored", "exgrpo", "gspo", "kto", "kto-stored", "luffy"]
 DEADLINE = 300.0
 Trained = tuple[dict[str, torch.Tensor], dict[str, list[dict[str, float]]]]
 

@@ -26,10 +26,10 @@ from tandem.learner.forward import shared_prompts
 from tandem.learner.forward.head import Head, head_of
 from tandem.learner.forward.policy import Policy
 from tandem.learner.objectives import make
+from tandem.learner.reference import frozen_policy
 from tandem.learner.rows.groups import MixedGroup, rows_of
 from tandem.learner.rows.microbatch import micro_batch
 from tandem.learner.rows.rows import Rows
-from tandem.learner.updates import frozen_policy
 
 CPU = torch.device("cpu")
 BOUND = 1e-4

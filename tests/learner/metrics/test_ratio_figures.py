@@ -289,7 +289,7 @@ def test_tokens_that_are_scored_at_another_temperature_than_sampled_tell_nothing
     learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "tandem.learner.updates.load_model", lambda path, **kwargs: made_up.tiny_model()
+        "tandem.learner.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
     )
     for temperature, told in ((1.0, True), (0.7, False)):
         updates = learner(
