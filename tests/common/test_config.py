@@ -43,7 +43,7 @@ def test_items_of_a_list_are_named_by_index():
 
 
 def test_items_of_a_list_that_no_preset_names_are_those_of_the_default():
-    assert build("learner.optimizer.betas.1=0.5").learner.optimizer.betas == (0.9, 0.5)
+    assert build("expert.accept.0=wrong").expert.accept == ("wrong",)
     component, *_ = build("reward.components.0.weight=0.5").reward.components
     assert (component.name, component.weight) == ("accuracy", 0.5)
     assert build("data.evaluate=[{path: b}]", "data.evaluate.0.limit=2").data.evaluate[0].limit == 2
