@@ -49,6 +49,16 @@ def of_archive(path: Path) -> bool:
     return archive.is_archive(data_files(path)[0])
 
 
+def refuse_archive_keys(source: SourceConfig | EvalSetConfig) -> None:
+    """Raises ``DataError`` if a source that is no archive has a key about an archive's samples."""
+    if isinstance(source, SourceConfig) and (source.pairs is not None or source.regrade):
+        key = "regrade" if source.pairs is None else "pairs"
+        raise DataError(
+            f"data.train {source.short_name}: {key} is about an archive's samples, and "
+            f"{source.path} is no archive: leave it out"
+        )
+
+
 class ArchiveReader:
     """Reads one archive after another.
 

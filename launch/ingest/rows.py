@@ -22,7 +22,7 @@ from ...common.records import ExpertTrace, FinishReason, Problem, Verdict
 from ...replay.forms import Content, DataRow, read_rows
 from ...reward.answers.texts import read_gold
 from ...reward.grading import Grade, GradeItem, Grader
-from .archived import ArchiveReader, of_archive
+from .archived import ArchiveReader, of_archive, refuse_archive_keys
 from .counts import SourceCounts, drawn
 
 OPENERS = ("<think>\n", "<think>")
@@ -110,13 +110,12 @@ class SourceReader:
         problems: list[Problem] = []
         traces: list[ExpertTrace] = []
         if of_archive(file):
-            alone = trains_on_traces(self._config)
             archives = ArchiveReader(
                 *(self._config, self._tokenizer, self._digest, self._grader, self._doing),
-                alone=alone,
+                alone=trains_on_traces(self._config),
             )
             return *archives.read(source, file, counts), counts
-        self._refuse_archive_keys(source)
+        refuse_archive_keys(source)
         for chunk in self.chunks(source, file, counts):
             problems += chunk.problems
             traces += chunk.traces
@@ -139,15 +138,6 @@ class SourceReader:
             traces = [trace for trace in traces if trace.problem_id in kept]
             counts.problems, counts.traces = len(problems), len(traces)
         return problems, traces, counts
-
-    @staticmethod
-    def _refuse_archive_keys(source: SourceConfig | EvalSetConfig) -> None:
-        if isinstance(source, SourceConfig) and (source.pairs is not None or source.regrade):
-            key = "regrade" if source.pairs is None else "pairs"
-            raise DataError(
-                f"data.train {source.short_name}: {key} is about an archive's samples, and "
-                f"{source.path} is no archive: leave it out"
-            )
 
     def chunks(
         self, source: SourceConfig | EvalSetConfig, file: Path, counts: SourceCounts
