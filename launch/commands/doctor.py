@@ -12,6 +12,7 @@ from .options import add_preset_words
 if TYPE_CHECKING:
     from ..host.surroundings import Finding
     from ..plan.hardware import Machine
+    from ..run.presets import Preset
 
 MARKS = {"ok": "ok", "note": "-", "missing": "MISSING"}
 
@@ -23,20 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 if the preset could run here, else 1."""
-    from ..host.requirements import examine, missing
+    from ..host.requirements import missing
     from ..plan.hardware import machine
     from ..run.presets import load, split
-    from ..run.stages import of_preset
 
     name, overrides = split(arguments.words, "miniature")
     preset, here = load(name), machine()
-    found: list[Finding] = []
-    for _, run, own in of_preset(preset, overrides):
-        config = run.resolve(own)
-        for finding in examine(config, here, Path(config.run.dir or "runs").absolute()):
-            # Stages mostly need the same.
-            if finding not in found:
-                found.append(finding)
+    found = _findings(preset, overrides, here, beside=True)
     lacking = missing(found)
     others = _others(preset.name, here)
     if arguments.json:
@@ -55,16 +49,29 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _others(but: str, here: Machine) -> dict[str, list[Finding]]:
     """What this machine lacks for each of the other presets."""
-    from ..host.requirements import examine, missing
+    from ..host.requirements import missing
     from ..run.presets import load, names
 
-    lacking = {}
-    for name in names():
-        if name != but:
-            config = load(name).resolve([])
-            folder = Path(config.run.dir or "runs").absolute()
-            lacking[name] = missing(examine(config, here, folder, beside=False))
-    return lacking
+    return {
+        name: missing(_findings(load(name), [], here, beside=False))
+        for name in names()
+        if name != but
+    }
+
+
+def _findings(
+    preset: Preset, overrides: list[str], here: Machine, *, beside: bool
+) -> list[Finding]:
+    """What each run of a preset needs; stages mostly need the same."""
+    from ..host.requirements import examine
+    from ..run.stages import of_preset
+
+    found: list[Finding] = []
+    for _, run, own in of_preset(preset, overrides):
+        config = run.resolve(own)
+        folder = Path(config.run.dir or "runs").absolute()
+        found += [one for one in examine(config, here, folder, beside=beside) if one not in found]
+    return found
 
 
 def _lines(name: str, found: list[Finding], others: dict[str, list[Finding]]) -> list[str]:

@@ -77,6 +77,11 @@ class Preset:
         try:
             config = build(with_overrides(self.tree, before), overrides)
         except ConfigError as error:
+            if self.stages:
+                names = " and ".join(stage.name for stage in self.stages)
+                raise ConfigError(
+                    f"{self.path} has stages ({names}) and isn't a single run: name a preset that is ({error})"
+                ) from None
             if not overrides and not before:
                 raise ConfigError(f"{self.path}: {error}") from None
             raise

@@ -36,7 +36,7 @@ def overrides(name: str) -> list[str]:
     if name == SAMPLED:
         given.append("run.dir=sampled")
     if name == AGAIN:
-        given += ["data.archive=sampled/archive", f"run.steps={STEPS}"]
+        given.append("data.train=[{path: sampled/archive, correct_only: true}]")
     return given
 
 

@@ -15,6 +15,7 @@ from tandem.common.errors import ConfigError
 from tandem.launch import cli
 from tandem.launch.cli import main
 from tandem.launch.run import presets
+from tandem.launch.run.stages import of_preset
 
 
 def tandem(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -82,8 +83,9 @@ def test_options_may_stand_between_settings(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("name", presets.names())
 def test_every_preset_is_valid_and_has_a_line_about_it(name: str) -> None:
     preset = presets.load(name)
-    config = preset.resolve([])
-    assert config.run.dir == f"runs/{name}"
+    folders = [run.resolve(own).run.dir for _, run, own in of_preset(preset, [])]
+    stages = [f"runs/{name}/{label}" for label, _, _ in of_preset(preset, [])]
+    assert folders == (stages if preset.stages else [f"runs/{name}"])
     assert preset.about
 
 

@@ -19,7 +19,8 @@ from tandem.launch.run.presets import load, names
 from tandem.reward.components.scoring import Scorer
 from tandem.reward.reading.modes import mode
 
-GPU_PRESETS = [name for name in names() if not name.startswith("miniature")]
+# The runs of a preset with stages are presets themselves.
+GPU_PRESETS = [n for n in names() if not n.startswith("miniature") and not load(n).stages]
 ONE = Machine(gpus=(Gpu(index=3, name="H100", memory_mb=81559),), cores=8, memory_mb=65536)
 
 

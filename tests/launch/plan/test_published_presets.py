@@ -188,8 +188,12 @@ EI_SAMPLE: Table = {
     "steps": 1,
 }
 EI_SFT: Table = {
-    **EI_SAMPLE,
+    "model": "Qwen/Qwen2.5-Math-1.5B",
+    "seed": 42,
     "stored": True,
+    "epochs": 2,
+    "batch": 16 * 8,
+    "tokens": 1024,
     "optimizer": "adamw",
     "lr": 5e-5,
     "betas": (0.9, 0.999),
@@ -197,10 +201,12 @@ EI_SFT: Table = {
     "weight_decay": 0.0,
     "grad_clip": 1.0,
     "schedule": "cosine",
+    "warmup": 0,
     "loss": "sft",
     "aggregation": "constant",
-    # Epochs of one step.
-    "steps": 2,
+    "correct_only": [True],
+    "evaluate_limit": 500,
+    "evaluate_every": 10,
 }
 
 # Stanford CS336, assignment 5.
@@ -476,15 +482,8 @@ DEVIATIONS: dict[str, Table] = {
     "qwen2.5-math-1.5b-grpo-default-2gpu": VALIDATION,
     # One epoch over a batch.
     "qwen2.5-math-1.5b-grpo-clip-2gpu": {**VALIDATION, "updates": 2, **over(1024)},
-    # SFT on right answers is a policy gradient of rewards of 0 and 1.
     "qwen2.5-math-1.5b-expert-iteration-sample-2gpu": NOT_DURING,
-    "qwen2.5-math-1.5b-expert-iteration-sft-1gpu": {
-        **NOT_DURING,
-        **WITHOUT_WEIGHTS,
-        **over(1024),
-        # The rate is a step's, which is an epoch.
-        "schedule": "constant",
-    },
+    "qwen2.5-math-1.5b-expert-iteration-sft-1gpu": {**NOT_DURING, **over(1024)},
     # The plain gradient for several updates is a weight that is held at 1.
     "olmo2-1b-cs336-off-policy-naive-2gpu": WITHOUT_WEIGHTS,
     # A trace and its prompt fit the model's context, and so do evaluations.
