@@ -26,8 +26,8 @@ class OptimizerConfig(Section):
     takes half the memory of AdamW's two."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
-    betas: tuple[Below1, Below1] | None = None
-    """Decay rates of AdamW's moments, (0.9, 0.95) if not given; null for another optimizer."""
+    betas: tuple[Below1, Below1] | None = (0.9, 0.95)
+    """Decay rates of AdamW's moments; null for another optimizer."""
     alpha: Below1 | None = None
     """Decay rate of RMSprop's mean of squares, 0.99 if not given; null for another optimizer."""
     eps: Annotated[float, Field(ge=0)] = 1e-8
@@ -52,7 +52,8 @@ class OptimizerConfig(Section):
         if not isinstance(given, Mapping):
             return given
         present = {key: value for key, value in given.items() if value is not None}
-        return {**OPTIMIZER_KEYS.get(str(given.get("name", "adamw")), {}), **present}
+        null = dict.fromkeys(key for keys in OPTIMIZER_KEYS.values() for key in keys)
+        return {**null, **OPTIMIZER_KEYS.get(str(given.get("name", "adamw")), {}), **present}
 
     @model_validator(mode="after")
     def _goes_together(self) -> OptimizerConfig:
