@@ -41,3 +41,16 @@ def named(name: str) -> list[dict[str, Any]]:
     if isinstance(found, list):
         return [entry for one in found for entry in named(one)]
     return [{"name": name, **found}]
+
+
+def entries(given: Any) -> Any:
+    """The value of ``data.evaluate`` with known sets in the place of their names.
+
+    Raises:
+        ValueError: as :func:`named` does.
+    """
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, list | tuple):
+        return given
+    return [entry for one in given for entry in (named(one) if isinstance(one, str) else [one])]

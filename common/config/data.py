@@ -153,12 +153,4 @@ class DataConfig(Section):
     @classmethod
     def _by_name(cls, given: Any) -> Any:
         """Puts known sets in the place of their names."""
-        if isinstance(given, str):
-            given = [given]
-        if not isinstance(given, list | tuple):
-            return given
-        return [
-            entry
-            for one in given
-            for entry in (evaluation_sets.named(one) if isinstance(one, str) else [one])
-        ]
+        return evaluation_sets.entries(given)

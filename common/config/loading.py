@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from .. import evaluation_sets
 from ..errors import ConfigError
 from ..objectives import DEFAULT, KEYS, check_name, kind_of, reads, renamed
 from .choices import why_refused
@@ -79,6 +80,13 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     parts = key.split(".")
+    if parts[:2] == ["data", "evaluate"] and len(parts) > 2:
+        data = _part(tree, "data")
+        if "evaluate" in data:
+            try:
+                data["evaluate"] = evaluation_sets.entries(data["evaluate"])
+            except ValueError as error:
+                raise ConfigError(f"data.evaluate: {error}") from None
     node: Any = tree
     for place, part in enumerate(parts[:-1]):
         if isinstance(node, list):

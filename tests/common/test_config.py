@@ -43,6 +43,7 @@ def test_items_of_a_list_are_named_by_index():
 
 
 def test_items_of_a_list_that_no_preset_names_are_those_of_the_default():
+    assert build("learner.optimizer.betas.1=0.5").learner.optimizer.betas == (0.9, 0.5)
     assert build("expert.accept.0=wrong").expert.accept == ("wrong",)
     component, *_ = build("reward.components.0.weight=0.5").reward.components
     assert (component.name, component.weight) == ("accuracy", 0.5)
@@ -331,6 +332,15 @@ def test_evaluation_sets_may_be_named(given: Any, names: list[str]):
     assert [one.name for one in config.data.evaluate] == names
     assert config.data.evaluate[0].path.count("/") >= 1
     assert c.read_config(c.to_yaml(config)) == config
+
+
+@pytest.mark.parametrize("given", ["gsm8k", ["gsm8k"]])
+def test_items_of_a_named_evaluation_set_are_named_by_index(given: Any):
+    tree = {**TREE, "data": {"train": [{"path": "a"}], "evaluate": given}}
+    (found,) = c.build(tree, ["data.evaluate.0.limit=5"]).data.evaluate
+    assert (found.name, found.limit) == ("gsm8k", 5)
+    (found,) = c.build(TREE, ["data.evaluate=gsm8k", "data.evaluate.0.limit=5"]).data.evaluate
+    assert (found.name, found.limit) == ("gsm8k", 5)
 
 
 def test_an_unknown_evaluation_set_names_the_nearest():
