@@ -24,12 +24,13 @@ def test_an_archive_is_made_and_its_pairs_are_learned(tmp_path: Path) -> None:
     words = ("offline", "miniature-dpo", "run.dir=run", *FEW, *QUICK)
     folder, samples = tmp_path / "run" / "pairs", tmp_path / "run" / "samples"
     first = Run(tmp_path, *words)
-    first.wait_for(lambda: step(samples) >= 5, "steps of the first run")
+    first.wait_for(lambda: step(samples) >= 5, "steps of the first stage")
     first.end()
     assert not folder.exists()
 
     second = Run(tmp_path, *words, "pairs.learner.checkpoint_every=4")
-    second.wait_for(lambda: step(folder) >= 6, "steps of the second run")
+    second.wait_for((samples / "summary.json").exists, "end of the first stage")
+    second.wait_for(lambda: step(folder) >= 6, "steps of the second stage")
     second.end()
     assert "resumes in" in second.said()
     made = (samples / "run.json").read_bytes()
