@@ -1,13 +1,16 @@
-"""The interface of a way to carry weights, and the place where the two ends of a channel meet.
+"""The interface of a way to carry weights, and the two ways over a channel: gloo and NCCL.
 
-Each way is one class in a file of its own: :meth:`Way.obstacle` says whether a pair can use it,
-:meth:`Way.offer` is the learner's end and :meth:`Way.fetch` the worker's.
+Each way is one class: :meth:`Way.obstacle` says whether a pair can use it, :meth:`Way.offer` is the
+learner's end and :meth:`Way.fetch` the worker's. A channel is a process group, whose ranks find each
+other at the learner's :func:`meeting_point`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,10 +19,11 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from ..config import WeightsConfig
 from ..errors import WeightsError
+from ..sockets import local_address
 from ..waiting import Wait
 from .manifest import Layout, WeightManifest
 from .protocol import Meeting
@@ -30,6 +34,11 @@ POLL_SECONDS = 0.001
 BYTES_PER_SECOND = 50e6
 """Slowest rate at which a bucket may arrive; gloo on loopback reached 130 to 560 MB/s."""
 LEAST_BUCKET_SECONDS = 5.0
+IN_FLIGHT = 2
+"""Number of buckets on a GPU at a time: one is sent while the next is copied."""
+
+# torch's stubs leave out what is defined in C++.
+_Gloo: Any = ProcessGroupGloo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +102,9 @@ class Way(ABC):
         self.device = device
 
     @classmethod
-    @abstractmethod
     def obstacle(cls, pair: Pair) -> str:
         """Why a pair can't use this way, and what to do instead; empty if it can."""
+        return ""
 
     @abstractmethod
     def offer(self, parcel: Parcel, at: Meeting | str) -> str:
@@ -132,100 +141,28 @@ class Way(ABC):
         return None
 
 
-class ProcessGroupWay(Way):
-    """A channel that is a process group of its own, separate from torch's default group."""
-
-    is_channel: ClassVar[bool] = True
-
-    def __init__(self, settings: WeightsConfig, device: torch.device) -> None:
-        super().__init__(settings, device)
-        # torch's stubs leave out what is defined in C++.
-        self._group: Any = None
-
-    def offer(self, parcel: Parcel, at: Meeting | str) -> str:
-        """Sends every bucket to every other rank."""
-        assert isinstance(at, Meeting)
-        self._meet(at)
-        for _ in self._transfer(cut(parcel.buffer, parcel.manifest.layout), "send"):
-            pass
-        return ""
-
-    def fetch(self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer) -> Arrival:
-        """Receives every bucket from rank 0."""
-        assert isinstance(at, Meeting)
-        buffer, segment = own(manifest.total_bytes)
-        self._meet(at)
-        full = self._transfer(cut(buffer, manifest.layout), "receive")
-        return Arrival(buffer=buffer, segment=segment, full=full)
-
-    @abstractmethod
-    def _meet(self, at: Meeting) -> None:
-        """Creates the group within ``weights.open_seconds``."""
-
-    @abstractmethod
-    def _transfer(self, pieces: Sequence[torch.Tensor], verb: str) -> Iterator[int]:
-        """Sends or receives pieces, each ``[n]`` uint8, and yields each one's index when it is done."""
-
-    def _begin(self, verb: str, piece: torch.Tensor, tag: int) -> Any:
-        """Begins to send or receive a piece."""
-        group = self._group
-        if group is None:
-            raise WeightsError(f"the {self.name} channel isn't open")
-        if group.size() > 2:
-            # A tree: rank 0 sends to some ranks, which pass the bytes on.
-            options = BroadcastOptions()
-            options.rootRank, options.rootTensor = 0, 0
-            return group.broadcast([piece], options)
-        if verb == "send":
-            return group.send([piece], 1, tag)
-        return group.recv([piece], 0, tag)
+# Channels.
 
 
-def await_event(event: torch.cuda.Event, wait: Wait) -> None:
-    """Polls an event, since CUDA offers no wait with a deadline.
-
-    Raises:
-        WeightsError: the event didn't occur by the deadline.
-    """
-    while not event.query():
-        if wait.expired(log.warning):
-            raise WeightsError(str(wait))
-        time.sleep(POLL_SECONDS)
-
-
-def cut(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """The buckets of a flat buffer."""
-    return [buffer[bucket] for bucket in layout.buckets]
-
-
-class MeetingPoint:
-    """The learner's store, through which the ranks of one channel find each other.
+def meeting_point(host: str) -> TCPStore:
+    """A new store at the learner, through which the ranks of one channel find each other.
 
     By default TCPStore listens on every address, so it is given a socket that is already bound.
     It has no credentials; its address and the channel's random name are sent only over CURVE,
-    to workers that have accepted an offer.
+    to workers that have accepted an offer. It stops listening once nobody refers to it.
     """
-
-    def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.bind((host, 0))
-        self.host = host
-        self.port: int = listener.getsockname()[1]
-        # The store owns the descriptor from here on.
-        self._store: TCPStore | None = TCPStore(
-            host,
-            self.port,
-            None,
-            is_master=True,
-            timeout=timedelta(seconds=10),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-    def close(self) -> None:
-        """Stops listening."""
-        self._store = None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((host, 0))
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        None,
+        is_master=True,
+        timeout=timedelta(seconds=10),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def enter(meeting: Meeting, seconds: float) -> PrefixStore:
@@ -260,3 +197,220 @@ def first_line(error: BaseException) -> str:
 def bucket_seconds(nbytes: int, left: float) -> float:
     """Seconds that one bucket may take when ``left`` remain until the transfer's own deadline."""
     return max(0.05, min(left, max(LEAST_BUCKET_SECONDS, nbytes / BYTES_PER_SECOND)))
+
+
+def await_event(event: torch.cuda.Event, wait: Wait) -> None:
+    """Polls an event, since CUDA offers no wait with a deadline.
+
+    Raises:
+        WeightsError: the event didn't occur by the deadline.
+    """
+    while not event.query():
+        if wait.expired(log.warning):
+            raise WeightsError(str(wait))
+        time.sleep(POLL_SECONDS)
+
+
+def cut(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """The buckets of a flat buffer."""
+    return [buffer[bucket] for bucket in layout.buckets]
+
+
+class ProcessGroupWay(Way):
+    """A channel that is a process group of its own, separate from torch's default group."""
+
+    is_channel: ClassVar[bool] = True
+
+    def __init__(self, settings: WeightsConfig, device: torch.device) -> None:
+        super().__init__(settings, device)
+        # torch's stubs leave out what is defined in C++.
+        self._group: Any = None
+
+    def offer(self, parcel: Parcel, at: Meeting | str) -> str:
+        """Sends every bucket to every other rank."""
+        assert isinstance(at, Meeting)
+        self._meet(at)
+        for _ in self._transfer(cut(parcel.buffer, parcel.manifest.layout), "send"):
+            pass
+        return ""
+
+    def fetch(self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer) -> Arrival:
+        """Receives every bucket from rank 0."""
+        assert isinstance(at, Meeting)
+        buffer, segment = own(manifest.layout.total_bytes)
+        self._meet(at)
+        full = self._transfer(cut(buffer, manifest.layout), "receive")
+        return Arrival(buffer=buffer, segment=segment, full=full)
+
+    @abstractmethod
+    def _meet(self, at: Meeting) -> None:
+        """Creates the group within ``weights.open_seconds``."""
+
+    @abstractmethod
+    def _transfer(self, pieces: Sequence[torch.Tensor], verb: str) -> Iterator[int]:
+        """Sends or receives pieces, each ``[n]`` uint8, and yields each one's index when it is done."""
+
+    def _begin(self, verb: str, piece: torch.Tensor, tag: int) -> Any:
+        """Begins to send or receive a piece."""
+        group = self._group
+        if group is None:
+            raise WeightsError(f"the {self.name} channel isn't open")
+        if group.size() > 2:
+            # A tree: rank 0 sends to some ranks, which pass the bytes on.
+            options = BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            return group.broadcast([piece], options)
+        if verb == "send":
+            return group.send([piece], 1, tag)
+        return group.recv([piece], 0, tag)
+
+
+class Gloo(ProcessGroupWay):
+    """A gloo group, bound to one address; by default gloo listens on that of the host's name."""
+
+    name: ClassVar[str] = "gloo"
+
+    def close(self) -> None:
+        """Closes the sockets."""
+        self._group = None
+
+    def _meet(self, at: Meeting) -> None:
+        start = time.monotonic()
+        end = start + self.settings.open_seconds
+        store = enter(at, self.settings.open_seconds)
+        options = _Gloo._Options()
+        options._timeout = timedelta(seconds=max(0.1, end - time.monotonic()))
+        options._threads = 1
+        address = local_address(self.settings.interface, at.host)
+        options._devices = [_Gloo.create_device(hostname=address, lazy_init=False)]
+        try:
+            self._group = _Gloo(store, at.rank, at.world_size, options)
+        except RuntimeError as error:
+            raise WeightsError(
+                f"the other side didn't enter the gloo channel within "
+                f"{time.monotonic() - start:.1f} s: {first_line(error)}"
+            ) from None
+
+    def _transfer(self, pieces: Sequence[torch.Tensor], verb: str) -> Iterator[int]:
+        deadline = time.monotonic() + self.settings.stage_seconds
+        # All are posted at once, so that the wire stays busy.
+        works = [self._begin(verb, piece, index) for index, piece in enumerate(pieces)]
+        for index, work in enumerate(works):
+            start, nbytes = time.monotonic(), pieces[index].numel()
+            try:
+                work.wait(timedelta(seconds=bucket_seconds(nbytes, deadline - start)))
+            except RuntimeError as error:
+                raise WeightsError(
+                    f"gloo couldn't {verb} a bucket of {nbytes:,} bytes in "
+                    f"{time.monotonic() - start:.1f} s: {first_line(error)}"
+                ) from None
+            yield index
+
+
+class Nccl(ProcessGroupWay):
+    """An NCCL communicator on a side stream.
+
+    NCCL can wait forever inside a kernel, and doesn't notice when a peer on the same host dies
+    (NVIDIA/nccl#279). So nothing here synchronises with it: an event on the side stream is queried
+    until the deadline, after which the communicator is aborted in a thread of its own, because an
+    abort may hang too (NVIDIA/nccl#863). ``NCCL_SOCKET_IFNAME`` binds NCCL to an interface.
+    """
+
+    name: ClassVar[str] = "nccl"
+
+    def __init__(self, settings: WeightsConfig, device: torch.device) -> None:
+        super().__init__(settings, device)
+        self._stream: torch.cuda.Stream | None = None
+        self._copies: torch.cuda.Stream | None = None
+
+    @classmethod
+    def obstacle(cls, pair: Pair) -> str:
+        """Two ranks of one NCCL communicator can't share a GPU."""
+        if "cpu" not in (pair.sender, pair.receiver) and pair.sender != pair.receiver:
+            return ""
+        return (
+            f"needs a GPU on each side and not the same one; the learner is on {pair.sender}, the "
+            f"worker on {pair.receiver}: set weights.transport=auto"
+        )
+
+    def close(self) -> None:
+        """Gives up the communicator."""
+        self.abort()
+
+    def abort(self) -> None:
+        """Aborts the communicator in a daemon thread; returns at once."""
+        group, self._group = self._group, None
+        if group is not None:
+            threading.Thread(target=group.abort, name="nccl-abort", daemon=True).start()
+
+    def _meet(self, at: Meeting) -> None:
+        """Meets the other ranks. The communicator forms at the first transfer."""
+        if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+            raise WeightsError(
+                "weights.transport=nccl needs a GPU and a torch with NCCL; this process has none: "
+                "set weights.transport=gloo"
+            )
+        from torch.distributed import ProcessGroupNCCL
+
+        store = enter(at, self.settings.open_seconds)
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=max(1.0, self.settings.open_seconds))
+        options.is_high_priority_stream = False
+        try:
+            self._group = ProcessGroupNCCL(store, at.rank, at.world_size, options)
+        except RuntimeError as error:
+            raise WeightsError(
+                f"the NCCL channel couldn't be opened: {first_line(error)}"
+            ) from None
+        self._stream = torch.cuda.Stream(self.device)
+        self._copies = torch.cuda.Stream(self.device)
+
+    def _transfer(self, pieces: Sequence[torch.Tensor], verb: str) -> Iterator[int]:
+        """Passes the pieces through two buffers of GPU memory in turn: one is sent or received while
+        the other is copied from or to the host's memory."""
+        deadline = time.monotonic() + self.settings.stage_seconds
+        most = max(piece.numel() for piece in pieces)
+        buffers = [
+            torch.empty(most, dtype=torch.uint8, device=self.device)
+            for _ in range(min(IN_FLIGHT, len(pieces)))
+        ]
+        passages = [
+            buffers[index % IN_FLIGHT][: piece.numel()] for index, piece in enumerate(pieces)
+        ]
+        # Copies have a stream of their own, so that waiting for one doesn't mean waiting for another rank.
+        under_way: list[torch.cuda.Event] = []
+        for index in range(len(pieces) + IN_FLIGHT):
+            if index >= IN_FLIGHT:
+                done = index - IN_FLIGHT
+                self._await(under_way[done], pieces[done].numel(), deadline)
+                if verb == "receive":
+                    with self._on(self._copies):
+                        pieces[done].copy_(passages[done])
+                yield done
+            if index < len(pieces):
+                if verb == "send":
+                    with self._on(self._copies):
+                        passages[index].copy_(pieces[index])
+                under_way.append(self._post(verb, passages[index]))
+
+    @contextlib.contextmanager
+    def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield
+
+    def _post(self, verb: str, passage: torch.Tensor) -> torch.cuda.Event:
+        """Begins to send or receive a bucket; returns the event that marks its end."""
+        event = torch.cuda.Event()
+        with self._on(self._stream):
+            # Orders the side stream after NCCL's own; it doesn't block the host.
+            self._begin(verb, passage, 0).wait()
+            event.record(self._stream)
+        return event
+
+    def _await(self, event: torch.cuda.Event, nbytes: int, deadline: float) -> None:
+        seconds = bucket_seconds(nbytes, deadline - time.monotonic())
+        try:
+            await_event(event, Wait("NCCL", f"carry a bucket of {nbytes:,} bytes", seconds))
+        except WeightsError:
+            self.abort()
+            raise

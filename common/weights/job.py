@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import NoReturn
 
 import torch
@@ -22,10 +21,11 @@ from ..errors import WeightsError
 from ..records import Version
 from ..waiting import Wait
 from .channel import Way
-from .manifest import Layout, ScoredRows, SegmentPlace, WeightManifest
-from .protocol import RENAME, Loaded, Meeting, Offer
-from .shared_memory import Segment
-from .staging import checksum, flat_buffer, views
+from .manifest import ScoredRows, SegmentPlace
+from .protocol import RENAME, Meeting, Offer
+from .shared_memory import Segment, flat_buffer
+from .staging import checksum, views
+from .ways import WAYS
 
 log = logging.getLogger("tandem.rollout.weights")
 
@@ -67,22 +67,31 @@ class Landing:
     Only one thread at a time uses it: if one is left behind, the next job gets another landing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: WeightsConfig, device: torch.device) -> None:
+        self._settings = settings
+        self._device = device
+        self._ways: dict[str, Way] = {}
         self._own: torch.Tensor | None = None
         self._segment: Segment | None = None
-        self._views: dict[int, tuple[torch.Tensor, Layout, StagedTensors]] = {}
 
-    def fetch(self, way: Way, manifest: WeightManifest, at: Meeting | str) -> StagedTensors:
+    def way(self, name: str) -> Way:
+        """This end of a way: a new one for each channel, otherwise the one of the version before."""
+        way = self._ways.get(name) or WAYS[name](self._settings, self._device)
+        if not way.is_channel:
+            self._ways[name] = way
+        return way
+
+    def fetch(self, way: Way, offer: Offer, at: Meeting | str) -> StagedTensors:
         """Fetches a version and checks every bucket; see :meth:`Way.fetch`.
 
         Raises:
             DamagedError: a checksum is wrong.
             WeightsError: the version couldn't be fetched.
         """
+        manifest, layout = offer.manifest, offer.manifest.layout
         arrival = way.fetch(manifest, at, self._own_buffer)
-        buckets = manifest.layout.buckets
         for index in arrival.full:
-            bucket, expected = buckets[index], manifest.checksums[index]
+            bucket, expected = layout.buckets[index], manifest.checksums[index]
             found = checksum(arrival.buffer[bucket])
             if found != expected:
                 raise DamagedError(
@@ -90,7 +99,12 @@ class Landing:
                     f"{bucket.stop:,}) was damaged: its checksum is {found:016x}, the manifest's is "
                     f"{expected:016x}"
                 )
-        return self._tensors(arrival.buffer, arrival.segment, manifest.layout)
+        tensors = views(arrival.buffer, layout)
+        if not arrival.segment:
+            return StagedTensors(tensors)
+        nbytes = layout.total_bytes
+        place = SegmentPlace(path=arrival.segment, nbytes=nbytes, layout=layout.text)
+        return StagedTensors(tensors, place)
 
     def close(self) -> None:
         """Removes the file of its own buffer."""
@@ -102,26 +116,8 @@ class Landing:
         process can load it from there."""
         if self._own is None or self._own.numel() != nbytes:
             self.close()
-            self._segment = None
-            try:
-                self._segment = Segment(nbytes)
-                self._own = self._segment.buffer
-            except (WeightsError, OSError) as error:
-                log.info(f"weights are staged in memory that isn't shared: {error}")
-                self._own = flat_buffer(nbytes)
+            self._own, self._segment = flat_buffer(nbytes)
         return self._own, str(self._segment.path) if self._segment is not None else ""
-
-    def _tensors(self, buffer: torch.Tensor, segment: str, layout: Layout) -> StagedTensors:
-        """Views of a buffer, kept for its next version."""
-        known = self._views.get(id(buffer))
-        if known is None or known[0] is not buffer or known[1] != layout:
-            place = SegmentPlace(path=segment, nbytes=buffer.numel(), layout=layout.text)
-            tensors = StagedTensors(views(buffer, layout), place if segment else None)
-            if len(self._views) >= 4:
-                # Views keep their memory alive, also that of buffers no longer in use.
-                self._views.clear()
-            known = self._views[id(buffer)] = (buffer, layout, tensors)
-        return known[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +146,10 @@ class Target:
 class Serving:
     """The engine serves the version; if ``is_checked``, Checked follows."""
 
-    job: Job
-    loaded: Loaded
+    fetched: float
+    """Seconds from the offer until every checksum was right."""
+    paused: float
+    """Seconds in which the engine sampled nothing because of the load."""
     is_checked: bool
 
 
@@ -166,28 +164,21 @@ class Checked:
 class Failed:
     """The version wasn't loaded, and the old one stays."""
 
-    job: Job
     stage: str
     reason: str
 
 
-Ended = Serving | Checked | Failed
-
-
-class _Phase(Enum):
-    WAITING = "waiting"
-    LOADING = "loading"
-    DROPPED = "dropped"
+Report = Serving | Checked | Failed
 
 
 class Job:
     """One version that a worker has accepted. Either its thread begins to load it or the control
-    thread drops it, whichever comes first.
+    thread drops it: whichever is the first to acquire the claim.
 
     Args:
         learner: member id of the learner.
         current_term: returns the newest term that has begun; called just before the load.
-        post: called with what the job reports.
+        report: called from the job's thread.
     """
 
     def __init__(
@@ -196,8 +187,9 @@ class Job:
         learner: str,
         settings: WeightsConfig,
         target: Target,
+        landing: Landing,
         current_term: Callable[[], int],
-        post: Callable[[Ended], None],
+        report: Callable[[Job, Report], None],
     ) -> None:
         self.offer = offer
         self.version = offer.manifest.version
@@ -207,62 +199,49 @@ class Job:
         """What has to happen next; the job's thread updates it."""
         self._settings = settings
         self._target = target
+        self._landing = landing
         self._current_term = current_term
-        self._post = post
+        self._report = report
         self._offered = time.perf_counter()
-        self._lock = threading.Lock()
-        self._phase = _Phase.WAITING
+        self._claim = threading.Lock()
         self._way: Way | None = None
 
     @property
     def is_loading(self) -> bool:
-        """Whether the engine has begun to load it."""
-        return self._phase is _Phase.LOADING
+        """Whether the engine has begun to load it, so that it can't be dropped any more."""
+        return self._claim.locked()
 
     def drop(self) -> bool:
         """Ends it; returns False if the engine is already loading it."""
-        dropped = self._go(_Phase.DROPPED)
+        dropped = self._claim.acquire(blocking=False)
         if dropped and self._way is not None:
             self._way.abort()
         return dropped
 
-    def begin(self, landing: Landing, way: Way | None, at: Meeting | str) -> None:
-        """Starts the thread.
-
-        Args:
-            landing: where the bytes arrive.
-            way: what brings them; None if no bytes are needed.
-            at: where the way finds them, see :meth:`Way.fetch`.
-        """
+    def begin(self, at: Meeting | str) -> None:
+        """Starts the thread; ``at`` is where the way finds the bytes, see :meth:`Way.fetch`."""
         self.is_begun = True
-        self._way = way
         seconds = self._settings.stage_seconds
         if isinstance(at, Meeting):
             seconds += self._settings.open_seconds
         self.wait = Wait(self.wait.who, f"send version {self.version}", seconds)
-        arguments = (landing, way, at)
-        threading.Thread(target=self._run, args=arguments, name="weights-job", daemon=True).start()
+        if self.offer.way != RENAME:
+            self._way = self._landing.way(self.offer.way)
+        threading.Thread(target=self._run, args=(at,), name="weights-job", daemon=True).start()
 
-    def _go(self, phase: _Phase) -> bool:
-        with self._lock:
-            if self._phase is _Phase.WAITING:
-                self._phase = phase
-            return self._phase is phase
-
-    def _run(self, landing: Landing, way: Way | None, at: Meeting | str) -> None:
-        stage = "fetch"
+    def _run(self, at: Meeting | str) -> None:
+        stage, tensors, way = "fetch", StagedTensors(), self._way
         try:
-            tensors = StagedTensors()
             if way is not None:
                 try:
-                    tensors = landing.fetch(way, self.offer.manifest, at)
+                    tensors = self._landing.fetch(way, self.offer, at)
                 finally:
                     way.close()
             stage = "load"
-            self._load(tensors, time.perf_counter())
+            self._load(tensors, time.perf_counter() - self._offered)
         except Exception as error:  # noqa: BLE001 - whatever it is, the learner must hear of it
             stage = "verify" if isinstance(error, DamagedError) else stage
-            self._post(Failed(self, stage, str(error) or type(error).__name__))
+            self._report(self, Failed(stage, str(error) or type(error).__name__))
 
     def _load(self, tensors: StagedTensors, fetched: float) -> None:
         version, seconds = self.version, self._settings.commit_seconds
@@ -275,26 +254,20 @@ class Job:
             )
         # Set before it begins: once this wait's deadline is past, the engine may be half-loaded.
         self.wait = Wait(ENGINE, f"load {version}", seconds)
-        if not self._go(_Phase.LOADING):
+        if not self._claim.acquire(blocking=False):
             return
         try:
             paused = self._target.load(tensors, version)
         except WeightsError:
-            self._phase = _Phase.WAITING
+            # Nothing was changed, so it may be dropped.
+            self._claim.release()
             raise
         except BaseException as error:  # noqa: BLE001 - whatever it is, the engine may be half-loaded
             end_half_loaded(
                 f"version {version} couldn't be loaded ({type(error).__name__}: {error}); the engine "
                 f"may hold half of it, so this process ends"
             )
-        loaded = Loaded(
-            round=self.offer.round,
-            version=version,
-            fetched=fetched - self._offered,
-            seconds=time.perf_counter() - fetched,
-            paused=paused,
-        )
         check = self._target.check if self.offer.way != RENAME else None
-        self._post(Serving(self, loaded, check is not None))
+        self._report(self, Serving(fetched, paused, check is not None))
         if check is not None:
-            self._post(Checked(check(version, self.offer.manifest.scored)))
+            self._report(self, Checked(check(version, self.offer.manifest.scored)))

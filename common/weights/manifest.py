@@ -207,11 +207,6 @@ class WeightManifest(Record, frozen=True, kw_only=True, dict=True):
         """SHA-256 of layout and checksums: equal contents are equal weights, whatever the version."""
         return hashlib.sha256(msgspec.msgpack.encode((self.layout, self.checksums))).hexdigest()
 
-    @property
-    def total_bytes(self) -> int:
-        """Size of the buffer."""
-        return self.layout.total_bytes
-
 
 def manifest_digest(run_id: str, version: Version, content: str) -> str:
     """SHA-256 of run id, version and content; it is sent over CURVE, unlike the weights' bytes."""
@@ -236,13 +231,8 @@ def make_manifest(
         digest="",
         scored=scored,
     )
-    return restamped(unnamed, version)
-
-
-def restamped(manifest: WeightManifest, version: Version) -> WeightManifest:
-    """The same weights under this version."""
-    digest = manifest_digest(manifest.run_id, version, manifest.content)
-    return msgspec.structs.replace(manifest, version=version, digest=digest)
+    digest = manifest_digest(run_id, version, unnamed.content)
+    return msgspec.structs.replace(unnamed, digest=digest)
 
 
 def check_manifest(manifest: WeightManifest) -> None:
@@ -278,16 +268,12 @@ def first_difference(
         tensor = by_name.get(name)
         if tensor is None:
             return f"{name} is missing: the engine has it, the manifest has not"
-        if tuple(shape) != tensor.shape:
-            return (
-                f"{name} has shape {list(shape)} in the engine and {list(tensor.shape)} in the "
-                f"manifest"
-            )
-        if dtype_name(dtype) != tensor.dtype:
-            return (
-                f"{name} has dtype {dtype_name(dtype)} in the engine and {tensor.dtype} in the "
-                f"manifest"
-            )
+        for what, ours, theirs in (
+            ("shape", list(shape), list(tensor.shape)),
+            ("dtype", dtype_name(dtype), tensor.dtype),
+        ):
+            if ours != theirs:
+                return f"{name} has {what} {ours} in the engine and {theirs} in the manifest"
     known = {name for name, _, _ in expected}
     return next((f"{name} is unknown to the engine" for name in by_name if name not in known), None)
 

@@ -6,15 +6,15 @@ The learner has a ROUTER socket, the worker a DEALER::
     worker                             learner
       Ask(version held)      ──────►            once a second, and whenever something changes
                              ◄──────  Offer(round, manifest with every checksum, way)
-      Ask(round)             ──────►            it fits the engine
+      Ask(round, busy)       ──────►            it fits the engine
                              ◄──────  Open(meeting point)     only if a channel carries the bytes
                              ◄══════  the bytes
       every checksum is right, and Redis says that no newer term has begun: the engine loads
-      Loaded(version)        ──────►
+      Ask(new version)       ──────►            or the old version and the problem
 
-Until the engine begins to load, either side may give up a round, the worker by Refused and the learner
-by Withdraw; the worker then still serves its old version. An Ask holds all that matters of a worker's
-state, so a lost message costs a few seconds and leaves no round hanging.
+Until the engine begins to load, either side may give up a round, the worker by an Ask that names the
+problem and the learner by Withdraw; the worker then still serves its old version. An Ask holds all that
+matters of a worker's state, so a lost message costs a few seconds and leaves no round hanging.
 """
 
 from __future__ import annotations
@@ -53,10 +53,15 @@ class Ask(Record, frozen=True, kw_only=True):
     """The last round that it was offered; empty before the first."""
     busy: bool
     """Whether it has accepted that round and hasn't finished it."""
-    ways: tuple[str, ...]
-    """Ways by which it can get weights."""
+    problem: str
+    """Where and why that round failed, as in "verify: bucket 3 was damaged"; empty if it hasn't. The
+    places are offer, fetch, verify, load, check and wait."""
+    fetched: Seconds
+    """Seconds from that round's offer until every checksum was right; 0 until the engine has loaded it."""
+    paused: Seconds
+    """Seconds in which the engine sampled nothing because of that load."""
     device: str
-    """The GPU through which weights may pass, as ``cuda:<uuid>``, or ``cpu``."""
+    """The GPU through which weights may pass over NCCL, as ``cuda:<uuid>``, or ``cpu``."""
     memory: str
     """The worker's :func:`~tandem.common.weights.shared_memory.shared_memory_name`."""
 
@@ -105,29 +110,6 @@ class Open(Record, frozen=True, kw_only=True):
     meeting: Meeting
 
 
-class Loaded(Record, frozen=True, kw_only=True):
-    """Worker: the engine serves the version."""
-
-    round: str
-    version: Version
-    fetched: Seconds
-    """Seconds from the offer until every checksum was right."""
-    seconds: Seconds
-    """Seconds from then until the engine served the version."""
-    paused: Seconds
-    """The part of ``seconds`` in which the engine sampled nothing because of the load."""
-
-
-class Refused(Record, frozen=True, kw_only=True):
-    """Worker: I gave up the round and still serve my old version."""
-
-    round: str
-    stage: str
-    """The stage that failed: offer, fetch, verify, load or wait."""
-    reason: str
-    """For people to read."""
-
-
 class Withdraw(Record, frozen=True, kw_only=True):
     """Learner: the round is cancelled."""
 
@@ -136,7 +118,7 @@ class Withdraw(Record, frozen=True, kw_only=True):
     """For people to read."""
 
 
-Message = Ask | Offer | Open | Loaded | Refused | Withdraw
+Message = Ask | Offer | Open | Withdraw
 
 _KINDS: dict[bytes, Any] = {cls.__name__.encode(): cls for cls in get_args(Message)}
 

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, assert_never
 
 import torch
@@ -22,30 +22,17 @@ from ..errors import StoreError, WeightsError, WireError
 from ..mailbox import Mailbox
 from ..records import Version
 from ..sockets import check_address, connect_dealer
-from .channel import Way
-from .job import (
-    ENGINE,
-    Checked,
-    Ended,
-    Failed,
-    Job,
-    Landing,
-    Serving,
-    Target,
-    end_half_loaded,
-)
+from .job import ENGINE, Checked, Failed, Job, Landing, Report, Serving, Target, end_half_loaded
 from .manifest import Layout, check_manifest, first_difference
 from .protocol import (
     RENAME,
     ROLE,
     Ask,
     LearnerAddress,
-    Loaded,
     Membership,
     Message,
     Offer,
     Open,
-    Refused,
     Withdraw,
     newest_learner,
     pack,
@@ -53,30 +40,16 @@ from .protocol import (
     unpack,
 )
 from .shared_memory import remove_left_behind, shared_memory_name
-from .ways import WAYS, MakeWay, device_name, make_way, offered_ways
+from .ways import WAYS, device_name
 
 log = logging.getLogger("tandem.rollout.weights")
 
-POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 ASK_SECONDS = 1.0
 """Interval between Asks; the learner gives up a silent worker after ten."""
-LOOK_SECONDS = 0.5
+LOOK_MS = 100
+"""Longest time between two looks at what is due, in milliseconds."""
+FIND_SECONDS = 0.5
 """Interval between reads of the registry."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The registry names this learner."""
-
-    address: LearnerAddress
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """The receiver is being closed."""
-
-
-Event = Found | Stop | Ended
 
 
 class WeightReceiver:
@@ -92,39 +65,33 @@ class WeightReceiver:
         config: Config,
         target: Target,
         current_term: Callable[[], int],
-        *,
-        make_way: MakeWay = make_way,
     ) -> None:
         self._membership = membership
         self._settings = config.weights
         self._target = target
         self._current_term = current_term
-        self._make_way = make_way
         self._device = torch.device(target.device)
         self._identity = f"{membership.member}/{secrets.token_hex(4)}"
 
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._mailbox: Mailbox[Event] = Mailbox()
+        self._mailbox: Mailbox[Callable[[], None]] = Mailbox()
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._counts = dict.fromkeys(
-            ("committed", "restamped", "reloaded", "refused", "failed", "bytes"), 0
-        )
-        self._seconds = dict.fromkeys(("stage", "commit", "pause", "paused"), 0.0)
+        self._counts = dict.fromkeys(("committed", "restamped", "reloaded", "failed", "bytes"), 0)
 
         # Owned by the control thread.
         self._address: LearnerAddress | None = None
         self._dealer: zmq.Socket[bytes] | None = None
-        self._greeted = False
         self._next_ask = 0.0
         self._term = 0
         self._version: Version | None = None
         self._content = ""
         self._round = ""
+        self._problem = ""
+        self._fetched = self._paused = 0.0
         self._job: Job | None = None
         self._is_checking = False
-        self._landing = Landing()
-        self._ways: dict[str, Way] = {}
+        self._landing = Landing(self._settings, self._device)
         self._fitting: Layout | None = None
 
     # Public.
@@ -143,17 +110,13 @@ class WeightReceiver:
             self._threads.append(thread)
 
     def stats(self) -> dict[str, Any]:
-        """Counters and the last update's times, for the member's report.
-
-        ``pause_seconds`` is of the last update, ``paused_seconds`` the sum over all.
-        """
+        """Counters and the state, for the member's report."""
         held, job = self._version, self._job
         return {
             "version": [held.term, held.step] if held else None,
             "state": "idle" if job is None else "loading" if job.is_loading else "fetching",
             "learner": self._address.member if self._address else None,
             **self._counts,
-            **{f"{name}_seconds": seconds for name, seconds in self._seconds.items()},
         }
 
     def close(self) -> None:
@@ -161,7 +124,6 @@ class WeightReceiver:
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self._mailbox.post(Stop())
         for thread in self._threads:
             thread.join(timeout=5.0 + self._settings.commit_seconds)
         if not any(thread.is_alive() for thread in self._threads):
@@ -184,8 +146,8 @@ class WeightReceiver:
             else:
                 failing = False
                 if address is not None and address != self._address:
-                    self._mailbox.post(Found(address))
-            self._stopping.wait(LOOK_SECONDS)
+                    self._mailbox.post(partial(self._on_learner, address))
+            self._stopping.wait(FIND_SECONDS)
 
     # The control thread.
 
@@ -200,67 +162,20 @@ class WeightReceiver:
 
     def _turn(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._mailbox.fd, POLLIN)
-        now = time.monotonic()
-        times = [now + ASK_SECONDS]
+        poller.register(self._mailbox.fd, zmq.POLLIN)
         if self._dealer is not None:
-            # Until the first Ask is sent, a writable socket is the sign of a connection.
-            poller.register(self._dealer, POLLIN | (0 if self._greeted else POLLOUT))
-            if self._greeted:
-                times.append(self._next_ask)
-        if self._job is not None:
-            times.append(self._job.wait.next_look)
-        ready = dict(poller.poll(max(0, int((min(times) - now) * 1000) + 1)))
-        for event in self._mailbox.take() if self._mailbox.fd in ready else ():
-            self._on_event(event)
-        if self._dealer is not None:
-            self._read(self._dealer)
-            if (not self._greeted and ready.get(self._dealer, 0) & POLLOUT) or (
-                self._greeted and time.monotonic() >= self._next_ask
-            ):
-                self._ask()
+            poller.register(self._dealer, zmq.POLLIN)
+        poller.poll(LOOK_MS)
+        for call in self._mailbox.take():
+            call()
+        self._read()
+        if time.monotonic() >= self._next_ask:
+            self._ask()
         wait = self._job.wait if self._job is not None else None
         if wait is not None and wait.expired(log.warning):
             if wait.who == ENGINE:
                 end_half_loaded(f"{wait} and may hold half of it, so this process ends")
             self._give_up("wait", str(wait))
-
-    def _on_event(self, event: Event) -> None:
-        match event:
-            case Found(address):
-                self._on_learner(address)
-            case Stop():
-                pass
-            case Serving():
-                self._on_serving(event)
-            case Checked(passed):
-                self._is_checking = False
-                if not passed:
-                    # The engine's weights aren't those of its version, so the worker disowns it
-                    # and is offered the newest again.
-                    self._version, self._content = None, ""
-                    self._counts["reloaded"] += 1
-                self._ask()
-            case Failed(job, stage, reason):
-                if job is self._job:
-                    self._give_up(stage, reason)
-            case _:
-                assert_never(event)
-
-    def _on_serving(self, event: Serving) -> None:
-        offer, message = event.job.offer, event.loaded
-        self._version = message.version
-        self._content = offer.manifest.content
-        self._job = None
-        self._is_checking = event.is_checked
-        if offer.way != RENAME:
-            self._counts["bytes"] += offer.manifest.total_bytes
-            self._seconds["stage"] = message.fetched
-        self._seconds |= {"commit": message.seconds, "pause": message.paused}
-        self._seconds["paused"] += message.paused
-        self._counts["restamped" if offer.way == RENAME else "committed"] += 1
-        self._send(message)
-        self._ask()
 
     def _on_learner(self, address: LearnerAddress) -> None:
         known = self._address
@@ -282,13 +197,13 @@ class WeightReceiver:
             server_public=address.public_key or None,
             client=self._membership.client,
         )
-        self._greeted = False
+        self._next_ask = 0.0
         self._address = address
 
-    def _read(self, dealer: zmq.Socket[bytes]) -> None:
-        while self._dealer is dealer:
+    def _read(self) -> None:
+        while self._dealer is not None:
             try:
-                frames = dealer.recv_multipart(zmq.NOBLOCK)
+                frames = self._dealer.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
@@ -297,82 +212,73 @@ class WeightReceiver:
                 log.warning(str(error))
 
     def _on_message(self, message: Message) -> None:
+        job = self._job
         match message:
             case Offer():
                 self._on_offer(message)
-            case Open():
-                self._on_open(message)
-            case Withdraw(round=round_id, reason=reason):
-                if self._job is not None and self._job.offer.round == round_id:
-                    log.info(f"the learner gave up round {round_id}: {reason}")
+            case Open(round=name, meeting=meeting):
+                if job is not None and job.offer.round == name and not job.is_begun:
+                    job.begin(meeting)
+            case Withdraw(round=name, reason=reason):
+                if job is not None and job.offer.round == name:
+                    log.info(f"the learner gave up round {name}: {reason}")
                     self._drop()
-            case Ask() | Loaded() | Refused():
-                log.warning(f"the learner sent a {type(message).__name__}: only workers do")
+            case Ask():
+                log.warning("the learner sent an Ask: only workers do")
             case _:
                 assert_never(message)
 
-    def _send(self, message: Message) -> bool:
-        if self._dealer is None:
-            return False
-        try:
-            self._dealer.send_multipart(pack(message), zmq.NOBLOCK)
-        except zmq.Again:
-            # Not connected: the next connection begins with an Ask.
-            self._greeted = False
-            return False
-        return True
-
     def _ask(self) -> None:
-        sent = self._send(
-            Ask(
-                run_id=self._membership.run_id,
-                member=self._membership.member,
-                version=self._version,
-                content=self._content,
-                round=self._round,
-                busy=self._job is not None or self._is_checking,
-                ways=offered_ways(self._device),
-                device=device_name(self._device),
-                memory=shared_memory_name(),
-            )
+        """Tells the learner all that matters to it. Until there is a connection nothing is sent, and the
+        next turn tries again."""
+        if self._dealer is None:
+            return
+        ask = Ask(
+            run_id=self._membership.run_id,
+            member=self._membership.member,
+            version=self._version,
+            content=self._content,
+            round=self._round,
+            busy=self._job is not None or self._is_checking,
+            problem=self._problem,
+            fetched=self._fetched,
+            paused=self._paused,
+            device=device_name(self._device),
+            memory=shared_memory_name(),
         )
-        if sent:
-            self._greeted = True
+        try:
+            self._dealer.send_multipart(pack(ask), zmq.NOBLOCK)
             self._next_ask = time.monotonic() + ASK_SECONDS
+        except zmq.Again:
+            self._next_ask = 0.0
 
     # One version.
 
     def _on_offer(self, offer: Offer) -> None:
-        if self._is_checking or (self._job is not None and self._job.is_loading):
-            self._refuse(offer.round, "offer", "an earlier version is being loaded")
+        # If there is a job, the learner has given it up; its message may have been lost.
+        if self._is_checking or (self._job is not None and not self._drop()):
+            # The learner sees by the next Asks that this worker doesn't know of the round.
             return
-        # The learner has given up the earlier round; its message may have been lost.
-        self._give_up("wait", f"superseded by round {offer.round}")
         self._round = offer.round
+        self._problem = ""
+        self._fetched = self._paused = 0.0
         objection = self._objection(offer)
         if objection is not None:
-            self._refuse(offer.round, "offer", objection)
-            self._ask()
+            self._refuse("offer", objection)
             return
         self._term = max(self._term, offer.manifest.version.term)
-        job = self._job = Job(
+        self._job = Job(
             offer,
             self._address.member if self._address else "the learner",
             self._settings,
             self._target,
+            self._landing,
             self._current_term,
-            self._mailbox.post,
+            lambda job, report: self._mailbox.post(partial(self._on_report, job, report)),
         )
-        if offer.way == RENAME:
-            job.begin(self._landing, None, "")
-        elif not WAYS[offer.way].is_channel:
-            if offer.way not in self._ways:
-                self._ways[offer.way] = self._made(offer.way)
-            job.begin(self._landing, self._ways[offer.way], offer.place)
+        if offer.way == RENAME or not WAYS[offer.way].is_channel:
+            self._job.begin(offer.place)
         self._ask()
-
-    def _made(self, name: str) -> Way:
-        return self._make_way(name, self._settings, self._device)
 
     def _objection(self, offer: Offer) -> str | None:
         """Why an offer must be refused; None if it may be accepted."""
@@ -393,30 +299,49 @@ class WeightReceiver:
             return f"this worker doesn't know the way {offer.way!r}"
         try:
             check_manifest(manifest)
-            if manifest.layout != self._fitting:
-                reason = first_difference(self._target.specs, manifest.layout.tensors)
         except WeightsError as error:
             return str(error)
+        if manifest.layout != self._fitting:
+            reason = first_difference(self._target.specs, manifest.layout.tensors)
         if reason is None:
             self._fitting = manifest.layout
         return reason
 
-    def _on_open(self, message: Open) -> None:
-        job = self._job
-        if job is not None and job.offer.round == message.round and not job.is_begun:
-            job.begin(self._landing, self._made(job.offer.way), message.meeting)
+    def _on_report(self, job: Job, report: Report) -> None:
+        match report:
+            case Serving():
+                manifest, renamed = job.offer.manifest, job.offer.way == RENAME
+                self._version, self._content = job.version, manifest.content
+                self._fetched, self._paused = report.fetched, report.paused
+                self._is_checking = report.is_checked
+                self._job = None
+                self._counts["restamped" if renamed else "committed"] += 1
+                self._counts["bytes"] += 0 if renamed else manifest.layout.total_bytes
+                self._ask()
+            case Checked(passed):
+                self._is_checking = False
+                if not passed:
+                    # The engine's weights aren't those of its version, so the worker disowns it
+                    # and is offered the newest again.
+                    self._version, self._content = None, ""
+                    self._problem = "check: the engine computes something else than the learner"
+                    self._counts["reloaded"] += 1
+                self._ask()
+            case Failed(stage, reason):
+                if job is self._job:
+                    self._give_up(stage, reason)
+            case _:
+                assert_never(report)
 
-    def _refuse(self, round_id: str, stage: str, reason: str) -> None:
-        self._counts["refused"] += 1
-        log.warning(f"refused round {round_id} at {stage}: {reason}; still on {self._version}")
-        self._send(Refused(round=round_id, stage=stage, reason=reason[:1000]))
+    def _refuse(self, stage: str, reason: str) -> None:
+        log.warning(f"refused round {self._round} at {stage}: {reason}; still on {self._version}")
+        self._problem = f"{stage}: {reason}"[:1000]
+        self._ask()
 
     def _give_up(self, stage: str, reason: str) -> None:
         """Ends the current job as failed, if possible, and tells the learner."""
-        job = self._job
-        if job is not None and self._drop(keep_landing=stage == "load"):
-            self._refuse(job.offer.round, stage, reason)
-            self._ask()
+        if self._drop(keep_landing=stage == "load"):
+            self._refuse(stage, reason)
 
     def _drop(self, *, keep_landing: bool = False) -> bool:
         """Ends the current job; returns False if there is none or the engine is already loading it."""
@@ -427,6 +352,5 @@ class WeightReceiver:
         if not keep_landing:
             # The job's thread may still be in a channel whose bytes arrive in the old buffer.
             self._landing.close()
-            self._landing = Landing()
-            self._ways = {}
+            self._landing = Landing(self._settings, self._device)
         return True

@@ -11,7 +11,6 @@ import os
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,23 +20,18 @@ import zmq
 
 from ..config import Config
 from ..errors import StoreError, WeightsError
-from ..mailbox import Mailbox
 from ..records import Version
 from ..sockets import Authenticator, bind_router, new_keys
-from .couriers import Couriers
 from .manifest import Layout, ScoredRows, plan
 from .protocol import ROLE, LearnerAddress, Membership
 from .shared_memory import remove_left_behind
 from .staging import StagingSlot, StagingSlots
-from .transfers import Event, Published, Stop, Transfers
-from .ways import MakeWay, make_way
+from .transfers import SILENT_SECONDS, Transfers
 
 log = logging.getLogger("tandem.learner.weights")
 
 BEAT_SECONDS = 2.0
 """Interval between heartbeats of the registry entry."""
-SILENT_SECONDS = 10.0
-"""A worker that has been silent for this long is given up; it should ask once a second."""
 
 
 class WeightSender:
@@ -59,81 +53,63 @@ class WeightSender:
         config: Config,
         term: int,
         *,
-        make_way: MakeWay = make_way,
         silent_seconds: float = SILENT_SECONDS,
         snapshot_folder: Path | None = None,
     ) -> None:
-        self._run_id = membership.run_id
         self._settings = config.weights
         self._term = term
         self._member = membership.member
-        self._dtype: torch.dtype = getattr(torch, config.engine_dtype)
         self._registry = membership.registry
-        self._client = membership.client
-        self._make_way = make_way
-        self._silent_seconds = silent_seconds
-        self._bind = config.launch.bind
-        named = config.weights.snapshot_folder
-        if named is not None:
-            self._snapshot_folder = Path(named).expanduser().absolute()
-        else:
-            self._snapshot_folder = snapshot_folder or Path(tempfile.gettempdir()) / (
-                f"tandem-{self._run_id}-weights"
-            )
+        self._dtype: torch.dtype = getattr(torch, config.engine_dtype)
         # Two processes that share a GPU can't use NCCL.
         self._may_use_nccl = config.may_use_nccl
         self._shared = config.weights.transport in ("auto", "shared_memory")
-
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._mailbox: Mailbox[Event] = Mailbox()
-        self._stopping = threading.Event()
-        self._slots = StagingSlots(self._run_id)
+        self._on_gpu = False
         self._layout: Layout | None = None
-        self._pin = False
         self._last: Version | None = None
-        self._published = 0
-        self._copy_seconds = 0.0
+        self._stopping = threading.Event()
+        self._slots = StagingSlots(membership.run_id)
 
-        self._service: Transfers | None = None
-        self._authenticator: Authenticator | None = None
-        self._address: LearnerAddress | None = None
-        self._threads: list[threading.Thread] = []
+        named = config.weights.snapshot_folder
+        if named is not None:
+            snapshot_folder = Path(named).expanduser().absolute()
+        elif snapshot_folder is None:
+            snapshot_folder = Path(tempfile.gettempdir()) / f"tandem-{membership.run_id}-weights"
+        keys = new_keys()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator = Authenticator(self._context, membership.client.public)
+        router, endpoint = bind_router(self._context, config.launch.bind, keys)
+        self._transfers = Transfers(
+            membership.run_id,
+            self._member,
+            self._settings,
+            self._slots,
+            router,
+            snapshots=snapshot_folder,
+            silent_seconds=silent_seconds,
+        )
+        address = LearnerAddress(
+            member=self._member, term=term, endpoint=endpoint, public_key=keys.public
+        )
+        self._entry = {
+            **address.info(),
+            "run_id": membership.run_id,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+        }
+        self._threads = [
+            threading.Thread(target=self._transfers.serve, name="weights-service", daemon=True),
+            threading.Thread(target=self._announce, name="weights-announce", daemon=True),
+        ]
 
     # Public.
 
     def start(self) -> None:
-        """Binds the control socket, announces it in the registry and begins to serve."""
+        """Announces the control socket in the registry and begins to serve."""
         remove_left_behind()
-        keys = new_keys()
-        self._authenticator = Authenticator(self._context, self._client.public)
-        router, endpoint = bind_router(self._context, self._bind, keys)
-        self._service = Transfers(
-            run_id=self._run_id,
-            member=self._member,
-            settings=self._settings,
-            slots=self._slots,
-            router=router,
-            mailbox=self._mailbox,
-            couriers=Couriers(
-                settings=self._settings,
-                slots=self._slots,
-                make_way=self._make_way,
-                snapshots=self._snapshot_folder,
-                post=self._mailbox.post,
-            ),
-            silent_seconds=self._silent_seconds,
-        )
-        self._address = LearnerAddress(
-            member=self._member, term=self._term, endpoint=endpoint, public_key=keys.public
-        )
-        self._registry.register(ROLE, self._member, self._info())
-        for name, target in (
-            ("weights-service", self._service.serve),
-            ("weights-announce", self._announce),
-        ):
-            thread = threading.Thread(target=target, name=name, daemon=True)
+        self._registry.register(ROLE, self._member, self._entry)
+        for thread in self._threads:
             thread.start()
-            self._threads.append(thread)
 
     def publish(
         self,
@@ -153,26 +129,19 @@ class WeightSender:
             WeightsError: the version isn't newer, or names, order or shapes differ from those of
                 the first publication.
         """
-        start = time.perf_counter()
         self._check_newer(version)
         if self._layout is None:
-            parameters = self._lay_out(parameters)
-        assert self._layout is not None
-        slot = self._slots.take(self._layout, shared=self._shared, pin=self._pin)
+            self._layout, parameters = self._lay_out(parameters)
+        slot = self._slots.take(self._layout, shared=self._shared, pin=self._on_gpu)
         slot.scored = scored
         try:
-            on_gpu = self._copy(slot, parameters)
+            self._copy(slot, parameters)
         except BaseException:
             self._slots.give_back(slot)
             raise
-        if on_gpu:
-            # The next training step is queued behind the copies, on the same stream.
-            slot.copied = torch.cuda.Event()
-            slot.copied.record()
-        self._copy_seconds = self._slots.publish(slot, version) - start
+        self._slots.publish(slot, version)
         self._last = version
-        self._published += 1
-        self._mailbox.post(Published())
+        self._transfers.wake()
 
     def restamp(self, version: Version) -> None:
         """Gives the newest weights a newer version, after a step that changed nothing (quarantine).
@@ -186,21 +155,14 @@ class WeightSender:
         if not self._slots.restamp(version):
             raise WeightsError(f"version {version} would re-stamp weights, but none are published")
         self._last = version
-        self._published += 1
-        self._mailbox.post(Published())
+        self._transfers.wake()
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start and the last publication's times, for metrics.
-
-        ``copy_seconds`` is the training thread's, ``latency_seconds`` runs from the end of a copy to
-        the last Loaded of that version, and ``transfers`` holds each live worker's last one.
-        """
+        """Counters since the start, and each live worker's version and last transfer."""
         return {
-            "published": self._published,
             "superseded": self._slots.superseded,
             "buffers": len(self._slots),
-            "copy_seconds": self._copy_seconds,
-            **(self._service.stats() if self._service is not None else {}),
+            **self._transfers.stats(),
         }
 
     def close(self) -> None:
@@ -208,19 +170,18 @@ class WeightSender:
         if self._stopping.is_set():
             return
         self._stopping.set()
-        self._mailbox.post(Stop())
+        self._transfers.stop()
         for thread in self._threads:
-            thread.join(timeout=5.0)
+            if thread.is_alive():
+                thread.join(timeout=5.0)
         try:
             self._registry.leave(self._member)
         except StoreError as error:
             log.warning(f"{self._member} couldn't be removed from the registry: {error}")
         self._slots.close()
         if not any(thread.is_alive() for thread in self._threads):
-            self._mailbox.close()
-            if self._authenticator is not None:
-                self._authenticator.stop()
-            self._context.term()
+            self._authenticator.stop()
+            self._context.destroy(linger=0)
 
     # Copying, in the training thread.
 
@@ -237,30 +198,25 @@ class WeightSender:
 
     def _lay_out(
         self, parameters: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterable[tuple[str, torch.Tensor]]:
-        """Plans the buffer from the first publication."""
+    ) -> tuple[Layout, list[tuple[str, torch.Tensor]]]:
+        """Plans the buffer from the first publication; returns its tensors too."""
         # The buffer's size is known only at the end, and a gather's tensors are gone once the next
         # one is requested, so this first time they are copied twice.
         gathered = not isinstance(parameters, list | tuple)
-        device = torch.device("cpu")
         items: list[tuple[str, torch.Tensor]] = []
         for name, tensor in parameters:
             if tensor.is_cuda:
-                device = tensor.device
+                self._on_gpu = True
+                if self._may_use_nccl:
+                    self._slots.device = tensor.device
             if gathered:
                 tensor = tensor.detach().to("cpu", self._wire_dtype(tensor), copy=True)
             items.append((name, tensor))
         specs = ((name, t.shape, self._wire_dtype(t)) for name, t in items)
-        self._layout = plan(specs, self._settings.bucket_mb << 20)
-        self._pin = device.type == "cuda"
-        if self._may_use_nccl:
-            self._slots.device = device
-        return items
+        return plan(specs, self._settings.bucket_mb << 20), items
 
-    def _copy(self, slot: StagingSlot, parameters: Iterable[tuple[str, torch.Tensor]]) -> bool:
-        """Returns whether a GPU took part, so that copies may still be running."""
+    def _copy(self, slot: StagingSlot, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         count = 0
-        on_gpu = False
         with torch.no_grad():
             for name, tensor in parameters:
                 expected, view = slot.tensors[count] if count < len(slot.tensors) else ("", None)
@@ -270,28 +226,21 @@ class WeightSender:
                         f"had {expected or 'no more'} {list(view.shape) if view is not None else ''}"
                     )
                 slot.put(count, tensor)
-                on_gpu |= tensor.is_cuda
                 count += 1
         if count != len(slot.tensors):
             raise WeightsError(f"{slot.tensors[count][0]} is missing: only {count} parameters came")
-        return on_gpu
+        if self._on_gpu:
+            # The next training step is queued behind the copies, on the same stream.
+            slot.copied = torch.cuda.Event()
+            slot.copied.record()
 
     # Announcing.
-
-    def _info(self) -> dict[str, Any]:
-        assert self._address is not None
-        return {
-            **self._address.info(),
-            "run_id": self._run_id,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-        }
 
     def _announce(self) -> None:
         failing = False
         while not self._stopping.wait(BEAT_SECONDS):
             try:
-                self._registry.beat(self._member, self._info())
+                self._registry.beat(self._member, self._entry)
                 failing = False
             except StoreError as error:
                 if not failing:

@@ -9,6 +9,7 @@ memory whether or not the file still exists.
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 import secrets
@@ -28,12 +29,12 @@ from .channel import Arrival, OwnBuffer, Pair, Parcel, Way
 from .manifest import WeightManifest
 from .protocol import Meeting
 
+log = logging.getLogger("tandem.weights")
+
 PREFIX = "tandem-weights-"
 SUFFIX = ".buffer"
 SHARED_MEMORY = Path("/dev/shm")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
-"""Maps all pages at once instead of one by one when they are first touched. Linux only."""
 MAPPED = 4
 """Number of other processes' segments that a process keeps mapped."""
 MADV_POPULATE_READ = 22
@@ -95,7 +96,9 @@ class Segment:
         try:
             # Reserves the blocks: writing to a sparse file in a full /dev/shm raises SIGBUS.
             os.posix_fallocate(self._descriptor, 0, nbytes)
-            mapping = mmap.mmap(self._descriptor, nbytes, flags=mmap.MAP_SHARED | MAP_POPULATE)
+            # Maps all pages at once instead of one by one when they are first touched.
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            mapping = mmap.mmap(self._descriptor, nbytes, flags=flags)
         except OSError as error:
             self.close()
             raise WeightsError(
@@ -113,6 +116,18 @@ class Segment:
     def __del__(self) -> None:
         if getattr(self, "_descriptor", -1) >= 0:
             self.close()
+
+
+def flat_buffer(
+    nbytes: int, where: Sequence[Path] | None = None
+) -> tuple[torch.Tensor, Segment | None]:
+    """A zeroed buffer ``[nbytes]`` uint8, with its :class:`Segment` if there was room for one."""
+    try:
+        segment = Segment(nbytes, where)
+        return segment.buffer, segment
+    except (WeightsError, OSError) as error:
+        log.warning(f"weights are staged in memory that isn't shared: {error}")
+        return torch.zeros(nbytes, dtype=torch.uint8), None
 
 
 def map_segment(path: str | Path, nbytes: int) -> torch.Tensor:
@@ -200,7 +215,7 @@ class SharedMemory(Way):
     def fetch(self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer) -> Arrival:
         """Maps the segment unless it is mapped already."""
         place = str(at)
-        buffer = self._mapped.get(place, manifest.total_bytes)
+        buffer = self._mapped.get(place, manifest.layout.total_bytes)
         return Arrival(buffer=buffer, segment=place, full=range(manifest.layout.bucket_count))
 
 

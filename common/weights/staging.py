@@ -11,24 +11,16 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 import xxhash
 
-from ..errors import WeightsError
 from ..records import Version
 from ..waiting import Wait
 from .channel import Parcel, await_event
-from .manifest import (
-    Layout,
-    ScoredRows,
-    SegmentPlace,
-    WeightManifest,
-    make_manifest,
-    plan,
-    restamped,
-)
-from .shared_memory import SHARED_MEMORY, Segment
+from .manifest import Layout, ScoredRows, SegmentPlace, make_manifest, plan
+from .shared_memory import SHARED_MEMORY, Segment, flat_buffer
 
 log = logging.getLogger("tandem.learner.weights")
 
@@ -36,11 +28,8 @@ COPY_SECONDS = 60.0
 """Deadline for a running copy within the host."""
 CHUNK_BYTES = 1 << 20
 """xxhash holds the GIL; between pieces of 1 MB (about 0.1 ms) other threads get their turn."""
-
-
-def flat_buffer(total_bytes: int) -> torch.Tensor:
-    """A zeroed uint8 buffer; padding between tensors is sent and summed, so it must be defined."""
-    return torch.zeros(total_bytes, dtype=torch.uint8)
+PIECE_BYTES = 8 << 20
+"""A tensor is copied in pieces of this size, each of which is still in the cache when it is summed."""
 
 
 def views(buffer: torch.Tensor, layout: Layout) -> list[tuple[str, torch.Tensor]]:
@@ -55,10 +44,7 @@ def views(buffer: torch.Tensor, layout: Layout) -> list[tuple[str, torch.Tensor]
 
 def checksum(data: torch.Tensor) -> int:
     """XXH3-64 of a uint8 tensor on the CPU, ``[n]``, as an unsigned 64-bit number."""
-    view = data.numpy().data
-    if len(view) <= CHUNK_BYTES:
-        return xxhash.xxh3_64_intdigest(view)
-    digest = xxhash.xxh3_64()
+    view, digest = data.numpy().data, xxhash.xxh3_64()
     for start in range(0, len(view), CHUNK_BYTES):
         digest.update(view[start : start + CHUNK_BYTES])
     return digest.intdigest()
@@ -122,13 +108,17 @@ class StagingSlot:
         self._run_id = run_id
         self.layout = layout
         self.segment: Segment | None = None
-        self.buffer = self._shared_buffer() if shared else flat_buffer(layout.total_bytes)
+        if shared:
+            self.buffer, self.segment = flat_buffer(layout.total_bytes, (SHARED_MEMORY,))
+        else:
+            self.buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
         self._pinned = pin and self._pin()
         self.tensors = views(self.buffer, layout)
         self.version: Version | None = None
+        self.published = 0.0
+        """``perf_counter`` at the end of the copy out of the model."""
         self.scored: ScoredRows | None = None
         """Log-probs that the version gives some rows; sent with it and with its re-stamps."""
-        self.published = 0.0
         self.pins = 0
         """Number of readers and writers; without any it may be overwritten."""
         self.started = False
@@ -140,7 +130,6 @@ class StagingSlot:
         """Marks the end of a GPU's copies out of the model."""
         self._sums = _Sums(self.buffer, layout)
         self._summing = threading.Lock()
-        self._manifest: WeightManifest | None = None
 
     def reset(self) -> None:
         """Prepares the slot for being overwritten."""
@@ -148,7 +137,6 @@ class StagingSlot:
         self.scored = None
         self.started = False
         self._sums = _Sums(self.buffer, self.layout)
-        self._manifest = None
 
     def put(self, index: int, tensor: torch.Tensor) -> None:
         """Copies the layout's next tensor out of the model. A GPU may still be copying when this
@@ -157,12 +145,12 @@ class StagingSlot:
         if tensor.is_cuda:
             view.copy_(tensor, non_blocking=True)
             return
-        offset, size = self.layout.offsets[index], view.element_size()
-        source, target = tensor.detach().reshape(-1), view.view(-1)
-        step = CHUNK_BYTES // size
-        for start in range(0, target.numel(), step):
-            target[start : start + step].copy_(source[start : start + step])
-            self._sums.up_to(offset + size * min(start + step, target.numel()))
+        step, end = PIECE_BYTES // view.element_size(), self.layout.offsets[index]
+        pieces = zip(view.view(-1).split(step), tensor.reshape(-1).split(step), strict=True)
+        for target, source in pieces:
+            target.copy_(source)
+            end += target.nbytes
+            self._sums.up_to(end)
 
     def close(self) -> None:
         """Removes the segment's file."""
@@ -180,27 +168,15 @@ class StagingSlot:
             WeightsError: a GPU's copy didn't end in time.
         """
         with self._summing:
-            if self._manifest is None:
-                if self.copied is not None:
-                    what = "copy the weights out of the model"
-                    await_event(self.copied, Wait("the GPU", what, COPY_SECONDS))
-                sums = self._sums.all()
-                self._manifest = make_manifest(
-                    self._run_id, version, self.layout, sums, self.scored
-                )
-            return Parcel(
-                manifest=restamped(self._manifest, version),
-                buffer=self.buffer,
-                segment=str(self.segment.path) if self.segment is not None else "",
-            )
-
-    def _shared_buffer(self) -> torch.Tensor:
-        try:
-            self.segment = Segment(self.layout.total_bytes, (SHARED_MEMORY,))
-            return self.segment.buffer
-        except (WeightsError, OSError) as error:
-            log.warning(f"weights aren't staged in shared memory: {error}")
-            return flat_buffer(self.layout.total_bytes)
+            if self.copied is not None:
+                what = "copy the weights out of the model"
+                await_event(self.copied, Wait("the GPU", what, COPY_SECONDS))
+            sums = self._sums.all()
+        return Parcel(
+            manifest=make_manifest(self._run_id, version, self.layout, sums, self.scored),
+            buffer=self.buffer,
+            segment=str(self.segment.path) if self.segment is not None else "",
+        )
 
     def _pin(self) -> bool:
         """Pins the buffer for a GPU's copies, which are slower but just as correct without it."""
@@ -211,31 +187,19 @@ class StagingSlot:
         return int(status) == 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """A reader's hold on a slot, given up once."""
+    """A reader's hold on a version in a slot, to be released once (:meth:`StagingSlots.release`)."""
 
-    def __init__(self, slot: StagingSlot, lock: threading.Lock) -> None:
-        self.slot = slot
-        self._lock = lock
-        self._held = True
+    slot: StagingSlot
+    version: Version
+    """The slot's version when it was pinned; a re-stamp may since have given it a newer one."""
+    published: float
+    """``perf_counter`` when that version was published."""
 
-    def again(self) -> Pin:
-        """One more hold on the same slot."""
-        with self._lock:
-            self.slot.pins += 1
-        return Pin(self.slot, self._lock)
-
-    def release(self, *, retire: bool = False) -> None:
-        """Gives up the hold; a second call does nothing.
-
-        Args:
-            retire: whether somebody may still be reading the slot's segment.
-        """
-        with self._lock:
-            if self._held:
-                self._held = False
-                self.slot.pins -= 1
-                self.slot.retired |= retire
+    def parcel(self) -> Parcel:
+        """See :meth:`StagingSlot.parcel`."""
+        return self.slot.parcel(self.version)
 
 
 class StagingSlots:
@@ -271,23 +235,23 @@ class StagingSlots:
         each such version.
         """
         with self._lock:
-            for retired in [s for s in self._slots if s.retired and s.pins == 0]:
-                if retired is not self._newest:
-                    self._drop(retired)
-            free = [s for s in self._slots if s.pins == 0 and not s.retired]
-            slot = next((s for s in free if s is not self._newest), None)
-            if slot is None and len(self._slots) >= 2 and free:
-                # Nobody has begun to read the newest, so it may be overwritten.
-                slot = free[0]
-                self._count_superseded()
+            unread = [slot for slot in self._slots if slot.pins == 0]
+            free = [slot for slot in unread if slot is not self._newest and not slot.retired]
+            newest = self._newest
+            spare = newest if newest in unread and len(self._slots) >= 2 else None
+            if not free and spare is not None and not spare.retired:
+                # Nobody reads the newest, so it may be overwritten.
+                self._overtake()
                 self._newest = None
-            if slot is not None:
-                for spare in [s for s in free if s is not self._newest and s is not slot]:
-                    # Left over from a time when a worker was slow.
-                    self._drop(spare)
-                slot.reset()
-                slot.pins += 1
-                return slot
+                free = [spare]
+            for slot in unread:
+                # Retired, or left over from a time when a worker was slow.
+                if slot is not self._newest and slot not in free[:1]:
+                    self._drop(slot)
+            if free:
+                free[0].reset()
+                free[0].pins += 1
+                return free[0]
         slot = StagingSlot(self._run_id, layout, shared=shared, pin=pin)
         slot.pins += 1
         with self._lock:
@@ -302,36 +266,43 @@ class StagingSlots:
         with self._lock:
             slot.pins -= 1
 
-    def publish(self, slot: StagingSlot, version: Version) -> float:
-        """Makes a filled slot the newest; returns the time by ``perf_counter``."""
+    def publish(self, slot: StagingSlot, version: Version) -> None:
+        """Makes a filled slot the newest."""
         with self._lock:
-            self._count_superseded()
             slot.pins -= 1
-            slot.version = version
-            slot.published = time.perf_counter()
-            self._newest = slot
-            return slot.published
+            self._newest_is(slot, version)
 
     def restamp(self, version: Version) -> bool:
         """Gives the newest weights a newer version; returns False if there are none."""
         with self._lock:
-            if self._newest is None:
-                return False
-            self._count_superseded()
-            self._newest.version = version
-            self._newest.started = False
-            self._newest.published = time.perf_counter()
-            return True
+            if self._newest is not None:
+                self._newest_is(self._newest, version)
+            return self._newest is not None
 
-    def pin_newest(self, *, begin: bool = True) -> tuple[Pin, Version, float] | None:
-        """A hold on the newest version, that version, and when it was published; ``begin`` marks it started."""
+    def pin_newest(self) -> Pin | None:
+        """A hold on the newest version; None before the first."""
         with self._lock:
             slot = self._newest
             if slot is None or slot.version is None:
                 return None
             slot.pins += 1
-            slot.started |= begin
-            return Pin(slot, self._lock), slot.version, slot.published
+            return Pin(slot=slot, version=slot.version, published=slot.published)
+
+    def pin_again(self, pin: Pin) -> Pin:
+        """One more hold on the same version."""
+        with self._lock:
+            pin.slot.pins += 1
+            return pin
+
+    def release(self, pin: Pin, *, retire: bool = False) -> None:
+        """Gives up a hold.
+
+        Args:
+            retire: whether somebody may still be reading the slot's segment.
+        """
+        with self._lock:
+            pin.slot.pins -= 1
+            pin.slot.retired |= retire
 
     def close(self) -> None:
         """Removes all segments' files."""
@@ -340,10 +311,17 @@ class StagingSlots:
                 self._drop(slot)
             self._newest = None
 
+    def _newest_is(self, slot: StagingSlot, version: Version) -> None:
+        self._overtake()
+        slot.version = version
+        slot.started = False
+        slot.published = time.perf_counter()
+        self._newest = slot
+
+    def _overtake(self) -> None:
+        """Counts the newest version if nobody has begun to receive it."""
+        self.superseded += self._newest is not None and not self._newest.started
+
     def _drop(self, slot: StagingSlot) -> None:
         self._slots.remove(slot)
         slot.close()
-
-    def _count_superseded(self) -> None:
-        if self._newest is not None and not self._newest.started:
-            self.superseded += 1

@@ -1,64 +1,70 @@
 """The learner's end of the control socket: who is offered which version, when and by what way.
 
-One thread owns the socket and everything in :class:`Transfers`; bytes are carried by :mod:`.couriers`.
-A worker that is slow, stopped or dead fails only its own transfer. If several share a channel
+One thread owns the socket and everything in :class:`Transfers`; other threads post calls to it. Each
+channel has a thread that carries its bytes, and so has the snapshot that is being written. A worker
+that is slow, stopped or dead fails only its own transfer. If several share a channel
 (``weights.topology=broadcast``) it fails theirs too, and the next channel is opened without it.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, assert_never
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import zmq
+from torch.distributed import TCPStore
 
 from ..config import WeightsConfig
-from ..errors import TandemError, WeightsError, WireError
+from ..errors import WeightsError, WireError
 from ..mailbox import Mailbox
-from ..records import Version
+from ..sockets import local_address
 from ..waiting import Wait
-from .channel import Pair
-from .couriers import Carried, Channel, Couriers, Sent, SnapshotFailed, SnapshotWritten
-from .protocol import (
-    RENAME,
-    Ask,
-    Loaded,
-    Message,
-    Offer,
-    Open,
-    Refused,
-    Withdraw,
-    pack,
-    unpack,
-)
+from .channel import Pair, Way, meeting_point
+from .manifest import WeightManifest
+from .protocol import RENAME, Ask, Meeting, Message, Offer, Open, Withdraw, pack, unpack
 from .shared_memory import SharedMemory, shared_memory_name
 from .snapshot import Snapshot
-from .staging import Pin, StagingSlot, StagingSlots
+from .staging import Pin, StagingSlots
 from .ways import WAYS, device_name, possible_ways
 
 log = logging.getLogger("tandem.learner.weights")
 
+LOOK_MS = 100
+"""Longest time between two looks at what is due, in milliseconds."""
+SILENT_SECONDS = 10.0
+"""A worker that has been silent for this long is given up; it should ask once a second."""
 FAILURES_EACH = 2
-"""Failures by one way after which ``auto`` tries a worker's next one."""
+"""Failures in a row after which ``auto`` tries a worker's next way."""
 LOST_SECONDS = 2.0
 """A worker that doesn't know of an offer this old never got it, since it asks once a second."""
+GATHER_SECONDS = 2.0
+"""A broadcast waits this long for a member to accept, then goes on with those that did."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-"""Shortest and longest pause between attempts with one worker; it doubles each time."""
+"""Shortest and longest pause between attempts with one worker, in seconds; it doubles each time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """There is a newer version."""
+Result = tuple[WeightManifest, str] | str
+"""What a way's thread ends with: a version and where workers find it, or what went wrong."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """The learner is shutting down."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class Channel:
+    """Carries one version to one worker, or to several at once."""
 
-
-Event = Published | Stop | Carried
+    offer: Offer
+    """The offer that all its members received."""
+    end: Way | None = None
+    """The learner's end, once the channel is open."""
+    meeting_point: TCPStore | None = None
+    """Listens while the channel is open."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,11 +72,7 @@ class Transfer:
     """One version on its way to one worker."""
 
     offer: Offer
-    """The offer that the worker received."""
     pin: Pin
-    """Holds the version's buffer."""
-    published: float
-    """``perf_counter`` at the end of the copy out of the model."""
     wait: Wait
     """What the worker should do next."""
     channel: Channel | None
@@ -87,55 +89,39 @@ class Peer:
 
     identity: bytes
     """Its ZeroMQ identity: member id and a random name for this life."""
+    member: str
     ask: Ask
-    """Its last Ask."""
     silence: Wait
     """Restarted whenever it is heard."""
-    version: Version | None = None
-    """The version that it serves."""
-    content: str = ""
-    """Content digest of that version."""
     transfer: Transfer | None = None
-    """The transfer to it that is under way."""
+    way: int = 0
+    """Which of its ways ``auto`` uses, modulo their number."""
     failures: int = 0
-    """Number of failed transfers, by which ``auto`` chooses the way."""
+    """Number of attempts that have failed since the last success."""
     next_try: float = 0.0
     """``monotonic`` time before which nothing is offered."""
-    pause: float = FIRST_PAUSE
-    """Seconds until the next attempt after a failure."""
     last: dict[str, Any] | None = None
     """Figures of the last transfer, for reports."""
-
-    @property
-    def member(self) -> str:
-        """Member id."""
-        return self.ask.member
-
-    @property
-    def idle(self) -> bool:
-        """Whether it could accept an offer now."""
-        return self.transfer is None and not self.ask.busy and time.monotonic() >= self.next_try
 
 
 class Transfers:
     """Offers published versions to the workers that hold another one.
 
     Args:
-        member: the learner's member id.
-        router: bound control socket; closed by :meth:`serve`.
+        router: bound control socket.
+        snapshots: folder in which snapshots are written.
         silent_seconds: silence after which a worker is given up.
     """
 
     def __init__(
         self,
-        *,
         run_id: str,
         member: str,
         settings: WeightsConfig,
         slots: StagingSlots,
         router: zmq.Socket[bytes],
-        mailbox: Mailbox[Event],
-        couriers: Couriers,
+        *,
+        snapshots: Path,
         silent_seconds: float,
     ) -> None:
         self._run_id = run_id
@@ -143,75 +129,67 @@ class Transfers:
         self._settings = settings
         self._slots = slots
         self._router = router
-        self._mailbox = mailbox
-        self._couriers = couriers
+        self._snapshots = str(snapshots)
         self._silent_seconds = silent_seconds
-        self._peers: dict[bytes, Peer] = {}
-        self._last_snapshot: SnapshotWritten | None = None
-        self._snapshot_step = -1
+        self._interface = local_address(settings.interface)
+        self._mailbox: Mailbox[Callable[[], None]] = Mailbox()
         self._stopping = False
+        self._peers: dict[bytes, Peer] = {}
+        self._channels: list[Channel] = []
+        self._counts = dict.fromkeys(("committed", "failed", "bytes", "snapshots", "broadcasts"), 0)
 
-        self._latency = 0.0
-        self._counts = dict.fromkeys(
-            ("rounds", "committed", "failed", "refused", "bytes", "snapshots", "broadcasts"), 0
-        )
+        self._snapshot: tuple[WeightManifest, str] | None = None
+        self._snapshot_step = -1
+        self._snapshot_wanted = False
+        self._snapshot_begun = False
+
+    # For other threads.
+
+    def wake(self) -> None:
+        """There is a newer version."""
+        self._mailbox.post(lambda: None)
+
+    def stop(self) -> None:
+        """Ends :meth:`serve` at its next look."""
+        self._stopping = True
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and each live worker's version and last transfer."""
         peers = list(self._peers.copy().values())
+        held = {p.member: p.ask.version for p in peers}
         return {
             **self._counts,
-            "members": {
-                p.member: [p.version.term, p.version.step] if p.version else None for p in peers
-            },
+            "members": {who: [v.term, v.step] if v else None for who, v in held.items()},
             "transfers": {p.member: p.last for p in peers if p.last is not None},
-            "latency_seconds": self._latency,
         }
 
+    # The thread.
+
     def serve(self) -> None:
-        """Serves until Stop is posted."""
+        """Serves workers until :meth:`stop`."""
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._mailbox.fd, zmq.POLLIN)
         try:
             while not self._stopping:
-                ready = dict(poller.poll(int(self._pause() * 1000) + 1))
-                if self._mailbox.fd in ready:
-                    for event in self._mailbox.take():
-                        self._on_event(event)
+                poller.poll(LOOK_MS)
+                for call in self._mailbox.take():
+                    call()
                 self._read()
                 self._look()
         finally:
+            reason = f"{self._member} is shutting down"
             for peer in self._peers.values():
                 if peer.transfer is not None:
-                    reason = f"{self._member} is shutting down"
                     self._send(peer, Withdraw(round=peer.transfer.offer.round, reason=reason))
-            for channel in list(self._couriers.channels.values()):
-                self._couriers.leave(channel)
+            for end in [channel.end for channel in self._channels if channel.end is not None]:
+                end.abort()
             # The last messages should leave before the socket is closed.
             self._router.close(linger=200)
-
-    def _pause(self) -> float:
-        """Seconds until something is due."""
-        now = time.monotonic()
-        times = [now + 1.0]
-        if self._settings.topology == "broadcast":
-            channels = self._couriers.channels.values()
-            times += [channel.until for channel in channels if channel.end is None]
-        for peer in self._peers.values():
-            times.append(peer.silence.next_look)
-            if peer.transfer is not None:
-                times.append(peer.transfer.wait.next_look)
-            elif self._behind(peer) and not peer.ask.busy:
-                times.append(peer.next_try)
-        return max(0.0, min(times) - now)
-
-    def _behind(self, peer: Peer) -> bool:
-        newest = self._slots.newest
-        return newest is not None and peer.version != newest
+            self._mailbox.close()
 
     def _look(self) -> None:
-        """Checks deadlines and makes offers."""
+        """Checks deadlines, makes offers, and begins what has become possible."""
         for peer in list(self._peers.values()):
             if peer.silence.expired(log.warning):
                 reason = f"silent for {peer.silence.seconds:.1f} s (stopped or dead)"
@@ -221,45 +199,21 @@ class Transfers:
                 log.warning(f"{peer.member}: {reason}; it is served again once it answers")
             elif peer.transfer is not None and peer.transfer.wait.expired(log.warning):
                 self._fail(peer, str(peer.transfer.wait))
-        for peer in list(self._peers.values()):
-            if peer.idle and self._behind(peer):
+        newest, every = self._slots.newest, self._settings.snapshot_every
+        for peer in self._peers.values():
+            idle = peer.transfer is None and not peer.ask.busy
+            if idle and peer.ask.version != newest and time.monotonic() >= peer.next_try:
                 self._offer(peer)
-        for channel in list(self._couriers.channels.values()):
+        for channel in list(self._channels):
             self._mind(channel)
+        # Several versions may have been published since the last look.
+        if every and newest and newest.step // every > self._snapshot_step // every:
+            self._snapshot_step = newest.step
+            self._snapshot_wanted = True
+        if self._snapshot_wanted and not self._snapshot_begun:
+            self._begin_snapshot()
 
-    # What comes in.
-
-    def _on_event(self, event: Event) -> None:
-        match event:
-            case Published():
-                # `_look` makes the offers.
-                newest, every = self._slots.newest, self._settings.snapshot_every
-                # Several versions may have been published since the last event.
-                if every and newest and newest.step // every > self._snapshot_step // every:
-                    self._snapshot_step = newest.step
-                    self._couriers.ask_for_snapshot()
-            case Stop():
-                self._stopping = True
-            case Sent(channel, problem):
-                self._couriers.channels.pop(channel.offer.round, None)
-                if problem:
-                    for peer in self._members_of(channel):
-                        self._fail(peer, problem)
-            case SnapshotWritten():
-                self._last_snapshot = event
-                self._counts["snapshots"] += 1
-                self._couriers.write_next_snapshot()
-                for peer in self._peers.values():
-                    peer.next_try = min(peer.next_try, time.monotonic())
-            case SnapshotFailed(problem):
-                log.warning(problem)
-                self._couriers.write_next_snapshot()
-                for peer in self._peers.values():
-                    if peer.transfer is None and self._behind(peer):
-                        peer.failures += 1
-                        self._postpone(peer)
-            case _:
-                assert_never(event)
+    # Messages.
 
     def _read(self) -> None:
         while True:
@@ -274,29 +228,6 @@ class Transfers:
                 continue
             self._on_message(identity, message)
 
-    def _on_message(self, identity: bytes, message: Message) -> None:
-        if isinstance(message, Ask):
-            self._on_ask(identity, message)
-            return
-        peer = self._peers.get(identity)
-        if peer is None:
-            # Its next Ask comes within a second and begins anew.
-            return
-        peer.silence.restart()
-        transfer = peer.transfer
-        if transfer is None or message.round != transfer.offer.round:
-            return
-        match message:
-            case Loaded():
-                self._on_loaded(peer, transfer, message)
-            case Refused(stage=stage, reason=reason):
-                self._counts["refused"] += 1
-                self._fail(peer, f"{peer.member} refused at {stage}: {reason}", tell=False)
-            case Offer() | Open() | Withdraw():
-                log.warning(f"{peer.member} sent a {type(message).__name__}: only learners do")
-            case _:
-                assert_never(message)
-
     def _send(self, peer: Peer, message: Message) -> None:
         try:
             self._router.send_multipart([peer.identity, *pack(message)], zmq.NOBLOCK)
@@ -304,175 +235,240 @@ class Transfers:
             # Its queue is full, so it reads nothing and will miss its deadline.
             log.debug(f"{peer.member} accepts no messages")
 
-    def _on_ask(self, identity: bytes, ask: Ask) -> None:
-        if ask.run_id != self._run_id:
-            log.warning(f"{ask.member} belongs to run {ask.run_id}: ignored")
+    def _on_message(self, identity: bytes, message: Message) -> None:
+        if not isinstance(message, Ask):
+            log.warning(f"{identity[:80]!r} sent a {type(message).__name__}: only learners do")
+            return
+        if message.run_id != self._run_id:
+            log.warning(f"{message.member} belongs to run {message.run_id}: ignored")
             return
         peer = self._peers.get(identity)
         if peer is None:
             for other in list(self._peers.values()):
-                if other.member == ask.member:
+                if other.member == message.member:
                     self._forget(other, "a newer process of that name has joined")
-            silence = Wait(ask.member, "say that it is alive", self._silent_seconds)
-            peer = self._peers[identity] = Peer(identity=identity, ask=ask, silence=silence)
-            log.info(f"{peer.member} joined with version {ask.version or 'none'}")
-        peer.ask = ask
+            who = message.member
+            silence = Wait(who, "say that it is alive", self._silent_seconds)
+            peer = Peer(identity=identity, member=who, ask=message, silence=silence)
+            self._peers[identity] = peer
+            log.info(f"{who} joined with version {message.version or 'none'}")
+        peer.ask = message
         peer.silence.restart()
-        transfer = peer.transfer
-        if transfer is not None and ask.round != transfer.offer.round:
+        if peer.transfer is not None:
+            self._on_progress(peer, peer.transfer)
+
+    def _on_progress(self, peer: Peer, transfer: Transfer) -> None:
+        """Compares a worker's last Ask with the transfer to it."""
+        ask, offer = peer.ask, transfer.offer
+        if ask.version == offer.manifest.version:
+            self._on_loaded(peer, transfer)
+        elif ask.round != offer.round:
             if time.perf_counter() - transfer.begun > LOST_SECONDS:
                 self._fail(peer, f"{peer.member} didn't get the offer")
-        elif transfer is not None and not ask.busy:
-            self._settle(peer, transfer, ask.version)
-        elif transfer is not None and not transfer.taken_up:
+        elif not ask.busy:
+            self._fail(peer, f"{peer.member} refused at {ask.problem}", tell=False)
+        elif not transfer.taken_up:
             transfer.taken_up = True
-            if transfer.channel is None:
-                self._expect_loaded(peer, transfer)
-            else:
-                # Its own deadline starts when the channel opens.
-                transfer.wait = Wait(peer.member, "wait", self._settings.open_seconds)
-        if peer.transfer is None:
-            peer.version = ask.version
-            peer.content = ask.content
+            seconds = self._settings.stage_seconds + self._settings.commit_seconds
+            if transfer.channel is not None:
+                seconds += self._settings.open_seconds
+            what = f"fetch, check and load version {offer.manifest.version}"
+            transfer.wait = Wait(peer.member, what, seconds)
 
     # A transfer's beginning.
 
     def _offer(self, peer: Peer) -> None:
-        pinned = self._slots.pin_newest(begin=False)
-        if pinned is None:
+        pin = self._slots.pin_newest()
+        if pin is None:
             return
-        pin, version, published = pinned
         try:
-            offer = self._best_offer(peer, pin.slot, version)
+            offer = self._best_offer(peer, pin)
         except (WeightsError, RuntimeError) as error:
             self._postpone(peer)
-            log.warning(f"{peer.member} can't be sent version {version}: {error}")
+            log.warning(f"{peer.member} can't be sent version {pin.version}: {error}")
             offer = None
         if offer is None:
-            pin.release()
+            self._slots.release(pin)
             return
         pin.slot.started = True
-        self._counts["rounds"] += 1
-        channel = None
+        channel, seconds = None, self._settings.open_seconds
         if offer.way in WAYS and WAYS[offer.way].is_channel:
-            channel = self._couriers.channel_for(offer, pin)
+            channel = self._channel_for(offer)
             offer = channel.offer
-        what = f"acknowledge version {offer.manifest.version}"
-        wait = Wait(peer.member, what, self._settings.open_seconds)
-        peer.transfer = Transfer(
-            offer=offer, pin=pin, published=published, wait=wait, channel=channel
-        )
+            if self._settings.topology == "broadcast":
+                seconds = min(seconds, GATHER_SECONDS)
+        wait = Wait(peer.member, f"acknowledge version {offer.manifest.version}", seconds)
+        peer.transfer = Transfer(offer=offer, pin=pin, wait=wait, channel=channel)
         self._send(peer, offer)
 
-    def _best_offer(self, peer: Peer, slot: StagingSlot, version: Version) -> Offer | None:
+    def _best_offer(self, peer: Peer, pin: Pin) -> Offer | None:
         """An offer by the best way that hasn't failed too often; None if the bytes aren't ready yet."""
-        memory = shared_memory_name()
+        held, memory = peer.ask.version, shared_memory_name()
         pair = Pair(
             sender=device_name(self._slots.device),
             receiver=peer.ask.device,
-            same_memory=slot.segment is not None and bool(memory) and memory == peer.ask.memory,
+            same_memory=pin.slot.segment is not None and bool(memory) and memory == peer.ask.memory,
         )
-        possible = possible_ways(self._settings.transport, pair, peer.ask.ways)
-        way = possible[peer.failures // FAILURES_EACH % len(possible)]
+        possible = possible_ways(self._settings.transport, pair)
+        way = possible[peer.way % len(possible)]
         if way == Snapshot.name:
-            written = self._last_snapshot
-            if written is None or written.manifest.version != version:
-                self._couriers.ask_for_snapshot()
-            if written is None or (peer.version and written.manifest.version <= peer.version):
+            written = self._snapshot
+            if written is None or written[0].version != pin.version:
+                self._snapshot_wanted = True
+            if written is None or (held and written[0].version <= held):
                 # It is offered when the snapshot has been written.
                 peer.next_try = time.monotonic() + 1.0
                 return None
             # If the disk is slower than the learner, this isn't the newest version.
-            manifest, place = written.manifest, written.place
+            manifest, place = written
         else:
-            parcel = slot.parcel(version)
-            manifest, place = parcel.manifest, self._couriers.place(way, parcel)
-        if manifest.content == peer.content:
+            parcel = pin.parcel()
+            manifest = parcel.manifest
+            # A channel opens once the worker has accepted.
+            place = "" if WAYS[way].is_channel else self._end(way).offer(parcel, "")
+        if manifest.content == peer.ask.content:
             way, place = RENAME, ""
-        name = f"{manifest.version}/{self._counts['rounds'] + 1}"
+        name = f"{manifest.version}/{secrets.token_hex(4)}"
         return Offer(round=name, manifest=manifest, way=way, place=place)
 
-    def _expect_loaded(self, peer: Peer, transfer: Transfer, more: float = 0.0) -> None:
-        what = f"fetch, check and load version {transfer.offer.manifest.version}"
-        seconds = more + self._settings.stage_seconds + self._settings.commit_seconds
-        transfer.wait = Wait(peer.member, what, seconds)
+    def _end(self, way: str) -> Way:
+        return WAYS[way](self._settings, self._slots.device)
 
-    def _members_of(self, channel: Channel) -> list[Peer]:
+    # Channels.
+
+    def _channel_for(self, offer: Offer) -> Channel:
+        """The channel for a worker's offer. With ``weights.topology=broadcast`` that is the channel
+        of other workers with the same offer, if it isn't open yet."""
+        for channel in self._channels if self._settings.topology == "broadcast" else ():
+            theirs = channel.offer
+            if channel.end is None and (theirs.way, theirs.manifest) == (offer.way, offer.manifest):
+                return channel
+        channel = Channel(offer=offer)
+        self._channels.append(channel)
+        return channel
+
+    def _members_of(self, channel: Channel) -> list[tuple[Peer, Transfer]]:
         """The workers that were offered this channel and haven't failed."""
-        peers = self._peers.values()
-        return [p for p in peers if p.transfer is not None and p.transfer.channel is channel]
+        under_way = [(peer, peer.transfer) for peer in self._peers.values() if peer.transfer]
+        return [each for each in under_way if each[1].channel is channel]
 
     def _mind(self, channel: Channel) -> None:
-        """Opens a channel once all its members have accepted the offer or their time is up."""
+        """Opens a channel once all its members have accepted the offer; leaves it when none is left."""
         members = self._members_of(channel)
-        late = [p for p in members if p.transfer is not None and not p.transfer.taken_up]
-        if channel.end is None and late and len(members) > 1 and time.monotonic() >= channel.until:
-            for peer in late:
-                version = channel.offer.manifest.version
-                who = f"{peer.member} didn't acknowledge version {version}"
-                self._fail(peer, f"{who} in time for the broadcast")
-            members, late = self._members_of(channel), []
         if not members:
-            self._couriers.leave(channel)
-        elif channel.end is None and not late:
+            self._channels.remove(channel)
+            if channel.end is not None:
+                # Its thread may wait until its deadline, and keeps the slot pinned until then.
+                channel.end.abort()
+        elif channel.end is None and all(transfer.taken_up for _, transfer in members):
             self._open(channel, members)
 
-    def _open(self, channel: Channel, members: list[Peer]) -> None:
+    def _open(self, channel: Channel, members: list[tuple[Peer, Transfer]]) -> None:
+        """Starts sending, and tells each member where to meet."""
         try:
-            meetings = self._couriers.open(channel, len(members))
-        except TandemError as error:
-            self._couriers.leave(channel)
-            for peer in members:
-                self._fail(peer, str(error))
+            point = channel.meeting_point = meeting_point(self._interface)
+            channel.end = self._end(channel.offer.way)
+        except (RuntimeError, OSError) as error:
+            self._on_sent(channel, f"the weight channel can't be created: {error}")
             return
+        own = Meeting(
+            host=point.host,
+            port=point.port,
+            channel=secrets.token_hex(8),
+            rank=0,
+            world_size=1 + len(members),
+        )
+        pin = self._slots.pin_again(members[0][1].pin)
+        self._carry("weights-channel", channel.end, pin, own, partial(self._on_sent, channel))
         self._counts["broadcasts"] += len(members) > 1
-        for peer, meeting in zip(members, meetings, strict=True):
-            assert peer.transfer is not None
-            self._expect_loaded(peer, peer.transfer, self._settings.open_seconds)
+        for rank, (peer, transfer) in enumerate(members, start=1):
+            transfer.wait.restart()
+            meeting = msgspec.structs.replace(own, rank=rank)
             self._send(peer, Open(round=channel.offer.round, meeting=meeting))
+
+    def _on_sent(self, channel: Channel, result: Result) -> None:
+        """A channel has sent all bytes, or has failed."""
+        channel.meeting_point = None
+        if channel in self._channels:
+            self._channels.remove(channel)
+        if isinstance(result, str):
+            for peer, _ in self._members_of(channel):
+                self._fail(peer, result)
+
+    def _carry(
+        self, name: str, end: Way, pin: Pin, at: Meeting | str, then: Callable[[Result], None]
+    ) -> None:
+        """Hands a version to a way in a thread of its own, and releases it.
+
+        Args:
+            name: the thread's.
+            then: called afterwards in the service's thread.
+        """
+
+        def run() -> None:
+            try:
+                parcel = pin.parcel()
+                result: Result = (parcel.manifest, end.offer(parcel, at))
+            except Exception as error:  # noqa: BLE001 - whatever it is, the pin has to be released
+                result = str(error) or type(error).__name__
+            finally:
+                end.close()
+                self._slots.release(pin)
+            self._mailbox.post(partial(then, result))
+
+        threading.Thread(target=run, name=name, daemon=True).start()
+
+    # Snapshots.
+
+    def _begin_snapshot(self) -> None:
+        """Has the newest version written, unless it is on disk already. A disk may be slow."""
+        self._snapshot_wanted = False
+        pin = self._slots.pin_newest()
+        if pin is None:
+            return
+        if self._snapshot is not None and self._snapshot[0].version == pin.version:
+            self._slots.release(pin)
+            return
+        pin.slot.started = True
+        self._snapshot_begun = True
+        end = self._end(Snapshot.name)
+        self._carry("weights-snapshot", end, pin, self._snapshots, self._on_snapshot)
+
+    def _on_snapshot(self, result: Result) -> None:
+        """A version is on disk, or couldn't be written."""
+        self._snapshot_begun = False
+        if isinstance(result, str):
+            log.warning(result)
+            for peer in self._peers.values():
+                if peer.transfer is None and peer.ask.version != self._slots.newest:
+                    self._postpone(peer)
+            return
+        self._snapshot = result
+        self._counts["snapshots"] += 1
+        for peer in self._peers.values():
+            peer.next_try = min(peer.next_try, time.monotonic())
 
     # A transfer's end.
 
-    def _on_loaded(self, peer: Peer, transfer: Transfer, message: Loaded) -> None:
-        manifest, way = transfer.offer.manifest, transfer.offer.way
-        peer.version = message.version
-        peer.content = manifest.content
+    def _on_loaded(self, peer: Peer, transfer: Transfer) -> None:
+        manifest, way, ask = transfer.offer.manifest, transfer.offer.way, peer.ask
         peer.transfer = None
-        peer.pause = FIRST_PAUSE
-        peer.failures -= peer.failures % FAILURES_EACH
+        peer.failures = 0
         peer.next_try = 0.0
-        transfer.pin.release()
-        self._latency = time.perf_counter() - transfer.published
+        self._slots.release(transfer.pin)
+        nbytes = manifest.layout.total_bytes if way != RENAME else 0
         self._counts["committed"] += 1
-        nbytes = manifest.total_bytes if way != RENAME else 0
         self._counts["bytes"] += nbytes
-        arrived = transfer.begun - transfer.published + message.fetched
+        published = transfer.pin.published
         peer.last = {
-            "version": [message.version.term, message.version.step],
+            "version": [manifest.version.term, manifest.version.step],
             "transport": way,
-            "seconds": round(message.fetched, 6),
-            "gb_per_second": round(nbytes / max(message.fetched, 1e-9) / 1e9, 4),
-            "pause_seconds": round(message.paused, 6),
-            "arrival_seconds": round(arrived, 6),
-            "latency_seconds": round(self._latency, 6),
+            "seconds": round(ask.fetched, 6),
+            "gb_per_second": round(nbytes / max(ask.fetched, 1e-9) / 1e9, 4),
+            "pause_seconds": round(ask.paused, 6),
+            "arrival_seconds": round(transfer.begun - published + ask.fetched, 6),
+            "latency_seconds": round(time.perf_counter() - published, 6),
         }
-
-    def _settle(self, peer: Peer, transfer: Transfer, version: Version | None) -> None:
-        """Ends a transfer if the worker's message about its end was lost."""
-        if version is not None and version == transfer.offer.manifest.version:
-            lost = Loaded(
-                round=transfer.offer.round, version=version, fetched=0.0, seconds=0.0, paused=0.0
-            )
-            self._on_loaded(peer, transfer, lost)
-        else:
-            reason = f"{peer.member} has given it up; its message about that was lost"
-            self._fail(peer, reason, tell=False)
-
-    def _postpone(self, peer: Peer) -> float:
-        pause = peer.pause
-        peer.pause = min(LONGEST_PAUSE, pause * 2)
-        peer.next_try = time.monotonic() + pause
-        return pause
 
     def _fail(self, peer: Peer, reason: str, *, tell: bool = True) -> None:
         """Ends a transfer without success; the worker is served again after a pause."""
@@ -480,16 +476,24 @@ class Transfers:
         if transfer is None:
             return
         # A worker that refused has stopped reading; one that was given up may still be.
-        transfer.pin.release(retire=tell and transfer.offer.way == SharedMemory.name)
+        retire = tell and transfer.offer.way == SharedMemory.name
+        self._slots.release(transfer.pin, retire=retire)
         self._counts["failed"] += 1
-        peer.failures += 1
         if tell:
             self._send(peer, Withdraw(round=transfer.offer.round, reason=reason[:1000]))
         pause = self._postpone(peer)
         log.warning(
-            f"{peer.member} stays on {peer.version or 'no version'}, not "
+            f"{peer.member} stays on {peer.ask.version or 'no version'}, not "
             f"{transfer.offer.manifest.version}: {reason}; again in {pause:.1f} s"
         )
+
+    def _postpone(self, peer: Peer) -> float:
+        """Counts a failure; returns the seconds until the next attempt."""
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(peer.failures, 10))
+        peer.failures += 1
+        peer.way += peer.failures % FAILURES_EACH == 0
+        peer.next_try = time.monotonic() + pause
+        return pause
 
     def _forget(self, peer: Peer, reason: str) -> None:
         self._fail(peer, reason)

@@ -49,8 +49,7 @@ from tandem.common.config import Config, ModelConfig, RolloutConfig, build  # no
 from tandem.common.models import load_model  # noqa: E402
 from tandem.common.records import SamplingParams, Version  # noqa: E402
 from tandem.common.run_folder import JoinInfo  # noqa: E402
-from tandem.common.weights.channel import MeetingPoint, enter  # noqa: E402
-from tandem.common.weights.gloo import Gloo  # noqa: E402
+from tandem.common.weights.channel import Gloo, enter, meeting_point  # noqa: E402
 from tandem.common.weights.job import Target  # noqa: E402
 from tandem.common.weights.manifest import plan  # noqa: E402
 from tandem.common.weights.protocol import Meeting  # noqa: E402
@@ -196,7 +195,7 @@ def in_turn(ours: Callable[[], float], bare: Callable[[], float], pairs: int) ->
 
 def measure_gloo(nbytes: int, pairs: int) -> dict[str, Any]:
     """The transport beside a bare broadcast."""
-    point = MeetingPoint("127.0.0.1")
+    point = meeting_point("127.0.0.1")
     pipe, theirs = multiprocessing.Pipe()
     process = multiprocessing.Process(
         target=gloo_side, args=(theirs, point.host, point.port), daemon=True

@@ -140,8 +140,10 @@ MESSAGES: list[Any] = [
         version=Version(term=1, step=2),
         content="c",
         round="r",
-        busy=True,
-        ways=("nccl", "gloo"),
+        busy=False,
+        problem="offer: é",
+        fetched=0.25,
+        paused=0.125,
         device="cpu",
         memory="m",
     ),
@@ -150,10 +152,6 @@ MESSAGES: list[Any] = [
         round="r",
         meeting=protocol.Meeting(channel="c", host="127.0.0.1", port=5, rank=1, world_size=2),
     ),
-    protocol.Loaded(
-        round="r", version=Version(term=1, step=2), fetched=0.25, seconds=0.5, paused=0.125
-    ),
-    protocol.Refused(round="r", stage="offer", reason="é"),
     protocol.Withdraw(round="r", reason="x"),
 ]
 

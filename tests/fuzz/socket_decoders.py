@@ -117,7 +117,7 @@ def mutated_manifest(data: bytes, corpus: Sequence[bytes], c: random.Random) -> 
     """A manifest whose digests are right for what it says, so that the rest is looked at."""
     found = wire.decode(data, manifest.WeightManifest)
     kind, fields = msgpack.unpackb(data[wire.HEADER.size :], strict_map_key=False)
-    layout, sums, total = fields["layout"], fields["checksums"], found.total_bytes
+    layout, sums, total = fields["layout"], fields["checksums"], found.layout.total_bytes
     numbers = (0, 1, 255, 256, 257, 512, 2**31, 2**40, 2**63, total, total + 256, total - 256)
     for _ in range(c.choice((1, 1, 2))):
         what = c.random()
@@ -175,11 +175,11 @@ def check_manifest(found: manifest.WeightManifest) -> str:
         found.checksums
     ):
         return "its buckets don't cover the buffer"
-    if (ends or [0])[-1] != found.total_bytes:
-        return f"its buckets end at {ends[-1:]} of {found.total_bytes} bytes"
+    if (ends or [0])[-1] != layout.total_bytes:
+        return f"its buckets end at {ends[-1:]} of {layout.total_bytes} bytes"
     need = sum(-(-t.nbytes // manifest.ALIGNMENT) * manifest.ALIGNMENT for t in layout.tensors)
-    if need != found.total_bytes:
-        return f"its tensors need {need} bytes of {found.total_bytes}"
+    if need != layout.total_bytes:
+        return f"its tensors need {need} bytes of {layout.total_bytes}"
     if (scored := found.scored) is not None and not all(
         len(row) == len(some) + 1 >= 2 and all(map(math.isfinite, some))
         for row, some in zip(scored.rows, scored.logprobs, strict=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import zmq
@@ -12,12 +13,10 @@ from weight_processes import model, specs_of
 from tandem.common.records import Version
 from tandem.common.sockets import Authenticator, bind_router, new_keys
 from tandem.common.weights.manifest import plan
-from tandem.common.weights.protocol import ROLE, LearnerAddress, Offer, pack, unpack
+from tandem.common.weights.protocol import ROLE, Ask, LearnerAddress, Offer, pack, unpack
 from tandem.common.weights.staging import StagingSlot
 from tandem.replay.members import Members
 from tandem.replay.store import RunStore
-
-T = TypeVar("T")
 
 
 class RawLearner:
@@ -39,18 +38,27 @@ class RawLearner:
         self._slots: list[StagingSlot] = []
         self._worker = b""
 
-    def expect(self, kind: type[T], seconds: float = 60.0) -> T:
-        """The worker's next message of a kind; its Asks in between are passed over."""
+    def ask(self, seconds: float = 60.0) -> Ask:
+        """The worker's next Ask."""
+        assert self._router.poll(int(seconds * 1000)), f"no Ask in {seconds:.0f} s"
+        self._worker, *frames = self._router.recv_multipart()
+        message = unpack(frames)
+        assert isinstance(message, Ask), message
+        return message
+
+    def until(self, name: str, wanted: Callable[[Ask], bool], seconds: float = 60.0) -> Ask:
+        """The worker's next Ask about a round that is as wanted."""
         end = time.monotonic() + seconds
         while True:
-            left = end - time.monotonic()
-            assert left > 0, f"no {kind.__name__} in {seconds:.0f} s"
-            assert self._router.poll(int(left * 1000)), f"no {kind.__name__} in {seconds:.0f} s"
-            self._worker, *frames = self._router.recv_multipart()
-            message = unpack(frames)
-            if isinstance(message, kind):
-                return message
-            assert type(message).__name__ == "Ask", message
+            ask = self.ask(max(0.0, end - time.monotonic()))
+            if ask.round == name and wanted(ask):
+                return ask
+
+    def refusal(self, name: str) -> Ask:
+        """The worker's next Ask that says why it gave a round up."""
+        ask = self.until(name, lambda ask: not ask.busy)
+        assert ask.problem, ask
+        return ask
 
     def send(self, message: Any) -> None:
         """To the worker that spoke last."""

@@ -42,7 +42,9 @@ class RawWorker:
             content="",
             round=name,
             busy=busy,
-            ways=("gloo",),
+            problem="",
+            fetched=0.0,
+            paused=0.0,
             device="cpu",
             memory="",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import fault_processes
@@ -14,10 +14,10 @@ from weight_processes import FlippedByte, as_bytes, config, model, specs_of
 
 from tandem.common.errors import WeightsError
 from tandem.common.records import Version
-from tandem.common.weights.channel import Parcel
-from tandem.common.weights.gloo import Gloo
-from tandem.common.weights.protocol import Ask, Loaded, Meeting, Offer, Refused, Withdraw
+from tandem.common.weights.channel import Gloo, Parcel
+from tandem.common.weights.protocol import Ask, Meeting, Offer, Withdraw
 from tandem.common.weights.transfers import Transfers
+from tandem.common.weights.ways import WAYS
 
 TRANSPORTS = ("gloo", "shared_memory")
 BIG = specs_of(model(0, big=True))
@@ -185,8 +185,8 @@ def test_a_flipped_byte_is_refused_and_the_next_version_arrives(
 ) -> None:
     monkeypatch.setattr(FlippedByte, "damaged", 0)
     over_wire = setting.transport == "gloo"
-    more = {"make_way": lambda name, *rest: FlippedByte(*rest)} if over_wire else {}
-    publisher = setting.publisher(**more)
+    monkeypatch.setitem(WAYS, "gloo", FlippedByte)
+    publisher = setting.publisher()
     held = setting.worker(hold="bucket", after=0)
     publish(publisher, 1)
     holds(held, "bucket")
@@ -255,8 +255,8 @@ def test_a_transfer_that_fails_costs_no_other_worker_its_own(
 ) -> None:
     monkeypatch.setattr(BreaksOff, "on", False)
     over_wire = setting.transport == "gloo"
-    more = {"make_way": lambda name, *rest: BreaksOff(*rest)} if over_wire else {}
-    publisher = setting.publisher(**more)
+    monkeypatch.setitem(WAYS, "gloo", BreaksOff)
+    publisher = setting.publisher()
     other = setting.worker("rollout-1", hold="bucket")
     publish(publisher, 1)
     holds(other, "bucket")
@@ -339,19 +339,19 @@ def loaded(raw: RawLearner, worker: Any, name: str, version: Version) -> None:
     """A whole round, as it should be."""
     raw.offer(name, version)
     assert worker.next(DEADLINE) == (version, weights_of(version.step))
-    assert raw.expect(Loaded).version == version
+    raw.until(name, lambda ask: ask.version == version)
 
 
 def test_an_offer_that_goes_back_is_refused(run: Any, raw: RawLearner) -> None:
     worker = Setting(run, "shared_memory").worker()
-    raw.expect(Ask)
+    raw.ask()
     loaded(raw, worker, "a", v(3))
     for name, version in (("b", v(2)), ("c", v(3)), ("d", v(9, term=0))):
         raw.offer(name, version)
-        refused = raw.expect(Refused)
-        assert (refused.round, refused.stage) == (name, "offer")
-        assert "not newer than 1.3" in refused.reason or "which is over" in refused.reason
-        assert raw.expect(Ask).version == v(3)
+        refused = raw.refusal(name)
+        assert refused.problem.startswith("offer: ")
+        assert "not newer than 1.3" in refused.problem or "which is over" in refused.problem
+        assert refused.version == v(3)
     loaded(raw, worker, "e", v(4))
 
 
@@ -368,22 +368,22 @@ def test_an_offer_that_is_not_what_it_says_is_refused(
     run: Any, raw: RawLearner, changes: dict[str, Any], complaint: str
 ) -> None:
     worker = Setting(run, "shared_memory").worker()
-    raw.expect(Ask)
+    raw.ask()
     raw.offer("a", v(1), changes)
-    refused = raw.expect(Refused)
-    assert (refused.round, refused.stage) == ("a", "offer")
-    assert complaint in refused.reason
-    assert raw.expect(Ask).version is None
+    refused = raw.refusal("a")
+    assert refused.problem.startswith("offer: ")
+    assert complaint in refused.problem
+    assert refused.version is None
     loaded(raw, worker, "b", v(1))
 
 
 def test_nothing_is_loaded_before_the_last_bucket_is_checked(run: Any, raw: RawLearner) -> None:
     worker = Setting(run, "shared_memory").worker(hold="bucket")
-    raw.expect(Ask)
+    raw.ask()
     raw.offer("a", v(1))
     holds(worker, "bucket")
     for _ in range(2):
-        ask = raw.expect(Ask)
+        ask = raw.ask()
     assert (ask.round, ask.busy, ask.version) == ("a", True, None)
     assert not worker.pipe.poll()
     worker.pipe.send("go on")
@@ -395,26 +395,25 @@ def test_the_term_is_asked_of_redis_once_all_is_checked(
     run: Any, raw: RawLearner, place: str
 ) -> None:
     worker = Setting(run, "shared_memory").worker(hold=place)
-    raw.expect(Ask)
+    raw.ask()
     raw.offer("a", v(1))
     holds(worker, place)
     # Its bytes have arrived, and every bucket is checked or will be; now another learner begins.
     run.new_term()
     worker.pipe.send("go on")
-    refused = raw.expect(Refused)
-    assert (refused.round, refused.stage) == ("a", "load")
-    assert "is of term 1, which is over: term 2 has begun" in refused.reason
+    refused = raw.refusal("a")
+    assert refused.problem.startswith("load: ")
+    assert "is of term 1, which is over: term 2 has begun" in refused.problem
     assert not worker.pipe.poll()
 
 
 def test_a_channel_that_the_learner_does_not_open_is_given_up(run: Any, raw: RawLearner) -> None:
     short = config(transport="shared_memory", open_seconds=1)
     worker = Setting(run, "shared_memory").worker(config=short)
-    raw.expect(Ask)
+    raw.ask()
     raw.offer("a", v(1), way="gloo")
-    refused = raw.expect(Refused)
-    assert (refused.round, refused.stage) == ("a", "wait")
-    assert refused.reason == "learner-0 didn't open a weight channel within 1.0 s"
+    refused = raw.refusal("a")
+    assert refused.problem == "wait: learner-0 didn't open a weight channel within 1.0 s"
     loaded(raw, worker, "b", v(1))
 
 
@@ -422,31 +421,40 @@ def test_a_restamp_of_other_weights_than_the_engine_holds_is_refused(
     run: Any, raw: RawLearner
 ) -> None:
     worker = Setting(run, "shared_memory").worker()
-    raw.expect(Ask)
+    raw.ask()
     loaded(raw, worker, "a", v(1))
     raw.offer("b", v(2), way="none")
-    refused = raw.expect(Refused)
-    assert (refused.round, refused.stage) == ("b", "offer")
-    assert refused.reason == "a re-stamp of weights that this worker doesn't hold"
+    refused = raw.refusal("b")
+    assert refused.problem == "offer: a re-stamp of weights that this worker doesn't hold"
     loaded(raw, worker, "c", v(3))
 
 
 def test_a_round_that_is_withdrawn_is_not_loaded(run: Any, raw: RawLearner) -> None:
     worker = Setting(run, "shared_memory").worker(hold="bucket")
-    raw.expect(Ask)
+    raw.ask()
     raw.offer("a", v(1))
     holds(worker, "bucket")
     raw.send(Withdraw(round="a", reason="the test says so"))
-    while raw.expect(Ask).busy:
+    while raw.ask().busy:
         pass
     worker.pipe.send("go on")
     # It tells of every load: there was none of 1.1.
     loaded(raw, worker, "b", v(2))
 
 
-@pytest.mark.parametrize("lost", [Offer, Ask, Loaded, Refused])
+LOST: dict[str, Callable[[Any], bool]] = {
+    "an offer": lambda message: isinstance(message, Offer),
+    "an Ask that takes an offer up": lambda message: isinstance(message, Ask) and message.busy,
+    "an Ask of a loaded version": lambda message: (
+        isinstance(message, Ask) and message.version is not None
+    ),
+    "an Ask that refuses": lambda message: isinstance(message, Ask) and bool(message.problem),
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
 def test_a_message_that_is_lost_costs_seconds_and_not_a_deadline(
-    run: Any, monkeypatch: pytest.MonkeyPatch, lost: type
+    run: Any, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     patient = config(
         transport="shared_memory", open_seconds=300, stage_seconds=300, commit_seconds=300
@@ -455,14 +463,13 @@ def test_a_message_that_is_lost_costs_seconds_and_not_a_deadline(
     send, arrive = Transfers._send, Transfers._on_message
 
     def sending(self: Any, peer: Any, message: Any) -> None:
-        if isinstance(message, lost) and not gone:
+        if LOST[lost](message) and not gone:
             gone.append(message)
         else:
             send(self, peer, message)
 
     def arriving(self: Any, identity: bytes, message: Any) -> None:
-        # Of Asks the one that takes the offer up.
-        if isinstance(message, lost) and not gone and message.round:
+        if LOST[lost](message) and not gone:
             gone.append(message)
         else:
             arrive(self, identity, message)
@@ -470,7 +477,7 @@ def test_a_message_that_is_lost_costs_seconds_and_not_a_deadline(
     monkeypatch.setattr(Transfers, "_send", sending)
     monkeypatch.setattr(Transfers, "_on_message", arriving)
     publisher = run.publisher(config=patient)
-    options = {"broken": (1,)} if lost is Refused else {}
+    options = {"broken": (1,)} if "refuses" in lost else {}
     worker = Setting(run, "shared_memory").worker(config=patient, **options)
     publish(publisher, 1, others=(worker,))
     wait_served(publisher, v(1), DEADLINE)

@@ -18,6 +18,7 @@ from tandem.common.records import Version
 from tandem.common.sockets import new_keys
 from tandem.common.weights.manifest import ScoredRows
 from tandem.common.weights.protocol import Offer, Open
+from tandem.common.weights.ways import WAYS
 
 
 def v(step: int, term: int = 1) -> Version:
@@ -103,9 +104,12 @@ def test_a_restamp_sends_no_bytes_to_who_holds_them(run: Any) -> None:
     assert run.worker("rollout-1").next() == (v(2), as_bytes(model(1)))
 
 
-def test_a_flipped_byte_is_refused_and_the_version_is_sent_again(run: Any) -> None:
-    FlippedByte.damaged = 0
-    publisher = run.publisher(make_way=lambda name, *rest: FlippedByte(*rest))
+def test_a_flipped_byte_is_refused_and_the_version_is_sent_again(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FlippedByte, "damaged", 0)
+    monkeypatch.setitem(WAYS, "gloo", FlippedByte)
+    publisher = run.publisher()
     worker = run.worker()
     publisher.publish(v(1), model(1))
     run.lines.wait_for("rollout-0 stays on no version", "refused at verify", "was damaged")
@@ -317,10 +321,10 @@ def test_what_the_learner_scored_goes_with_a_version_and_with_its_restamps(run: 
 
     def offered() -> tuple[Version, ScoredRows | None]:
         """To a worker that joins now."""
-        pin, version, _ = publisher._slots.pin_newest(begin=False)
-        scored = pin.slot.parcel(version).manifest.scored
-        pin.release()
-        return version, scored
+        pin = publisher._slots.pin_newest()
+        manifest = pin.parcel().manifest
+        publisher._slots.release(pin)
+        return manifest.version, manifest.scored
 
     publisher.publish(v(1), model(1), scored_at[1])
     assert offered() == (v(1), scored_at[1])

@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from tandem.common.config import Config, WeightsConfig, build
+from tandem.common.config import Config, build
 from tandem.common.errors import WeightsError
 from tandem.common.records import Version
 from tandem.common.run_folder import JoinInfo
 from tandem.common.weights import shared_memory
-from tandem.common.weights.channel import Parcel, Way
-from tandem.common.weights.gloo import Gloo
+from tandem.common.weights.channel import Gloo, Parcel
 from tandem.common.weights.job import Target
 from tandem.common.weights.protocol import Meeting
 from tandem.common.weights.receiver import WeightReceiver
 from tandem.common.weights.sender import WeightSender
+from tandem.common.weights.ways import WAYS
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger
 from tandem.replay.members import membership
@@ -75,22 +75,16 @@ class FlippedByte(Gloo):
         return super().offer(parcel, at)
 
 
-class StopsHalfWay:
-    """Makes channels that send or receive one bucket, say ``half`` and go no further."""
+def stop_half_way(pipe: Connection) -> None:
+    """Makes gloo's channels of this process carry one bucket, say ``half`` and go no further."""
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
+    class Half(Gloo):
+        def _transfer(self, pieces: Sequence[torch.Tensor], verb: str) -> Iterator[int]:
+            yield from super()._transfer(pieces[:1], verb)
+            pipe.send("half")
+            threading.Event().wait(60)
 
-    def __call__(self, name: str, settings: WeightsConfig, device: torch.device) -> Way:
-        pipe = self._pipe
-
-        class Half(Gloo):
-            def _transfer(self, pieces: Sequence[torch.Tensor], verb: str) -> Iterator[int]:
-                yield from super()._transfer(pieces[:1], verb)
-                pipe.send("half")
-                threading.Event().wait(60)
-
-        return Half(settings, device)
+    WAYS["gloo"] = Half
 
 
 def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any]) -> None:
@@ -120,13 +114,13 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
     if options.get("blind"):
         shared_memory.map_segment = sees_nothing  # type: ignore[assignment]
     store = connect(join, name=member)
-    more: dict[str, Any] = {"make_way": StopsHalfWay(pipe)} if options.get("half") else {}
+    if options.get("half"):
+        stop_half_way(pipe)
     receiver = WeightReceiver(
         membership(store, member),
         options["config"],
         Target(specs=options["specs"], load=commit, device=options.get("device", "cpu")),
         Ledger(store, member).term,
-        **more,
     )
     receiver.start()
     threading.Event().wait(120)
@@ -139,8 +133,9 @@ def learner(pipe: Connection, join: JoinInfo, term: int, options: dict[str, Any]
     """
     torch.set_num_threads(1)
     store = connect(join, name="learner-0")
-    more = {"make_way": StopsHalfWay(pipe)} if options.get("half") else {}
-    publisher = WeightSender(membership(store, "learner-0"), options["config"], term, **more)
+    if options.get("half"):
+        stop_half_way(pipe)
+    publisher = WeightSender(membership(store, "learner-0"), options["config"], term)
     publisher.start()
     while True:
         step, seed = pipe.recv()
