@@ -28,8 +28,6 @@ COPY_SECONDS = 60.0
 """Deadline for a running copy within the host."""
 CHUNK_BYTES = 1 << 20
 """xxhash holds the GIL; between pieces of 1 MB (about 0.1 ms) other threads get their turn."""
-PIECE_BYTES = 8 << 20
-"""A tensor is copied in pieces of this size, each of which is still in the cache when it is summed."""
 
 
 def views(buffer: torch.Tensor, layout: Layout) -> list[tuple[str, torch.Tensor]]:
@@ -140,17 +138,11 @@ class StagingSlot:
 
     def put(self, index: int, tensor: torch.Tensor) -> None:
         """Copies the layout's next tensor out of the model. A GPU may still be copying when this
-        returns; on a CPU each piece is summed as it is copied, while it is in the cache."""
+        returns; on a CPU the tensor is summed at once, while much of it is in the cache."""
         _, view = self.tensors[index]
-        if tensor.is_cuda:
-            view.copy_(tensor, non_blocking=True)
-            return
-        step, end = PIECE_BYTES // view.element_size(), self.layout.offsets[index]
-        pieces = zip(view.view(-1).split(step), tensor.reshape(-1).split(step), strict=True)
-        for target, source in pieces:
-            target.copy_(source)
-            end += target.nbytes
-            self._sums.up_to(end)
+        view.copy_(tensor, non_blocking=True)
+        if not tensor.is_cuda:
+            self._sums.up_to(self.layout.offsets[index + 1])
 
     def close(self) -> None:
         """Removes the segment's file."""

@@ -106,7 +106,7 @@ def mutated_message(data: bytes, corpus: Sequence[bytes], c: random.Random) -> b
     elif what < 0.25:
         frames.append(frames[0])
     elif what < 0.3:
-        frames[0] = c.choice((b"", b"Ask", b"Loaded", b"\xff", frames[1][:50]))
+        frames[0] = c.choice((b"", b"Ask", b"Offer", b"\xff", frames[1][:50]))
     else:
         others = [msgpack.unpackb(one)[1] for one in corpus]
         frames[1] = mutated_frame(frames[1], others, c)
