@@ -1,4 +1,4 @@
-"""The interface of a way to carry weights, and the two ways over a channel: gloo and NCCL.
+"""The interface of a way to carry weights, and what the ways over a channel share: gloo and NCCL.
 
 Each way is one class: :meth:`Way.obstacle` says whether a pair can use it, :meth:`Way.offer` is the
 learner's end and :meth:`Way.fetch` the worker's. A channel is a process group, whose ranks find each
@@ -7,10 +7,8 @@ other at the learner's :func:`meeting_point`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,12 +17,10 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 
 from ..config import WeightsConfig
 from ..errors import WeightsError
-from ..sockets import local_address
-from ..waiting import Wait
 from .manifest import Layout, WeightManifest
 from .protocol import Meeting
 
@@ -34,11 +30,6 @@ POLL_SECONDS = 0.001
 BYTES_PER_SECOND = 50e6
 """Slowest rate at which a bucket may arrive; gloo on loopback reached 130 to 560 MB/s."""
 LEAST_BUCKET_SECONDS = 5.0
-IN_FLIGHT = 2
-"""Number of buckets on a GPU at a time: one is sent while the next is copied."""
-
-# torch's stubs leave out what is defined in C++.
-_Gloo: Any = ProcessGroupGloo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,18 +190,6 @@ def bucket_seconds(nbytes: int, left: float) -> float:
     return max(0.05, min(left, max(LEAST_BUCKET_SECONDS, nbytes / BYTES_PER_SECOND)))
 
 
-def await_event(event: torch.cuda.Event, wait: Wait) -> None:
-    """Polls an event, since CUDA offers no wait with a deadline.
-
-    Raises:
-        WeightsError: the event didn't occur by the deadline.
-    """
-    while not event.query():
-        if wait.expired(log.warning):
-            raise WeightsError(str(wait))
-        time.sleep(POLL_SECONDS)
-
-
 def cut(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """The buckets of a flat buffer."""
     return [buffer[bucket] for bucket in layout.buckets]
@@ -263,154 +242,3 @@ class ProcessGroupWay(Way):
         if verb == "send":
             return group.send([piece], 1, tag)
         return group.recv([piece], 0, tag)
-
-
-class Gloo(ProcessGroupWay):
-    """A gloo group, bound to one address; by default gloo listens on that of the host's name."""
-
-    name: ClassVar[str] = "gloo"
-
-    def close(self) -> None:
-        """Closes the sockets."""
-        self._group = None
-
-    def _meet(self, at: Meeting) -> None:
-        start = time.monotonic()
-        end = start + self.settings.open_seconds
-        store = enter(at, self.settings.open_seconds)
-        options = _Gloo._Options()
-        options._timeout = timedelta(seconds=max(0.1, end - time.monotonic()))
-        options._threads = 1
-        address = local_address(self.settings.interface, at.host)
-        options._devices = [_Gloo.create_device(hostname=address, lazy_init=False)]
-        try:
-            self._group = _Gloo(store, at.rank, at.world_size, options)
-        except RuntimeError as error:
-            raise WeightsError(
-                f"the other side didn't enter the gloo channel within "
-                f"{time.monotonic() - start:.1f} s: {first_line(error)}"
-            ) from None
-
-    def _transfer(self, pieces: Sequence[torch.Tensor], verb: str) -> Iterator[int]:
-        deadline = time.monotonic() + self.settings.stage_seconds
-        # All are posted at once, so that the wire stays busy.
-        works = [self._begin(verb, piece, index) for index, piece in enumerate(pieces)]
-        for index, work in enumerate(works):
-            start, nbytes = time.monotonic(), pieces[index].numel()
-            try:
-                work.wait(timedelta(seconds=bucket_seconds(nbytes, deadline - start)))
-            except RuntimeError as error:
-                raise WeightsError(
-                    f"gloo couldn't {verb} a bucket of {nbytes:,} bytes in "
-                    f"{time.monotonic() - start:.1f} s: {first_line(error)}"
-                ) from None
-            yield index
-
-
-class Nccl(ProcessGroupWay):
-    """An NCCL communicator on a side stream.
-
-    NCCL can wait forever inside a kernel, and doesn't notice when a peer on the same host dies
-    (NVIDIA/nccl#279). So nothing here synchronises with it: an event on the side stream is queried
-    until the deadline, after which the communicator is aborted in a thread of its own, because an
-    abort may hang too (NVIDIA/nccl#863). ``NCCL_SOCKET_IFNAME`` binds NCCL to an interface.
-    """
-
-    name: ClassVar[str] = "nccl"
-
-    def __init__(self, settings: WeightsConfig, device: torch.device) -> None:
-        super().__init__(settings, device)
-        self._stream: torch.cuda.Stream | None = None
-        self._copies: torch.cuda.Stream | None = None
-
-    @classmethod
-    def obstacle(cls, pair: Pair) -> str:
-        """Two ranks of one NCCL communicator can't share a GPU."""
-        if "cpu" not in (pair.sender, pair.receiver) and pair.sender != pair.receiver:
-            return ""
-        return (
-            f"needs a GPU on each side and not the same one; the learner is on {pair.sender}, the "
-            f"worker on {pair.receiver}: set weights.transport=auto"
-        )
-
-    def close(self) -> None:
-        """Gives up the communicator."""
-        self.abort()
-
-    def abort(self) -> None:
-        """Aborts the communicator in a daemon thread; returns at once."""
-        group, self._group = self._group, None
-        if group is not None:
-            threading.Thread(target=group.abort, name="nccl-abort", daemon=True).start()
-
-    def _meet(self, at: Meeting) -> None:
-        """Meets the other ranks. The communicator forms at the first transfer."""
-        if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
-            raise WeightsError(
-                "weights.transport=nccl needs a GPU and a torch with NCCL; this process has none: "
-                "set weights.transport=gloo"
-            )
-        from torch.distributed import ProcessGroupNCCL
-
-        store = enter(at, self.settings.open_seconds)
-        options = ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=max(1.0, self.settings.open_seconds))
-        options.is_high_priority_stream = False
-        try:
-            self._group = ProcessGroupNCCL(store, at.rank, at.world_size, options)
-        except RuntimeError as error:
-            raise WeightsError(
-                f"the NCCL channel couldn't be opened: {first_line(error)}"
-            ) from None
-        self._stream = torch.cuda.Stream(self.device)
-        self._copies = torch.cuda.Stream(self.device)
-
-    def _transfer(self, pieces: Sequence[torch.Tensor], verb: str) -> Iterator[int]:
-        """Passes the pieces through two buffers of GPU memory in turn: one is sent or received while
-        the other is copied from or to the host's memory."""
-        deadline = time.monotonic() + self.settings.stage_seconds
-        most = max(piece.numel() for piece in pieces)
-        buffers = [
-            torch.empty(most, dtype=torch.uint8, device=self.device)
-            for _ in range(min(IN_FLIGHT, len(pieces)))
-        ]
-        passages = [
-            buffers[index % IN_FLIGHT][: piece.numel()] for index, piece in enumerate(pieces)
-        ]
-        # Copies have a stream of their own, so that waiting for one doesn't mean waiting for another rank.
-        under_way: list[torch.cuda.Event] = []
-        for index in range(len(pieces) + IN_FLIGHT):
-            if index >= IN_FLIGHT:
-                done = index - IN_FLIGHT
-                self._await(under_way[done], pieces[done].numel(), deadline)
-                if verb == "receive":
-                    with self._on(self._copies):
-                        pieces[done].copy_(passages[done])
-                yield done
-            if index < len(pieces):
-                if verb == "send":
-                    with self._on(self._copies):
-                        passages[index].copy_(pieces[index])
-                under_way.append(self._post(verb, passages[index]))
-
-    @contextlib.contextmanager
-    def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            yield
-
-    def _post(self, verb: str, passage: torch.Tensor) -> torch.cuda.Event:
-        """Begins to send or receive a bucket; returns the event that marks its end."""
-        event = torch.cuda.Event()
-        with self._on(self._stream):
-            # Orders the side stream after NCCL's own; it doesn't block the host.
-            self._begin(verb, passage, 0).wait()
-            event.record(self._stream)
-        return event
-
-    def _await(self, event: torch.cuda.Event, nbytes: int, deadline: float) -> None:
-        seconds = bucket_seconds(nbytes, deadline - time.monotonic())
-        try:
-            await_event(event, Wait("NCCL", f"carry a bucket of {nbytes:,} bytes", seconds))
-        except WeightsError:
-            self.abort()
-            raise

@@ -18,8 +18,9 @@ import xxhash
 
 from ..records import Version
 from ..waiting import Wait
-from .channel import Parcel, await_event
+from .channel import Parcel
 from .manifest import Layout, ScoredRows, SegmentPlace, make_manifest, plan
+from .nccl import await_event
 from .shared_memory import SHARED_MEMORY, Segment, flat_buffer
 
 log = logging.getLogger("tandem.learner.weights")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..errors import WeightsError
-from .channel import Gloo, Nccl, Pair, Way
+from .channel import Pair, Way
+from .gloo import Gloo
+from .nccl import Nccl
 from .shared_memory import SharedMemory
 from .snapshot import Snapshot
 

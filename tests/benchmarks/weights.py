@@ -49,7 +49,8 @@ from tandem.common.config import Config, ModelConfig, RolloutConfig, build  # no
 from tandem.common.models import load_model  # noqa: E402
 from tandem.common.records import SamplingParams, Version  # noqa: E402
 from tandem.common.run_folder import JoinInfo  # noqa: E402
-from tandem.common.weights.channel import Gloo, enter, meeting_point  # noqa: E402
+from tandem.common.weights.channel import enter, meeting_point  # noqa: E402
+from tandem.common.weights.gloo import Gloo  # noqa: E402
 from tandem.common.weights.job import Target  # noqa: E402
 from tandem.common.weights.manifest import plan  # noqa: E402
 from tandem.common.weights.protocol import Meeting  # noqa: E402

@@ -14,7 +14,8 @@ from weight_processes import FlippedByte, as_bytes, config, model, specs_of
 
 from tandem.common.errors import WeightsError
 from tandem.common.records import Version
-from tandem.common.weights.channel import Gloo, Parcel
+from tandem.common.weights.channel import Parcel
+from tandem.common.weights.gloo import Gloo
 from tandem.common.weights.protocol import Ask, Meeting, Offer, Withdraw
 from tandem.common.weights.transfers import Transfers
 from tandem.common.weights.ways import WAYS

@@ -17,7 +17,8 @@ from tandem.common.errors import WeightsError
 from tandem.common.records import Version
 from tandem.common.run_folder import JoinInfo
 from tandem.common.weights import shared_memory
-from tandem.common.weights.channel import Gloo, Parcel
+from tandem.common.weights.channel import Parcel
+from tandem.common.weights.gloo import Gloo
 from tandem.common.weights.job import Target
 from tandem.common.weights.protocol import Meeting
 from tandem.common.weights.receiver import WeightReceiver

@@ -1,0 +1,145 @@
+"""Weights over NCCL: the way between GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import ClassVar
+
+import torch
+
+from ..config import WeightsConfig
+from ..errors import WeightsError
+from ..waiting import Wait
+from .channel import POLL_SECONDS, Pair, ProcessGroupWay, bucket_seconds, enter, first_line
+from .protocol import Meeting
+
+log = logging.getLogger("tandem.weights")
+
+IN_FLIGHT = 2
+"""Number of buckets on a GPU at a time: one is sent while the next is copied."""
+
+
+def await_event(event: torch.cuda.Event, wait: Wait) -> None:
+    """Polls an event, since CUDA offers no wait with a deadline.
+
+    Raises:
+        WeightsError: the event didn't occur by the deadline.
+    """
+    while not event.query():
+        if wait.expired(log.warning):
+            raise WeightsError(str(wait))
+        time.sleep(POLL_SECONDS)
+
+
+class Nccl(ProcessGroupWay):
+    """An NCCL communicator on a side stream.
+
+    NCCL can wait forever inside a kernel, and doesn't notice when a peer on the same host dies
+    (NVIDIA/nccl#279). So nothing here synchronises with it: an event on the side stream is queried
+    until the deadline, after which the communicator is aborted in a thread of its own, because an
+    abort may hang too (NVIDIA/nccl#863). ``NCCL_SOCKET_IFNAME`` binds NCCL to an interface.
+    """
+
+    name: ClassVar[str] = "nccl"
+
+    def __init__(self, settings: WeightsConfig, device: torch.device) -> None:
+        super().__init__(settings, device)
+        self._stream: torch.cuda.Stream | None = None
+        self._copies: torch.cuda.Stream | None = None
+
+    @classmethod
+    def obstacle(cls, pair: Pair) -> str:
+        """Two ranks of one NCCL communicator can't share a GPU."""
+        if "cpu" not in (pair.sender, pair.receiver) and pair.sender != pair.receiver:
+            return ""
+        return (
+            f"needs a GPU on each side and not the same one; the learner is on {pair.sender}, the "
+            f"worker on {pair.receiver}: set weights.transport=auto"
+        )
+
+    def close(self) -> None:
+        """Gives up the communicator."""
+        self.abort()
+
+    def abort(self) -> None:
+        """Aborts the communicator in a daemon thread; returns at once."""
+        group, self._group = self._group, None
+        if group is not None:
+            threading.Thread(target=group.abort, name="nccl-abort", daemon=True).start()
+
+    def _meet(self, at: Meeting) -> None:
+        """Meets the other ranks. The communicator forms at the first transfer."""
+        if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+            raise WeightsError(
+                "weights.transport=nccl needs a GPU and a torch with NCCL; this process has none: "
+                "set weights.transport=gloo"
+            )
+        from torch.distributed import ProcessGroupNCCL
+
+        store = enter(at, self.settings.open_seconds)
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=max(1.0, self.settings.open_seconds))
+        options.is_high_priority_stream = False
+        try:
+            self._group = ProcessGroupNCCL(store, at.rank, at.world_size, options)
+        except RuntimeError as error:
+            raise WeightsError(
+                f"the NCCL channel couldn't be opened: {first_line(error)}"
+            ) from None
+        self._stream = torch.cuda.Stream(self.device)
+        self._copies = torch.cuda.Stream(self.device)
+
+    def _transfer(self, pieces: Sequence[torch.Tensor], verb: str) -> Iterator[int]:
+        """Passes the pieces through two buffers of GPU memory in turn: one is sent or received while
+        the other is copied from or to the host's memory."""
+        deadline = time.monotonic() + self.settings.stage_seconds
+        most = max(piece.numel() for piece in pieces)
+        buffers = [
+            torch.empty(most, dtype=torch.uint8, device=self.device)
+            for _ in range(min(IN_FLIGHT, len(pieces)))
+        ]
+        passages = [
+            buffers[index % IN_FLIGHT][: piece.numel()] for index, piece in enumerate(pieces)
+        ]
+        # Copies have a stream of their own, so that waiting for one doesn't mean waiting for another rank.
+        under_way: list[torch.cuda.Event] = []
+        for index in range(len(pieces) + IN_FLIGHT):
+            if index >= IN_FLIGHT:
+                done = index - IN_FLIGHT
+                self._await(under_way[done], pieces[done].numel(), deadline)
+                if verb == "receive":
+                    with self._on(self._copies):
+                        pieces[done].copy_(passages[done])
+                yield done
+            if index < len(pieces):
+                if verb == "send":
+                    with self._on(self._copies):
+                        passages[index].copy_(pieces[index])
+                under_way.append(self._post(verb, passages[index]))
+
+    @contextlib.contextmanager
+    def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield
+
+    def _post(self, verb: str, passage: torch.Tensor) -> torch.cuda.Event:
+        """Begins to send or receive a bucket; returns the event that marks its end."""
+        event = torch.cuda.Event()
+        with self._on(self._stream):
+            # Orders the side stream after NCCL's own; it doesn't block the host.
+            self._begin(verb, passage, 0).wait()
+            event.record(self._stream)
+        return event
+
+    def _await(self, event: torch.cuda.Event, nbytes: int, deadline: float) -> None:
+        seconds = bucket_seconds(nbytes, deadline - time.monotonic())
+        try:
+            await_event(event, Wait("NCCL", f"carry a bucket of {nbytes:,} bytes", seconds))
+        except WeightsError:
+            self.abort()
+            raise
