@@ -5,7 +5,8 @@ Beside the sections of the config a preset's file may hold:
 - ``base``: the name or path of a preset that it inherits from, or a list of them, each laid over those
   before it; sections are merged key by key, lists are replaced;
 - ``stages``: a list of runs that one command makes one after another (:mod:`.stages`), each with a
-  ``name``, perhaps a ``base`` of its own, and sections that go over the file's;
+  ``name``, perhaps a ``base`` of its own, sections that go over the file's, and ``by_name``, a list of
+  sections of which settings on the command line reach it only with its name in front;
 - ``rounds``: how often the stages are gone through;
 - ``about``: one line for ``tandem presets``;
 - ``untested``: true where nobody has run it yet.
@@ -41,6 +42,8 @@ class Stage:
     """Sections that it inherits."""
     own: Mapping[str, Any]
     """Sections that go over them. A text in it may name another stage's folder, as ``{sft}/model``."""
+    by_name: tuple[str, ...] = ()
+    """Sections of which settings on the command line reach it only with its name in front."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +179,7 @@ def _stages(
     made: list[Stage] = []
     for one in map(dict, given):
         name, base = one.pop("name", None), one.pop("base", None)
+        by_name = one.pop("by_name", [])
         if not isinstance(name, str) or not STAGE_NAME.fullmatch(name):
             raise ConfigError(
                 f"{path}: a stage's name is {name!r}: it should be of a-z, 0-9 and -, as in sft"
@@ -192,7 +196,12 @@ def _stages(
                     f"{path}: stage {name} can't inherit from {base}, which has stages"
                 )
             under = over(below, inherited.tree)
-        made.append(Stage(name=name, below=over(under, own), own=one))
+        if not isinstance(by_name, list) or not set(map(str, by_name)) <= set(Config.model_fields):
+            raise ConfigError(
+                f"{path}: stage {name}: by_name={by_name!r} should be a list of sections, as in [learner]"
+            )
+        below_it = over(under, own)
+        made.append(Stage(name=name, below=below_it, own=one, by_name=tuple(by_name)))
     return tuple(made)
 
 

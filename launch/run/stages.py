@@ -42,6 +42,8 @@ class Placed:
     folder: Path
     preset: Preset
     """The run alone."""
+    by_name: tuple[str, ...]
+    """See :class:`.presets.Stage`."""
 
 
 def folder_of(preset: Preset, overrides: Sequence[str]) -> Path:
@@ -73,7 +75,15 @@ def placed(preset: Preset, overrides: Sequence[str]) -> list[Placed]:
                 )
             tree = over(over(stage.below, own), {"run": {"dir": str(top / label)}})
             run = replace(preset, name=f"{preset.name}-{label}", tree=tree, stages=(), rounds=1)
-            made.append(Placed(label=label, name=stage.name, folder=top / label, preset=run))
+            made.append(
+                Placed(
+                    label=label,
+                    name=stage.name,
+                    folder=top / label,
+                    preset=run,
+                    by_name=stage.by_name,
+                )
+            )
     return made
 
 
@@ -120,7 +130,8 @@ def words_of(stage: Placed, overrides: Sequence[str], stages: Sequence[Placed]) 
         if word.startswith(("run.dir=", "rounds=")):
             continue
         if not dot or first not in others:
-            kept.append(word)
+            if first.partition("=")[0] not in stage.by_name:
+                kept.append(word)
         elif first in (stage.name, stage.label):
             kept.append(rest)
     return kept

@@ -75,7 +75,7 @@ def test_an_archive_is_made_and_its_pairs_are_learned(tmp_path: Path) -> None:
 def test_held_out_pairs_are_told_apart_and_answers_get_better(
     tmp_path: Path, objective: str
 ) -> None:
-    run = Run(tmp_path, "offline", "miniature-dpo", f"pairs.learner.objective.name={objective}")
+    run = Run(tmp_path, "offline", "miniature-dpo", f"learner.objective.name={objective}")
     assert run.process.wait(600) == 0, run.said()
     summary = json.loads(
         (tmp_path / "runs" / "miniature-dpo" / "pairs" / "summary.json").read_text()

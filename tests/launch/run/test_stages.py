@@ -91,6 +91,16 @@ def test_overrides_are_for_all_stages_or_for_the_one_that_they_name() -> None:
     assert [stage.folder for stage in stages] == [Path("here/sft"), Path("here/rl")]
 
 
+def test_a_stage_may_take_settings_of_a_section_only_by_its_name() -> None:
+    words = ["learner.objective.name=kto", "samples.learner.optimizer.lr=1e-4", "run.seed=2"]
+    preset = load("miniature-dpo")
+    stages = placed(preset, words)
+    assert [words_of(stage, words, stages) for stage in stages] == [
+        ["learner.optimizer.lr=1e-4", "run.seed=2"],
+        ["learner.objective.name=kto", "run.seed=2"],
+    ]
+
+
 def test_rounds_go_on_from_the_round_before() -> None:
     runs = [
         (label, preset.resolve(own))
@@ -117,6 +127,10 @@ def test_rounds_go_on_from_the_round_before() -> None:
         ("stages: [{name: Sft}]", "a stage's name is 'Sft'"),
         ("stages: [{name: learner}]", "a stage can't be named learner"),
         ("stages: [{name: a}, {name: a}]", "two stages are named a"),
+        (
+            "stages: [{name: a, by_name: [lerner]}]",
+            "by_name=['lerner'] should be a list of sections",
+        ),
         ("rounds: 2", "rounds=2 should be a number from 1, beside stages"),
         ("rounds: 0\nstages: [{name: a}]", "rounds=0 should be a number from 1"),
         (
