@@ -237,9 +237,13 @@ class Updates:
     def _all_rows(
         self, step: int, groups: Sequence[MixedGroup] | None
     ) -> tuple[Rows, dict[str, float]]:
-        """All rows of some groups, with the reference's log-probs if they are stored rows."""
+        """All rows of some groups, with the reference's log-probs if they are stored responses.
+
+        An archive's groups are scored as they were in the run that made it, bit for bit.
+        """
         rows = share_rows(None if groups is None else self._rows(step, groups))
-        if self._reference is None or self.config.learner.source != "offline":
+        stored = self.config.learner.source == "offline" and self.config.data.archive is None
+        if self._reference is None or not stored:
             return rows, {}
         return self._reference.fill(rows)
 

@@ -11,6 +11,8 @@ from processes import Run
 
 QUIET = ("evaluate.every=0", "evaluate.at_start=false", "evaluate.at_end=false", "run.steps=8")
 AGAIN = ("offline", "miniature", "learner.source=offline", *QUIET)
+# A reference's log-probs, too, are the same bits.
+KL = "learner.objective.kl_coefficient=0.1"
 
 
 def figures(folder: Path) -> list[dict[str, Any]]:
@@ -26,12 +28,12 @@ def figures(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(300)
 def test_an_archive_trains_the_same_model_again(tmp_path: Path) -> None:
-    first = Run(tmp_path, "start", "miniature", "log.archive=true", "run.dir=first", *QUIET)
+    first = Run(tmp_path, "start", "miniature", "log.archive=true", "run.dir=first", KL, *QUIET)
     assert first.wait() == 0, first.said()
     joined = Run(tmp_path, "archive", "first", "--out", "joined")
     assert joined.wait() == 0, joined.said()
     assert "64 groups of 8 steps" in joined.said()
-    again = Run(tmp_path, *AGAIN, "data.archive=joined", "run.dir=again")
+    again = Run(tmp_path, *AGAIN, "data.archive=joined", "run.dir=again", KL)
     assert again.wait() == 0, again.said()
     model = Path("model") / "model.safetensors"
     assert (tmp_path / "again" / model).read_bytes() == (tmp_path / "first" / model).read_bytes()
