@@ -85,6 +85,8 @@ class Reporter:
                 file.close()
         for path in (self._folder.metrics, self._folder.samples):
             cut_back(path, step, self._folder.cut)
+        for part in self._folder.archive.glob(".*"):
+            part.unlink()  # A learner was killed while it wrote the file.
         self._metrics = PartedLines(self._folder.metrics)
         self._samples = PartedLines(self._folder.samples)
 

@@ -73,10 +73,21 @@ STAGES = (
     ),
     Stage(
         name="e2e",
-        args=("tests/e2e", "-m", "not vllm and not byhand"),
+        args=(
+            "tests/e2e",
+            "--ignore=tests/e2e/test_twins.py",
+            "-m",
+            "not vllm and not byhand",
+        ),
         needs="tests/e2e",
         long=True,
         byhand="bash tests/run.sh tests/e2e -m byhand (twenty minutes)",
+    ),
+    Stage(
+        name="twins",
+        # Every preset's method on the miniature, two runs at a time.
+        args=("tests/e2e/test_twins.py", "--numprocesses=2", "-m", "not byhand"),
+        long=True,
     ),
     Stage(
         name="faults",

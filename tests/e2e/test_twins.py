@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from processes import Run
@@ -44,16 +43,8 @@ def twin(name: str) -> Config:
     return load(f"{name}+miniature-twin").resolve(overrides(name))
 
 
-def kind(config: Config) -> tuple[Any, ...]:
-    """What CI runs one twin of."""
-    learner = config.learner
-    packs, replays = config.data.pack_tokens is not None, config.data.archive is not None
-    trained = (learner.objective.name, learner.optimizer.name) if learner.train else None
-    return trained, learner.source, packs, replays
-
-
-def representatives() -> list[Any]:
-    """One preset of all whose twins are the same run; those whose kind is run already are run by hand."""
+def different() -> list[str]:
+    """One preset of all whose twins are the same run."""
     twins: list[Config] = []
     chosen = []
     for name in PRESETS:
@@ -61,12 +52,9 @@ def representatives() -> list[Any]:
             continue
         made = twin(name)
         same = made.model_copy(update={"run": made.run.model_copy(update={"dir": None})})
-        if same in twins:
-            continue
-        known = any(kind(one) == kind(same) for one in twins)
-        twins.append(same)
-        marks = [pytest.mark.byhand] if known else []
-        chosen.append(pytest.param(name, marks=marks))
+        if same not in twins:
+            twins.append(same)
+            chosen.append(name)
     return chosen
 
 
@@ -95,7 +83,7 @@ def ran(here: Path, name: str) -> Path:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", representatives())
+@pytest.mark.parametrize("name", different())
 def test_a_preset_trains_the_miniature(name: str, here: Path) -> None:
     if name == AGAIN:
         ran(here, SAMPLED)
@@ -123,7 +111,6 @@ def test_a_preset_trains_the_miniature(name: str, here: Path) -> None:
     assert (folder / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.byhand
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", STAGED)
 def test_a_presets_stages_train_the_miniature_one_after_another(name: str, here: Path) -> None:

@@ -263,7 +263,7 @@ def test_the_reference_model_is_held_against_its_own_logits(
     made_up: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = families.model(families.family("Phi"))
-    monkeypatch.setattr("tandem.learner.updates.load_model", lambda path, **_: model)
+    monkeypatch.setattr("tandem.learner.reference.load_model", lambda path, **_: model)
     assert not frozen_policy(config_for(made_up), CPU).training
     monkeypatch.setattr("tandem.learner.forward.policy.head_of", biasless)
     with pytest.raises(ConfigError, match=r"the reference model's log-probs are off"):
