@@ -27,8 +27,10 @@ SMALL = 5.0
 """Nats. Rounding errors grow with the value: for a log-prob greater than this, such as a trained
 model's for random tokens (-35 for the miniature), the bound is greater in proportion."""
 NOISE = 4.0
-"""In half precision the bound is at least this many times the difference between two of the model's
-own attention implementations, since deeper models are less exact."""
+"""The bound is at least this many times the difference between two of the model's own attention
+implementations, since deeper models, and those whose training made them very sure, are less exact."""
+MOST_NOISE = 4.0
+"""In full precision that raises the bound by this factor at most: more is no rounding."""
 SHORT = (5, (3, 9), 0.7), (2, (6,), 1.0)
 """Prompt length, response lengths and temperature of the groups of short rows."""
 LONG = 4, 12
@@ -239,6 +241,7 @@ class Probe:
         training = [module for module in model.modules() if module.training]
         model.eval()
         own: list[Scores] = []
+        noise = 0.0
         try:
             for row in rows:
                 if row.long:
@@ -246,13 +249,12 @@ class Probe:
                     continue
                 with _plain_attention(model):
                     own.append(_own(model, row))
-                if half:
-                    noise = Difference.of(_own(model, row), own[-1], row)
-                    bound = max(bound, NOISE * noise.most)
+                noise = max(noise, NOISE * Difference.of(_own(model, row), own[-1], row).most)
             # A forbidden token's −∞ isn't rounding.
             sizes = torch.cat([one.logprobs for one in own]).abs() if own else torch.zeros(1)
             greatest = float(sizes.where(sizes.isfinite(), 0.0).max())
-            bound = max(bound, BOUNDS[model.dtype] * greatest / SMALL)
+            bound = max(bound, bound * greatest / SMALL)
+            bound = max(bound, noise if half else min(noise, MOST_NOISE * bound))
         finally:
             for module in training:
                 module.training = True
