@@ -85,6 +85,23 @@ class RatioCheckConfig(Section):
     quantization or an 8-bit cache."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, arXiv 2106.09685): the base model stays as it is, and only these are trained,
+    kept in checkpoints and sent to the engines."""
+
+    rank: Annotated[int, Field(gt=0, le=512)] = 16
+    """Rank of the update of each layer's weight."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The update is scaled by alpha / rank."""
+    rslora: bool = False
+    """Scale by alpha / √rank instead (arXiv 2312.03732)."""
+    dropout: Below1 = 0.0
+    """Share of an adapter's inputs that is dropped in training passes; log-probs are scored without."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Names of the linear layers that get an adapter, such as ``q_proj``; ``all-linear``: every one but the
+    output head."""
+
+
 class LearnerConfig(Section):
     """The DeepSpeed learner."""
 
@@ -93,6 +110,8 @@ class LearnerConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     ranks: Positive = 1
     """Number of processes; they live and die together."""
+    lora: LoraConfig | None = None
+    """Adapters in place of full training; null = every parameter is trained."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed ZeRO stage."""
     minibatches: Positive = 1

@@ -20,8 +20,8 @@ from ..config import WeightsConfig
 from ..errors import WeightsError
 from ..records import Version
 from ..waiting import Wait
-from .channel import Way
-from .manifest import ScoredRows, SegmentPlace
+from .channel import Arrival, Way
+from .manifest import Layout, ScoredRows, SegmentPlace
 from .protocol import RENAME, Meeting, Offer
 from .shared_memory import Segment, flat_buffer
 from .staging import checksum, views
@@ -57,6 +57,14 @@ class StagedTensors(list[tuple[str, torch.Tensor]]):
         self.place = place
 
 
+def staged(arrival: Arrival, layout: Layout) -> StagedTensors:
+    """The tensors of a version that has arrived."""
+    place = None
+    if arrival.segment:
+        place = SegmentPlace(path=arrival.segment, nbytes=layout.total_bytes, layout=layout.text)
+    return StagedTensors(views(arrival.buffer, layout), place)
+
+
 class DamagedError(WeightsError):
     """A bucket whose checksum is wrong."""
 
@@ -81,7 +89,7 @@ class Landing:
             self._ways[name] = way
         return way
 
-    def fetch(self, way: Way, offer: Offer, at: Meeting | str) -> StagedTensors:
+    def fetch(self, way: Way, offer: Offer, at: Meeting | str) -> Arrival:
         """Fetches a version and checks every bucket; see :meth:`Way.fetch`.
 
         Raises:
@@ -99,12 +107,7 @@ class Landing:
                     f"{bucket.stop:,}) was damaged: its checksum is {found:016x}, the manifest's is "
                     f"{expected:016x}"
                 )
-        tensors = views(arrival.buffer, layout)
-        if not arrival.segment:
-            return StagedTensors(tensors)
-        nbytes = layout.total_bytes
-        place = SegmentPlace(path=arrival.segment, nbytes=nbytes, layout=layout.text)
-        return StagedTensors(tensors, place)
+        return arrival
 
     def close(self) -> None:
         """Removes the file of its own buffer."""
@@ -230,15 +233,17 @@ class Job:
         threading.Thread(target=self._run, args=(at,), name="weights-job", daemon=True).start()
 
     def _run(self, at: Meeting | str) -> None:
-        stage, tensors, way = "fetch", StagedTensors(), self._way
+        stage, way, arrival = "fetch", self._way, None
         try:
             if way is not None:
                 try:
-                    tensors = self._landing.fetch(way, self.offer, at)
+                    arrival = self._landing.fetch(way, self.offer, at)
                 finally:
                     way.close()
+            fetched = time.perf_counter() - self._offered
             stage = "load"
-            self._load(tensors, time.perf_counter() - self._offered)
+            layout = self.offer.manifest.layout
+            self._load(staged(arrival, layout) if arrival else StagedTensors(), fetched)
         except Exception as error:  # noqa: BLE001 - whatever it is, the learner must hear of it
             stage = "verify" if isinstance(error, DamagedError) else stage
             self._report(self, Failed(stage, str(error) or type(error).__name__))

@@ -6,7 +6,7 @@ The learner has a ROUTER socket, the worker a DEALER::
     worker                             learner
       Ask(version held)      ──────►            once a second, and whenever something changes
                              ◄──────  Offer(round, manifest with every checksum, way)
-      Ask(round, busy)       ──────►            it fits the engine
+      Ask(round, busy)       ──────►            it fits the engine; only a channel needs to hear it
                              ◄──────  Open(meeting point)     only if a channel carries the bytes
                              ◄══════  the bytes
       every checksum is right, and Redis says that no newer term has begun: the engine loads

@@ -278,7 +278,10 @@ class WeightReceiver:
         )
         if offer.way == RENAME or not WAYS[offer.way].is_channel:
             self._job.begin(offer.place)
-        self._ask()
+            # Small models are loaded by then, and one Ask says both.
+            self._next_ask = min(self._next_ask, time.monotonic() + LOOK_MS / 1e3)
+        else:
+            self._ask()
 
     def _objection(self, offer: Offer) -> str | None:
         """Why an offer must be refused; None if it may be accepted."""
