@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import json
 import shutil
 import sys
@@ -288,19 +289,28 @@ def _history(evidence: Evidence, rows: dict[int, dict[str, Any]], found: Finding
     # A learner that finds the last step in its checkpoint writes no other one.
     if not trainer <= evidence.checkpoint["term"] <= term:
         say(f"the final checkpoint is of term {evidence.checkpoint['term']}, not {trainer}")
-    # A step in which no group's rewards differ has no gradient, and moves nothing.
-    moving = sum(
-        any(_differ(group) for group in groups.values())
+    learner = evidence.config["learner"]
+    # A mini-batch in which no group's rewards differ has no gradient, and moves nothing; a critic always has one.
+    moving = learner.get("update_epochs", 1) * sum(
+        learner["objective"]["name"] == "ppo" or any(_differ(group) for group in part)
         for step, groups in evidence.samples.items()
+        for part in _split(list(groups.values()), learner["minibatches"])
         if step <= at
     )
     if evidence.optimizer_steps != moving:
         say(
-            f"the optimizer has made {evidence.optimizer_steps} steps, and the rows that can "
+            f"the optimizer has made {evidence.optimizer_steps} steps, and the mini-batches that can "
             f"move it are {moving}"
         )
     found.figures["steps trained again after a kill"] = again
     found.figures["learner's resumptions"] = lives
+
+
+def _split(groups: list[Any], parts: int) -> list[list[Any]]:
+    """The groups in consecutive parts, of which the first ones have one more where they differ."""
+    size, more = divmod(len(groups), parts)
+    starts = [part * size + min(part, more) for part in range(parts + 1)]
+    return [groups[a:b] for a, b in itertools.pairwise(starts)]
 
 
 def _differ(rows: list[dict[str, Any]]) -> bool:

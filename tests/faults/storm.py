@@ -184,9 +184,9 @@ def plan(
 
 
 class Storm:
-    """One run under a plan, in a folder of its own."""
+    """One run under a plan, in a folder of its own, with further overrides."""
 
-    def __init__(self, plan: Plan, here: Path) -> None:
+    def __init__(self, plan: Plan, here: Path, *overrides: str) -> None:
         self.plan = plan
         self.folder = here / "run"
         self.hit: Counter[str] = Counter()
@@ -196,7 +196,7 @@ class Storm:
         self._moved = self._began
         self._rows = 0
         self._rewritten = 0
-        words = [f"run.dir={self.folder}", *plan.settings()]
+        words = [f"run.dir={self.folder}", *plan.settings(), *overrides]
         self.run = Run(here, "start", str(HERE / "storm.yaml"), *words)
 
     def through(self) -> str | None:
@@ -370,6 +370,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--ranks", type=int, help="learner.ranks (default: by the seed)")
     parser.add_argument("--keep", metavar="DIR", help="keep the run's folder there")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="further settings of the run"
+    )
     options = parser.parse_args(arguments)
     here = Path(options.keep or tempfile.mkdtemp(prefix="tandem-storm-")).absolute()
     here.mkdir(parents=True, exist_ok=True)
@@ -380,7 +383,7 @@ def main(arguments: Sequence[str]) -> int:
         groups=options.groups,
         ranks=options.ranks,
     )
-    storm = Storm(wanted, here)
+    storm = Storm(wanted, here, *options.overrides)
     trouble = storm.through()
     found = None
     if (storm.folder / "checkpoints" / "LATEST").exists():

@@ -95,6 +95,7 @@ def right() -> Evidence:
             "evaluate": {"every": 2, "at_start": True, "at_end": True},
             "replay": {"groups_per_step": 2, "max_staleness": 0},
             "rollout": {"group_size": 2},
+            "learner": {"minibatches": 1, "objective": {"name": "grpo"}},
         },
         sources=[("a", 5, 1)],
         journal=journal,
@@ -213,7 +214,9 @@ def test_a_row_that_is_never_applied(right: Evidence) -> None:
 
 def test_an_optimizer_that_has_moved_too_often(right: Evidence) -> None:
     right.optimizer_steps = 4
-    assert "the optimizer has made 4 steps, and the rows that can move it are 3" in told(right)
+    assert "the optimizer has made 4 steps, and the mini-batches that can move it are 3" in told(
+        right
+    )
 
 
 def test_a_step_without_a_gradient_does_not_move_the_optimizer(right: Evidence) -> None:
