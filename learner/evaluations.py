@@ -106,7 +106,6 @@ class Evaluations:
                     limit=limit,
                     temperature=self._settings.temperature,
                     samples=self._settings.samples,
-                    final=is_last,
                 ),
                 self._term,
             )

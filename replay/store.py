@@ -49,8 +49,6 @@ class EvaluationRequest(Record, frozen=True, kw_only=True):
     """Sampling temperature; 0 = greedy."""
     samples: int = 1
     """Responses per problem."""
-    final: bool = False
-    """Whether the run ends when it is done."""
 
 
 class EvaluationResult(Record, frozen=True, kw_only=True):

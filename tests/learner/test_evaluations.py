@@ -81,15 +81,15 @@ def test_first_and_last_use_the_whole_set_and_those_between_a_part(
         for _ in evaluations.request(step, 4):
             request = claim(store, step)
             assert request is not None
-            found[request.id] = (request.limit, request.samples, request.final)
+            found[request.id] = (request.limit, request.samples)
             answer(store, request)
     assert found == {
-        "heldout@0": (None, 3, False),
-        "hard@0": (5, 3, False),
-        "heldout@2": (10, 3, False),
-        "hard@2": (5, 3, False),
-        "heldout@4": (None, 3, True),
-        "hard@4": (5, 3, True),
+        "heldout@0": (None, 3),
+        "hard@0": (5, 3),
+        "heldout@2": (10, 3),
+        "hard@2": (5, 3),
+        "heldout@4": (None, 3),
+        "hard@4": (5, 3),
     }
 
 
@@ -102,12 +102,12 @@ def test_a_run_that_ends_early_where_a_part_was_asked_for_asks_for_the_whole_set
         for _ in evaluations.request(2, 100, is_last=is_last):
             request = claim(store, 2)
             if request is not None:
-                found[request.id] = (request.limit, request.final)
+                found[request.id] = request.limit
                 answer(store, request)
     assert found == {
-        "heldout@2": (10, False),
-        "hard@2": (5, False),
-        "heldout@2.whole": (None, True),
+        "heldout@2": 10,
+        "hard@2": 5,
+        "heldout@2.whole": None,
     }
     results = {result.id: record_of(result) for result in evaluations.arrived()}
     assert results.keys() == found.keys()
