@@ -23,6 +23,7 @@ def settings(config: Config) -> Table:
     optimizer, objective = config.learner.optimizer, config.learner.objective
     offline = config.learner.source == "offline"
     warmup = optimizer.warmup_share
+    lora, critic = config.learner.lora, config.learner.critic
     return {
         "model": config.model.path,
         "dtype": config.model.dtype,
@@ -43,7 +44,15 @@ def settings(config: Config) -> Table:
         "problems": config.replay.groups_per_step,
         "group": config.rollout.group_size,
         "batch": config.replay.groups_per_step * rows_of_group(config),
-        "updates": config.learner.minibatches,
+        "updates": config.learner.minibatches * config.learner.update_epochs,
+        "lora": None if lora is None else (lora.rank, lora.alpha, lora.dropout),
+        "lora_targets": None if lora is None else lora.targets,
+        "discount": getattr(objective, "discount", None),
+        "gae_lambda": getattr(objective, "gae_lambda", None),
+        "value_clip": getattr(objective, "value_clip", None),
+        "value_coefficient": getattr(objective, "value_coefficient", None),
+        "critic_lr": None if critic is None else critic.optimizer.lr,
+        "kl_reward": getattr(objective, "kl_reward_coefficient", 0.0),
         "stale": config.replay.max_staleness,
         "traces": config.expert.per_group,
         "temperature": config.rollout.temperature,
@@ -356,6 +365,101 @@ GRPO_MATH: Table = {
 }
 
 
+# The same repository's config.yaml.
+COUNTDOWN: Table = {
+    **R1_ZERO,
+    "model": "Qwen/Qwen2.5-7B",
+    "steps": 20_000,
+    "epochs": None,
+    "lr": 1e-5,
+    "prompt_tokens": 256,
+    "tokens": 1024,
+    "evaluate_limit": 128,
+    "lora": (32, 32.0, 0.0),
+    "lora_targets": (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    ),
+    "rewards": [
+        "equation",
+        "format_tutorial",
+        "reasoning_steps_tutorial",
+        "cosine_tutorial",
+        "repetition_tutorial",
+    ],
+}
+# verl's ppo_trainer.yaml and examples/ppo_trainer/run_deepseek7b_llm.sh.
+PPO_VERL: Table = {
+    "model": "deepseek-ai/deepseek-llm-7b-chat",
+    "loss": "ppo",
+    "epochs": 15,
+    "batch": 1024,
+    "group": 1,
+    "updates": 4,
+    "prompt_tokens": 512,
+    "tokens": 512,
+    "temperature": 1.0,
+    "optimizer": "adamw",
+    "lr": 1e-6,
+    "critic_lr": 1e-5,
+    "betas": (0.9, 0.999),
+    "weight_decay": 0.01,
+    "grad_clip": 1.0,
+    "schedule": "constant",
+    "warmup": 0,
+    "clip": (0.2, 0.2),
+    "dual_clip": 3.0,
+    "aggregation": "token_mean",
+    "entropy": 0.0,
+    "kl": 0.0,
+    "kl_reward": 0.0,
+    "discount": 1.0,
+    "gae_lambda": 1.0,
+    "value_clip": 0.5,
+    "value_coefficient": 1.0,
+}
+# trl/experimental/ppo, PPOConfig, with transformers' TrainingArguments.
+PPO_TRL: Table = {
+    "loss": "ppo",
+    "updates": 4,
+    "group": 1,
+    "tokens": 53,
+    "temperature": 0.7,
+    "optimizer": "adamw",
+    "lr": 5e-5,
+    "critic_lr": 5e-5,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "grad_clip": 1.0,
+    "schedule": "linear",
+    "final_lr_share": 0.0,
+    "warmup": 0,
+    "clip": (0.2, 0.2),
+    "dual_clip": None,
+    "aggregation": "token_mean",
+    "entropy": 0.0,
+    "kl": 0.0,
+    "kl_reward": 0.05,
+    "discount": 1.0,
+    "gae_lambda": 0.95,
+    "value_clip": 0.2,
+    "value_coefficient": 0.1,
+}
+# github.com/fatu/finetune, scripts/train/ppo_only.sh and the defaults of finetune/ppo_only.py.
+PPO_ONLY: Table = {
+    **PPO_TRL,
+    "model": "EleutherAI/pythia-14m",
+    "seed": 3,
+    "steps": 32 // 4,
+    "batch": 4,
+    "lr": 3e-7,
+    "critic_lr": 3e-7,
+    "eps": 1e-5,
+    "prompt_tokens": 512,
+}
+
+
 def unique(count: int, **own: Any) -> Table:
     return {**UNIQUE, "train_limits": [count], **own}
 
@@ -454,6 +558,10 @@ PUBLISHED: dict[str, Table] = {
     "qwen2.5-math-1.5b-omr-2048-1gpu": OMR,
     "qwen2.5-math-1.5b-omr-4096-1gpu": {**OMR, "batch": 8 * 4, "target_tokens": [4096]},
     "qwen2.5-0.5b-r1-zero-1gpu": R1_ZERO,
+    "qwen2.5-7b-countdown-lora-1gpu": COUNTDOWN,
+    "qwen2.5-0.5b-ppo-verl-1gpu": PPO_VERL,
+    "qwen2.5-0.5b-ppo-trl-1gpu": PPO_TRL,
+    "pythia-14m-ppo-only-1gpu": PPO_ONLY,
     "qwen3-0.6b-grpo-gsm8k-1gpu": TRL,
     "qwen3-0.6b-grpo-math-1gpu": GRPO_MATH,
 }
@@ -480,8 +588,9 @@ DEVIATIONS: dict[str, Table] = {
     "qwen2.5-math-1.5b-sft-all-1gpu": over(1024),
     "qwen2.5-math-1.5b-sft-correct-1gpu": over(1024),
     "qwen2.5-math-1.5b-grpo-default-2gpu": VALIDATION,
-    # One epoch over a batch.
-    "qwen2.5-math-1.5b-grpo-clip-2gpu": {**VALIDATION, "updates": 2, **over(1024)},
+    "qwen2.5-math-1.5b-grpo-clip-2gpu": {**VALIDATION, **over(1024)},
+    # A model for one GPU.
+    "qwen2.5-0.5b-ppo-verl-1gpu": {"model": "Qwen/Qwen2.5-0.5B-Instruct"},
     "qwen2.5-math-1.5b-expert-iteration-sample-2gpu": NOT_DURING,
     "qwen2.5-math-1.5b-expert-iteration-sft-1gpu": {**NOT_DURING, **over(1024)},
     # The plain gradient for several updates is a weight that is held at 1.
@@ -504,6 +613,7 @@ UNPUBLISHED = (
     "qwen2.5-math-7b-luffy-8gpu",
     "qwen2.5-math-1.5b-grpo-2gpu",
     "qwen2.5-0.5b-grpo-1gpu",
+    "qwen2.5-1.5b-lora-1gpu",
 )
 """Presets for GPUs whose settings are Tandem's own."""
 
