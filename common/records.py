@@ -198,7 +198,7 @@ class SamplingParams(Record, frozen=True, kw_only=True):
             raise ValueError(f"no tokens can be drawn with {self}")
 
 
-class Sample(Record, frozen=True, kw_only=True, eq=False):
+class Sample(Record, frozen=True, kw_only=True, eq=False, omit_defaults=True):
     """One response to a prompt, with everything that the loss needs to know about its origin.
 
     Example: a 3-token prefix of an expert's trace continued by the policy for 2 tokens::
@@ -234,10 +234,17 @@ class Sample(Record, frozen=True, kw_only=True, eq=False):
     """The answer that the grader extracted from the text."""
     grader: str | None
     """``name@version`` of the grader, so that samples can be graded again."""
+    token_rewards: Float32Array | None = None
+    """``[L]`` the part of ``reward`` that single tokens have earned along the way; the rest of it is for the
+    whole response. None where all of it is."""
 
     def __post_init__(self) -> None:
         _as_declared(self)
         length = len(self.tokens)
+        if self.token_rewards is not None and len(self.token_rewards) != length:
+            raise ValueError(
+                f"a sample of {length} tokens has rewards of {len(self.token_rewards)} tokens"
+            )
         if not (len(self.source) == len(self.logprobs) == length):
             raise ValueError(
                 f"a sample's arrays differ in length: tokens {length}, source "

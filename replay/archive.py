@@ -57,7 +57,12 @@ READ_GROUPS = 16
 _TEXT, _REAL, _WHOLE = pa.string(), pa.float64(), pa.int64()
 _SPAN = pa.struct([(name, _WHOLE) for name in ("term", "step", "start", "end")])
 _COMPONENTS = pa.map_(_TEXT, _REAL)
-_ARRAYS = {"tokens": pa.int32(), "source": pa.uint8(), "logprobs": pa.float32()}
+_ARRAYS = {
+    "tokens": pa.int32(),
+    "source": pa.uint8(),
+    "logprobs": pa.float32(),
+    "token_rewards": pa.float32(),
+}
 _SAMPLE = {
     "spans": pa.list_(_SPAN),
     "finish_reason": _TEXT,
@@ -466,7 +471,8 @@ def _plain(column: pa.StructArray, names: Iterable[str]) -> Iterator[dict[str, A
 
 
 def _read_samples(column: pa.StructArray) -> Iterator[Sample]:
-    arrays = {name: _parts(column.field(name)) for name in _ARRAYS}
+    known = {field.name for field in column.type}
+    arrays = {name: _parts(column.field(name)) for name in _ARRAYS if name in known}
     for place, row in enumerate(_plain(column, _SAMPLE)):
         verdict = row.pop("verdict")
         yield Sample(

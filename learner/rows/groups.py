@@ -115,6 +115,7 @@ def rows_of(
         "lag": np.where(steps == NO_LAG, NO_LAG, step - 1 - steps),
         "temperature": heat,
         "rewards": np.array([sample.reward for sample in samples], np.float64),
+        "token_rewards": _token_rewards(samples, responses, source),
         "group": _integers(number for number, _, _ in members),
         "expert_row": np.bincount(row[expert], minlength=count) > 0,
         "masked": treated("mask"),
@@ -178,6 +179,29 @@ def _steps(sample: Sample) -> NDArray[np.int64]:
     for span in sample.spans:
         steps[span.start : span.end] = span.step
     return steps
+
+
+def _token_rewards(
+    samples: Sequence[Sample], lengths: NDArray[np.int64], source: NDArray[np.uint8]
+) -> NDArray[np.float64]:
+    """``[N]`` what each own and expert token has earned; what environment text has earned goes to the last
+    such token before it in its row, or else to the row's first one."""
+    counted = source != _ENVIRONMENT
+    result = np.zeros(int(counted.sum()))
+    if all(sample.token_rewards is None for sample in samples):
+        return result
+    earned = [
+        np.zeros(len(sample.tokens)) if sample.token_rewards is None else sample.token_rewards
+        for sample in samples
+    ]
+    row = np.repeat(np.arange(len(samples)), lengths)
+    ends = np.cumsum(np.bincount(row[counted], minlength=len(samples)))
+    first = np.concatenate([[0], ends[:-1]])[row]
+    place = np.maximum(np.cumsum(counted) - 1, first)
+    # A row of environment text alone has no token that could have earned anything.
+    there = first < ends[row]
+    np.add.at(result, place[there], np.concatenate(earned)[there])
+    return result
 
 
 def _integers(values: Iterator[int]) -> NDArray[np.int64]:

@@ -59,7 +59,7 @@ class Rows:
     advantages: Tensor
     """``[R]`` advantages."""
     rewards: Tensor
-    """``[R]`` float64, as the graders gave them."""
+    """``[R]`` float64, as the graders gave them; those of single tokens included."""
     group: Tensor
     """``[R]`` int64, index of each row's group in the mini-batch."""
     expert_row: Tensor
@@ -86,6 +86,8 @@ class Rows:
     """``[N]`` a critic's values when the rows were collected."""
     returns: Tensor | None = None
     """``[N]`` targets of the critic (:func:`tandem.learner.recipes.returns.gae`)."""
+    token_rewards: Tensor | None = None
+    """``[N]`` float64, the part of the rows' rewards that single tokens have earned along the way."""
     token_advantages: Tensor | None = None
     """``[N]`` advantages of single tokens, used in place of the rows' if they are given."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -56,6 +57,7 @@ def sample(noise: Random) -> Sample:
         components=components(noise),
         extracted=noise.choice((None, *TEXTS)),
         grader=noise.choice((None, "math@3")),
+        token_rewards=noise.choice((None, numbers.normal(size=length).astype(np.float32))),
     )
 
 
@@ -111,6 +113,30 @@ def test_what_is_written_is_read_again(seed: int, tmp_path: Path) -> None:
     found = list(archive.read(tmp_path / "a.parquet"))
     assert list(map(as_bytes, found)) == list(map(as_bytes, groups))
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+
+
+def test_an_archive_from_before_tokens_had_rewards_is_read(tmp_path: Path) -> None:
+    noise = Random(1)
+    groups = [archived(noise, 1, place) for place in range(5)]
+    archive.write(tmp_path / "a.parquet", groups)
+    table = pq.read_table(tmp_path / "a.parquet")
+    for name in ("samples", "replaced"):
+        column = table[name].combine_chunks()
+        inner = column.values
+        kept = [field.name for field in inner.type if field.name != "token_rewards"]
+        inner = pa.StructArray.from_arrays([inner.field(one) for one in kept], kept)
+        column = pa.ListArray.from_arrays(column.offsets, inner)
+        table = table.set_column(table.column_names.index(name), name, column)
+    pq.write_table(table, tmp_path / "old.parquet")
+    samples = [s for one in groups for s in (*one.group.samples, *one.replaced)]
+    found = [
+        s
+        for one in archive.read(tmp_path / "old.parquet")
+        for s in (*one.group.samples, *one.replaced)
+    ]
+    assert any(one.token_rewards is not None for one in samples)
+    bare = [msgspec.structs.replace(one, token_rewards=None) for one in samples]
+    assert list(map(wire.encode, found)) == list(map(wire.encode, bare))
 
 
 def test_other_files_and_newer_versions_are_refused(tmp_path: Path) -> None:

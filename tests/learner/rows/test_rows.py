@@ -225,6 +225,28 @@ def test_environment_text_is_context_and_no_target() -> None:
     assert found.lengths.tolist() == [2]
 
 
+def test_what_environment_text_has_earned_goes_to_the_token_before_it() -> None:
+    def earning(source: list[int], rewards: list[float] | None) -> Sample:
+        count = len(source)
+        logprobs = np.where(np.array(source) == 0, -1.0, np.nan)
+        return sample(
+            list(range(count)),
+            source=np.array(source, np.uint8),
+            logprobs=logprobs.astype(np.float32),
+            token_rewards=None if rewards is None else np.array(rewards, np.float32),
+        )
+
+    found = rows(
+        group(earning([0, 0, 2, 2, 0], [1, 2, 3, 4, 5]), earning([0, 0], None)),
+        group(earning([2, 0, 2, 0], [7, 1, 1, 1]), earning([2, 2], [1, 1])),
+    )
+    assert found.token_rewards is not None
+    assert found.token_rewards.tolist() == [1, 9, 5, 0, 0, 9, 1]
+    none = rows(group(earning([0], None), earning([0], None)))
+    assert none.token_rewards is not None
+    assert none.token_rewards.tolist() == [0, 0]
+
+
 def test_every_target_is_predicted_at_the_token_before_it(made_up: ModuleType) -> None:
     found = made_up.random_rows(1)
     micro = micro_batch(found.select(torch.tensor([5, 0, 9])))
