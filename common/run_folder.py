@@ -200,6 +200,7 @@ class RunFolder:
         self.wandb = self.path / "wandb"
         self.tensorboard = self.path / "tensorboard"
         self.trackers = self.path / "trackers"
+        self.callbacks = self.trackers / "callbacks-tally.json"
 
     def make(self) -> None:
         """Creates the folder and its sub-folders (0700)."""

@@ -33,6 +33,7 @@ from ..replay.ledger_records import Waiting
 from ..replay.members import Members, membership
 from ..replay.store import EvaluationResult, RunStore
 from .best import Best
+from .callbacks import Callbacks
 from .evaluations import Evaluations, record_of, recorded_in
 from .metrics.idle import Idle
 from .metrics.ratio_alarm import RatioAlarm, ratios_of
@@ -104,6 +105,7 @@ class Trainer:
         self._held_out = self._source.held_out()
         self._reporter = Reporter(self._runs, config, folder, name, self._clock, self._total)
         self._evaluations = Evaluations(self._runs, self._members, config, lambda: self._stop.asked)
+        self._callbacks = Callbacks(store, config)
         self._best: Best | None = None
         if config.evaluate.best is not None:
             self._best = Best(folder, config.evaluate.best, self._export)
@@ -126,6 +128,7 @@ class Trainer:
             journalled = self._resume()
             oldest = self._saver.oldest()
             self._replay(journalled)
+            self._callbacks.settle()
             if not self._stop.asked:
                 self._publish_first(total, oldest)
                 self._train(total)
@@ -209,23 +212,36 @@ class Trainer:
     def _train(self, total: int) -> None:
         every = self._config.learner.checkpoint_every
         self._reporter.begin(self._step)
-        while not self._stop.asked and self._step < total:
+        while not self._stop.asked and self._step < total and not self._callbacks.stops():
             with self._clock.doing("wait/batch"):
                 fetch = self._next(self._step + 1)
             if fetch is None:
                 return
             self._do(fetch)
-            if self._step < total and (
-                self._step % every == 0 or self._source.checkpoint_is_due(self._saver.saved)
-            ):
+            wanted = self._callbacks.take_checkpoint() or self._step % every == 0
+            if self._step < total and (wanted or self._source.checkpoint_is_due(self._saver.saved)):
                 self._saver.save(self._step)
             if self._step < total:
-                ids = self._evaluations.request(self._step, total)
-                if ids and self._config.evaluate.exact:
-                    self._await(ids)
+                self._evaluate(total)
+            self._callbacks.settle()
             self._reporter.progress(self._step)
 
+    def _evaluate(self, total: int) -> None:
+        """Requests the evaluation of this step's weights if it is due or a callback wants it."""
+        wanted = self._callbacks.take_evaluation()
+        ids = self._evaluations.request(self._step, total, wanted=wanted)
+        if wanted:
+            self._publishing.publish(self._version)
+            self._compare(self._step, wanted=True)
+        if ids and self._config.evaluate.exact:
+            self._await(ids)
+
     def _finish(self) -> None:
+        reason = "the learner has trained its last step"
+        if self._callbacks.stop is not None and self._step < self._total:
+            self._callbacks.ended(self._callbacks.stop, self._step)
+            self._compare(self._step, wanted=True)
+            reason = "a callback has stopped the run"
         self._saver.save(self._step)
         self._evaluations.request(self._step, self._total, is_last=True)
         self._publishing.publish(self._version)
@@ -237,7 +253,7 @@ class Trainer:
             log.warning(f"not evaluated: {', '.join(left)}")
         if self._stop.asked:
             return
-        rejected = self._ledger.end("the learner has trained its last step", self._term)
+        rejected = self._ledger.end(reason, self._term)
         self._runs.set_state("finished")
         self._report(force=True)
         log.info(f"finished after step {self._step}; {rejected} group(s) in flight were let go")
@@ -278,7 +294,7 @@ class Trainer:
             taken = self._source.take(step, self._term)
             if not isinstance(taken, Waiting):
                 return taken
-            if taken.ended:
+            if taken.ended or self._callbacks.stops():
                 return None
             self._between(taken)
             now = time.monotonic()
@@ -342,7 +358,8 @@ class Trainer:
         trains = self._config.learner.train
         too_long = trains and self._idle.saw(outcome.metrics)
         idle = {"train/idle_steps": float(self._idle.steps)} if trains else {}
-        self._reporter.step(self._version, {**metrics, **idle}, self._publishing.stats())
+        logged = self._callbacks.look()
+        self._reporter.step(self._version, {**metrics, **idle, **logged}, self._publishing.stats())
         if too_long and self._config.learner.source == "offline":
             raise RunFailedError(f"step {step}: {self._idle.alarm}")
         if too_long:
@@ -352,8 +369,10 @@ class Trainer:
             self._log_evaluation(result)
         self._report()
 
-    def _compare(self, step: int) -> None:
-        if self._held_out and (step == self._total or self._evaluations.due(step, self._total)):
+    def _compare(self, step: int, *, wanted: bool = False) -> None:
+        due = step == self._total or self._evaluations.due(step, self._total)
+        # What is due was compared at the step itself.
+        if self._held_out and due != wanted:
             with self._clock.doing("compare"):
                 found = self._leader.compare(step, self._held_out)
             self._reporter.compared(self._version, found)

@@ -17,6 +17,7 @@ from ...learner import own_schedule
 from ...learner.schedule import warmup_of
 from ...reward.components.scoring import Scorer
 from ...reward.reading import modes
+from ..callbacks.caller import Caller, Ended
 from ..host.redis_server import parse_url
 
 
@@ -33,10 +34,27 @@ def check_named(config: Config) -> None:
                 f"{key}={path!r}: there is no module {module!r} where {process} would look for it: "
                 f"install it, or put its folder on PYTHONPATH"
             )
+    if config.run.callbacks:
+        _check_callbacks(config.run.callbacks, config.run.callback_memory_mb)
     optimizer, total = config.learner.optimizer, config.run.steps
     if is_import_path(optimizer.schedule) and config.learner.train:
         first = 1 if total is None else warmup_of(optimizer, total) + 1
         _check_schedule(optimizer.schedule, first, total)
+
+
+@lru_cache
+def _check_callbacks(paths: tuple[str, ...], memory_mb: int) -> None:
+    """Imports the callbacks as the run will, in a process of their own, and calls none."""
+    caller = Caller(paths, seconds=1.0, memory_mb=memory_mb)
+    try:
+        caller.start()
+    except Ended as error:
+        raise ConfigError(
+            f"run.callbacks={', '.join(paths)}: the process that imports them {error}; do their modules "
+            f"need more than run.callback_memory_mb={memory_mb}, or end the interpreter?"
+        ) from None
+    finally:
+        caller.close()
 
 
 @lru_cache
