@@ -3,8 +3,9 @@
 ``config.yaml metrics.jsonl samples.jsonl summary.json report.png journal.jsonl model/
 checkpoints/ logs/ redis/ data/ run.json join.json``, ``cut/`` with the metrics and samples of
 steps that were trained again, ``archive/`` with all groups if they are kept, ``reference/`` with a
-reference's log-probs of stored rows, and ``wandb/ tensorboard/ trackers/`` if those are on. A copy of the
-folder, made while the run is stopped, is the whole run.
+reference's log-probs of stored rows, ``schedule.json`` with the factors of a user's own schedule, and
+``wandb/ tensorboard/ trackers/`` if those are on. A copy of the folder, made while the run is stopped,
+is the whole run.
 """
 
 from __future__ import annotations
@@ -185,6 +186,7 @@ class RunFolder:
         self.archive = self.path / "archive"
         self.reference = self.path / "reference"
         self.journal = self.path / "journal.jsonl"
+        self.schedule = self.path / "schedule.json"
         self.summary = self.path / "summary.json"
         self.report = self.path / "report.png"
         self.model = self.path / "model"
@@ -198,6 +200,7 @@ class RunFolder:
         self.wandb = self.path / "wandb"
         self.tensorboard = self.path / "tensorboard"
         self.trackers = self.path / "trackers"
+        self.callbacks = self.trackers / "callbacks-tally.json"
 
     def make(self) -> None:
         """Creates the folder and its sub-folders (0700)."""

@@ -33,6 +33,7 @@ COMMANDS: dict[str, str] = {
     "archive": "write every group that a run has trained on, as parquet",
     "export": "write the model of a run's newest checkpoint, even if the run can't go on",
     "track": "send a run's metrics to W&B or TensorBoard",
+    "callbacks": "call a run's own callbacks, as `tandem start` does",
     "stop": "drain and checkpoint a run, as Ctrl-C in its terminal does",
     "rollout": "one rollout worker, by hand or on another host",
     "reward": "one reward pool, by hand or on another host",

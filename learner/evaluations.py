@@ -56,6 +56,7 @@ class Evaluations:
         self._recorded: set[str] = set()
         self._open: list[str] = []
         self._looked = 0.0
+        self._wanted: set[int] = set()
 
     def begin(self, term: int, recorded: Iterable[str]) -> None:
         """Takes over requests that aren't recorded; all of their results arrive again.
@@ -77,19 +78,25 @@ class Evaluations:
             return settings.at_end
         return settings.every > 0 and step % settings.every == 0
 
-    def request(self, step: int, total: int, *, is_last: bool = False) -> list[str]:
-        """Requests the evaluation of every held-out set, if one is due; returns their ids.
+    def request(
+        self, step: int, total: int, *, is_last: bool = False, wanted: bool = False
+    ) -> list[str]:
+        """Requests the evaluation of every held-out set, if one is due or wanted; returns their ids.
 
         Args:
             step: the step whose weights are evaluated.
             total: greatest number of steps that the run may take.
-            is_last: whether the run ends with this step. A run that is set in passes may end before its
-                last possible step, and may then have requested a part of the set already.
+            is_last: whether the run ends with this step. A run that is set in passes, or that a callback
+                stops, may end before its last possible step, and may then have requested a part of the
+                set already.
+            wanted: whether a callback wants an evaluation that isn't due.
         """
         is_last = is_last or step >= total
-        if not self._sets or not self.due(step, step if is_last else total):
+        if not self._sets or not (wanted or self.due(step, step if is_last else total)):
             return []
-        asked_before = is_last and step < total and self.due(step, total)
+        if wanted:
+            self._wanted.add(step)
+        asked_before = is_last and step < total and (step in self._wanted or self.due(step, total))
         ids = []
         for name in self._sets:
             whole = self._limits[name]

@@ -14,9 +14,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
+from typing import NoReturn
 
 from ..common.config import Config
 from ..common.errors import (
@@ -29,25 +27,24 @@ from ..common.models import resolve
 from ..common.records import Version
 from ..common.run_folder import JoinInfo, RunFolder
 from ..common.telemetry import Clock
-from ..common.weights.manifest import ScoredRows
-from ..common.weights.sender import WeightSender
 from ..replay.connection import Store
 from ..replay.ledger import Ledger
 from ..replay.ledger_records import Waiting
 from ..replay.members import Members, membership
 from ..replay.store import EvaluationResult, RunStore
 from .best import Best
+from .callbacks import Callbacks
 from .evaluations import Evaluations, record_of, recorded_in
 from .metrics.idle import Idle
 from .metrics.ratio_alarm import RatioAlarm, ratios_of
 from .metrics.reports import describe, trained_on
+from .publishing import Publishing
 from .ranks import Leader
 from .reporter import Reporter
 from .resume.journal import Journal
 from .rows.sources import Fetch, StepBatch, source_of
 from .saving import Saver, write_with_room
-from .schedule import learning_rate
-from .scored import fixed_rows
+from .schedule import factors_of, learning_rate
 from .stop_signal import StopSignal
 from .updates import StepOutcome
 
@@ -92,6 +89,9 @@ class Trainer:
         self._source = source_of(config, self._ledger, self._runs)
         whole = self._source.total_steps
         self._total = min(whole, config.run.last_step or whole)
+        self._factors: list[float] = []
+        if config.learner.train:
+            self._factors = factors_of(config.learner.optimizer, whole, folder.schedule)
         self._saver = Saver(
             folder,
             kept=config.learner.checkpoints_kept,
@@ -105,15 +105,11 @@ class Trainer:
         self._held_out = self._source.held_out()
         self._reporter = Reporter(self._runs, config, folder, name, self._clock, self._total)
         self._evaluations = Evaluations(self._runs, self._members, config, lambda: self._stop.asked)
+        self._callbacks = Callbacks(store, config)
         self._best: Best | None = None
         if config.evaluate.best is not None:
             self._best = Best(folder, config.evaluate.best, self._export)
-        self._publisher: WeightSender | None = None
-        self._published: Version | None = None
-        # Shorter than the run's own rows, which are the only ones that the model was tested for.
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens - 1
-        vocabulary = leader.engine.model.config.get_text_config().vocab_size
-        self._rows = fixed_rows(vocabulary, longest, config.run.seed)
+        self._publishing = Publishing(config, leader, self._clock)
         self._step = 0
         self._bad_in_a_row = 0
         self._idle = Idle(config, self._total)
@@ -132,6 +128,7 @@ class Trainer:
             journalled = self._resume()
             oldest = self._saver.oldest()
             self._replay(journalled)
+            self._callbacks.settle()
             if not self._stop.asked:
                 self._publish_first(total, oldest)
                 self._train(total)
@@ -141,8 +138,7 @@ class Trainer:
             else:
                 self._finish()
         finally:
-            if self._publisher is not None:
-                self._publisher.close()
+            self._publishing.close()
             self._journal.close()
             self._hints.close()
 
@@ -197,17 +193,12 @@ class Trainer:
 
     def _publish_first(self, total: int, oldest: int) -> None:
         """Publishes the weights that were resumed from; ``oldest`` is the step of the oldest checkpoint."""
-        self._publisher = WeightSender(
-            membership(self._store, self._name),
-            self._config,
-            self._term,
-            snapshot_folder=self._folder.weights,
-        )
-        self._publisher.start()
+        member = membership(self._store, self._name)
+        self._publishing.start(member, self._term, self._folder.weights)
         # Requested before anybody holds the weights, so that it comes before the first lease.
         # Redis may also have lost requests from before the newest checkpoint.
         ids = self._evaluations.request_since(oldest, self._step, total)
-        self._publish()
+        self._publishing.publish(self._version)
         engine = self._leader.engine
         log.info(
             f"term {self._term}, step {self._step} of {total}: "
@@ -221,26 +212,39 @@ class Trainer:
     def _train(self, total: int) -> None:
         every = self._config.learner.checkpoint_every
         self._reporter.begin(self._step)
-        while not self._stop.asked and self._step < total:
+        while not self._stop.asked and self._step < total and not self._callbacks.stops():
             with self._clock.doing("wait/batch"):
                 fetch = self._next(self._step + 1)
             if fetch is None:
                 return
             self._do(fetch)
-            if self._step < total and (
-                self._step % every == 0 or self._source.checkpoint_is_due(self._saver.saved)
-            ):
+            wanted = self._callbacks.take_checkpoint() or self._step % every == 0
+            if self._step < total and (wanted or self._source.checkpoint_is_due(self._saver.saved)):
                 self._saver.save(self._step)
             if self._step < total:
-                ids = self._evaluations.request(self._step, total)
-                if ids and self._config.evaluate.exact:
-                    self._await(ids)
+                self._evaluate(total)
+            self._callbacks.settle()
             self._reporter.progress(self._step)
 
+    def _evaluate(self, total: int) -> None:
+        """Requests the evaluation of this step's weights if it is due or a callback wants it."""
+        wanted = self._callbacks.take_evaluation()
+        ids = self._evaluations.request(self._step, total, wanted=wanted)
+        if wanted:
+            self._publishing.publish(self._version)
+            self._compare(self._step, wanted=True)
+        if ids and self._config.evaluate.exact:
+            self._await(ids)
+
     def _finish(self) -> None:
+        reason = "the learner has trained its last step"
+        if self._callbacks.stop is not None and self._step < self._total:
+            self._callbacks.ended(self._callbacks.stop, self._step)
+            self._compare(self._step, wanted=True)
+            reason = "a callback has stopped the run"
         self._saver.save(self._step)
         self._evaluations.request(self._step, self._total, is_last=True)
-        self._publish()
+        self._publishing.publish(self._version)
         self._export(self._folder.model)
         log.info(f"wrote the model to {self._folder.model}")
         due = self._evaluations.open()
@@ -249,7 +253,7 @@ class Trainer:
             log.warning(f"not evaluated: {', '.join(left)}")
         if self._stop.asked:
             return
-        rejected = self._ledger.end("the learner has trained its last step", self._term)
+        rejected = self._ledger.end(reason, self._term)
         self._runs.set_state("finished")
         self._report(force=True)
         log.info(f"finished after step {self._step}; {rejected} group(s) in flight were let go")
@@ -290,7 +294,7 @@ class Trainer:
             taken = self._source.take(step, self._term)
             if not isinstance(taken, Waiting):
                 return taken
-            if taken.ended:
+            if taken.ended or self._callbacks.stops():
                 return None
             self._between(taken)
             now = time.monotonic()
@@ -339,8 +343,8 @@ class Trainer:
         self._step = step
         with clock.doing("journal"):
             noted = self._journal.applied(self._term, step, trained_on(outcome.metrics))
-        if self._must_publish(step):
-            self._publish()
+        if step % self._config.weights.every == 0 or self._evaluations.due(step, self._total):
+            self._publishing.publish(self._version)
         with clock.doing("metrics"):
             compared = self._config.learner.objective.least_verdicts > 1
             metrics = outcome.metrics | describe(step, batch.groups, compared=compared)
@@ -354,7 +358,8 @@ class Trainer:
         trains = self._config.learner.train
         too_long = trains and self._idle.saw(outcome.metrics)
         idle = {"train/idle_steps": float(self._idle.steps)} if trains else {}
-        self._reporter.step(self._version, {**metrics, **idle}, self._weights())
+        logged = self._callbacks.look()
+        self._reporter.step(self._version, {**metrics, **idle, **logged}, self._publishing.stats())
         if too_long and self._config.learner.source == "offline":
             raise RunFailedError(f"step {step}: {self._idle.alarm}")
         if too_long:
@@ -364,8 +369,10 @@ class Trainer:
             self._log_evaluation(result)
         self._report()
 
-    def _compare(self, step: int) -> None:
-        if self._held_out and (step == self._total or self._evaluations.due(step, self._total)):
+    def _compare(self, step: int, *, wanted: bool = False) -> None:
+        due = step == self._total or self._evaluations.due(step, self._total)
+        # What is due was compared at the step itself.
+        if self._held_out and due != wanted:
             with self._clock.doing("compare"):
                 found = self._leader.compare(step, self._held_out)
             self._reporter.compared(self._version, found)
@@ -378,7 +385,7 @@ class Trainer:
             written()
             return StepOutcome(applied=True, undone=False, metrics={"train/lr": 0.0})
         total = self._source.total_steps
-        lr = learning_rate(self._config.learner.optimizer, batch.step, total)
+        lr = learning_rate(self._config.learner.optimizer, batch.step, total, self._factors)
         with self._clock.doing("compute"):
             return self._leader.train(
                 batch.step, batch.groups, lr=lr, before_step=written, settled=settled
@@ -419,9 +426,7 @@ class Trainer:
     def _use_up(self, step: int, reason: str) -> None:
         self._source.quarantine(step, self._term, reason)
         self._step = step
-        if self._publisher is not None:
-            self._published = self._version
-            self._publisher.restamp(self._published)
+        self._publishing.restamp(self._version)
 
     def _rewind(self, step: int) -> None:
         newest = self._saver.load_newest(self._journal.last_step)
@@ -431,48 +436,14 @@ class Trainer:
                 f"and there is no checkpoint to go back to: lower learner.optimizer.lr, or set "
                 f"learner.minibatches=1"
             )
-        publisher, self._publisher = self._publisher, None
         bad = self._bad_in_a_row
         self._step = newest
         self._look_through(step)
         self._journal.resumed(self._term, self._step)
         self._cut_back()
-        self._replay(step)
-        self._publisher = publisher
+        with self._publishing.paused():
+            self._replay(step)
         self._bad_in_a_row = bad
-
-    def _must_publish(self, step: int) -> bool:
-        due = self._evaluations.due(step, self._total)
-        return step % self._config.weights.every == 0 or due
-
-    def _publish(self) -> None:
-        if self._publisher is None:
-            return
-        version = self._version
-        if self._published == version:
-            return
-        if self._published is not None and not self._config.learner.train:
-            self._published = version
-            self._publisher.restamp(version)
-            return
-        scored = self._scored()
-        with self._clock.doing("publish"):
-            self._publisher.publish(version, self._leader.parameters(), scored)
-        self._published = version
-
-    def _scored(self) -> ScoredRows | None:
-        """Scores of the run's fixed rows; None if nobody is to check them."""
-        if self._config.weights.check_bound == 0:
-            return None
-        with self._clock.doing("score"):
-            logprobs = self._leader.score(self._rows, getattr(torch, self._config.engine_dtype))
-        if not bool(torch.isfinite(logprobs).all()):
-            log.warning(f"step {self._step}: the check's rows have log-probs that aren't finite")
-            return None
-        return ScoredRows(
-            rows=tuple(map(tuple, self._rows.tolist())),
-            logprobs=tuple(map(tuple, logprobs.tolist())),
-        )
 
     # Reports.
 
@@ -486,13 +457,10 @@ class Trainer:
         if self._best is not None and result.step == self._step:
             self._best.saw(record_of(result))
 
-    def _weights(self) -> dict[str, Any]:
-        return self._publisher.stats() if self._publisher is not None else {}
-
     def _report(self, waiting: str = "", *, force: bool = False) -> None:
         self._reporter.report(
             self._version,
-            weights=self._weights(),
+            weights=self._publishing.stats(),
             alarm="; ".join(filter(None, (self._alarm.text, self._idle.alarm))),
             waiting=waiting,
             force=force,

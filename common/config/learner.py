@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from ..import_path import is_import_path
 from ..objectives import DEFAULT, OBJECTIVES
 from .objective import AnyObjective
 from .section import Below1, NonNegative, Positive, Section, Share
@@ -16,6 +17,16 @@ OPTIMIZER_KEYS: Mapping[str, Mapping[str, Any]] = {
     "rmsprop": {"alpha": 0.99},
 }
 """Keys that only one of the optimizers reads, with their defaults."""
+
+
+SCHEDULES = ("constant", "linear", "cosine")
+"""Schedules by name; any other one is named by its import path."""
+
+
+def _schedule(name: str) -> str:
+    if name in SCHEDULES or is_import_path(name):
+        return name
+    raise ValueError(f"should be {', '.join(SCHEDULES)}, or an import path package.module:function")
 
 
 class OptimizerConfig(Section):
@@ -40,8 +51,9 @@ class OptimizerConfig(Section):
     """Steps over which the rate rises linearly, from lr / warmup_steps."""
     warmup_share: Share | None = None
     """The same as a share of the run's steps, rounded up; set at most one of the two."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the rate after warm-up, over the run's steps."""
+    schedule: Annotated[str, AfterValidator(_schedule)] = "constant"
+    """Course of the rate after warm-up, over the run's steps: ``constant``, ``linear``, ``cosine``, or a
+    function of your own by its import path (``docs/hooks.md``)."""
     final_lr_share: Share = 0.1
     """Share of ``lr`` at the end of a decaying schedule."""
 

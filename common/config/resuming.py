@@ -13,6 +13,7 @@ CHANGEABLE: tuple[str, ...] = (
     "run.steps",
     "run.passes",
     "run.last_step",
+    "run.callback*",
     "rollout.workers",
     "rollout.threads",
     "reward.pools",

@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
-from .section import NonNegative, Positive, Section
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from ..import_path import is_import_path
+from .section import NonNegative, Positive, Seconds, Section
+
+
+def _listed(value: Any) -> Any:
+    """A single path stands for a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+def _callbacks(paths: tuple[str, ...]) -> tuple[str, ...]:
+    for path in paths:
+        if not is_import_path(path):
+            raise ValueError(f"{path!r} isn't an import path: write package.module:function")
+        if paths.count(path) > 1:
+            raise ValueError(f"{path} is named twice")
+    return paths
 
 
 class RunConfig(Section):
@@ -23,6 +42,14 @@ class RunConfig(Section):
     way. It sets on-policy sampling, one group per engine batch and no group deadline. Holds for the
     torch engine on CPUs with the same number of threads and ranks; slower. One dependence on time is
     left: a text on which a grader hangs."""
+
+    callbacks: Annotated[tuple[str, ...], BeforeValidator(_listed), AfterValidator(_callbacks)] = ()
+    """Functions of your own, by their import paths, that are called after each step and each evaluation, in a
+    process of their own (``docs/hooks.md``)."""
+    callback_seconds: Seconds = 60.0
+    """Time for one call of a callback; then its process is killed, and a new one goes on."""
+    callback_memory_mb: Annotated[int, Field(ge=256)] = 2048
+    """Address space of the callbacks' process, MiB."""
 
     @property
     def end(self) -> int | None:

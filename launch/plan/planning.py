@@ -270,6 +270,9 @@ def _all(
         yield _on_host(f"reward-{index}", {"dispatcher": POOL_BYTES, "graders": graders})
     for name in trackers_of(config):
         yield _on_host(name, {"libraries": SMALL_BYTES})
+    if config.run.callbacks:
+        # The callbacks' own process is bounded, but hardly ever comes near its bound.
+        yield _on_host("callbacks", {"libraries": 2 * SMALL_BYTES})
 
 
 def _on_host(name: str, parts: Mapping[str, int]) -> Planned:

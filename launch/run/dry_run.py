@@ -80,6 +80,7 @@ def specs(config: Config, folder: RunFolder, placement: Placement) -> list[Proce
         *started.rollout(config, folder, placement),
         *started.reward(config, folder),
         *started.trackers(config, folder),
+        *started.callbacks(config, folder),
     ]
 
 

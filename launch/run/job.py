@@ -46,10 +46,13 @@ def run_job(
         TandemError: the message is for the user; the run's folder can be resumed.
     """
     if opening.kind is Kind.FINISHED:
+        stopped = opening.run.get("stopped")
+        without = ", or without the callback that stopped it: run.callbacks=[]"
         terminal.say(
             f"{shown(opening.folder.path)} is finished"
             f"{_results_of(opening.folder)}. Start over with --fresh (the folder is moved aside), "
             f"or go on with more steps: run.steps={(opening.config.run.steps or 0) * 2 or '…'}"
+            f"{without if stopped else ''}"
         )
         return 0
     try:
@@ -172,6 +175,7 @@ class Job:
         return found
 
     def _fill(self, store: Store, found: Found | None) -> None:
+        from ...replay.callback_requests import CallbackRequests
         from ...replay.ledger import Ledger
         from ...replay.store import RunStore
         from ..ingest.load import reload
@@ -193,7 +197,10 @@ class Job:
                 "traces": found.traces,
             }
         self._end_ingest()
-        disk.persist(self._folder.run_json, lambda: self._record.write(ingest=known))
+        if self._opening.run.get("state") == "finished":
+            # A callback may have ended it, and now it is to go on.
+            CallbackRequests(store).clear()
+        disk.persist(self._folder.run_json, lambda: self._record.write(ingest=known, stopped=None))
 
     def _end_ingest(self) -> None:
         if self._ingest is not None:
@@ -243,7 +250,9 @@ class Job:
         seconds = self._record.all_seconds()
         disk.persist(
             self._folder.run_json,
-            lambda: self._record.write(state="finished", wall_seconds=seconds),
+            lambda: self._record.write(
+                state="finished", wall_seconds=seconds, stopped=findings.stopped
+            ),
         )
         problem = Drawing(self._folder).wait()
         for line in summary.table(made, self._folder):

@@ -230,8 +230,11 @@ def _given_before(preset: Preset, run: dict[str, Any]) -> list[str]:
 
 
 def _is_finished(run: dict[str, Any], changed: dict[str, tuple[Any, Any]]) -> bool:
-    """Whether a run is over; one that was given more steps or passes continues."""
+    """Whether a run is over; one that was given more steps or passes continues, and so does one that a
+    callback has stopped and that has other callbacks now."""
     if run.get("state") != "finished":
+        return False
+    if run.get("stopped") and "run.callbacks" in changed:
         return False
     before, now = changed.get("run.last_step", (None, None))
     if before is not None and (now is None or now > before):

@@ -75,6 +75,8 @@ class Part:
     """Whether its exit with code 0 can mean that the run has finished."""
     dispensable: bool = False
     """Whether the run goes on without it when it dies: the user is told once, and it isn't restarted."""
+    comes_back: bool = False
+    """Whether a dispensable part is restarted all the same, ``launch.max_failures`` times at most."""
     processes: list[tuple[ProcessSpec, subprocess.Popen[bytes]]] = field(default_factory=list)
     """Processes that are running or not yet reaped."""
     deaths: int = 0

@@ -14,6 +14,9 @@ from .parts import Part, ProcessSpec, Stage
 if TYPE_CHECKING:
     from ...common.config import Config
 
+CALLBACKS = "callbacks"
+"""Name of the process that has the callbacks called."""
+
 
 def parts(config: Config, folder: RunFolder, placement: Placement) -> list[Part]:
     """All parts of a run except its redis-server."""
@@ -30,6 +33,7 @@ def parts(config: Config, folder: RunFolder, placement: Placement) -> list[Part]
         (Stage.ROLLOUT, rollout(config, folder, placement)),
         (Stage.REWARD, reward(config, folder)),
         (Stage.TRACKERS, trackers(config, folder)),
+        (Stage.TRACKERS, callbacks(config, folder)),
     ):
         made += [
             Part(
@@ -37,6 +41,7 @@ def parts(config: Config, folder: RunFolder, placement: Placement) -> list[Part]
                 stage=stage,
                 specs=partial(list, [spec]),
                 dispensable=stage is Stage.TRACKERS,
+                comes_back=spec.name == CALLBACKS,
             )
             for spec in specs
         ]
@@ -90,6 +95,20 @@ def trackers(config: Config, folder: RunFolder) -> list[ProcessSpec]:
             environment={"CUDA_VISIBLE_DEVICES": ""},
         )
         for name in trackers_of(config)
+    ]
+
+
+def callbacks(config: Config, folder: RunFolder) -> list[ProcessSpec]:
+    """The process that has the user's callbacks called, if there are any."""
+    if not config.run.callbacks:
+        return []
+    return [
+        ProcessSpec(
+            name=CALLBACKS,
+            arguments=("callbacks", "--run", str(folder.path)),
+            log=folder.logs / f"{CALLBACKS}.log",
+            environment={"CUDA_VISIBLE_DEVICES": ""},
+        )
     ]
 
 

@@ -201,6 +201,7 @@ class Running:
 
     def _ask_last(self) -> None:
         """Reads the summary's figures from Redis while it is still up."""
+        from ...replay.callback_requests import CallbackRequests
         from ...replay.ledger import Ledger
         from ...replay.store import RunStore
 
@@ -216,6 +217,8 @@ class Running:
             findings.evaluations = [structs.asdict(result) for result in runs.evaluations()]
             findings.grader_restarts = runs.restarts()
             findings.dead_letters = ledger.dead_letters()
+            stopped = CallbackRequests(self._store).stopped()
+            findings.stopped = structs.asdict(stopped) if stopped is not None else None
             findings.complete = True
         except TandemError as error:
             self._say(f"the ledger's figures couldn't be read at the end: {error}")

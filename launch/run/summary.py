@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from ...common.errors import DataError
 from ...common.parts import parts, read_parts
 from ...common.run_folder import RunFolder, write_atomic
 from ...learner.best import best_of
 from ...learner.resume.journal import trained
 from ..board.on_disk import read_restarts
+from ..callbacks.host import read_tallies
 from ..plan.hardware import Machine
 from ..wording import duration, shown
 
@@ -59,6 +62,8 @@ class Findings:
     dead_letters: list[dict[str, Any]] = field(default_factory=list)
     idle: dict[str, float] = field(default_factory=dict)
     """Share of its time that each role waited."""
+    stopped: dict[str, Any] | None = None
+    """The callback's request that ended the run, if one did."""
     complete: bool = False
     """Whether everything was read."""
 
@@ -86,6 +91,8 @@ def make(
         "overrides": list(record.get("overrides", [])),
         "seed": config.run.seed,
         "steps": steps,
+        "stopped": findings.stopped,
+        "callbacks": _callbacks(config, folder),
         "epochs": _epochs(config, record, steps, samples),
         "accuracy_before": before["accuracy"] if before else None,
         "accuracy_after": after["accuracy"] if after else None,
@@ -276,6 +283,17 @@ def _at(results: Sequence[Mapping[str, Any]], step: int) -> Mapping[str, Any] | 
     return max(there, key=lambda result: int(result.get("problems") or 0), default=None)
 
 
+def _callbacks(config: Config, folder: RunFolder) -> dict[str, Any]:
+    """How often calls of each callback failed; empty if none did."""
+    if not config.run.callbacks:
+        return {}
+    try:
+        return {name: structs.asdict(one) for name, one in read_tallies(folder.callbacks).items()}
+    except DataError as error:
+        log.warning(f"the summary has no failures of callbacks: {error}")
+        return {}
+
+
 def _trained(folder: RunFolder, course: Course) -> tuple[int, int]:
     """Samples and tokens that were trained on, from the journal.
 
@@ -349,6 +367,15 @@ CHANGES = (
 def table(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     """The summary as a few lines of text."""
     rows = [("steps", f"{summary['steps']}")]
+    if summary.get("stopped") is not None:
+        stopped = summary["stopped"]
+        rows.append(("stopped by a callback", f"{stopped['reason']} ({stopped['callback']})"))
+    for name, tally in summary.get("callbacks", {}).items():
+        failed = tally["errors"] + tally["ended"]
+        if failed:
+            off = ", switched off" if tally["off"] else ""
+            log_file = shown(folder.logs / "callbacks.log")
+            rows.append(("callback failed", f"{name}: {failed} of its calls{off}; see {log_file}"))
     if summary["epochs"] is not None:
         rows.append(("epochs", f"{summary['epochs']:,.4g}"))
     if summary["accuracy_after"] is not None:

@@ -274,6 +274,11 @@ class Supervisor:
 
     def _let_go(self, part: Part, died: int) -> None:
         spec = part.processes[0][0]
+        part.deaths += 1
+        if part.comes_back and died not in HOPELESS and part.deaths < self._max_failures:
+            part.reap(self._say)
+            self._start_again(part, spec, died)
+            return
         last = last_lines(spec.log, 1).strip().removeprefix("| ")
         self._say(f"warning: {spec.name} {described(died)}, the run goes on without it: {last}")
         part.reap(self._say)
@@ -301,6 +306,9 @@ class Supervisor:
             raise PartFailed(
                 f"{spec.name} {why}; the last lines of {shown(spec.log)}:\n{last_lines(spec.log)}"
             )
+        self._start_again(part, spec, died)
+
+    def _start_again(self, part: Part, spec: ProcessSpec, died: int) -> None:
         pause = min(LONGEST_PAUSE, self._backoff * 2 ** (part.deaths - 1))
         part.due = time.monotonic() + pause
         self._note(spec, died)

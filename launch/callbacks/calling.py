@@ -1,0 +1,105 @@
+"""The process in which the user's callbacks run: imports them, calls one at a time, answers.
+
+It is started by its own exec (``python -m tandem.launch.callbacks.calling``) and holds nothing of the run: no
+connection, no password. Lines of JSON go over one socket::
+
+    to it      {"callback": index, "step": n, "metrics": {…}}
+    from it    {"ready": number of callbacks} or {"refused": why}, then for each call
+               {"error": traceback or "", "asked": {…}} (see Handle.asked)
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...common.errors import ConfigError
+from ...common.import_path import load
+from ...reward.sandbox.confinement import die_with
+from .handle import Handle
+
+KEY = "run.callbacks"
+ERROR_LENGTH = 4000
+"""Characters of a traceback that are passed on, from its end."""
+
+Callback = Callable[[int, dict[str, float], Handle], Any]
+
+
+def imported(path: str) -> Callback:
+    """Imports a callback.
+
+    Raises:
+        ConfigError: there is no such function, or its module can't be imported; says why.
+    """
+    function: Any = load(path, key=KEY, process="Tandem, or start Tandem in that folder")
+    if not callable(function):
+        raise ConfigError(f"{KEY}={path} is no function: {function!r:.200}")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{KEY}={path} is an async function, which is never awaited: write def")
+    try:
+        inspect.signature(function).bind(1, {}, Handle())
+    except TypeError as error:
+        raise ConfigError(
+            f"{KEY}={path} can't be called with (step, metrics, handle): {error}"
+        ) from None
+    except ValueError:
+        pass  # Functions written in C may have no signature.
+    return function
+
+
+def call(callback: Callback, step: int, metrics: dict[str, float]) -> dict[str, Any]:
+    """Calls a callback; its exception, whichever it is, becomes a part of the answer."""
+    handle, error = Handle(), ""
+    try:
+        callback(step, metrics, handle)
+    except BaseException:  # noqa: BLE001 - a user's function may raise anything, SystemExit too
+        error = traceback.format_exc()[-ERROR_LENGTH:]
+    return {"error": error, "asked": handle.asked()}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs ``calling <socket's descriptor> <settings as JSON>`` until the other end is closed."""
+    settings = json.loads(arguments[1])
+    die_with(settings["parent"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    limit = settings["memory_mb"] << 20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    channel = socket.socket(fileno=int(arguments[0]))
+
+    def say(message: dict[str, Any]) -> None:
+        channel.sendall(json.dumps(message).encode() + b"\n")
+
+    # Appended at the end, so that nothing there hides an installed module.
+    sys.path.append(os.getcwd())
+    try:
+        callbacks = [imported(path) for path in settings["callbacks"]]
+    except ConfigError as error:
+        say({"refused": str(error)})
+        return ConfigError.exit_code
+    try:
+        say({"ready": len(callbacks)})
+        for line in channel.makefile("rb"):
+            request = json.loads(line)
+            callback = callbacks[request["callback"]]
+            answer = call(callback, request["step"], request["metrics"])
+            # So that what was printed is in the log before the answer is acted on.
+            sys.stdout.flush()
+            say(answer)
+    except (BrokenPipeError, ConnectionResetError):
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    # Threads that a module has started don't delay the end.
+    os._exit(code)
