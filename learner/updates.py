@@ -133,7 +133,7 @@ class Updates:
         """The ratio check; a checkpoint keeps its history."""
         self._reference: Reference | None = None
         if "reference" in self.objective.columns or self.coefficients.kl_reward:
-            self._reference = Reference(config, engine.device, reference_folder)
+            self._reference = Reference(config, engine, reference_folder)
 
     def train(
         self,
@@ -374,18 +374,20 @@ class Updates:
             for micro, (logprobs, _) in zip(micro_batches, scored, strict=True)
         ]
 
-    @torch.no_grad()
     def _with_reference(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         assert self._reference is not None
-        filled = []
-        for micro in micro_batches:
-            # Stored rows have theirs already.
-            if not micro.dummy and micro.rows.reference is None:
-                scored, _ = self._reference.policy.score(micro)
-                rows = micro.rows.with_columns(reference=scored.to(micro.rows.row.device))
-                micro = replace(micro, rows=rows)
-            filled.append(micro)
-        return filled
+        # Stored rows have theirs already; that is so of all of them, on every rank.
+        if all(micro.rows.reference is not None for micro in micro_batches):
+            return micro_batches
+        scored = self._reference.score(micro_batches)
+        return [
+            micro
+            if micro.dummy
+            else replace(
+                micro, rows=micro.rows.with_columns(reference=logprobs.to(micro.rows.row.device))
+            )
+            for micro, logprobs in zip(micro_batches, scored, strict=True)
+        ]
 
     @torch.no_grad()
     def _scalars(self, update: _Update) -> dict[str, float]:
