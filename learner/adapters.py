@@ -7,6 +7,7 @@ names that A and B have outside of PEFT, are those of :mod:`tandem.common.adapte
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..common.adapters import adapted_layers, scale_of
+from ..common.adapters import adapted_layers, base_digest, scale_of
 from ..common.errors import ConfigError, DataError
+from ..common.models import local_folder
 from ..common.seeds import keyed_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..common.config import LoraConfig
+    from ..common.config import Config, LoraConfig
 
 NAME = "default"
 """PEFT's name of the one adapter that a layer has."""
@@ -44,7 +46,7 @@ class Adapters:
         seed: ``run.seed``.
 
     Raises:
-        ConfigError: a target matches no linear layer.
+        ConfigError: a target matches no linear layer, or PEFT can't adapt one of them.
     """
 
     def __init__(self, model: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
@@ -56,16 +58,23 @@ class Adapters:
         """The adapted layers, in the order in which their tensors travel."""
         self.scale = scale_of(lora)
         self._targets = _targets(model, [layer.name for layer in self.layers])
-        settings = self._settings(target_modules=[layer.name for layer in self.layers])
-        inject_adapter_in_model(settings, model, NAME)
+        # An expression, since PEFT takes a list of names as the ends of names.
+        names = "|".join(re.escape(layer.name) for layer in self.layers)
+        try:
+            inject_adapter_in_model(self._settings(target_modules=names), model, NAME)
+        except ValueError as error:
+            raise ConfigError(
+                f"learner.lora: PEFT can't adapt this model: {' '.join(str(error).split())[:300]}"
+            ) from None
         self._modules: dict[str, Any] = {
             name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
         }
         if self._modules.keys() != {layer.name for layer in self.layers}:
             found = ", ".join(sorted(self._modules.keys() ^ {one.name for one in self.layers})[:3])
             raise ConfigError(
-                f"learner.lora: PEFT adapts other layers of this model than are to be adapted ({found}): name "
-                f"learner.lora.targets one by one"
+                f"learner.lora: PEFT takes some of the named layers for others, as it does in mixtures of experts "
+                f"({found}): leave these names out of learner.lora.targets, for instance by naming only the layers "
+                f"of attention"
             )
         for layer in self.layers:
             module = self._modules[layer.name]
@@ -205,6 +214,56 @@ class Adapters:
             bias="none",
             **further,
         )
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What a checkpoint says of the adapters in it: ``{"lora": …}``; empty if every parameter is trained.
+
+    Raises:
+        DataError: the base model's weights can't be read.
+    """
+    lora = config.learner.lora
+    if lora is None:
+        return {}
+    kept = lora.model_dump(mode="json", include={"rank", "alpha", "rslora", "targets"})
+    return {"lora": {**kept, "base": base_digest(local_folder(config.model.path))}}
+
+
+def require_same(kept: Mapping[str, Any], now: Mapping[str, Any], place: Path) -> None:
+    """Refuses a checkpoint whose adapters can't go on under these settings, before anything of it is read.
+
+    Args:
+        kept: what the checkpoint says (:func:`identity`), beside other keys.
+        now: the same of this run.
+        place: the checkpoint, for the error.
+
+    Raises:
+        DataError: it has no adapters, or only adapters, or those of other settings or of another base.
+    """
+    before, here = kept.get("lora"), now.get("lora")
+    if before == here:
+        return
+    if before is None:
+        raise DataError(
+            f"{place} has all of the model's parameters, and learner.lora trains adapters: set "
+            f"learner.lora=null, or start a new run whose model.path is that run's model/"
+        )
+    if not isinstance(before, Mapping) or here is None:
+        raise DataError(
+            f"{place} has adapters alone, and learner.lora=null trains every parameter: set learner.lora as it "
+            f"was ({before})"
+        )
+    for key, value in here.items():
+        if key != "base" and before.get(key) != value:
+            raise DataError(
+                f"{place} was written with learner.lora.{key}={before.get(key)}, and it is {value}: set it as it "
+                f"was, or start over with --fresh"
+            )
+    raise DataError(
+        f"{place} has adapters of a base model with the digest {before.get('base')}, and the weights in "
+        f"model.path have {here['base']}: put the weights back with which the run was started, or start over "
+        f"with --fresh"
+    )
 
 
 def _inner(name: str) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
-import os
-import secrets
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +18,7 @@ from torch import Tensor
 from ..common.agreement import Probe
 from ..common.config import Config
 from ..common.errors import DataError
+from ..common.seeds import keyed_seed
 from .adapters import Adapters
 from .forward.policy import Policy, count_parameters, size_of
 from .forward.verification import longest_row
@@ -27,7 +26,7 @@ from .losses.finite import NonFiniteError
 from .model_folder import adapter_folder, write_folder, write_model
 from .objectives import Objective
 from .optimizers import Optimizer
-from .rendezvous import gather_names, sum_over_ranks
+from .rendezvous import gather_names, load_deepspeed, sum_over_ranks
 from .rows.microbatch import MicroBatch
 from .rows.rows import Rows
 
@@ -95,7 +94,7 @@ class DeepSpeedEngine:
         return self.policy.model
 
     def _initialise(self) -> Any:
-        deepspeed = _deepspeed(self.device)
+        deepspeed = load_deepspeed(self.device)
         engine, _, _, _ = deepspeed.initialize(
             model=self.policy,
             optimizer=self._optimizer.optimizer,
@@ -281,13 +280,13 @@ class DeepSpeedEngine:
                 yield name, tensor.detach()
 
     @contextmanager
-    def _gathered(self, parameters: list[Any]) -> Iterator[None]:
+    def _gathered(self, parameters: list[Any], *, modify: bool = False) -> Iterator[None]:
         if self.stage < 3:
             yield
             return
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=None):
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if modify else None):
             yield
 
     def parameter_count(self) -> int:
@@ -298,6 +297,42 @@ class DeepSpeedEngine:
     def trained_count(self) -> int:
         """Number of parameters that are trained, and travel to the engines."""
         return sum(size_of(p) for p in self.model.parameters() if p.requires_grad)
+
+    @property
+    def sizes(self) -> dict[str, float]:
+        """Where adapters are trained, figures of what is trained and of how many bytes a version has."""
+        if self.adapters is None:
+            return {}
+        trained, whole = self.trained_count(), self.parameter_count()
+        return {
+            "train/parameters": float(trained),
+            "weights/bytes": float(trained * getattr(torch, self.config.engine_dtype).itemsize),
+            "weights/bytes_share": trained / whole,
+        }
+
+    @property
+    def described(self) -> str:
+        """One line on what is trained, and by how many ranks."""
+        text = f"{self.parameter_count():,} parameters in {self.config.model.dtype}"
+        if self.adapters is not None:
+            lora, sizes = self.adapters.lora, self.sizes
+            text += (
+                f", all of them frozen; adapters of rank {lora.rank} on {len(self.adapters.layers)} layers are "
+                f"trained ({self.trained_count():,} parameters; a version has "
+                f"{sizes['weights/bytes']:,.0f} bytes, {sizes['weights/bytes_share']:.1%} of the model's)"
+            )
+        return f"{text} on {self.world_size} rank(s), ZeRO-{self.stage}"
+
+    @property
+    def drops(self) -> bool:
+        """Whether training passes drop a part of what goes into the adapters."""
+        return self.adapters is not None and self.adapters.lora.dropout > 0
+
+    def seed_dropout(self, step: int, update: int) -> None:
+        """Settles what the update's passes drop, so that a step that is trained again drops the same."""
+        if self.drops:
+            seed = self.config.run.seed
+            torch.manual_seed(keyed_seed(seed, "dropout", step, update, self.rank))
 
     def barrier(self) -> None:
         """Waits until every rank has come here."""
@@ -351,7 +386,8 @@ class DeepSpeedEngine:
         return dict(client.get("coefficients") or {})
 
     def load_weights(self, folder: Path) -> None:
-        """Loads only the parameters, whatever number of ranks wrote them; not for ZeRO stage 3.
+        """Loads only the parameters, whatever number of ranks wrote them; not for ZeRO stage 3, for which there
+        is :meth:`join_adapters`.
 
         Raises:
             DataError: they can't be read.
@@ -370,6 +406,29 @@ class DeepSpeedEngine:
             why = "it holds no DeepSpeed state"
         if path is None:
             raise DataError(f"the checkpoint {folder} can't be read: {why}")
+
+    def join_adapters(self, folder: Path) -> None:
+        """Loads only the adapters, of a checkpoint in which each rank has written a part (ZeRO stage 3).
+
+        Raises:
+            DataError: they can't be read.
+        """
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        assert self.adapters is not None
+        try:
+            with redirect_stdout(io.StringIO()):
+                state = get_fp32_state_dict_from_zero_checkpoint(
+                    str(folder), tag=TAG, exclude_frozen_parameters=True
+                )
+            for name, parameter in self.policy.named_parameters():
+                if parameter.requires_grad:
+                    with self._gathered([parameter], modify=True), torch.no_grad():
+                        parameter.copy_(state[name])
+        except Exception as error:  # noqa: BLE001 - torch, pickle and DeepSpeed raise their own kinds
+            raise DataError(
+                f"the checkpoint {folder} can't be read: {' '.join(str(error).split())[:300]}"
+            ) from None
 
     @property
     def _load_function(self) -> Callable[..., None] | None:
@@ -419,25 +478,3 @@ def _loss(
 def stage_of(config: Config, ranks: int) -> int:
     """The ZeRO stage that is actually run, see :meth:`Config.zero_stage`."""
     return config.zero_stage(ranks)
-
-
-def _deepspeed(device: torch.device) -> Any:
-    """DeepSpeed, set up so that it compiles nothing."""
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # A build that was killed leaves a lock there, on which every later process waits forever. The
-    # folder isn't made: nothing is built, and a process that is killed could not remove it.
-    if "TORCH_EXTENSIONS_DIR" not in os.environ:
-        place = Path(tempfile.gettempdir()) / f"tandem-extensions-{secrets.token_hex(16)}"
-        os.environ["TORCH_EXTENSIONS_DIR"] = str(place)
-    os.environ.setdefault("DS_BUILD_OPS", "0")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    import deepspeed
-
-    deepspeed.utils.logger.setLevel(logging.WARNING)
-    # init_distributed otherwise compiles an all-reduce for inference, with g++ and ninja.
-    known = getattr(deepspeed.ops, "__compatible_ops__", None)
-    if device.type == "cpu" and isinstance(known, dict):
-        known["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_init_required=False, verbose=False)
-    return deepspeed

@@ -36,6 +36,7 @@ from ..replay.ledger import Ledger
 from ..replay.ledger_records import Waiting
 from ..replay.members import Members, membership
 from ..replay.store import EvaluationResult, RunStore
+from .adapters import identity
 from .best import Best
 from .evaluations import Evaluations, record_of, recorded_in
 from .metrics.idle import Idle
@@ -47,7 +48,7 @@ from .resume.journal import Journal
 from .rows.sources import Fetch, StepBatch, source_of
 from .saving import Saver, write_with_room
 from .schedule import learning_rate
-from .scored import fixed_rows
+from .scored import as_published, fixed_rows
 from .stop_signal import StopSignal
 from .updates import StepOutcome
 
@@ -92,6 +93,8 @@ class Trainer:
         self._source = source_of(config, self._ledger, self._runs)
         whole = self._source.total_steps
         self._total = min(whole, config.run.last_step or whole)
+        with leader.waiting():
+            kept = {"run_id": join.run_id, "seed": config.run.seed, **identity(config)}
         self._saver = Saver(
             folder,
             kept=config.learner.checkpoints_kept,
@@ -100,10 +103,11 @@ class Trainer:
             source=self._source,
             clock=self._clock,
             term=self._term,
-            state={"run_id": join.run_id, "seed": config.run.seed},
+            state=kept,
         )
         self._held_out = self._source.held_out()
         self._reporter = Reporter(self._runs, config, folder, name, self._clock, self._total)
+        self._reporter.always = leader.engine.sizes
         self._evaluations = Evaluations(self._runs, self._members, config, lambda: self._stop.asked)
         self._best: Best | None = None
         if config.evaluate.best is not None:
@@ -210,9 +214,7 @@ class Trainer:
         self._publish()
         engine = self._leader.engine
         log.info(
-            f"term {self._term}, step {self._step} of {total}: "
-            f"{engine.parameter_count():,} parameters in {self._config.model.dtype} on "
-            f"{engine.world_size} rank(s), ZeRO-{engine.stage}, "
+            f"term {self._term}, step {self._step} of {total}: {engine.described}, "
             f"objective {self._config.learner.objective.name}"
         )
         if self._config.evaluate.exact:
@@ -469,10 +471,7 @@ class Trainer:
         if not bool(torch.isfinite(logprobs).all()):
             log.warning(f"step {self._step}: the check's rows have log-probs that aren't finite")
             return None
-        return ScoredRows(
-            rows=tuple(map(tuple, self._rows.tolist())),
-            logprobs=tuple(map(tuple, logprobs.tolist())),
-        )
+        return as_published(self._rows, logprobs)
 
     # Reports.
 

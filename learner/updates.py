@@ -170,6 +170,8 @@ class Updates:
             nonlocal looked, refused
             looked = True
             there = [micro.to(self.engine.device).rows for micro in update.real]
+            if sampled is not None:
+                logprobs = sampled
             figures, refused = self.ratio_check.look(there, logprobs, settled=settled)
             ratios.update(figures)
             return not refused
@@ -180,6 +182,8 @@ class Updates:
                 # Nothing can move the gradient, so there is no pass and no step of the optimizer either.
                 found.append({"applied": 1.0, "rows": float(update.rows.count), "rows_active": 0.0})
                 continue
+            sampled = None if looked else self._without_dropout(update)
+            self.engine.seed_dropout(step, number)
             result = self.engine.update(
                 update.micro_batches,
                 self.objective,
@@ -294,6 +298,18 @@ class Updates:
             forward_tokens=sum(micro.forward_tokens for micro in own),
             measured=measured,
         )
+
+    def _without_dropout(self, update: _Update) -> list[Tensor] | None:
+        """``[N]`` log-probs of each real micro-batch for the ratio check, if training passes change them by
+        dropout; None if they don't, or if nothing was sampled."""
+        if not self.engine.drops or bool(update.rows.expert.all()):
+            return None
+        scored = self.engine.score(update.micro_batches)
+        return [
+            logprobs
+            for micro, (logprobs, _) in zip(update.micro_batches, scored, strict=True)
+            if not micro.dummy
+        ]
 
     def _mismatched(self, rows: Rows) -> Rows | None:
         if not self.objective.mismatched or bool((~rows.expert_row).any()):

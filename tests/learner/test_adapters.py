@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from tandem.common.adapters import adapted_layers, adapter_tensors
 from tandem.common.errors import ConfigError, DataError
+from tandem.learner.adapters import identity, require_same
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.forward.policy import Policy
 from tandem.learner.model_folder import adapter_folder
@@ -371,3 +372,49 @@ def test_a_layer_that_is_never_called_is_refused(made_up: ModuleType, engines: M
         engines(lora={**LORA, "targets": ["q_proj", "up_proj"]})
     finally:
         Qwen2MLP.forward = plain
+
+
+def test_a_checkpoint_of_other_adapters_is_refused_before_it_is_read(
+    made_up: ModuleType, tmp_path: Path
+) -> None:
+    folder = tmp_path / "base"
+    made_up.tiny_model().save_pretrained(folder)
+
+    def kept(**lora: Any) -> dict[str, Any]:
+        learner = {"lora": {**LORA, **lora}} if lora.get("rank", 1) else {}
+        config = made_up.config_of(model={"path": str(folder)}, learner=learner)
+        return {"seed": 3, **identity(config)}
+
+    begun, place = kept(), tmp_path / "checkpoint"
+    require_same(begun, kept(dropout=0.1), place)
+    for changed, said in (
+        ({"rank": 4}, r"learner\.lora\.rank=3, and it is 4"),
+        ({"alpha": 6.0}, r"learner\.lora\.alpha=12\.0, and it is 6\.0"),
+        ({"rslora": True}, r"learner\.lora\.rslora=False, and it is True"),
+        ({"targets": ["q_proj"]}, r"learner\.lora\.targets=all-linear, and it is \['q_proj'\]"),
+        ({"rank": 0}, r"has adapters alone, and learner\.lora=null"),
+    ):
+        with pytest.raises(DataError, match=said):
+            require_same(begun, kept(**changed), place)
+    with pytest.raises(DataError, match=r"has all of the model's parameters"):
+        require_same(kept(rank=0), begun, place)
+    made_up.tiny_model(seed=1).save_pretrained(folder)
+    with pytest.raises(DataError, match=r"adapters of a base model with the digest"):
+        require_same(begun, kept(), place)
+
+
+def test_the_first_line_and_the_metrics_say_what_travels(engines: Make) -> None:
+    engine = engines(1, dtype="bfloat16")
+    count = engine.trained_count()
+    share = count / engine.parameter_count()
+    assert engine.sizes == {
+        "train/parameters": count,
+        "weights/bytes": 2 * count,
+        "weights/bytes_share": share,
+    }
+    assert (
+        f"rank 3 on 14 layers are trained ({count:,} parameters; a version has {2 * count:,}"
+        in (engine.described)
+    )
+    assert f"{share:.1%} of the model's" in engine.described
+    assert engines(lora=None).sizes == {}
