@@ -61,8 +61,11 @@ def adapted_layers(model: Any, lora: LoraConfig) -> tuple[AdaptedLayer, ...]:
     from torch import nn
 
     head = model.get_output_embeddings()
+    # A subclass that computes something else, such as a router of experts, is no linear layer.
     linear = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     }
     kept = {name: module for name, module in linear.items() if module is not head}
     if lora.targets != "all-linear":

@@ -62,6 +62,25 @@ def resolve(path: str) -> str:
     )
 
 
+def local_folder(path: str) -> Path:
+    """The folder of a model that has been loaded: as :func:`resolve`, and for a hub name the download cache's.
+
+    Raises:
+        DataError: it isn't on this machine.
+    """
+    place = resolve(path)
+    if Path(place).is_dir():
+        return Path(place)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(place, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"model.path={path}: the download cache has no folder of it: {_one_line(error)}"
+        ) from None
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model.
 

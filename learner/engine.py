@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import io
 import logging
 import math
-import os
-import secrets
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +18,15 @@ from torch import Tensor
 from ..common.agreement import Probe
 from ..common.config import Config
 from ..common.errors import DataError
-from ..common.run_folder import replace_folder, sync_tree
-from .forward.policy import Policy, count_parameters
+from ..common.seeds import keyed_seed
+from .adapters import Adapters
+from .forward.policy import Policy, count_parameters, size_of
 from .forward.verification import longest_row
 from .losses.finite import NonFiniteError
+from .model_folder import adapter_folder, write_folder, write_model
 from .objectives import Objective
-from .rendezvous import gather_names, sum_over_ranks
+from .optimizers import Optimizer
+from .rendezvous import gather_names, load_deepspeed, sum_over_ranks
 from .rows.microbatch import MicroBatch
 from .rows.rows import Rows
 
@@ -73,12 +72,17 @@ class DeepSpeedEngine:
         self.world_size = dist.get_world_size()
         self.rank = dist.get_rank()
         self.stage = stage_of(config, self.world_size)
+        self.adapters: Adapters | None = None
+        """The adapters, if only they are trained (``learner.lora``)."""
+        if config.learner.lora is not None:
+            self.adapters = Adapters(model, config.learner.lora, config.run.seed)
         if config.learner.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        probe = Probe.of(model, longest_row(config))
-        self.policy = Policy(model)
+        with self.adapters.require_calls() if self.adapters else nullcontext():
+            probe = Probe.of(model, longest_row(config))
+        self.policy = Policy(model, self.adapters)
         self.policy.share_prompts(probe)
-        self._optimizer = _Optimizer(self.policy, config, self.stage)
+        self._optimizer = Optimizer(self.policy, config, self.stage)
         self._engine = self._initialise()
         self._engine.train()
         # Compared through DeepSpeed, as it trains; every rank scores the same rows.
@@ -90,7 +94,7 @@ class DeepSpeedEngine:
         return self.policy.model
 
     def _initialise(self) -> Any:
-        deepspeed = _deepspeed(self.device)
+        deepspeed = load_deepspeed(self.device)
         engine, _, _, _ = deepspeed.initialize(
             model=self.policy,
             optimizer=self._optimizer.optimizer,
@@ -208,11 +212,22 @@ class DeepSpeedEngine:
         return dict(zip(names, summed, strict=True))
 
     @torch.no_grad()
-    def score(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Log-probs and entropies of every micro-batch's tokens under the current weights."""
+    def score(
+        self, micro_batches: Sequence[MicroBatch], *, base: bool = False
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Log-probs and entropies of every micro-batch's tokens under the current weights.
+
+        Collective with ZeRO-3: every rank must score as many micro-batches.
+
+        Args:
+            micro_batches: this rank's micro-batches.
+            base: score with the adapters off, under the base model.
+        """
+        assert not base or self.adapters is not None
         self._engine.eval()
         try:
-            return [self._forward(micro.to(self.device), False) for micro in micro_batches]
+            with self.adapters.off() if base and self.adapters else nullcontext():
+                return [self._forward(micro.to(self.device), False) for micro in micro_batches]
         finally:
             self._engine.train()
 
@@ -241,29 +256,83 @@ class DeepSpeedEngine:
     # Weights out.
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor of every parameter as the model names them, tied ones once.
+        """Name and tensor of everything that is trained, as the model names it, tied ones once.
 
-        With ZeRO-3 each one is gathered while it is used, so every rank must go through all of them.
+        With adapters these are their tensors, in the order of
+        :func:`~tandem.common.adapters.adapter_tensors`. With ZeRO-3 each one is gathered while it is used, so
+        every rank must go through all of them.
         """
-        for name, parameter in self.model.named_parameters():
+        trained = self.adapters.parameters() if self.adapters else self.model.named_parameters()
+        for name, parameter in trained:
             with self._gathered([parameter]):
                 yield name, parameter.detach()
 
+    def base_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All entries of the state dict that the model has without adapters, tied ones under every name.
+
+        They come in the order of their names. With ZeRO-3 every rank must go through all of them.
+        """
+        state = self.model.state_dict(keep_vars=True)
+        if self.adapters is not None:
+            state = self.adapters.of_base(state)
+        for name, tensor in sorted(state.items()):
+            with self._gathered([tensor] if hasattr(tensor, "ds_id") else []):
+                yield name, tensor.detach()
+
     @contextmanager
-    def _gathered(self, parameters: list[Any]) -> Iterator[None]:
+    def _gathered(self, parameters: list[Any], *, modify: bool = False) -> Iterator[None]:
         if self.stage < 3:
             yield
             return
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=None):
+        with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if modify else None):
             yield
 
     def parameter_count(self) -> int:
-        """Number of parameters, tied ones counted once."""
-        if self.stage < 3:
-            return count_parameters(self.model)
-        return sum(p.ds_numel for p in self.model.parameters())
+        """Number of the model's parameters, without adapters; tied ones are counted once."""
+        everything = count_parameters(self.model)
+        return everything - self.trained_count() if self.adapters else everything
+
+    def trained_count(self) -> int:
+        """Number of parameters that are trained, and travel to the engines."""
+        return sum(size_of(p) for p in self.model.parameters() if p.requires_grad)
+
+    @property
+    def sizes(self) -> dict[str, float]:
+        """Where adapters are trained, figures of what is trained and of how many bytes a version has."""
+        if self.adapters is None:
+            return {}
+        trained, whole = self.trained_count(), self.parameter_count()
+        return {
+            "train/parameters": float(trained),
+            "weights/bytes": float(trained * getattr(torch, self.config.engine_dtype).itemsize),
+            "weights/bytes_share": trained / whole,
+        }
+
+    @property
+    def described(self) -> str:
+        """One line on what is trained, and by how many ranks."""
+        text = f"{self.parameter_count():,} parameters in {self.config.model.dtype}"
+        if self.adapters is not None:
+            lora, sizes = self.adapters.lora, self.sizes
+            text += (
+                f", all of them frozen; adapters of rank {lora.rank} on {len(self.adapters.layers)} layers are "
+                f"trained ({self.trained_count():,} parameters; a version has "
+                f"{sizes['weights/bytes']:,.0f} bytes, {sizes['weights/bytes_share']:.1%} of the model's)"
+            )
+        return f"{text} on {self.world_size} rank(s), ZeRO-{self.stage}"
+
+    @property
+    def drops(self) -> bool:
+        """Whether training passes drop a part of what goes into the adapters."""
+        return self.adapters is not None and self.adapters.lora.dropout > 0
+
+    def seed_dropout(self, step: int, update: int) -> None:
+        """Settles what the update's passes drop, so that a step that is trained again drops the same."""
+        if self.drops:
+            seed = self.config.run.seed
+            torch.manual_seed(keyed_seed(seed, "dropout", step, update, self.rank))
 
     def barrier(self) -> None:
         """Waits until every rank has come here."""
@@ -290,6 +359,7 @@ class DeepSpeedEngine:
                 "coefficients": dict(coefficients or {}),
             },
             save_latest=False,
+            exclude_frozen_parameters=self.adapters is not None,
         )
 
     def load(self, folder: Path) -> dict[str, float]:
@@ -299,7 +369,9 @@ class DeepSpeedEngine:
             DataError: it can't be read, or was written by another number of ranks.
         """
         try:
-            path, client = self._engine.load_checkpoint(str(folder), tag=TAG)
+            path, client = self._engine.load_checkpoint(
+                str(folder), tag=TAG, custom_load_fn=self._load_function
+            )
         except Exception as error:  # noqa: BLE001 - torch, pickle and DeepSpeed raise their own kinds
             raise DataError(
                 f"the checkpoint {folder} can't be read: {' '.join(str(error).split())[:300]}"
@@ -314,14 +386,19 @@ class DeepSpeedEngine:
         return dict(client.get("coefficients") or {})
 
     def load_weights(self, folder: Path) -> None:
-        """Loads only the parameters, whatever number of ranks wrote them; not for ZeRO stage 3.
+        """Loads only the parameters, whatever number of ranks wrote them; not for ZeRO stage 3, for which there
+        is :meth:`join_adapters`.
 
         Raises:
             DataError: they can't be read.
         """
         try:
             path, _ = self._engine.load_checkpoint(
-                str(folder), tag=TAG, load_module_only=True, load_optimizer_states=False
+                str(folder),
+                tag=TAG,
+                load_module_only=True,
+                load_optimizer_states=False,
+                custom_load_fn=self._load_function,
             )
         except Exception as error:  # noqa: BLE001 - torch, pickle and DeepSpeed raise their own kinds
             path, why = None, " ".join(str(error).split())[:300]
@@ -330,38 +407,59 @@ class DeepSpeedEngine:
         if path is None:
             raise DataError(f"the checkpoint {folder} can't be read: {why}")
 
+    def join_adapters(self, folder: Path) -> None:
+        """Loads only the adapters, of a checkpoint in which each rank has written a part (ZeRO stage 3).
+
+        Raises:
+            DataError: they can't be read.
+        """
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        assert self.adapters is not None
+        try:
+            with redirect_stdout(io.StringIO()):
+                state = get_fp32_state_dict_from_zero_checkpoint(
+                    str(folder), tag=TAG, exclude_frozen_parameters=True
+                )
+            for name, parameter in self.policy.named_parameters():
+                if parameter.requires_grad:
+                    with self._gathered([parameter], modify=True), torch.no_grad():
+                        parameter.copy_(state[name])
+        except Exception as error:  # noqa: BLE001 - torch, pickle and DeepSpeed raise their own kinds
+            raise DataError(
+                f"the checkpoint {folder} can't be read: {' '.join(str(error).split())[:300]}"
+            ) from None
+
+    @property
+    def _load_function(self) -> Callable[..., None] | None:
+        return self.adapters.load if self.adapters else None
+
     def export(self, folder: Path, base: Path | None) -> None:
         """Writes the model as a plain Hugging Face folder, completely or not at all. Collective.
 
+        Adapters are merged into what is written, and written by themselves beside it
+        (:func:`~.model_folder.adapter_folder`).
+
         Args:
             folder: replaced if it exists.
-            base: the folder that the model was loaded from. Its tokenizer and config files are
-                copied byte for byte, so that whatever reads the base reads the result.
+            base: the folder that the model was loaded from, see :func:`~.model_folder.write_model`.
         """
-        tensors = {name: tensor.cpu().clone() for name, tensor in self._exported()}
+        adapters = self.adapters
+        trained: dict[str, Tensor] = {}
+        if adapters is not None:
+            trained = {name: tensor.cpu().clone() for name, tensor in self.parameters()}
+        tensors = {
+            name: (adapters.merged(name, tensor, trained) if adapters else tensor).cpu().clone()
+            for name, tensor in self.base_tensors()
+        }
         if self.rank != 0:
             return
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
-            self.model.save_pretrained(staging, state_dict=tensors)
-            if base is not None and base.is_dir():
-                _copy_side_files(base, staging, self.config.model.dtype)
-            for path in staging.iterdir():
-                path.chmod(0o644)
-            staging.chmod(0o755)
-            sync_tree(staging)
-            replace_folder(staging, folder)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-
-    def _exported(self) -> Iterator[tuple[str, Tensor]]:
-        """All entries of the state dict, tied ones under every name."""
-        if self.stage < 3:
-            yield from self.model.state_dict().items()
-        else:
-            yield from self.parameters()
+        write_model(self.model, tensors, folder, base, self.config.model.dtype)
+        if adapters is not None:
+            place = self.config.model.path if base is None else str(base)
+            write_folder(
+                adapter_folder(folder), lambda staging: adapters.write(staging, trained, place)
+            )
 
 
 def _loss(
@@ -380,105 +478,3 @@ def _loss(
 def stage_of(config: Config, ranks: int) -> int:
     """The ZeRO stage that is actually run, see :meth:`Config.zero_stage`."""
     return config.zero_stage(ranks)
-
-
-def _copy_side_files(base: Path, staging: Path, dtype: str) -> None:
-    weights = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
-    for path in sorted(base.iterdir()):
-        heavy = path.suffix in weights or path.name.endswith(".index.json")
-        if path.is_file() and not heavy:
-            shutil.copyfile(path, staging / path.name)
-    config = staging / "config.json"
-    content = json.loads(config.read_text(encoding="utf-8"))
-    for key in ("dtype", "torch_dtype"):
-        if key in content:
-            content[key] = dtype
-    config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _deepspeed(device: torch.device) -> Any:
-    """DeepSpeed, set up so that it compiles nothing."""
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # A build that was killed leaves a lock there, on which every later process waits forever. The
-    # folder isn't made: nothing is built, and a process that is killed could not remove it.
-    if "TORCH_EXTENSIONS_DIR" not in os.environ:
-        place = Path(tempfile.gettempdir()) / f"tandem-extensions-{secrets.token_hex(16)}"
-        os.environ["TORCH_EXTENSIONS_DIR"] = str(place)
-    os.environ.setdefault("DS_BUILD_OPS", "0")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    import deepspeed
-
-    deepspeed.utils.logger.setLevel(logging.WARNING)
-    # init_distributed otherwise compiles an all-reduce for inference, with g++ and ninja.
-    known = getattr(deepspeed.ops, "__compatible_ops__", None)
-    if device.type == "cpu" and isinstance(known, dict):
-        known["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_init_required=False, verbose=False)
-    return deepspeed
-
-
-class _Optimizer:
-    """The client optimizer, and for ZeRO-0 the gradient's norm, clipping and check.
-
-    ZeRO-0 in float32 returns no norm and would apply a gradient that isn't finite.
-    """
-
-    def __init__(self, policy: Policy, config: Config, stage: int) -> None:
-        wanted = config.learner.optimizer
-        self.guards = stage == 0 and config.model.dtype == "float32"
-        self.applied = True
-        self.norm = float("nan")
-        self._clip = wanted.grad_clip
-        settings: dict[str, Any] = {
-            "params": [p for p in policy.parameters() if p.requires_grad],
-            "lr": wanted.lr,
-            "eps": wanted.eps,
-            "weight_decay": wanted.weight_decay,
-        }
-        kind: type[Any]
-        if wanted.name == "rmsprop":
-            kind = _GuardedRmsprop if self.guards else torch.optim.RMSprop
-            settings["alpha"] = wanted.alpha
-        else:
-            kind = _GuardedAdamw if self.guards else torch.optim.AdamW
-            settings |= {"betas": wanted.betas, "fused": True}
-        self.optimizer: torch.optim.Optimizer = kind(**settings)
-        if isinstance(self.optimizer, _Guarded):
-            self.optimizer.guard = self._check
-
-    def set_lr(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-
-    def _check(self) -> bool:
-        parameters = [
-            p
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        self.norm = float(norm)
-        self.applied = bool(torch.isfinite(norm))
-        if self.applied and self._clip:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
-        return self.applied
-
-
-class _Guarded(torch.optim.Optimizer):
-    """An optimizer that asks a function before it steps."""
-
-    guard: Callable[[], bool]
-
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure) if self.guard() else None
-
-
-class _GuardedAdamw(_Guarded, torch.optim.AdamW):
-    pass
-
-
-class _GuardedRmsprop(_Guarded, torch.optim.RMSprop):
-    pass

@@ -17,7 +17,7 @@ from ..common.weights.manifest import ScoredRows
 from ..common.weights.protocol import Membership
 from ..common.weights.sender import WeightSender
 from .ranks import Leader
-from .scored import fixed_rows
+from .scored import as_published, fixed_rows
 
 log = logging.getLogger("tandem.learner")
 
@@ -98,7 +98,4 @@ class Publishing:
         if not bool(torch.isfinite(logprobs).all()):
             log.warning(f"step {step}: the check's rows have log-probs that aren't finite")
             return None
-        return ScoredRows(
-            rows=tuple(map(tuple, self._rows.tolist())),
-            logprobs=tuple(map(tuple, logprobs.tolist())),
-        )
+        return as_published(self._rows, logprobs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO
@@ -20,13 +20,15 @@ import torch
 import torch.distributed as dist
 import xxhash
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..common.agreement import Probe
 from ..common.config import Config
 from ..common.models import load_model
+from .engine import DeepSpeedEngine
 from .forward.policy import Policy
 from .forward.verification import longest_row
-from .rows.microbatch import micro_batch
+from .rows.microbatch import MicroBatch, dummy, micro_batch
 from .rows.rows import Rows
 
 log = logging.getLogger("tandem.learner")
@@ -138,21 +140,41 @@ def _next(file: IO[bytes]) -> tuple[bytes, NDArray[np.float32]] | None:
 
 
 class Reference:
-    """π_ref on every rank.
+    """π_ref on every rank: a model of its own, or where adapters are trained, the learner's without them.
 
     Args:
         config: the run's config.
-        device: this rank's device.
+        engine: this rank's engine.
         folder: where log-probs of stored rows are kept; None = they are computed each time.
     """
 
-    def __init__(self, config: Config, device: torch.device, folder: Path | None = None) -> None:
-        self.policy = frozen_policy(config, device)
+    def __init__(self, config: Config, engine: DeepSpeedEngine, folder: Path | None = None) -> None:
+        self._engine = engine
+        self._policy: Policy | None = None
+        if engine.adapters is None:
+            self._policy = frozen_policy(config, engine.device)
         self._ranks, self._rank = dist.get_world_size(), dist.get_rank()
         self._store: LogprobStore | None = None
-        if folder is not None and self._rank == 0:
-            name = f"{digest_of(self.policy)}-{config.model.attention}.logprobs"
-            self._store = LogprobStore(folder / name)
+        if folder is not None:
+            # All ranks, since with ZeRO-3 it takes all of them to read the engine's base.
+            digest = digest_of(
+                engine.base_tensors() if self._policy is None else weights_of(self._policy)
+            )
+            if self._rank == 0:
+                name = f"{digest}-{config.model.attention}.logprobs"
+                self._store = LogprobStore(folder / name)
+
+    @torch.no_grad()
+    def score(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """``[N]`` log-probs of each micro-batch's tokens.
+
+        Every rank scores as many micro-batches: with adapters and ZeRO-3 it is collective.
+        """
+        if self._policy is None:
+            scored = self._engine.score(micro_batches, base=True)
+        else:
+            scored = [self._policy.score(micro) for micro in micro_batches]
+        return [logprobs for logprobs, _ in scored]
 
     @torch.no_grad()
     def fill(self, rows: Rows) -> tuple[Rows, dict[str, float]]:
@@ -175,8 +197,12 @@ class Reference:
         if self._ranks > 1:
             dist.broadcast(missing, 0)
         wanted = [row for row in keys if missing[row]]
-        for row in wanted[self._rank :: self._ranks]:
-            scored, _ = self.policy.score(micro_batch(rows.select(torch.tensor([row]))))
+        mine = wanted[self._rank :: self._ranks]
+        micro_batches = [micro_batch(rows.select(torch.tensor([row]))) for row in mine]
+        if len(mine) < len(wanted[:: self._ranks]):
+            # The ranks before this one have one more.
+            micro_batches.append(dummy(rows))
+        for row, scored in zip(mine, self.score(micro_batches), strict=False):
             values[starts[row] : starts[row + 1]] = scored.float().cpu()
         if self._ranks > 1:
             # Each place is filled by one rank, and 0 on all others.
@@ -211,11 +237,16 @@ def keys_of(rows: Rows) -> list[bytes]:
     return keys
 
 
-def digest_of(policy: Policy) -> str:
-    """Digest of a policy's weights: their names, dtypes, shapes and bytes."""
+def weights_of(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """All entries of a policy's state dict, as its model names them, by name."""
+    yield from sorted(policy.model.state_dict().items())
+
+
+def digest_of(weights: Iterable[tuple[str, Tensor]]) -> str:
+    """Digest of a model's weights in the order of their names: names, dtypes, shapes and bytes."""
     digest = xxhash.xxh3_128()
-    for name, tensor in sorted(policy.model.state_dict().items()):
+    for name, tensor in weights:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(memoryview(flat.view(torch.uint8).numpy()))
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -68,6 +68,8 @@ class Reporter:
         self._name = name
         self._clock = clock
         self._total = total_steps
+        self.always: Mapping[str, float] = {}
+        """Figures that every step's record has."""
         self._metrics: PartedLines | None = None
         self._samples: PartedLines | None = None
         self._rates = GradingRates()
@@ -133,7 +135,7 @@ class Reporter:
             metrics: the step's figures.
             weights: counters of the sender of weights.
         """
-        self._last = {**metrics, **self._told(weights)}
+        self._last = {**metrics, **self.always, **self._told(weights)}
         self._seconds = self._clock.take()
         times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         self.record(version, {**self._last, **times})

@@ -19,6 +19,7 @@ from ..common.records import Version
 from ..common.run_folder import RunFolder
 from ..common.telemetry import Clock
 from ..replay.ledger import Ledger
+from .adapters import require_same
 from .ranks import Leader
 from .resume.checkpoints import Checkpoint, Checkpoints
 from .rows.sources import BatchSource
@@ -77,7 +78,7 @@ class Saver:
         source: holds the samples that a checkpoint frees.
         clock: clock of the learner's loop.
         term: the learner's term.
-        state: further state of the run for the checkpoint.
+        state: further state of the run for the checkpoint, :func:`~.adapters.identity` among it.
     """
 
     def __init__(
@@ -111,13 +112,14 @@ class Saver:
             last_step: the newest step of the journal; later checkpoints are ignored.
 
         Raises:
-            DataError: it was written by another number of ranks.
+            DataError: it was written by another number of ranks, or with other adapters.
         """
         self._checkpoints.clean()
         newest = self._checkpoints.newest(last_step)
         if newest is None:
             return None
         self._check_ranks(newest)
+        require_same(newest.state, self._state, newest.folder)
         self._leader.load(newest.folder)
         self.saved = newest.version.step
         return self.saved
@@ -132,9 +134,9 @@ class Saver:
             return
         with self._clock.doing("checkpoint"):
             before = self._checkpoints.all()[-1:]
-            # Weights and both moments, four bytes each.
+            # What is trained and both moments, four bytes each.
             sizes = [size_of(checkpoint.folder) for checkpoint in before]
-            least = max([12 * self._leader.engine.parameter_count(), *sizes])
+            least = max([12 * self._leader.engine.trained_count(), *sizes])
             write_with_room(
                 self._folder,
                 least,

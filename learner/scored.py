@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..common.seeds import keyed_generator
+from ..common.weights.manifest import ScoredRows
 from .engine import DeepSpeedEngine
 
 ROWS = 4
@@ -73,6 +74,13 @@ def score(engine: DeepSpeedEngine, rows: NDArray[np.int64], dtype: torch.dtype) 
     finally:
         policy.train()
     return logprobs.view(count, length - 1).float().cpu()
+
+
+def as_published(rows: NDArray[np.int64], logprobs: Tensor) -> ScoredRows:
+    """The rows and their log-probs as they travel with a version."""
+    return ScoredRows(
+        rows=tuple(map(tuple, rows.tolist())), logprobs=tuple(map(tuple, logprobs.tolist()))
+    )
 
 
 @contextmanager

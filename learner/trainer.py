@@ -32,6 +32,7 @@ from ..replay.ledger import Ledger
 from ..replay.ledger_records import Waiting
 from ..replay.members import Members, membership
 from ..replay.store import EvaluationResult, RunStore
+from .adapters import identity
 from .best import Best
 from .callbacks import Callbacks
 from .evaluations import Evaluations, record_of, recorded_in
@@ -92,6 +93,8 @@ class Trainer:
         self._factors: list[float] = []
         if config.learner.train:
             self._factors = factors_of(config.learner.optimizer, whole, folder.schedule)
+        with leader.waiting():
+            kept = {"run_id": join.run_id, "seed": config.run.seed, **identity(config)}
         self._saver = Saver(
             folder,
             kept=config.learner.checkpoints_kept,
@@ -100,10 +103,11 @@ class Trainer:
             source=self._source,
             clock=self._clock,
             term=self._term,
-            state={"run_id": join.run_id, "seed": config.run.seed},
+            state=kept,
         )
         self._held_out = self._source.held_out()
         self._reporter = Reporter(self._runs, config, folder, name, self._clock, self._total)
+        self._reporter.always = leader.engine.sizes
         self._evaluations = Evaluations(self._runs, self._members, config, lambda: self._stop.asked)
         self._callbacks = Callbacks(store, config)
         self._best: Best | None = None
@@ -201,9 +205,7 @@ class Trainer:
         self._publishing.publish(self._version)
         engine = self._leader.engine
         log.info(
-            f"term {self._term}, step {self._step} of {total}: "
-            f"{engine.parameter_count():,} parameters in {self._config.model.dtype} on "
-            f"{engine.world_size} rank(s), ZeRO-{engine.stage}, "
+            f"term {self._term}, step {self._step} of {total}: {engine.described}, "
             f"objective {self._config.learner.objective.name}"
         )
         if self._config.evaluate.exact:

@@ -133,7 +133,7 @@ class Updates:
         """The ratio check; a checkpoint keeps its history."""
         self._reference: Reference | None = None
         if "reference" in self.objective.columns or self.coefficients.kl_reward:
-            self._reference = Reference(config, engine.device, reference_folder)
+            self._reference = Reference(config, engine, reference_folder)
 
     def train(
         self,
@@ -170,6 +170,8 @@ class Updates:
             nonlocal looked, refused
             looked = True
             there = [micro.to(self.engine.device).rows for micro in update.real]
+            if sampled is not None:
+                logprobs = sampled
             figures, refused = self.ratio_check.look(there, logprobs, settled=settled)
             ratios.update(figures)
             return not refused
@@ -180,6 +182,8 @@ class Updates:
                 # Nothing can move the gradient, so there is no pass and no step of the optimizer either.
                 found.append({"applied": 1.0, "rows": float(update.rows.count), "rows_active": 0.0})
                 continue
+            sampled = None if looked else self._without_dropout(update)
+            self.engine.seed_dropout(step, number)
             result = self.engine.update(
                 update.micro_batches,
                 self.objective,
@@ -295,6 +299,18 @@ class Updates:
             measured=measured,
         )
 
+    def _without_dropout(self, update: _Update) -> list[Tensor] | None:
+        """``[N]`` log-probs of each real micro-batch for the ratio check, if training passes change them by
+        dropout; None if they don't, or if nothing was sampled."""
+        if not self.engine.drops or bool(update.rows.expert.all()):
+            return None
+        scored = self.engine.score(update.micro_batches)
+        return [
+            logprobs
+            for micro, (logprobs, _) in zip(update.micro_batches, scored, strict=True)
+            if not micro.dummy
+        ]
+
     def _mismatched(self, rows: Rows) -> Rows | None:
         if not self.objective.mismatched or bool((~rows.expert_row).any()):
             return None
@@ -374,18 +390,20 @@ class Updates:
             for micro, (logprobs, _) in zip(micro_batches, scored, strict=True)
         ]
 
-    @torch.no_grad()
     def _with_reference(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         assert self._reference is not None
-        filled = []
-        for micro in micro_batches:
-            # Stored rows have theirs already.
-            if not micro.dummy and micro.rows.reference is None:
-                scored, _ = self._reference.policy.score(micro)
-                rows = micro.rows.with_columns(reference=scored.to(micro.rows.row.device))
-                micro = replace(micro, rows=rows)
-            filled.append(micro)
-        return filled
+        # Stored rows have theirs already; that is so of all of them, on every rank.
+        if all(micro.rows.reference is not None for micro in micro_batches):
+            return micro_batches
+        scored = self._reference.score(micro_batches)
+        return [
+            micro
+            if micro.dummy
+            else replace(
+                micro, rows=micro.rows.with_columns(reference=logprobs.to(micro.rows.row.device))
+            )
+            for micro, logprobs in zip(micro_batches, scored, strict=True)
+        ]
 
     @torch.no_grad()
     def _scalars(self, update: _Update) -> dict[str, float]:

@@ -14,7 +14,7 @@ from .data import DataConfig, EvalSetConfig, PairsConfig, SourceConfig
 from .evaluate import EvaluateConfig
 from .expert import ExpertConfig
 from .launch import LaunchConfig
-from .learner import LearnerConfig, OptimizerConfig, RatioCheckConfig
+from .learner import LearnerConfig, LoraConfig, OptimizerConfig, RatioCheckConfig
 from .loading import (
     build,
     of_kinds,
@@ -65,6 +65,7 @@ __all__ = [
     "ComponentConfig",
     "ReplayConfig",
     "LearnerConfig",
+    "LoraConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
     "RatioCheckConfig",

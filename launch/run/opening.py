@@ -34,6 +34,7 @@ OWN_ENTRIES = frozenset(
         "journal.jsonl",
         "summary.json",
         "model",
+        "adapter",
         "checkpoints",
         "logs",
         "redis",

@@ -21,6 +21,8 @@ from .verification import difference
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..adapters import Adapters
+
 log = logging.getLogger("tandem.learner")
 
 LONGEST = 2048
@@ -42,24 +44,36 @@ class Policy(nn.Module):
 
     Args:
         model: its parameters must be whole; DeepSpeed may partition them afterwards.
+        adapters: those that are in the model, if there are any. Their dropout is the only one that training
+            turns on.
 
     Raises:
         ConfigError: the model has no output matrix, or changes its logits in an unknown way.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, adapters: Adapters | None = None) -> None:
         super().__init__()
         self.model = model
+        self._adapters = adapters
         self.body = _body_of(model)
         self.head = head_of(model)
+        if adapters is not None:
+            self._frozen = {
+                name
+                for name, parameter in self.named_parameters(remove_duplicate=False)
+                if not parameter.requires_grad
+            }
+            self.register_state_dict_post_hook(_leave_frozen_out)
         self._checkpointed = _checkpoint_in_evaluation(self)
         self.shares_prompts = False
         self.train(self.training)
 
     def train(self, mode: bool = True) -> Policy:
-        """Turns gradient checkpointing on or off; nothing else depends on the mode."""
+        """Turns gradient checkpointing and the adapters' dropout on or off; nothing else depends on the mode."""
         self.training = mode
         self.model.eval()
+        if self._adapters is not None:
+            self._adapters.drop(mode)
         for layer in self._checkpointed:
             layer.training = mode
         return self
@@ -167,6 +181,12 @@ class Policy(nn.Module):
         probe.require(greatest, whose, way_out)
 
 
+def _leave_frozen_out(policy: Policy, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """The policy's state without the base model's parameters, which no checkpoint keeps."""
+    for name in policy._frozen:
+        state.pop(prefix + name, None)
+
+
 def _body_of(model: PreTrainedModel) -> nn.Module:
     """The part of the model that gives the last hidden states: everything but its head."""
     if model.base_model is not model:
@@ -205,7 +225,12 @@ def _checkpoint_in_evaluation(policy: Policy) -> list[nn.Module]:
 
 def count_parameters(module: nn.Module) -> int:
     """Number of parameters, tied ones counted once."""
-    return sum(p.numel() for p in module.parameters())
+    return sum(map(size_of, module.parameters()))
+
+
+def size_of(parameter: Tensor) -> int:
+    """Number of elements of a parameter, also of one that ZeRO-3 has spread over the ranks."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def device_of(rank: int) -> torch.device:

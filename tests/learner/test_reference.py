@@ -214,3 +214,53 @@ def test_pairs_are_compared_without_being_trained_on(
     after = updates.compare(30, pairs(made_up))
     assert after["preference_accuracy"] == 1.0
     assert after["preference_margin"] > before["preference_margin"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_with_adapters_the_reference_is_the_base_without_them(
+    learner: Learner,
+    made_up: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    stage: int,
+) -> None:
+    """The kept log-probs are those that a second model of the same weights gives, and are found by one."""
+    monkeypatch.setattr("tandem.learner.engine.stage_of", lambda config, ranks: stage)
+    lora = {"rank": 2, "alpha": 16.0}
+    updates = learner(tmp_path, name, lora=lora)
+    for step in (1, 2):
+        outcome = updates.train(step, pairs(made_up, 4)[step - 1 : step + 1], lr=0.1)
+        assert outcome.applied
+        # The second step's first group was scored before the adapters had moved.
+        assert figures(outcome) == ((4, 0) if step == 1 else (2, 2))
+    assert max(float(tensor.abs().max()) for tensor in weights(updates)) > 0.1
+    monkeypatch.setattr("tandem.learner.engine.stage_of", lambda config, ranks: 0)
+    second = learner(tmp_path, name, reference=0)
+    outcome = second.train(1, pairs(made_up, 3), lr=0.1)
+    assert figures(outcome) == (0, 6)
+    fresh = learner(None, name, reference=0).train(1, pairs(made_up, 3), lr=0.1)
+    assert outcome.metrics["train/loss"] == fresh.metrics["train/loss"]
+
+
+def test_with_adapters_a_fresh_groups_reference_is_the_base_too(
+    made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GRPO with a KL penalty: trained with adapters, or fully with a second model, it begins the same."""
+    monkeypatch.setattr(
+        "tandem.learner.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
+    )
+    objective = {"name": "grpo", "kl_coefficient": 0.05, "kl_reward_coefficient": 0.05}
+    found = []
+    for lora in (None, {"rank": 2, "alpha": 8.0}):
+        config = made_up.config_of(learner={"objective": objective, "lora": lora})
+        engine = DeepSpeedEngine(made_up.tiny_model(), config, torch.device("cpu"))
+        updates = Updates(engine, config)
+        found.append([updates.train(s, made_up.groups_of(3), lr=0.1).metrics for s in (1, 2)])
+    (full, _), (adapted, later) = found
+    for name in ("train/loss", "train/k1_reference", "train/k3_reference"):
+        assert adapted[name] == pytest.approx(full[name], rel=1e-6, abs=1e-9)
+    assert full["train/k3_reference"] == 0
+    assert later["train/k3_reference"] > 1e-4
+    assert later["train/k1_reference"] == pytest.approx(adapted["train/k1_reference"], rel=1e-6)

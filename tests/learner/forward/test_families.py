@@ -176,6 +176,60 @@ def check_start(
     assert result.applied
 
 
+NO_ADAPTERS = {
+    "GPT-2": "no linear layer that could have an adapter",
+    "Falcon": "no linear layer that could have an adapter",
+    "Falcon-H1": "Module 'out_proj' is incompatible with Mamba-based models",
+    "DeepSeek V3": "as it does in mixtures of experts",
+    "Qwen3-Next": "as it does in mixtures of experts",
+}
+"""Families whose linear layers PEFT can't all adapt, and what is said then."""
+
+
+def check_adapters(made_up: Any, name: str, **lora: Any) -> None:
+    """Every adapter learns, and merged into the base they give the same log-probs."""
+    lora = {"rank": 2, "alpha": 4.0, **lora}
+    config = made_up.config_of(
+        learner={"lora": lora, "zero_stage": 0}, data={"max_prompt_tokens": 12}
+    )
+    engine = DeepSpeedEngine(families.model(families.family(name)), config, CPU)
+    micro = micro_batch(some_rows(), share_prompts=engine.policy.shares_prompts)
+    scalars = {"constant": 100.0, "tokens": 1.0, "width": 30.0}
+    for _ in range(2):
+        assert engine.update([micro], make("reinforce"), scalars, lr=1e-2).applied
+    adapters = {name: tensor.clone() for name, tensor in engine.parameters()}
+    assert all(tensor.any() for tensor in adapters.values())
+    assert engine.adapters is not None
+    merged = families.model(families.family(name))
+    state = {n: engine.adapters.merged(n, t, adapters) for n, t in engine.base_tensors()}
+    merged.load_state_dict(state)
+    ((found, _),) = engine.score([micro])
+    expected, _ = own(merged, some_rows())
+    assert float((found - expected).abs().max().detach()) <= BOUND
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", FEW)
+def test_adapters_are_those_of_the_merged_model(name: str, made_up: Any) -> None:
+    check_adapters(made_up, name)
+
+
+@pytest.mark.byhand
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", [name for name in AGREE if name not in NO_ADAPTERS])
+def test_so_are_those_of_every_family(name: str, made_up: Any) -> None:
+    check_adapters(made_up, name)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", NO_ADAPTERS)
+def test_a_family_whose_layers_cannot_have_adapters_is_refused(name: str, made_up: Any) -> None:
+    with pytest.raises(ConfigError, match=NO_ADAPTERS[name]):
+        check_adapters(made_up, name)
+    if name == "DeepSeek V3":
+        check_adapters(made_up, name, targets=["o_proj", "kv_b_proj"])
+
+
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_family_that_differs_is_refused_with_the_figure(name: str, made_up: Any) -> None:
