@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +21,16 @@ from ..common.agreement import Probe
 from ..common.config import Config
 from ..common.errors import DataError
 from ..common.run_folder import replace_folder, sync_tree
+from .critic import CriticEngine, CriticUpdate
 from .forward.policy import Policy, count_parameters
 from .forward.verification import longest_row
 from .losses.finite import NonFiniteError
 from .objectives import Objective
+from .optimizers import Optimizer
 from .rendezvous import gather_names, sum_over_ranks
 from .rows.microbatch import MicroBatch
 from .rows.rows import Rows
+from .zero import backward, initialise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,6 +57,30 @@ class UpdateResult:
     """``[N]`` log-probs of each micro-batch of this rank, detached."""
     entropies: list[Tensor]
     """``[N]`` entropies of each micro-batch of this rank, detached."""
+    critic: CriticUpdate | None = None
+    """The critic's part; None without a critic."""
+
+
+@dataclass(slots=True)
+class _Found:
+    """What this rank's passes over an update's micro-batches gave, without dummies but for the losses."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    logprobs: list[Tensor] = field(default_factory=list)
+    entropies: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of_scores(
+        cls, micro_batches: Sequence[MicroBatch], scores: Sequence[tuple[Tensor, Tensor]]
+    ) -> _Found:
+        """Of passes without a loss."""
+        kept = [one for micro, one in zip(micro_batches, scores, strict=True) if not micro.dummy]
+        return cls(
+            losses=[torch.zeros(())],
+            logprobs=[logprobs for logprobs, _ in kept],
+            entropies=[entropy for _, entropy in kept],
+        )
 
 
 class DeepSpeedEngine:
@@ -65,11 +90,21 @@ class DeepSpeedEngine:
         model: loaded in ``config.model.dtype``; its parameters become DeepSpeed's.
         config: the run's config.
         device: this rank's device.
+        critic: trained beside the policy, and kept in the same checkpoints.
     """
 
-    def __init__(self, model: PreTrainedModel, config: Config, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: Config,
+        device: torch.device,
+        critic: CriticEngine | None = None,
+    ) -> None:
         self.config = config
         self.device = device
+        self.critic = critic
+        self._critic_lr = 0.0
+        self._critic_applied = False
         self.world_size = dist.get_world_size()
         self.rank = dist.get_rank()
         self.stage = stage_of(config, self.world_size)
@@ -78,8 +113,22 @@ class DeepSpeedEngine:
         probe = Probe.of(model, longest_row(config))
         self.policy = Policy(model)
         self.policy.share_prompts(probe)
-        self._optimizer = _Optimizer(self.policy, config, self.stage)
-        self._engine = self._initialise()
+        self._optimizer = Optimizer(
+            self.policy,
+            config.learner.optimizer,
+            config.model.dtype,
+            self.stage,
+            agree=None if critic is None else self._step_critic,
+        )
+        # The policy reads the output matrix itself, outside the head's own forward.
+        self._engine = initialise(
+            self.policy,
+            self._optimizer,
+            config,
+            self.stage,
+            device,
+            outside=[self.policy.head.layer],
+        )
         self._engine.train()
         # Compared through DeepSpeed, as it trains; every rank scores the same rows.
         self.policy.require_own(probe, lambda micro: self._forward(micro.to(device), False))
@@ -88,44 +137,6 @@ class DeepSpeedEngine:
     def model(self) -> PreTrainedModel:
         """The wrapped model."""
         return self.policy.model
-
-    def _initialise(self) -> Any:
-        deepspeed = _deepspeed(self.device)
-        engine, _, _, _ = deepspeed.initialize(
-            model=self.policy,
-            optimizer=self._optimizer.optimizer,
-            config=self._settings(),
-            dist_init_required=False,
-        )
-        if self.stage == 3:
-            # The policy reads the output matrix itself, outside the head's own forward, so its
-            # hooks must gather it for the forward and the backward pass.
-            for parameter in self.policy.head.layer.parameters():
-                deepspeed.zero.register_external_parameter(self.policy, parameter)
-        return engine
-
-    def _settings(self) -> dict[str, Any]:
-        learner = self.config.learner
-        bf16 = self.config.model.dtype == "bfloat16"
-        # Every default that affects the result is written out.
-        settings: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            # The caller decides where a step ends: any number of backward passes, then one step.
-            "managed_gradient_accumulation": False,
-            "gradient_clipping": 0.0 if self._optimizer.guards else learner.optimizer.grad_clip,
-            "zero_optimization": {"stage": self.stage, "overlap_comm": False},
-            "zero_allow_untested_optimizer": True,
-            "bf16": {"enabled": bf16},
-            "steps_per_print": None,
-            "wall_clock_breakdown": False,
-        }
-        if bf16 and self.stage:
-            # Gradients of many micro-batches are summed, and bf16 would lose the small ones.
-            settings["data_types"] = {"grad_accum_dtype": "fp32"}
-        if self.stage == 3:
-            settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-        return settings
 
     # Training.
 
@@ -136,24 +147,75 @@ class DeepSpeedEngine:
         scalars: Mapping[str, float],
         *,
         lr: float,
+        critic_lr: float = 0.0,
+        critic_alone: bool = False,
         before_step: Callable[[], None] | None = None,
         inspect: Callable[[Sequence[Tensor]], bool] | None = None,
     ) -> UpdateResult:
-        """One optimizer step on the sum of the micro-batches' losses.
+        """One optimizer step on the sum of the micro-batches' losses, and one of the critic if there is one.
+
+        If the loss or gradient of one of the two isn't finite, neither of them changes.
 
         Args:
             micro_batches: this rank's micro-batches; every rank has the same number.
             objective: computes the loss.
             scalars: the objective's statistics over the whole update.
             lr: learning rate.
+            critic_lr: the critic's learning rate.
+            critic_alone: the policy is only scored, and stays as it is.
             before_step: called once all gradients are there, before a parameter changes.
             inspect: called then with the ``[N]`` log-probs of each of this rank's micro-batches
                 (without dummies). If it returns False, no parameter changes. All ranks must agree.
         """
-        losses: list[Tensor] = []
-        sums: dict[str, Tensor] = {}
-        logprobs: list[Tensor] = []
-        entropies: list[Tensor] = []
+        self._critic_lr, self._critic_applied = critic_lr, False
+        if self.critic is not None:
+            self.critic.accumulate(micro_batches, objective, scalars)
+        if critic_alone:
+            found = _Found.of_scores(micro_batches, self.score(micro_batches))
+        else:
+            found = self._accumulate(micro_batches, objective, scalars)
+        if before_step is not None:
+            before_step()
+        refused = inspect is not None and not inspect(found.logprobs)
+        if critic_alone:
+            if not refused:
+                self._step_critic()
+            applied = self._critic_applied
+        else:
+            if refused:
+                self._spoil(micro_batches[0])
+            applied = self._optimizer.step(self._engine, lr)
+        if self.critic is not None and not self._critic_applied:
+            applied = False
+            self.critic.discard(micro_batches[0])
+        names = sorted(found.sums)
+        flat = torch.stack(
+            [
+                torch.stack(found.losses).sum().double(),
+                *(found.sums[name].double() for name in names),
+            ]
+        )
+        # A rank that has only dummies has no sums of its own.
+        total = self.sum_by_name(dict(zip(["loss", *names], flat.tolist(), strict=True)))
+        return UpdateResult(
+            applied=applied,
+            loss=total.pop("loss"),
+            grad_norm=0.0 if critic_alone else self._optimizer.grad_norm(self._engine, applied),
+            sums=total,
+            logprobs=found.logprobs,
+            entropies=found.entropies,
+            critic=None if self.critic is None else self.critic.told(applied, self.sum_by_name),
+        )
+
+    def _accumulate(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        scalars: Mapping[str, float],
+    ) -> _Found:
+        """Forward and backward passes of the policy."""
+        found = _Found()
+        sums = found.sums
         for micro in micro_batches:
             micro = micro.to(self.device)
             scored, entropy = self._forward(micro, objective.needs_entropy)
@@ -164,35 +226,16 @@ class DeepSpeedEngine:
                 loss, parts = _loss(objective, rows, scalars)
                 for name, value in parts.items():
                     sums[name] = sums[name] + value if name in sums else value
-                logprobs.append(scored.detach())
-                entropies.append(entropy.detach())
-            value = loss.detach()
-            losses.append(value)
-            # Data parallelism averages over ranks, but the sum is needed. The factor in brackets is 1, or
-            # NaN if the loss isn't finite, so that such a loss never has a finite gradient.
-            scaled = loss * (float(self.world_size) * (1 + (value - value)))
-            self._engine.backward(scaled, scale_wrt_gas=False)
-        if before_step is not None:
-            before_step()
-        if inspect is not None and not inspect(logprobs):
-            self._spoil(micro_batches[0])
-        self._optimizer.set_lr(lr)
-        self._engine.step()
-        applied = self._optimizer.applied if self._optimizer.guards else self._applied()
-        names = sorted(sums)
-        flat = torch.stack(
-            [torch.stack(losses).sum().double(), *(sums[name].double() for name in names)]
-        )
-        # A rank that has only dummies has no sums of its own.
-        total = self.sum_by_name(dict(zip(["loss", *names], flat.tolist(), strict=True)))
-        return UpdateResult(
-            applied=applied,
-            loss=total.pop("loss"),
-            grad_norm=self._grad_norm(applied),
-            sums=total,
-            logprobs=logprobs,
-            entropies=entropies,
-        )
+                found.logprobs.append(scored.detach())
+                found.entropies.append(entropy.detach())
+            found.losses.append(backward(self._engine, loss, self.world_size))
+        return found
+
+    def _step_critic(self) -> bool:
+        """Steps the critic, once the policy's gradient is known to be finite; returns whether it changed."""
+        assert self.critic is not None
+        self._critic_applied = self.critic.step(self._critic_lr)
+        return self._critic_applied
 
     def _spoil(self, micro: MicroBatch) -> None:
         """Makes the gradient NaN, for which every ZeRO stage drops the whole step."""
@@ -226,17 +269,6 @@ class DeepSpeedEngine:
             micro.layout,
         )
         return scored, entropy
-
-    def _applied(self) -> bool:
-        return bool(self._engine.was_step_applied())
-
-    def _grad_norm(self, applied: bool) -> float:
-        if not applied:
-            return float("inf")
-        if self._optimizer.guards:
-            return self._optimizer.norm
-        norm = self._engine.get_global_grad_norm()
-        return float("nan") if norm is None else float(norm)
 
     # Weights out.
 
@@ -291,6 +323,8 @@ class DeepSpeedEngine:
             },
             save_latest=False,
         )
+        if self.critic is not None:
+            self.critic.save(folder)
 
     def load(self, folder: Path) -> dict[str, float]:
         """The inverse of :meth:`save`, with the same number of ranks; returns the kept numbers.
@@ -306,6 +340,8 @@ class DeepSpeedEngine:
             ) from None
         if path is None:
             raise DataError(f"the checkpoint {folder} holds no DeepSpeed state")
+        if self.critic is not None:
+            self.critic.load(folder)
         state = client.get(f"rng_{self.rank}") or client.get("rng_0")
         if state is not None:
             torch.set_rng_state(state["torch_rng"])
@@ -394,91 +430,3 @@ def _copy_side_files(base: Path, staging: Path, dtype: str) -> None:
         if key in content:
             content[key] = dtype
     config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _deepspeed(device: torch.device) -> Any:
-    """DeepSpeed, set up so that it compiles nothing."""
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # A build that was killed leaves a lock there, on which every later process waits forever. The
-    # folder isn't made: nothing is built, and a process that is killed could not remove it.
-    if "TORCH_EXTENSIONS_DIR" not in os.environ:
-        place = Path(tempfile.gettempdir()) / f"tandem-extensions-{secrets.token_hex(16)}"
-        os.environ["TORCH_EXTENSIONS_DIR"] = str(place)
-    os.environ.setdefault("DS_BUILD_OPS", "0")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    import deepspeed
-
-    deepspeed.utils.logger.setLevel(logging.WARNING)
-    # init_distributed otherwise compiles an all-reduce for inference, with g++ and ninja.
-    known = getattr(deepspeed.ops, "__compatible_ops__", None)
-    if device.type == "cpu" and isinstance(known, dict):
-        known["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_init_required=False, verbose=False)
-    return deepspeed
-
-
-class _Optimizer:
-    """The client optimizer, and for ZeRO-0 the gradient's norm, clipping and check.
-
-    ZeRO-0 in float32 returns no norm and would apply a gradient that isn't finite.
-    """
-
-    def __init__(self, policy: Policy, config: Config, stage: int) -> None:
-        wanted = config.learner.optimizer
-        self.guards = stage == 0 and config.model.dtype == "float32"
-        self.applied = True
-        self.norm = float("nan")
-        self._clip = wanted.grad_clip
-        settings: dict[str, Any] = {
-            "params": [p for p in policy.parameters() if p.requires_grad],
-            "lr": wanted.lr,
-            "eps": wanted.eps,
-            "weight_decay": wanted.weight_decay,
-        }
-        kind: type[Any]
-        if wanted.name == "rmsprop":
-            kind = _GuardedRmsprop if self.guards else torch.optim.RMSprop
-            settings["alpha"] = wanted.alpha
-        else:
-            kind = _GuardedAdamw if self.guards else torch.optim.AdamW
-            settings |= {"betas": wanted.betas, "fused": True}
-        self.optimizer: torch.optim.Optimizer = kind(**settings)
-        if isinstance(self.optimizer, _Guarded):
-            self.optimizer.guard = self._check
-
-    def set_lr(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-
-    def _check(self) -> bool:
-        parameters = [
-            p
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        self.norm = float(norm)
-        self.applied = bool(torch.isfinite(norm))
-        if self.applied and self._clip:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
-        return self.applied
-
-
-class _Guarded(torch.optim.Optimizer):
-    """An optimizer that asks a function before it steps."""
-
-    guard: Callable[[], bool]
-
-    def step(self, closure: Any = None) -> Any:
-        return super().step(closure) if self.guard() else None
-
-
-class _GuardedAdamw(_Guarded, torch.optim.AdamW):
-    pass
-
-
-class _GuardedRmsprop(_Guarded, torch.optim.RMSprop):
-    pass

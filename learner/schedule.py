@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..common.config import OptimizerConfig
+from ..common.config import LearnerConfig, OptimizerConfig
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, total: int) -> float:
@@ -28,3 +28,10 @@ def learning_rate(optimizer: OptimizerConfig, step: int, total: int) -> float:
     if optimizer.schedule == "cosine":
         progress = (1 - math.cos(math.pi * progress)) / 2
     return optimizer.lr * (1 - (1 - optimizer.final_lr_share) * progress)
+
+
+def learning_rates(learner: LearnerConfig, step: int, total: int) -> tuple[float, float]:
+    """Learning rates of the policy and of the critic, which is 0 if there is none; see :func:`learning_rate`."""
+    critic = learner.critic
+    rate = 0.0 if critic is None else learning_rate(critic.optimizer, step, total)
+    return learning_rate(learner.optimizer, step, total), rate

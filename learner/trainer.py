@@ -46,7 +46,7 @@ from .reporter import Reporter
 from .resume.journal import Journal
 from .rows.sources import Fetch, StepBatch, source_of
 from .saving import Saver, write_with_room
-from .schedule import learning_rate
+from .schedule import learning_rates
 from .scored import fixed_rows
 from .stop_signal import StopSignal
 from .updates import StepOutcome
@@ -377,11 +377,10 @@ class Trainer:
         if not self._config.learner.train:
             written()
             return StepOutcome(applied=True, undone=False, metrics={"train/lr": 0.0})
-        total = self._source.total_steps
-        lr = learning_rate(self._config.learner.optimizer, batch.step, total)
+        lrs = learning_rates(self._config.learner, batch.step, self._source.total_steps)
         with self._clock.doing("compute"):
             return self._leader.train(
-                batch.step, batch.groups, lr=lr, before_step=written, settled=settled
+                batch.step, batch.groups, lrs=lrs, before_step=written, settled=settled
             )
 
     def _halt(self, step: int, figures: dict[str, float], alarm: str) -> NoReturn:
@@ -429,7 +428,7 @@ class Trainer:
             raise RunFailedError(
                 f"step {step + 1} had an update that isn't finite after others of the same step, "
                 f"and there is no checkpoint to go back to: lower learner.optimizer.lr, or set "
-                f"learner.minibatches=1"
+                f"learner.minibatches=1 and learner.update_epochs=1"
             )
         publisher, self._publisher = self._publisher, None
         bad = self._bad_in_a_row

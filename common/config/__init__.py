@@ -14,7 +14,7 @@ from .data import DataConfig, EvalSetConfig, PairsConfig, SourceConfig
 from .evaluate import EvaluateConfig
 from .expert import ExpertConfig
 from .launch import LaunchConfig
-from .learner import LearnerConfig, OptimizerConfig, RatioCheckConfig
+from .learner import CriticConfig, LearnerConfig, OptimizerConfig, RatioCheckConfig
 from .loading import (
     build,
     of_kinds,
@@ -67,6 +67,7 @@ __all__ = [
     "LearnerConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "CriticConfig",
     "RatioCheckConfig",
     "WeightsConfig",
     "EvaluateConfig",

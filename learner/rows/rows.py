@@ -85,7 +85,7 @@ class Rows:
     old_values: Tensor | None = None
     """``[N]`` a critic's values when the rows were collected."""
     returns: Tensor | None = None
-    """``[N]`` targets of the critic (:func:`tandem.learner.recipes.returns.gae`)."""
+    """``[N]`` targets of the critic (:func:`tandem.learner.losses.returns.gae`)."""
     token_advantages: Tensor | None = None
     """``[N]`` advantages of single tokens, used in place of the rows' if they are given."""
 
