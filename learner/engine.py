@@ -7,7 +7,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +19,16 @@ from ..common.config import Config
 from ..common.errors import DataError
 from ..common.seeds import keyed_seed
 from .adapters import Adapters
+from .critic import CriticEngine
 from .forward.policy import Policy, count_parameters, size_of
 from .forward.verification import longest_row
-from .losses.finite import NonFiniteError
 from .model_folder import adapter_folder, write_folder, write_model
 from .objectives import Objective
 from .optimizers import Optimizer
-from .rendezvous import gather_names, load_deepspeed, sum_over_ranks
+from .rendezvous import gather_names, sum_over_ranks
 from .rows.microbatch import MicroBatch
-from .rows.rows import Rows
+from .update_result import Found, UpdateResult, loss_of
+from .zero import backward, initialise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,24 +39,6 @@ TAG = "engine"
 """Name of DeepSpeed's one checkpoint in a folder."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class UpdateResult:
-    """The result of one update."""
-
-    applied: bool
-    """False if the loss or gradient wasn't finite; then no parameter has changed."""
-    loss: float
-    """Loss over all ranks."""
-    grad_norm: float
-    """Norm of the gradient before clipping, over all ranks; infinite if it wasn't finite."""
-    sums: dict[str, float]
-    """The objective's sums over all ranks."""
-    logprobs: list[Tensor]
-    """``[N]`` log-probs of each micro-batch of this rank, detached."""
-    entropies: list[Tensor]
-    """``[N]`` entropies of each micro-batch of this rank, detached."""
-
-
 class DeepSpeedEngine:
     """One rank of the learner. The process group must exist (:mod:`tandem.learner.rendezvous`).
 
@@ -64,11 +46,21 @@ class DeepSpeedEngine:
         model: loaded in ``config.model.dtype``; its parameters become DeepSpeed's.
         config: the run's config.
         device: this rank's device.
+        critic: trained beside the policy, and kept in the same checkpoints.
     """
 
-    def __init__(self, model: PreTrainedModel, config: Config, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: Config,
+        device: torch.device,
+        critic: CriticEngine | None = None,
+    ) -> None:
         self.config = config
         self.device = device
+        self.critic = critic
+        self._critic_lr = 0.0
+        self._critic_applied = False
         self.world_size = dist.get_world_size()
         self.rank = dist.get_rank()
         self.stage = stage_of(config, self.world_size)
@@ -82,8 +74,22 @@ class DeepSpeedEngine:
             probe = Probe.of(model, longest_row(config))
         self.policy = Policy(model, self.adapters)
         self.policy.share_prompts(probe)
-        self._optimizer = Optimizer(self.policy, config, self.stage)
-        self._engine = self._initialise()
+        self._optimizer = Optimizer(
+            self.policy,
+            config.learner.optimizer,
+            config.model.dtype,
+            self.stage,
+            agree=None if critic is None else self._step_critic,
+        )
+        # The policy reads the output matrix itself, outside the head's own forward.
+        self._engine = initialise(
+            self.policy,
+            self._optimizer,
+            config,
+            self.stage,
+            device,
+            outside=[self.policy.head.layer],
+        )
         self._engine.train()
         # Compared through DeepSpeed, as it trains; every rank scores the same rows.
         self.policy.require_own(probe, lambda micro: self._forward(micro.to(device), False))
@@ -92,44 +98,6 @@ class DeepSpeedEngine:
     def model(self) -> PreTrainedModel:
         """The wrapped model."""
         return self.policy.model
-
-    def _initialise(self) -> Any:
-        deepspeed = load_deepspeed(self.device)
-        engine, _, _, _ = deepspeed.initialize(
-            model=self.policy,
-            optimizer=self._optimizer.optimizer,
-            config=self._settings(),
-            dist_init_required=False,
-        )
-        if self.stage == 3:
-            # The policy reads the output matrix itself, outside the head's own forward, so its
-            # hooks must gather it for the forward and the backward pass.
-            for parameter in self.policy.head.layer.parameters():
-                deepspeed.zero.register_external_parameter(self.policy, parameter)
-        return engine
-
-    def _settings(self) -> dict[str, Any]:
-        learner = self.config.learner
-        bf16 = self.config.model.dtype == "bfloat16"
-        # Every default that affects the result is written out.
-        settings: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            # The caller decides where a step ends: any number of backward passes, then one step.
-            "managed_gradient_accumulation": False,
-            "gradient_clipping": 0.0 if self._optimizer.guards else learner.optimizer.grad_clip,
-            "zero_optimization": {"stage": self.stage, "overlap_comm": False},
-            "zero_allow_untested_optimizer": True,
-            "bf16": {"enabled": bf16},
-            "steps_per_print": None,
-            "wall_clock_breakdown": False,
-        }
-        if bf16 and self.stage:
-            # Gradients of many micro-batches are summed, and bf16 would lose the small ones.
-            settings["data_types"] = {"grad_accum_dtype": "fp32"}
-        if self.stage == 3:
-            settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-        return settings
 
     # Training.
 
@@ -140,24 +108,75 @@ class DeepSpeedEngine:
         scalars: Mapping[str, float],
         *,
         lr: float,
+        critic_lr: float = 0.0,
+        critic_alone: bool = False,
         before_step: Callable[[], None] | None = None,
         inspect: Callable[[Sequence[Tensor]], bool] | None = None,
     ) -> UpdateResult:
-        """One optimizer step on the sum of the micro-batches' losses.
+        """One optimizer step on the sum of the micro-batches' losses, and one of the critic if there is one.
+
+        If the loss or gradient of one of the two isn't finite, neither of them changes.
 
         Args:
             micro_batches: this rank's micro-batches; every rank has the same number.
             objective: computes the loss.
             scalars: the objective's statistics over the whole update.
             lr: learning rate.
+            critic_lr: the critic's learning rate.
+            critic_alone: the policy is only scored, and stays as it is.
             before_step: called once all gradients are there, before a parameter changes.
             inspect: called then with the ``[N]`` log-probs of each of this rank's micro-batches
                 (without dummies). If it returns False, no parameter changes. All ranks must agree.
         """
-        losses: list[Tensor] = []
-        sums: dict[str, Tensor] = {}
-        logprobs: list[Tensor] = []
-        entropies: list[Tensor] = []
+        self._critic_lr, self._critic_applied = critic_lr, False
+        if self.critic is not None:
+            self.critic.accumulate(micro_batches, objective, scalars)
+        if critic_alone:
+            found = Found.of_scores(micro_batches, self.score(micro_batches))
+        else:
+            found = self._accumulate(micro_batches, objective, scalars)
+        if before_step is not None:
+            before_step()
+        refused = inspect is not None and not inspect(found.logprobs)
+        if critic_alone:
+            if not refused:
+                self._step_critic()
+            applied = self._critic_applied
+        else:
+            if refused:
+                self._spoil(micro_batches[0])
+            applied = self._optimizer.step(self._engine, lr)
+        if self.critic is not None and not self._critic_applied:
+            applied = False
+            self.critic.discard(micro_batches[0])
+        names = sorted(found.sums)
+        flat = torch.stack(
+            [
+                torch.stack(found.losses).sum().double(),
+                *(found.sums[name].double() for name in names),
+            ]
+        )
+        # A rank that has only dummies has no sums of its own.
+        total = self.sum_by_name(dict(zip(["loss", *names], flat.tolist(), strict=True)))
+        return UpdateResult(
+            applied=applied,
+            loss=total.pop("loss"),
+            grad_norm=0.0 if critic_alone else self._optimizer.grad_norm(self._engine, applied),
+            sums=total,
+            logprobs=found.logprobs,
+            entropies=found.entropies,
+            critic=None if self.critic is None else self.critic.told(applied, self.sum_by_name),
+        )
+
+    def _accumulate(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        scalars: Mapping[str, float],
+    ) -> Found:
+        """Forward and backward passes of the policy."""
+        found = Found()
+        sums = found.sums
         for micro in micro_batches:
             micro = micro.to(self.device)
             scored, entropy = self._forward(micro, objective.needs_entropy)
@@ -165,38 +184,19 @@ class DeepSpeedEngine:
                 loss = scored.sum() * 0.0
             else:
                 rows = micro.rows.with_columns(logprobs=scored, entropy=entropy)
-                loss, parts = _loss(objective, rows, scalars)
+                loss, parts = loss_of(objective, rows, scalars)
                 for name, value in parts.items():
                     sums[name] = sums[name] + value if name in sums else value
-                logprobs.append(scored.detach())
-                entropies.append(entropy.detach())
-            value = loss.detach()
-            losses.append(value)
-            # Data parallelism averages over ranks, but the sum is needed. The factor in brackets is 1, or
-            # NaN if the loss isn't finite, so that such a loss never has a finite gradient.
-            scaled = loss * (float(self.world_size) * (1 + (value - value)))
-            self._engine.backward(scaled, scale_wrt_gas=False)
-        if before_step is not None:
-            before_step()
-        if inspect is not None and not inspect(logprobs):
-            self._spoil(micro_batches[0])
-        self._optimizer.set_lr(lr)
-        self._engine.step()
-        applied = self._optimizer.applied if self._optimizer.guards else self._applied()
-        names = sorted(sums)
-        flat = torch.stack(
-            [torch.stack(losses).sum().double(), *(sums[name].double() for name in names)]
-        )
-        # A rank that has only dummies has no sums of its own.
-        total = self.sum_by_name(dict(zip(["loss", *names], flat.tolist(), strict=True)))
-        return UpdateResult(
-            applied=applied,
-            loss=total.pop("loss"),
-            grad_norm=self._grad_norm(applied),
-            sums=total,
-            logprobs=logprobs,
-            entropies=entropies,
-        )
+                found.logprobs.append(scored.detach())
+                found.entropies.append(entropy.detach())
+            found.losses.append(backward(self._engine, loss, self.world_size))
+        return found
+
+    def _step_critic(self) -> bool:
+        """Steps the critic, once the policy's gradient is known to be finite; returns whether it changed."""
+        assert self.critic is not None
+        self._critic_applied = self.critic.step(self._critic_lr)
+        return self._critic_applied
 
     def _spoil(self, micro: MicroBatch) -> None:
         """Makes the gradient NaN, for which every ZeRO stage drops the whole step."""
@@ -241,17 +241,6 @@ class DeepSpeedEngine:
             micro.layout,
         )
         return scored, entropy
-
-    def _applied(self) -> bool:
-        return bool(self._engine.was_step_applied())
-
-    def _grad_norm(self, applied: bool) -> float:
-        if not applied:
-            return float("inf")
-        if self._optimizer.guards:
-            return self._optimizer.norm
-        norm = self._engine.get_global_grad_norm()
-        return float("nan") if norm is None else float(norm)
 
     # Weights out.
 
@@ -361,6 +350,8 @@ class DeepSpeedEngine:
             save_latest=False,
             exclude_frozen_parameters=self.adapters is not None,
         )
+        if self.critic is not None:
+            self.critic.save(folder)
 
     def load(self, folder: Path) -> dict[str, float]:
         """The inverse of :meth:`save`, with the same number of ranks; returns the kept numbers.
@@ -378,6 +369,8 @@ class DeepSpeedEngine:
             ) from None
         if path is None:
             raise DataError(f"the checkpoint {folder} holds no DeepSpeed state")
+        if self.critic is not None:
+            self.critic.load(folder)
         state = client.get(f"rng_{self.rank}") or client.get("rng_0")
         if state is not None:
             torch.set_rng_state(state["torch_rng"])
@@ -460,19 +453,6 @@ class DeepSpeedEngine:
             write_folder(
                 adapter_folder(folder), lambda staging: adapters.write(staging, trained, place)
             )
-
-
-def _loss(
-    objective: Objective, rows: Rows, scalars: Mapping[str, float]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The objective's loss; NaN if it refuses the log-probs, so that every rank reaches the step, which
-    none of them makes."""
-    try:
-        return objective.loss(rows, scalars)
-    except NonFiniteError as error:
-        log.warning(f"no loss: {error}")
-        assert rows.logprobs is not None
-        return rows.logprobs.sum() * math.nan, {}
 
 
 def stage_of(config: Config, ranks: int) -> int:

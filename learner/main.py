@@ -11,6 +11,7 @@ from ..common.models import load_model
 from ..common.run_folder import JoinInfo, RunFolder
 from ..replay.connection import connect
 from ..replay.store import RunStore
+from .critic import load_critic
 from .engine import DeepSpeedEngine
 from .forward.policy import device_of
 from .ranks import Leader, follow
@@ -54,7 +55,9 @@ def main(
             attention=config.model.attention,
             device=device,
         )
-        engine = DeepSpeedEngine(model, config, device)
+        vocabulary = model.config.get_text_config().vocab_size
+        critic = load_critic(config, device, vocabulary)
+        engine = DeepSpeedEngine(model, config, device, critic)
         updates = Updates(engine, config, reference_folder=folder.reference)
         _check_unit(updates, config)
         if rank != 0:

@@ -22,6 +22,7 @@ class Train(Order, frozen=True, kw_only=True):
 
     step: int
     lr: float
+    critic_lr: float
     settled: bool
 
 

@@ -1,7 +1,7 @@
 """Rank 0 leads and the other ranks follow: every collective is entered by all of them, or by none.
 
 Rank 0 decides alone (step, checkpoint, export, end) and broadcasts the decision; for a step the
-others get the rows as tensors (:func:`~.updates.share_rows`). A follower knows neither Redis nor the
+others get the rows as tensors (:func:`~.columns.share_rows`). A follower knows neither Redis nor the
 journal.
 """
 
@@ -54,13 +54,16 @@ class Leader:
         step: int,
         groups: Sequence[MixedGroup],
         *,
-        lr: float,
+        lrs: tuple[float, float],
         before_step: Callable[[], None] | None = None,
         settled: bool = False,
     ) -> StepOutcome:
-        """See :meth:`Updates.train`."""
-        self._tell(Train(step=step, lr=lr, settled=settled))
-        return self._updates.train(step, groups, lr=lr, before_step=before_step, settled=settled)
+        """See :meth:`Updates.train`; ``lrs`` are the learning rates of policy and critic."""
+        lr, critic_lr = lrs
+        self._tell(Train(step=step, lr=lr, critic_lr=critic_lr, settled=settled))
+        return self._updates.train(
+            step, groups, lr=lr, critic_lr=critic_lr, before_step=before_step, settled=settled
+        )
 
     def compare(self, step: int, groups: Sequence[MixedGroup]) -> dict[str, float]:
         """See :meth:`Updates.compare`."""
@@ -130,7 +133,13 @@ def follow(engine: DeepSpeedEngine, updates: Updates) -> None:
     while True:
         match read_order(broadcast_bytes(None)):
             case Train() as order:
-                updates.train(order.step, None, lr=order.lr, settled=order.settled)
+                updates.train(
+                    order.step,
+                    None,
+                    lr=order.lr,
+                    critic_lr=order.critic_lr,
+                    settled=order.settled,
+                )
             case Compare() as order:
                 updates.compare(order.step, None)
             case Save() as order:

@@ -1,17 +1,12 @@
-"""Brings the learner's ranks together without a socket that listens beyond loopback, and sets DeepSpeed up."""
+"""Brings the learner's ranks together without a socket that listens beyond loopback."""
 
 from __future__ import annotations
 
-import logging
 import os
-import secrets
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,25 +130,3 @@ def gather_names(names: list[str]) -> list[list[str]]:
         text = broadcast_bytes(mine, rank).decode()
         everyone.append(text.split("\n") if text else [])
     return everyone
-
-
-def load_deepspeed(device: torch.device) -> Any:
-    """DeepSpeed, set up so that it compiles nothing."""
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # A build that was killed leaves a lock there, on which every later process waits forever. The
-    # folder isn't made: nothing is built, and a process that is killed could not remove it.
-    if "TORCH_EXTENSIONS_DIR" not in os.environ:
-        place = Path(tempfile.gettempdir()) / f"tandem-extensions-{secrets.token_hex(16)}"
-        os.environ["TORCH_EXTENSIONS_DIR"] = str(place)
-    os.environ.setdefault("DS_BUILD_OPS", "0")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    import deepspeed
-
-    deepspeed.utils.logger.setLevel(logging.WARNING)
-    # init_distributed otherwise compiles an all-reduce for inference, with g++ and ninja.
-    known = getattr(deepspeed.ops, "__compatible_ops__", None)
-    if device.type == "cpu" and isinstance(known, dict):
-        known["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_init_required=False, verbose=False)
-    return deepspeed

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..common.config import OptimizerConfig
+from ..common.config import LearnerConfig, OptimizerConfig
 from ..common.import_path import is_import_path
 from . import own_schedule
 
@@ -68,3 +68,24 @@ def factors_of(optimizer: OptimizerConfig, total: int, file: Path | None = None)
     if file is not None:
         own_schedule.kept(file, path, first, made)
     return made
+
+
+def both_factors(
+    learner: LearnerConfig, total: int, file: Path | None = None
+) -> tuple[list[float], list[float]]:
+    """The policy's and the critic's factors; see :func:`factors_of`. Only the policy's are kept in the file."""
+    critic = learner.critic
+    others = [] if critic is None else factors_of(critic.optimizer, total)
+    return factors_of(learner.optimizer, total, file), others
+
+
+def learning_rates(
+    learner: LearnerConfig,
+    step: int,
+    total: int,
+    factors: tuple[Sequence[float], Sequence[float]] = ((), ()),
+) -> tuple[float, float]:
+    """Learning rates of the policy and of the critic, which is 0 if there is none; see :func:`learning_rate`."""
+    critic = learner.critic
+    rate = 0.0 if critic is None else learning_rate(critic.optimizer, step, total, factors[1])
+    return learning_rate(learner.optimizer, step, total, factors[0]), rate

@@ -45,7 +45,7 @@ from .reporter import Reporter
 from .resume.journal import Journal
 from .rows.sources import Fetch, StepBatch, source_of
 from .saving import Saver, write_with_room
-from .schedule import factors_of, learning_rate
+from .schedule import both_factors, learning_rates
 from .stop_signal import StopSignal
 from .updates import StepOutcome
 
@@ -90,9 +90,9 @@ class Trainer:
         self._source = source_of(config, self._ledger, self._runs)
         whole = self._source.total_steps
         self._total = min(whole, config.run.last_step or whole)
-        self._factors: list[float] = []
+        self._factors: tuple[list[float], list[float]] = ([], [])
         if config.learner.train:
-            self._factors = factors_of(config.learner.optimizer, whole, folder.schedule)
+            self._factors = both_factors(config.learner, whole, folder.schedule)
         with leader.waiting():
             kept = {"run_id": join.run_id, "seed": config.run.seed, **identity(config)}
         self._saver = Saver(
@@ -387,10 +387,10 @@ class Trainer:
             written()
             return StepOutcome(applied=True, undone=False, metrics={"train/lr": 0.0})
         total = self._source.total_steps
-        lr = learning_rate(self._config.learner.optimizer, batch.step, total, self._factors)
+        lrs = learning_rates(self._config.learner, batch.step, total, self._factors)
         with self._clock.doing("compute"):
             return self._leader.train(
-                batch.step, batch.groups, lr=lr, before_step=written, settled=settled
+                batch.step, batch.groups, lrs=lrs, before_step=written, settled=settled
             )
 
     def _halt(self, step: int, figures: dict[str, float], alarm: str) -> NoReturn:
@@ -436,7 +436,7 @@ class Trainer:
             raise RunFailedError(
                 f"step {step + 1} had an update that isn't finite after others of the same step, "
                 f"and there is no checkpoint to go back to: lower learner.optimizer.lr, or set "
-                f"learner.minibatches=1"
+                f"learner.minibatches=1 and learner.update_epochs=1"
             )
         bad = self._bad_in_a_row
         self._step = newest

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..common.config import Config
 from ..common.config.choices import rows_of_group
 from ..common.errors import ConfigError
+from ..common.seeds import keyed_generator
 from .coefficients import Coefficients
-from .engine import DeepSpeedEngine, UpdateResult
+from .columns import Columns, share_rows
+from .engine import DeepSpeedEngine
 from .losses.finite import widened
-from .losses.penalties import kl_penalised
+from .losses.ratios import k3
 from .metrics.diagnostics import diagnose
 from .metrics.ratio_check import RatioCheck
-from .objectives import Objective, make
-from .objectives.base import where
+from .objectives import Objective, Ppo, make
 from .objectives.preference import Preference
-from .reference import Reference
 from .rendezvous import gather_over_ranks, max_over_ranks, sum_over_ranks
 from .rows.groups import MixedGroup, rows_of
-from .rows.microbatch import MicroBatch, micro_batch
-from .rows.packing import plan
+from .rows.microbatch import MicroBatch
 from .rows.rows import Rows
+from .update_result import UpdateResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,29 +80,21 @@ def objective_of(config: Config) -> Objective:
     """
     wanted = config.learner.objective
     objective = make(wanted.name, wanted, expert_negative=config.expert.negative)
-    if "values" in objective.columns:
+    if "values" in objective.columns and not isinstance(objective, Ppo):
         raise ConfigError(
-            f"learner.objective.name={wanted.name} needs the values of a critic, and this learner has "
-            f"none: choose an objective with a group's baseline, such as grpo"
+            f"learner.objective.name={wanted.name} needs the values of a critic, which only ppo and classes "
+            f"that derive from tandem.learner.objectives.Ppo can train: derive it from Ppo"
+        )
+    if isinstance(objective, Ppo) and config.learner.critic is None:
+        raise ConfigError(
+            f"learner.objective.name={wanted.name} needs a critic: set learner.critic={{}}, or values of its own"
+        )
+    if config.learner.critic is not None and not isinstance(objective, Ppo):
+        raise ConfigError(
+            f"learner.critic has settings, and learner.objective.name={wanted.name} has no critic: set "
+            f"learner.critic=null, or derive the objective from tandem.learner.objectives.Ppo"
         )
     return objective
-
-
-def share_rows(rows: Rows | None) -> Rows:
-    """Rank 0's rows on every rank; the other ranks pass None."""
-    if dist.get_world_size() == 1:
-        assert rows is not None
-        return rows
-    mine = rows_of((), step=0, temperature=1.0, baseline="none") if rows is None else rows
-    sizes = torch.tensor([mine.groups, *(len(column) for _, column in mine.tensors())])
-    dist.broadcast(sizes, 0)
-    groups, *lengths = sizes.tolist()
-    columns = {}
-    for (name, column), length in zip(mine.tensors(), lengths, strict=True):
-        columns[name] = torch.empty(length, dtype=column.dtype) if rows is None else column
-        if length:
-            dist.broadcast(columns[name], 0)
-    return replace(mine, **columns, groups=groups)
 
 
 class Updates:
@@ -131,9 +122,14 @@ class Updates:
         """The coefficients of the next update; a checkpoint keeps them."""
         self.ratio_check = RatioCheck(config, self.objective)
         """The ratio check; a checkpoint keeps its history."""
-        self._reference: Reference | None = None
-        if "reference" in self.objective.columns or self.coefficients.kl_reward:
-            self._reference = Reference(config, engine, reference_folder)
+        self._stop_kl = config.learner.stop_kl
+        self.columns = Columns(
+            engine,
+            config,
+            self.objective,
+            penalised=bool(self.coefficients.kl_reward),
+            reference_folder=reference_folder,
+        )
 
     def train(
         self,
@@ -141,6 +137,7 @@ class Updates:
         groups: Sequence[MixedGroup] | None,
         *,
         lr: float,
+        critic_lr: float | None = None,
         before_step: Callable[[], None] | None = None,
         settled: bool = False,
     ) -> StepOutcome:
@@ -151,60 +148,104 @@ class Updates:
             groups: the step's groups in order, on rank 0; None on the other ranks, which get their
                 rows from rank 0.
             lr: learning rate.
+            critic_lr: the critic's learning rate; None = that of the policy.
             before_step: called once, before the first parameter changes.
             settled: the step was made before and is repeated: an alarm is reported but changes nothing.
         """
-        rows, measured = self._all_rows(step, groups)
-        if self.coefficients.kl_reward:
-            rows, penalty = self._penalised(rows)
-            measured |= penalty
-        size = min(self.config.learner.minibatches, max(1, rows.groups))
-        shares = np.array_split(np.arange(rows.groups), size)
-        updates = [self._prepare(step, rows, share, measured) for share in shares]
+        rows, measured = self._filled(step, groups)
+        critic = self.config.learner.critic
+        critic_alone = critic is not None and step <= critic.warmup_steps
         found: list[dict[str, float]] = []
         # Sampled log-probs are checked once per step, while the weights are those of its start.
         ratios: dict[str, float] = {}
-        looked = refused = False
+        looked = refused = stopped = changed = False
+        gone = 0.0
+        in_first_pass = passes = made = 0
 
         def inspect(logprobs: Sequence[Tensor]) -> bool:
-            nonlocal looked, refused
-            looked = True
+            nonlocal looked, refused, stopped, gone
             there = [micro.to(self.engine.device).rows for micro in update.real]
             if sampled is not None:
                 logprobs = sampled
-            figures, refused = self.ratio_check.look(there, logprobs, settled=settled)
-            ratios.update(figures)
-            return not refused
+            if not looked:
+                looked = True
+                figures, refused = self.ratio_check.look(there, logprobs, settled=settled)
+                ratios.update(figures)
+            if self._stop_kl is not None:
+                gone = _kl_from_start(there, logprobs)
+                stopped = gone > self._stop_kl
+            return not (refused or stopped)
 
-        for number, update in enumerate(updates):
-            scalars = self._scalars(update)
-            if not update.active:
-                # Nothing can move the gradient, so there is no pass and no step of the optimizer either.
-                found.append({"applied": 1.0, "rows": float(update.rows.count), "rows_active": 0.0})
-                continue
-            sampled = None if looked else self._without_dropout(update)
-            self.engine.seed_dropout(step, number)
-            result = self.engine.update(
-                update.micro_batches,
-                self.objective,
-                scalars,
-                lr=lr,
-                before_step=before_step,
-                inspect=None if looked else inspect,
-            )
-            before_step = None
-            found.append(self._metrics(update, result, scalars))
-            if not result.applied:
-                return StepOutcome(
-                    applied=False,
-                    undone=number > 0,
-                    refused=refused,
-                    metrics=_named(found[-1:], lr) | ratios,
+        for number, updates in self._passes(step, rows, measured):
+            for update in updates:
+                scalars = self._scalars(update)
+                if not update.active:
+                    # Nothing can move the gradient, so there is no pass and no step of the optimizer either.
+                    found.append(
+                        {"applied": 1.0, "rows": float(update.rows.count), "rows_active": 0.0}
+                    )
+                    continue
+                looks = not looked or self._stop_kl is not None
+                sampled = self._without_dropout(update) if looks else None
+                self.engine.seed_dropout(step, made)
+                made += 1
+                result = self.engine.update(
+                    update.micro_batches,
+                    self.objective,
+                    scalars,
+                    lr=lr,
+                    critic_lr=lr if critic_lr is None else critic_lr,
+                    critic_alone=critic_alone,
+                    before_step=before_step,
+                    inspect=inspect if looks else None,
                 )
-            self.coefficients.follow(found[-1])
+                before_step = None
+                if stopped:
+                    break
+                found.append(self._metrics(update, result, scalars))
+                if not result.applied:
+                    return StepOutcome(
+                        applied=False,
+                        undone=changed,
+                        refused=refused,
+                        metrics=_named(found[-1:], 1, lr) | ratios,
+                    )
+                changed = True
+                passes = number + 1
+                self.coefficients.follow(found[-1])
+            if stopped:
+                break
+            if not number:
+                in_first_pass = len(found)
         if before_step is not None:
             before_step()
-        return StepOutcome(applied=True, undone=False, metrics=_named(found, lr) | ratios)
+        metrics = _named(found, in_first_pass or len(found), lr) | ratios
+        if self.config.learner.update_epochs > 1:
+            metrics["train/update_epochs"] = float(passes)
+        if self._stop_kl is not None:
+            metrics |= {"train/kl_stop": float(stopped), "train/kl_start": gone}
+        return StepOutcome(applied=True, undone=False, metrics=metrics)
+
+    def _filled(
+        self, step: int, groups: Sequence[MixedGroup] | None
+    ) -> tuple[Rows, dict[str, float]]:
+        """All rows of a step with what its updates share, by the weights at its start, and figures of it."""
+        rows, measured = self._all_rows(step, groups)
+        columns, coefficient = self.columns, self.coefficients.kl_reward
+        if self.config.learner.update_epochs > 1 or self._stop_kl is not None:
+            start = "proximal" in self.objective.columns or self._stop_kl is not None
+            rows = columns.filled(rows, start=start)
+        if self.engine.critic is not None:
+            assert isinstance(self.objective, Ppo)
+            if coefficient:
+                rows = columns.with_reference_of(rows)
+            values = columns.of_tokens(rows, self.engine.critic.score)
+            rows, figures = self.objective.estimated(rows, values, coefficient)
+            measured |= figures
+        elif coefficient:
+            rows, penalty = columns.penalised(rows, coefficient)
+            measured |= penalty
+        return rows, measured
 
     def compare(self, step: int, groups: Sequence[MixedGroup] | None) -> dict[str, float]:
         """Measures the objective on pairs that it isn't trained on. Every rank calls it, as :meth:`train`.
@@ -214,7 +255,7 @@ class Updates:
         """
         rows, _ = self._all_rows(step, groups)
         assert isinstance(self.objective, Preference)
-        micro_batches = self._laid_out(rows, self._shares(rows, units=rows.group))
+        micro_batches = self.columns.laid_out(rows, self.columns.shares(rows, units=rows.group))
         totals: dict[str, float] = {}
         for micro, (logprobs, _) in zip(
             micro_batches, self.engine.score(micro_batches), strict=True
@@ -247,9 +288,9 @@ class Updates:
         """
         rows = share_rows(None if groups is None else self._rows(step, groups))
         stored = self.config.learner.source == "offline" and self.config.data.archive is None
-        if self._reference is None or not stored:
+        if self.columns.reference is None or not stored:
             return rows, {}
-        return self._reference.fill(rows)
+        return self.columns.reference.fill(rows)
 
     def _rows(self, step: int, groups: Sequence[MixedGroup]) -> Rows:
         objective = self.config.learner.objective
@@ -263,27 +304,47 @@ class Updates:
             plain_temperature=self.objective.plain_temperature,
         )
 
+    def _passes(
+        self, step: int, rows: Rows, measured: Mapping[str, float]
+    ) -> Iterator[tuple[int, list[_Update]]]:
+        """Number, from 0, and mini-batches of each pass over a step's rows.
+
+        The first pass takes the groups in their order, each further one in an order of its own, which
+        depends on the run's seed, the step and the pass alone. Whatever a later pass needs of the step's
+        first weights is in the rows already.
+        """
+        size = min(self.config.learner.minibatches, max(1, rows.groups))
+        order = np.arange(rows.groups)
+        for number in range(self.config.learner.update_epochs):
+            if number:
+                generator = keyed_generator("update epoch", self.config.run.seed, step, number)
+                order = generator.permutation(rows.groups)
+            shares = np.array_split(order, size)
+            yield number, [self._prepare(step, rows, np.sort(share), measured) for share in shares]
+
     def _prepare(
         self, step: int, rows: Rows, share: np.ndarray, measured: Mapping[str, float]
     ) -> _Update:
-        """The mini-batch of the groups with these numbers, which are consecutive."""
+        """The mini-batch of the groups with these numbers, which ascend."""
         nominal = len(share) * rows_of_group(self.config)
         rows = rows.select(torch.from_numpy(np.flatnonzero(np.isin(rows.group.numpy(), share))))
-        if len(share):
-            # A mini-batch numbers its groups from 0.
-            rows = rows.with_columns(group=rows.group - int(share[0]))
-        active = torch.nonzero(self._active_units(rows)).squeeze(1)
-        own = self._pack(rows, active)
+        # A mini-batch numbers its groups from 0.
+        rows = rows.with_columns(
+            group=torch.from_numpy(np.searchsorted(share, rows.group.numpy()).astype(np.int64))
+        )
+        columns = self.columns
+        active = torch.nonzero(columns.active(rows)).squeeze(1)
+        own = columns.pack(rows, active)
         scoring: list[MicroBatch] = []
         mismatched = self._mismatched(rows)
         if mismatched is not None:
-            scoring = self._laid_out(mismatched, self._shares(mismatched))
+            scoring = columns.laid_out(mismatched, columns.shares(mismatched))
         elif self.objective.columns & {"current", "proximal"}:
-            scoring = self._pack(rows)
-        if "proximal" in self.objective.columns:
-            own = self._with_proximal(own)
+            scoring = columns.pack(rows)
+        if "proximal" in self.objective.columns and rows.proximal is None:
+            own = columns.with_proximal(own)
         if "reference" in self.objective.columns:
-            own, scoring = self._with_reference(own), self._with_reference(scoring)
+            own, scoring = columns.with_reference(own), columns.with_reference(scoring)
         return _Update(
             rows=rows,
             micro_batches=own,
@@ -315,95 +376,6 @@ class Updates:
         if not self.objective.mismatched or bool((~rows.expert_row).any()):
             return None
         return rows.mismatched()
-
-    def _penalised(self, rows: Rows) -> tuple[Rows, dict[str, float]]:
-        """Rows whose advantages include the KL in the reward: every rank scores its share under π_ref, and
-        all ranks get all rows' sums."""
-        gaps = torch.zeros(rows.count, dtype=torch.float64)
-        shares = self._shares(rows)
-        scored = self._with_reference(self._laid_out(rows, shares))
-        for part, micro in zip(shares, scored, strict=True):
-            if micro.dummy:
-                continue
-            these = micro.rows
-            assert these.reference is not None
-            gaps[part] = -kl_penalised(
-                torch.zeros(these.count, dtype=torch.float64),
-                where(~these.expert, widened(these.behaviour)),
-                where(~these.expert, widened(these.reference)),
-                these.row,
-                1.0,
-            )
-        gaps = torch.tensor(sum_over_ranks(gaps.tolist()), dtype=torch.float64)
-        paid = rows.rewards - self.coefficients.kl_reward * gaps
-        changed = rows.with_advantages(paid, self.config.learner.objective.baseline)
-        tokens = int((~rows.expert).sum())
-        return changed, {"k1_reference": float(gaps.sum()) / max(tokens, 1)}
-
-    def _active_units(self, rows: Rows) -> Tensor:
-        """``[R]`` bool: rows whose unit has an active row (units stay whole)."""
-        active = self.objective.active(rows)
-        units = self._units(rows)
-        if units is None or not len(units):
-            return active
-        most = torch.zeros(int(units.max()) + 1, dtype=torch.int64)
-        return most.index_add(0, units, active.to(torch.int64))[units] > 0
-
-    def _units(self, rows: Rows) -> Tensor | None:
-        if self.objective.unit == "row":
-            return None
-        # Both rows of a pair are in one group, so keeping the group together keeps the pair.
-        return rows.group
-
-    def _shares(
-        self, rows: Rows, which: Tensor | None = None, units: Tensor | None = None
-    ) -> list[Tensor]:
-        """Indices of the rows (or of ``which`` only) in each of this rank's micro-batches; empty for a
-        dummy. ``units`` stay together; None = those of the objective."""
-        if which is None:
-            which = torch.arange(rows.count)
-        if units is None:
-            units = self._units(rows)
-        shares = plan(
-            rows.forward_lengths[which].numpy(),
-            (which if units is None else units[which]).numpy(),
-            budget=self.config.learner.micro_batch_tokens,
-            ranks=self.engine.world_size,
-        )
-        return [which[torch.from_numpy(part)] for part in shares[self.engine.rank]]
-
-    def _laid_out(self, rows: Rows, shares: Sequence[Tensor]) -> list[MicroBatch]:
-        together = self.engine.policy.shares_prompts
-        return [micro_batch(rows.select(part), share_prompts=together) for part in shares]
-
-    def _pack(self, rows: Rows, which: Tensor | None = None) -> list[MicroBatch]:
-        return self._laid_out(rows, self._shares(rows, which))
-
-    def _with_proximal(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        scored = self.engine.score(micro_batches)
-        return [
-            micro
-            if micro.dummy
-            else replace(
-                micro, rows=micro.rows.with_columns(proximal=logprobs.to(micro.rows.row.device))
-            )
-            for micro, (logprobs, _) in zip(micro_batches, scored, strict=True)
-        ]
-
-    def _with_reference(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        assert self._reference is not None
-        # Stored rows have theirs already; that is so of all of them, on every rank.
-        if all(micro.rows.reference is not None for micro in micro_batches):
-            return micro_batches
-        scored = self._reference.score(micro_batches)
-        return [
-            micro
-            if micro.dummy
-            else replace(
-                micro, rows=micro.rows.with_columns(reference=logprobs.to(micro.rows.row.device))
-            )
-            for micro, logprobs in zip(micro_batches, scored, strict=True)
-        ]
 
     @torch.no_grad()
     def _scalars(self, update: _Update) -> dict[str, float]:
@@ -447,30 +419,53 @@ class Updates:
             max_over_ranks=max_over_ranks,
             gather_over_ranks=gather_over_ranks,
         )
+        sums = dict(result.sums)
+        critic: dict[str, float] = {}
+        if result.critic is not None:
+            sums |= result.critic.sums
+            critic = {
+                "critic_loss": result.critic.loss,
+                "critic_grad_norm": result.critic.grad_norm,
+            }
         return {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
+            **critic,
             "applied": float(result.applied),
             "rows": float(update.rows.count),
             "rows_active": float(update.active),
             "micro_batches": float(len(update.micro_batches)),
             "forward_tokens": float(update.forward_tokens),
             # Rows that the loss refuses have no sums to report.
-            **(self.objective.report(result.sums, scalars) if result.applied else {}),
+            **(self.objective.report(sums, scalars) if result.applied else {}),
             **looked,
             **update.measured,
             **self.coefficients.metrics,
         }
 
 
-_SUMMED = frozenset(
-    {"rows", "rows_active", "tokens_own", "tokens_expert", "micro_batches", "forward_tokens"}
-)
+def _kl_from_start(rows: Sequence[Rows], logprobs: Sequence[Tensor]) -> float:
+    """Mean k3 of own tokens from the policy at the step's start, an estimate of KL(π_prox‖π_θ), over all
+    ranks."""
+    total = tokens = 0.0
+    for these, scored in zip(rows, logprobs, strict=True):
+        assert these.proximal is not None
+        own = ~these.expert
+        gap = (widened(scored) - widened(these.proximal))[own]
+        total += float(k3(gap).double().sum())
+        tokens += len(gap)
+    total, tokens = sum_over_ranks([total, tokens])
+    return total / max(tokens, 1.0)
+
+
+_COUNTED_ONCE = frozenset({"rows", "rows_active", "tokens_own", "tokens_expert"})
+_SUMMED = frozenset({"micro_batches", "forward_tokens"})
 _GREATEST = frozenset({"ratio_max", "k3_p99"})
 
 
-def _named(updates: Sequence[Mapping[str, float]], lr: float) -> dict[str, float]:
-    """Metrics of a step from those of its updates, each under ``train/``."""
+def _named(updates: Sequence[Mapping[str, float]], first: int, lr: float) -> dict[str, float]:
+    """Metrics of a step from those of its updates, each under ``train/``; the first ones, this many, are those
+    of the first pass, which has every row once."""
     names = dict.fromkeys(name for one in updates for name in one)
     metrics = {"train/lr": lr, "train/updates": float(len(updates))}
     for name in names:
@@ -480,6 +475,8 @@ def _named(updates: Sequence[Mapping[str, float]], lr: float) -> dict[str, float
             if name not in updates[0]:
                 continue
             value = updates[0][name]
+        elif name in _COUNTED_ONCE:
+            value = sum(one[name] for one in updates[:first] if name in one)
         elif name in _SUMMED:
             value = sum(values)
         elif name in _GREATEST:

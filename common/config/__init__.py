@@ -14,7 +14,7 @@ from .data import DataConfig, EvalSetConfig, PairsConfig, SourceConfig
 from .evaluate import EvaluateConfig
 from .expert import ExpertConfig
 from .launch import LaunchConfig
-from .learner import LearnerConfig, LoraConfig, OptimizerConfig, RatioCheckConfig
+from .learner import CriticConfig, LearnerConfig, LoraConfig, OptimizerConfig, RatioCheckConfig
 from .loading import (
     build,
     of_kinds,
@@ -68,6 +68,7 @@ __all__ = [
     "LoraConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "CriticConfig",
     "RatioCheckConfig",
     "WeightsConfig",
     "EvaluateConfig",

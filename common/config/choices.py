@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
 
 from ..objectives import OBJECTIVES, WITHOUT_GROUP
-from ..objectives.keys import Entropy, Expert, Weighed
+from ..objectives.keys import Entropy, Expert
 from ..records import Verdict
 from .tree import Config
-
-Rule = Callable[[Config], str | None]
-
+from .update_choices import UPDATE_RULES, Rule
 
 LEASES_STOP_SHARE = 0.75
 """Share of ``replay.maxmemory_mb`` that leases may fill, counting the worst case of those that are out."""
@@ -97,35 +94,6 @@ def _whitened_alone(config: Config) -> str | None:
     )
 
 
-def _no_ratio(config: Config) -> str | None:
-    objective, size = config.learner.objective, config.learner.minibatches
-    if size == 1 or objective.has_ratio:
-        return None
-    return (
-        f"learner.minibatches={size} makes {size} updates of a step, and learner.objective.name={objective.name} "
-        f"has no ratio for tokens that the weights before the first of them sampled: set "
-        f"learner.minibatches=1, or choose an objective with a clip, such as grpo"
-    )
-
-
-def _correction(config: Config) -> str | None:
-    objective = config.learner.objective
-    if not isinstance(objective, Weighed):
-        return None
-    if objective.correction == "none":
-        return (
-            f"learner.objective.correction=none leaves the stale tokens of {objective.name} without "
-            f"any weight: choose truncate or mask, or the objective reinforce for fresh samples"
-        )
-    low, high = objective.correction_low, objective.correction_high
-    if objective.correction == "mask" and low >= high:
-        return (
-            f"learner.objective.correction=mask keeps weights from correction_low={low:g} to "
-            f"correction_high={high:g}, which are none: lower the first or raise the second"
-        )
-    return None
-
-
 def _traces_after_grading(config: Config) -> str | None:
     expert = config.expert
     if expert.when != "all_failed":
@@ -154,8 +122,7 @@ RULES: tuple[Rule, ...] = (
     _traces_after_grading,
     _group_baseline,
     _whitened_alone,
-    _no_ratio,
-    _correction,
+    *UPDATE_RULES,
 )
 
 

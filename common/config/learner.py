@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from ..import_path import is_import_path
-from ..objectives import DEFAULT, OBJECTIVES
+from ..objectives import DEFAULT, OBJECTIVES, kind_of
 from .objective import AnyObjective
 from .section import Below1, NonNegative, Positive, Section, Share
 
@@ -85,6 +85,24 @@ class OptimizerConfig(Section):
         return self
 
 
+class CriticOptimizerConfig(OptimizerConfig):
+    """The critic's optimizer and its schedule."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    """Peak learning rate; verl's default."""
+
+
+class CriticConfig(Section):
+    """The critic of an objective that needs values (``ppo``): a model of its own with one value per token."""
+
+    model: str | None = None
+    """The model that its body begins as, a folder or hub name with the policy's tokenizer; null = the run's
+    base model. The value head begins at 0."""
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    warmup_steps: NonNegative = 0
+    """First steps of the run in which only the critic is trained, and the policy stays as it is."""
+
+
 class RatioCheckConfig(Section):
     """The check that the log-probs recorded by engines are the learner's."""
 
@@ -122,12 +140,21 @@ class LearnerConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     ranks: Positive = 1
     """Number of processes; they live and die together."""
+    critic: CriticConfig | None = None
+    """The critic; null for an objective without one. An objective that needs one gets the defaults."""
     lora: LoraConfig | None = None
     """Adapters in place of full training; null = every parameter is trained."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed ZeRO stage."""
     minibatches: Positive = 1
-    """Optimizer steps per ledger batch; a mini-batch is whole groups."""
+    """Optimizer steps per ledger batch and pass; a mini-batch is whole groups."""
+    update_epochs: Positive = 1
+    """Passes over each ledger batch. The first takes the groups in their order, each further one in an order
+    of its own; advantages and log-probs of the step's start are the same for all."""
+    stop_kl: Annotated[float, Field(gt=0)] | None = None
+    """Greatest mean KL, in nats per own token, from the policy at the step's start: an update that begins
+    beyond it is left out, and so are the step's others after it. Estimated by k3, as in the usual code of
+    PPO; null = no bound."""
     micro_batch_tokens: Positive = 16384
     """Budget of padded tokens for one forward and backward pass."""
     gradient_checkpointing: bool = False
@@ -148,3 +175,14 @@ class LearnerConfig(Section):
     max_idle: Positive = 20
     """Number of steps in a row (or all of a shorter run) without a token that could move the gradient,
     after which an offline run ends; an online run says so, and goes on."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_critic(cls, given: Any) -> Any:
+        """Gives an objective that needs a critic the default one."""
+        if not isinstance(given, Mapping) or given.get("critic") is not None:
+            return given
+        wanted = given.get("objective")
+        name = wanted.get("name", DEFAULT) if isinstance(wanted, Mapping) else None
+        needs = kind_of(str(name)).needs if name else getattr(wanted, "needs", ())
+        return {**given, "critic": {}} if "values" in needs else given

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from .. import evaluation_sets
 from ..errors import ConfigError
-from ..objectives import DEFAULT, KEYS, check_name, kind_of, reads, renamed
+from ..objectives import DEFAULT, KEYS, OwnObjective, check_name, kind_of, reads, renamed
 from .choices import why_refused
 from .learner import OPTIMIZER_KEYS
 from .rollout import may_be_vllm
@@ -220,7 +220,10 @@ def _of_kinds(
         left_out += [f"learner.objective.{key}" for key in unread]
         read = {key: value for key, value in section.items() if key not in unread}
         kept["learner"]["objective"] = renamed(read, name)
-    optimizer = _part(_part(kept, "learner"), "optimizer")
+    learner, kind = _part(kept, "learner"), kind_of(name)
+    if "values" not in kind.needs and kind is not OwnObjective and _part(learner, "critic"):
+        left_out += [f"learner.critic.{key}" for key in learner.pop("critic")]
+    optimizer = _part(learner, "optimizer")
     named = _part(_part(other, "learner"), "optimizer").get("name", "adamw")
     for optimizer_name, keys in OPTIMIZER_KEYS.items():
         for key in keys if optimizer_name != named else ():

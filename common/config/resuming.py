@@ -32,6 +32,7 @@ CHANGEABLE: tuple[str, ...] = (
     "learner.checkpoints_kept",
     # All but its name, since another optimizer can't go on from its state.
     "learner.optimizer.[!n]*",
+    "learner.critic.optimizer.[!n]*",
     "evaluate.*",
     "launch.*",
     "log.*",

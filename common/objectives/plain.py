@@ -14,8 +14,11 @@ from .keys import (
     Clip,
     Clipped,
     DualClip,
+    NonNegative,
     ObjectiveConfig,
     OwnTokens,
+    PositiveShare,
+    Share,
 )
 
 
@@ -184,16 +187,24 @@ class Ppo(Clipped):
     """PPO with a critic: GAE, and a clipped value loss."""
 
     name: Literal["ppo"] = "ppo"
-    value_coefficient: float = 0.5
+    advantage: Literal["none"] = "none"
+    aggregation: Aggregation = "token_mean"
+    discount: PositiveShare = 1.0
+    """γ of returns: what a reward is worth one own token earlier."""
+    gae_lambda: Share = 0.95
+    """λ of GAE: 0 = advantages of one step, 1 = the whole return minus V."""
+    whiten: bool = True
+    """Whether tokens' advantages are whitened over the step's batch: minus their mean, over the root of
+    their unbiased variance + 1e-8."""
+    value_coefficient: NonNegative = 0.5
     """Coefficient of a critic's loss."""
     value_clip: AboveZero | None = 0.2
     """Greatest change of a critic's value that counts; None = any."""
 
-    equation = "L = agg_own( clip(ρ, A_t) ) + c_V mean_own( ½ max((V − G)², (V_old + clamp(V − V_old, ±ε_V) − G)²) )"
+    equation = "L = agg_own( clip(ρ, A_t) ) + c_V mean_own( ½ max((V − G)², (V_old + clamp(V − V_old, ±ε_V) − G)²) ); G = A + V_old before A is whitened"
     source = "arXiv 1707.06347, eq. 7; GAE arXiv 1506.02438, eq. 16"
-    use = "Rewards along the way, for trainers with a critic."
+    use = "Credit for single tokens by a critic (learner.critic), also with one sample a problem. See [PPO](ppo.md)."
     needs = ("behaviour", "values")
-    missing = "values of a critic, which no run trains yet: choose grpo, or rloo with a baseline that needs no critic"
 
 
 KINDS: tuple[type[ObjectiveConfig], ...] = (

@@ -64,7 +64,7 @@ class Policy(nn.Module):
                 if not parameter.requires_grad
             }
             self.register_state_dict_post_hook(_leave_frozen_out)
-        self._checkpointed = _checkpoint_in_evaluation(self)
+        self._checkpointed = checkpoint_in_evaluation(self)
         self.shares_prompts = False
         self.train(self.training)
 
@@ -198,8 +198,8 @@ def _body_of(model: PreTrainedModel) -> nn.Module:
     return model
 
 
-def _checkpoint_in_evaluation(policy: Policy) -> list[nn.Module]:
-    """Layers that are checkpointed, arranged so that they compute as in evaluation mode.
+def checkpoint_in_evaluation(whole: nn.Module) -> list[nn.Module]:
+    """Layers of a module that are checkpointed, arranged so that they compute as in evaluation mode.
 
     transformers checkpoints a layer that is in training mode. It checks this before it calls the layer's
     hooks, so these put the layer itself into evaluation mode, at first and when it is recomputed.
@@ -210,11 +210,11 @@ def _checkpoint_in_evaluation(policy: Policy) -> list[nn.Module]:
         module.training = False
 
     def end(module: nn.Module, inputs: Any, output: Any) -> None:
-        module.training = policy.training
+        module.training = whole.training
 
     layers = [
         module
-        for module in policy.model.modules()
+        for module in whole.modules()
         if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
     ]
     for layer in layers:

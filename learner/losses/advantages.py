@@ -1,7 +1,7 @@
 """Advantages of the rows of groups: pure functions of rewards.
 
 Rows without a verdict never get here; they have left the baseline and the loss before. Advantages of
-single tokens (GAE) are in :mod:`tandem.learner.recipes.returns`.
+single tokens (GAE) are in :mod:`tandem.learner.losses.returns`.
 """
 
 from __future__ import annotations

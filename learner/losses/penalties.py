@@ -119,7 +119,7 @@ def value_loss(
     Args:
         values: V of the critic, with gradient, any shape.
         old_values: V when the rows were collected.
-        returns: G, see :func:`tandem.learner.recipes.returns.gae`.
+        returns: G, see :func:`tandem.learner.losses.returns.gae`.
         clip: None = no clip.
     """
     loss = (values - returns) ** 2

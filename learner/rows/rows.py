@@ -85,7 +85,7 @@ class Rows:
     old_values: Tensor | None = None
     """``[N]`` a critic's values when the rows were collected."""
     returns: Tensor | None = None
-    """``[N]`` targets of the critic (:func:`tandem.learner.recipes.returns.gae`)."""
+    """``[N]`` targets of the critic (:func:`tandem.learner.losses.returns.gae`)."""
     token_rewards: Tensor | None = None
     """``[N]`` float64, the part of the rows' rewards that single tokens have earned along the way."""
     token_advantages: Tensor | None = None

@@ -49,6 +49,12 @@ def formula() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def plain() -> ModuleType:
+    """``in_float64.py``."""
+    return load(TESTS / "learner" / "in_float64.py")
+
+
+@pytest.fixture(scope="session")
 def group() -> Iterator[None]:
     """The process group of one rank, in which this process may make DeepSpeed engines."""
     pytest.importorskip("deepspeed")

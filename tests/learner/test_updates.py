@@ -12,13 +12,13 @@ import torch
 from msgspec.structs import replace
 
 from tandem.common.config import Config
-from tandem.common.errors import ConfigError
 from tandem.common.objectives import OBJECTIVES
 from tandem.common.records import FinishReason, Group, Sample, SamplingParams, Source
+from tandem.learner.critic import CriticEngine
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.objectives import Grpo, Objective, make
 from tandem.learner.rows.groups import MixedGroup
-from tandem.learner.updates import Updates, objective_of
+from tandem.learner.updates import Updates
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -31,7 +31,10 @@ def learner(made_up: ModuleType) -> Learner:
 
     def started(objective: Objective | None = None, **sections: Any) -> Updates:
         config: Config = made_up.config_of(**sections)
-        engine = DeepSpeedEngine(made_up.tiny_model(), config, torch.device("cpu"))
+        critic = None
+        if config.learner.critic is not None:
+            critic = CriticEngine(made_up.tiny_model(seed=7), config, torch.device("cpu"))
+        engine = DeepSpeedEngine(made_up.tiny_model(), config, torch.device("cpu"), critic)
         return Updates(engine, config, objective)
 
     return started
@@ -270,12 +273,6 @@ def test_a_group_that_is_all_wrong_learns_from_the_rest_of_the_batch(
     assert found[2][4:] == pytest.approx([-0.375 / (15 / 64) ** 0.5] * 4)
 
 
-def test_an_objective_that_needs_a_critic_is_refused(made_up: ModuleType) -> None:
-    config = made_up.config_of(learner={"objective": {"name": "ppo"}})
-    with pytest.raises(ConfigError, match="needs the values of a critic"):
-        objective_of(config)
-
-
 @pytest.mark.parametrize(
     "objective",
     [{"name": "grpo", "kl_coefficient": 0.1}, {"name": "dpo"}, {"name": "kto"}],
@@ -463,7 +460,7 @@ def test_a_prefix_counts_with_the_experts_tokens(learner: Learner, made_up: Modu
     assert found["train/loss_expert"] != 0
 
 
-@pytest.mark.parametrize("name", sorted(set(OBJECTIVES) - {"ppo"}))
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
 def test_every_objective_trains_whatever_the_micro_batches(
     name: str, learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -491,7 +488,7 @@ def test_every_objective_trains_whatever_the_micro_batches(
         assert found[1][key] == pytest.approx(found[0][key], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(set(OBJECTIVES) - {"ppo"}))
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
 def test_log_probs_that_are_no_numbers_undo_a_step_of_any_objective(
     name: str, learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+WHITEN_FLOOR = 1e-8
+"""Added to the variance that :func:`whitened` divides by."""
+
 
 def gae(
     rewards: Tensor,
@@ -22,7 +25,8 @@ def gae(
     """Generalised advantages and the returns that a critic learns (arXiv 1506.02438, eq. 16).
 
     ``δ_t = r_t + γ V_{t+1} − V_t``, ``A_t = δ_t + γ λ A_{t+1}``, return ``A_t + V_t``. After a
-    row's last token V is 0, or ``bootstrap`` where the row was cut and would have gone on.
+    row's last token V is 0, or ``bootstrap`` where the row was cut and would have gone on. A run gives none:
+    as in TRL and verl, a response that was cut ends there.
 
     Example: rewards [0, 0, 1], values [.5, .6, .7], γ = 1, λ = 1 gives A = [.5, .4, .3].
 
@@ -75,3 +79,27 @@ def kl_penalised_tokens(
 ) -> Tensor:
     """``[N]`` ``r_t − β (log π(y_t) − log π_ref(y_t))``, token by token, for GAE."""
     return rewards - coefficient * (logprobs - reference).detach().to(rewards.dtype)
+
+
+def whitened(values: Tensor, counted: Tensor) -> Tensor:
+    """``(x − mean) / √(variance + 1e-8)`` with the mean and the unbiased variance of the values that count,
+    as PPO's code does with the advantages of a whole batch.
+
+    Fewer than two values that count have no variance, and all values stay as they are.
+
+    Args:
+        values: ``[N]``
+        counted: ``[N]`` bool.
+    """
+    among = values[counted]
+    if len(among) < 2:
+        return values
+    return (values - among.mean()) * (among.var() + WHITEN_FLOOR).rsqrt()
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """``1 − Var(G − V) / Var(G)``: 1 for a critic that knows every return, 0 for one that knows their mean; 0
+    if all returns are equal."""
+    if len(returns) < 2 or not float(returns.var()):
+        return 0.0
+    return 1.0 - float((returns - values).var() / returns.var())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.learner.losses.penalties import kl_penalised
-from tandem.learner.recipes.returns import gae, kl_penalised_tokens, last_token_rewards
+from tandem.learner.losses.returns import gae, kl_penalised_tokens, last_token_rewards
 
 F64 = torch.float64
 
