@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from .errors import ConfigError, DataError
+from .models import local_folder
 
 if TYPE_CHECKING:
     from .config.learner import LoraConfig
+    from .config.model import ModelConfig
 
 DIGEST_BYTES = 1 << 24
 """Bytes of a weights file that are read at a time."""
@@ -100,6 +102,15 @@ def adapter_tensors(layers: Sequence[AdaptedLayer], rank: int) -> list[tuple[str
     return [
         tensor for layer in layers for tensor in zip(layer.names, layer.shapes(rank), strict=True)
     ]
+
+
+def base_of(model: ModelConfig, lora: LoraConfig | None) -> str:
+    """:func:`base_digest` of the model that adapters are for; empty if there are none.
+
+    Raises:
+        DataError: the weights aren't on this host, or can't be read.
+    """
+    return "" if lora is None else base_digest(local_folder(model.path))
 
 
 def base_digest(folder: Path) -> str:

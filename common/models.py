@@ -63,21 +63,23 @@ def resolve(path: str) -> str:
 
 
 def local_folder(path: str) -> Path:
-    """The folder of a model that has been loaded: as :func:`resolve`, and for a hub name the download cache's.
+    """The folder of this host with a model's files: the hub's cache has it for a hub name.
 
     Raises:
-        DataError: it isn't on this machine.
+        DataError: there is none.
     """
     place = resolve(path)
     if Path(place).is_dir():
         return Path(place)
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(place, local_files_only=True))
-    except (OSError, ValueError) as error:
+    except (HFValidationError, LocalEntryNotFoundError) as error:
         raise DataError(
-            f"model.path={path}: the download cache has no folder of it: {_one_line(error)}"
+            f"model.path={path}: its files aren't in the hub's cache here ({_one_line(error)}): run "
+            f"tandem get model {path}, and name the folder"
         ) from None
 
 

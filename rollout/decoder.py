@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from . import adapters
 from .products import linear
 
 DIRECT_MODELS = ("llama", "mistral", "qwen2", "qwen3")
@@ -138,30 +139,39 @@ class _Layer:
         "attention_eps",
         "attention_norm",
         "down",
+        "down_term",
         "gate_up",
+        "gate_up_term",
         "head_norms",
         "mlp_eps",
         "mlp_norm",
         "out",
         "out_bias",
+        "out_term",
         "qkv",
         "qkv_bias",
+        "qkv_term",
     )
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.attention_norm, self.attention_eps = _norm(layer.input_layernorm)
         self.mlp_norm, self.mlp_eps = _norm(layer.post_attention_layernorm)
-        self.qkv, self.qkv_bias = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
+        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.qkv, self.qkv_bias = _fuse(qkv)
+        self.qkv_term = adapters.fuse(qkv)
         self.out = attention.o_proj.weight
         self.out_bias = attention.o_proj.bias
+        self.out_term = adapters.fuse([attention.o_proj])
         self.head_norms = (
             (_norm(attention.q_norm), _norm(attention.k_norm))
             if hasattr(attention, "q_norm")
             else None
         )
         self.gate_up, _ = _fuse([mlp.gate_proj, mlp.up_proj])
+        self.gate_up_term = adapters.fuse([mlp.gate_proj, mlp.up_proj])
         self.down = mlp.down_proj.weight
+        self.down_term = adapters.fuse([mlp.down_proj])
         self.act = mlp.act_fn
 
 
@@ -282,6 +292,8 @@ class DirectDecoder:
         """Queries ``[N, heads, size]``, keys and values ``[N, KV heads, size]`` of N tokens."""
         h = rms_norm(x, layer.attention_norm, layer.attention_eps)
         qkv = linear(h, layer.qkv, layer.qkv_bias)
+        if layer.qkv_term is not None:
+            layer.qkv_term.add_to(qkv, h)
         heads = qkv.view(len(x), -1, self._size)
         turning = self._heads + self._kv_heads
         rotary = heads[:, :turning]
@@ -302,9 +314,16 @@ class DirectDecoder:
         x.addmm_(attended, layer.out.t())
         if layer.out_bias is not None:
             x.add_(layer.out_bias)
+        if layer.out_term is not None:
+            layer.out_term.add_to(x, attended)
         h = rms_norm(x, layer.mlp_norm, layer.mlp_eps)
-        gate, up = linear(h, layer.gate_up).chunk(2, -1)
-        return x.addmm_(layer.act(gate).mul_(up), layer.down.t())
+        both = linear(h, layer.gate_up)
+        if layer.gate_up_term is not None:
+            layer.gate_up_term.add_to(both, h)
+        gate, up = both.chunk(2, -1)
+        inner = layer.act(gate).mul_(up)
+        x.addmm_(inner, layer.down.t())
+        return x if layer.down_term is None else layer.down_term.add_to(x, inner)
 
     def prefill(self, tokens: Tensor, lengths: Tensor) -> KeyValues:
         caches: list[Tensor] = []

@@ -6,14 +6,17 @@ module must be installed or on ``PYTHONPATH`` wherever a worker runs. The factor
     factory(model, rollout, max_rows=…) -> Engine
 
 with the config's sections ``model`` and ``rollout`` and the greatest number of samples that are
-generated at a time; what it returns must fulfil the contract of :mod:`tandem.rollout.engine`.
+generated at a time, and with ``lora=…`` if ``learner.lora`` is set: the engine then loads adapters. What
+it returns must fulfil the contract of :mod:`tandem.rollout.engine`.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from ..common.config import VLLM_RANKS, ModelConfig, RolloutConfig
+from ..common.config.learner import LoraConfig
 from ..common.errors import ConfigError
 from ..common.import_path import is_import_path, load
 from .engine import Engine
@@ -29,6 +32,8 @@ def make_engine(
     *,
     max_rows: int | None = None,
     max_prompt_tokens: int | None = None,
+    lora: LoraConfig | None = None,
+    versions: int = 2,
 ) -> Engine:
     """Makes the engine with the base model's weights, not yet started.
 
@@ -39,6 +44,8 @@ def make_engine(
             :data:`MIN_ROWS`.
         max_prompt_tokens: length of the longest prompt that it will get; None = only the model's
             own limit of prompt and response together applies.
+        lora: ``learner.lora``: new weights are adapters of the base model, which stays as it is.
+        versions: number of versions whose adapters samples may use at the same time, at least two.
 
     Raises:
         DataError: the model can't be loaded.
@@ -46,10 +53,10 @@ def make_engine(
     """
     rows = max_rows or max(MIN_ROWS, rollout.groups_per_batch * rollout.group_size)
     if choose_engine(rollout) == "vllm":
-        return _vllm(model, rollout, rows, max_prompt_tokens)
+        return _vllm(model, rollout, rows, max_prompt_tokens, lora, versions)
     if is_import_path(rollout.engine):
-        return _imported(rollout.engine, model, rollout, rows)
-    return _torch(model, rollout, rows, max_prompt_tokens)
+        return _imported(rollout.engine, model, rollout, rows, lora)
+    return _torch(model, rollout, rows, max_prompt_tokens, lora)
 
 
 def choose_engine(rollout: RolloutConfig) -> str:
@@ -66,7 +73,11 @@ def choose_engine(rollout: RolloutConfig) -> str:
 
 
 def _torch(
-    model: ModelConfig, rollout: RolloutConfig, rows: int, max_prompt_tokens: int | None
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    rows: int,
+    max_prompt_tokens: int | None,
+    lora: LoraConfig | None,
 ) -> Engine:
     import torch
 
@@ -90,14 +101,20 @@ def _torch(
         recompute_kv=rollout.recompute_kv,
         max_rows=rows,
         longest=longest,
+        lora=lora,
     )
 
 
 def _vllm(
-    model: ModelConfig, rollout: RolloutConfig, rows: int, max_prompt_tokens: int | None
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    rows: int,
+    max_prompt_tokens: int | None,
+    lora: LoraConfig | None,
+    versions: int,
 ) -> Engine:
     from ..common.models import load_tokenizer, read_model_config, resolve
-    from . import vllm_version
+    from . import vllm_adapters, vllm_version
     from .model_facts import model_facts, require_checkpoint_names
     from .vllm_engine import VllmEngine
     from .vllm_process import VllmProcess
@@ -113,9 +130,10 @@ def _vllm(
     tokenizer = load_tokenizer(model.path)
     path = resolve(model.path)
     dtype = rollout.dtype or model.dtype
-    facts = model_facts(path, dtype=dtype, context=context, tokenizer=tokenizer)
-    kind = str(read_model_config(model.path).get("model_type"))
-    require_checkpoint_names(path, facts.specs, kind)
+    facts = model_facts(path, dtype=dtype, context=context, tokenizer=tokenizer, lora=lora)
+    if lora is None:
+        kind = str(read_model_config(model.path).get("model_type"))
+        require_checkpoint_names(path, facts.specs, kind)
     cache = settings.kv_cache_mb
     arguments: dict[str, Any] = {
         "model": path,
@@ -126,6 +144,7 @@ def _vllm(
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if cache is None else cache << 20,
         "enforce_eager": settings.enforce_eager,
+        **(vllm_adapters.arguments(lora, versions) if lora is not None else {}),
     }
     return VllmEngine(
         VllmProcess(
@@ -135,6 +154,8 @@ def _vllm(
         tokenizer,
         facts,
         recompute_kv=rollout.recompute_kv,
+        lora=lora,
+        versions=versions,
     )
 
 
@@ -157,10 +178,26 @@ def ranks(rollout: RolloutConfig, *, gpus: bool) -> dict[str, int]:
     return dict(zip(VLLM_RANKS, (tensor, pipeline), strict=True))
 
 
-def _imported(path: str, model: ModelConfig, rollout: RolloutConfig, max_rows: int) -> Engine:
+def _imported(
+    path: str,
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    max_rows: int,
+    lora: LoraConfig | None,
+) -> Engine:
     """The engine that the factory at an import path makes."""
     factory = load(path, key="rollout.engine", process="the rollout workers")
-    engine = factory(model, rollout, max_rows=max_rows)
+    if lora is None:
+        engine = factory(model, rollout, max_rows=max_rows)
+    else:
+        try:
+            inspect.signature(factory).bind(model, rollout, max_rows=max_rows, lora=lora)
+        except TypeError:
+            raise ConfigError(
+                f"rollout.engine={path} takes no argument lora, so its engine loads no adapters: set "
+                f"learner.lora=null, or rollout.engine to torch or vllm"
+            ) from None
+        engine = factory(model, rollout, max_rows=max_rows, lora=lora)
     if not isinstance(engine, Engine):
         raise ConfigError(
             f"rollout.engine={path} made a {type(engine).__name__}, which is no Engine: it lacks "

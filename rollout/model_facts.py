@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..common import prompts
+from ..common.adapters import adapted_layers, adapter_tensors
+from ..common.config.learner import LoraConfig
 from ..common.errors import ConfigError, DataError
 from ..common.plain import read_object
 from .engine import ParameterSpec
@@ -18,7 +20,8 @@ class ModelFacts:
     """What an engine must know about its model."""
 
     specs: tuple[ParameterSpec, ...]
-    """Every parameter, in the model's order; tied ones once."""
+    """Every tensor that new weights consist of: the model's parameters in its order, tied ones once; or
+    those of the adapters."""
     vocabulary: int
     """Number of token ids, which are all below it."""
     context: int
@@ -27,25 +30,27 @@ class ModelFacts:
     """Token ids that end a response."""
 
 
-def facts_of(model: Any, tokenizer: Any, *, context: int | None = None) -> ModelFacts:
+def facts_of(
+    model: Any, tokenizer: Any, *, context: int | None = None, lora: LoraConfig | None = None
+) -> ModelFacts:
     """Reads the facts from a transformers model, whose weights may be on the meta device.
 
     Args:
         model: a causal model in the engine's dtype.
         tokenizer: names the end token.
         context: greatest number of tokens of prompt and response together; None = the model's own limit.
+        lora: ``learner.lora``: what new weights consist of if it is set.
 
     Raises:
         DataError: no end token is named.
+        ConfigError: the model has no such layers as ``lora`` names.
     """
     text = model.config.get_text_config()
     limit = int(getattr(text, "max_position_embeddings", None) or 1 << 30)
     return ModelFacts(
         specs=tuple(
-            ParameterSpec(
-                name=name, shape=tuple(p.shape), dtype=str(p.dtype).removeprefix("torch.")
-            )
-            for name, p in model.named_parameters()
+            ParameterSpec(name=name, shape=shape, dtype=dtype)
+            for name, shape, dtype in _tensors(model, lora)
         ),
         vocabulary=int(model.get_input_embeddings().num_embeddings),
         context=min(limit, context or limit),
@@ -53,7 +58,24 @@ def facts_of(model: Any, tokenizer: Any, *, context: int | None = None) -> Model
     )
 
 
-def model_facts(path: str, *, dtype: str, context: int | None, tokenizer: Any) -> ModelFacts:
+def _tensors(model: Any, lora: LoraConfig | None) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Name, shape and dtype of every tensor that new weights consist of."""
+    if lora is None:
+        for name, parameter in model.named_parameters():
+            yield name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+        return
+    for name, shape in adapter_tensors(adapted_layers(model, lora), lora.rank):
+        yield name, shape, str(model.dtype).removeprefix("torch.")
+
+
+def model_facts(
+    path: str,
+    *,
+    dtype: str,
+    context: int | None,
+    tokenizer: Any,
+    lora: LoraConfig | None = None,
+) -> ModelFacts:
     """Reads the facts from a model folder without loading its weights.
 
     Args:
@@ -61,9 +83,11 @@ def model_facts(path: str, *, dtype: str, context: int | None, tokenizer: Any) -
         dtype: dtype of the engine's parameters.
         context: greatest number of tokens of prompt and response together; None = the model's own limit.
         tokenizer: names the end token.
+        lora: see :func:`facts_of`.
 
     Raises:
         DataError: no end token is named.
+        ConfigError: the model has no such layers as ``lora`` names.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -76,7 +100,7 @@ def model_facts(path: str, *, dtype: str, context: int | None, tokenizer: Any) -
         model.generation_config = GenerationConfig.from_pretrained(path)
     except OSError:
         pass  # The folder has none, so the model's own config decides.
-    return facts_of(model, tokenizer, context=context)
+    return facts_of(model, tokenizer, context=context, lora=lora)
 
 
 def require_checkpoint_names(path: str, specs: Iterable[ParameterSpec], kind: str) -> None:

@@ -23,8 +23,10 @@ import numpy as np
 import torch
 
 from ..common.agreement import untried_lengths
+from ..common.config.learner import LoraConfig
 from ..common.errors import TandemError
 from ..common.records import FinishReason, Float32Array, Int32Array, Version
+from . import adapters
 from .batch import Batch, Row, rows_of
 from .choice import choose
 from .contract import NOTHING, Response, Running, enter, fitting, refusal, stream
@@ -60,6 +62,7 @@ class TorchEngine:
         decoder: str = "auto",
         version: Version | None = None,
         longest: int | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Takes over a model, which nothing else may use from here on.
 
@@ -74,16 +77,20 @@ class TorchEngine:
             longest: greatest number of tokens of prompt and response that will be asked for; None =
                 the model's own limit. Windows of the model that such rows don't reach aren't tested,
                 and rows that would reach them are refused.
+            lora: ``learner.lora``: new weights are adapters of the model's own.
 
         Raises:
-            ConfigError: the model can't be run, or not with its own log-probs.
+            ConfigError: the model can't be run, or not with its own log-probs; or it has no such
+                layers as ``lora`` names.
         """
         model = model.eval().requires_grad_(False)
         self._tokenizer = tokenizer
         self._recompute = recompute_kv
         self._max_rows = max_rows
         untried = [] if longest is None else untried_lengths(model, longest)
-        self._facts = facts_of(model, tokenizer, context=min(untried, default=None))
+        context = min(untried, default=None)
+        self._facts = facts_of(model, tokenizer, context=context, lora=lora)
+        terms = adapters.attach(model, lora) if lora is not None else None
         self._decoder = choose(model, decoder, longest=longest)
         self._device = model.get_input_embeddings().weight.device
         self._batch = Batch(
@@ -94,7 +101,10 @@ class TorchEngine:
             prefill_tokens=prefill_tokens,
             version=version,
         )
-        self._parameters = dict(model.named_parameters())
+        # After the decoder has fused some of them.
+        self._parameters: dict[str, torch.Tensor] = (
+            dict(model.named_parameters()) if terms is None else adapters.tensors(terms)
+        )
 
         self._commands: deque[Callable[[], None]] = deque()
         # While groups are held back: until when (monotonic) somebody waits for the running samples.

@@ -21,16 +21,17 @@ from typing import Any
 
 import torch
 
+from ..common.config.learner import LoraConfig
 from ..common.errors import TandemError
 from ..common.records import Float32Array, Int32Array, Version
 from ..common.weights.manifest import SegmentPlace
 from ..common.weights.staging import handed_over
-from . import vllm_requests
 from .contract import NOTHING, Running, enter, fitting, refusal, stream
 from .engine import EngineStats, FinishedGroup, GroupRequest, ParameterSpec, StagedWeights
 from .model_facts import ModelFacts
+from .vllm_adapters import VllmAdapters
 from .vllm_process import VllmProcess
-from .vllm_weights import RPC_SECONDS, VllmWeights, label_of
+from .vllm_weights import RPC_SECONDS, VllmWeights
 
 log = logging.getLogger("tandem.rollout")
 
@@ -42,8 +43,8 @@ LARGE_VOCABULARY = 4096
 class _Running(Running):
     """A group in the engine; belongs to the front end's thread until it is delivered."""
 
-    names: list[str] = field(default_factory=list)
-    """vLLM's request ids."""
+    names: list[list[str]] = field(default_factory=list)
+    """Ids of vLLM's requests, of each one with those that go on with its samples."""
     left: int = 0
     """Number of requests that haven't ended."""
     aborted: bool = False
@@ -64,6 +65,8 @@ class VllmEngine:
         recompute_kv: bool = True,
         version: Version | None = None,
         owns_process: bool = True,
+        lora: LoraConfig | None = None,
+        versions: int = 2,
     ) -> None:
         """Doesn't start anything yet.
 
@@ -71,14 +74,29 @@ class VllmEngine:
             process: vLLM; used by one engine at a time.
             tokenizer: decodes samples.
             facts: facts about the model that ``process`` loads.
-            recompute_kv: whether new weights recompute the keys and values of running samples.
+            recompute_kv: whether new weights recompute the keys and values of running samples. Without,
+                samples end with the adapter with which they began, if there are adapters.
             version: version of the model's own weights, if they have one.
             owns_process: whether :meth:`close` ends vLLM too.
+            lora: ``learner.lora``: new weights are adapters, of which ``facts`` has the tensors.
+            versions: number of adapters that samples may use at the same time.
         """
         self._process = process
         self._tokenizer = tokenizer
         self._facts = facts
-        self._weights = VllmWeights(process, recompute_kv=recompute_kv, version=version)
+        self._adapters: VllmAdapters | None = None
+        if lora is not None:
+            self._adapters = VllmAdapters(
+                process,
+                lora,
+                facts.specs,
+                versions=versions,
+                recompute_kv=recompute_kv,
+                version=version,
+            )
+        self._weights: VllmWeights = self._adapters or VllmWeights(
+            process, recompute_kv=recompute_kv, version=version
+        )
         self._owns_process = owns_process
         # A tokenizer may have ids for which the model has no logit; vLLM refuses those.
         self._stop = sorted(t for t in facts.end_tokens if t < facts.vocabulary)
@@ -173,11 +191,15 @@ class VllmEngine:
             TandemError: vLLM may hold only part of them, and samples no more.
         """
         try:
-            tensors = list(fitting(state.tensors(), self._facts.specs, version).items())
+            tensors = fitting(state.tensors(), self._facts.specs, version)
+            if self._adapters is not None:
+                await self._process.run(self._adapters.take(tensors, version))
+                return
             with contextlib.ExitStack() as stack:
                 place = state.place
                 if place is None:
-                    place = await asyncio.to_thread(stack.enter_context, handed_over(tensors))
+                    handing = handed_over(tensors.items())
+                    place = await asyncio.to_thread(stack.enter_context, handing)
                 await self._process.run(self._load(place, len(tensors), version))
         finally:
             await self._process.run(self._end_hold())
@@ -216,6 +238,7 @@ class VllmEngine:
                 await self._process.run(self._end())
         if self._owns_process:
             await self._process.stop()
+        await asyncio.to_thread(self._weights.close)
 
     # In the front end's thread.
 
@@ -276,40 +299,34 @@ class VllmEngine:
         group.left = len(parts)
         for prefix, indices in parts:
             self._requests += 1
-            name = f"{request.group_id}/{self._requests}"
-            group.names.append(name)
+            names = [f"{request.group_id}/{self._requests}"]
+            group.names.append(names)
             context = [*request.prompt_tokens.tolist(), *prefix.tolist()]
             room = min(self._facts.context - len(context), request.room(len(prefix)))
-            task = asyncio.create_task(self._consume(group, name, context, indices, room))
+            task = asyncio.create_task(self._consume(group, names, context, indices, room))
             for tasks in (self._tasks, self._urgent) if request.urgent else (self._tasks,):
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
 
     async def _consume(
-        self, group: _Running, name: str, context: list[int], indices: range, room: int
+        self, group: _Running, names: list[str], context: list[int], indices: range, room: int
     ) -> None:
-        """Runs one vLLM request to its end."""
+        """Runs one vLLM request to its end, and those that go on with its samples."""
         try:
             if group.aborted:
                 group.finished.update(dict.fromkeys(indices, NOTHING))
                 return
-            with self._weights.watched(len(indices)) as progress:
-                # This doesn't wait until the request is registered, so no abort can come between.
-                ended = await vllm_requests.sample(
-                    self._process.llm,
-                    name,
-                    context,
-                    group.request.sampling,
-                    count=len(indices),
-                    room=room,
-                    end_tokens=self._stop,
-                    # Cached keys and values are only valid for their own version.
-                    salt=label_of(self.version),
-                    versions=self._weights.versions,
-                    progress=progress,
-                    urgent=group.request.urgent,
-                    stops=group.stops,
-                )
+            ended = await self._weights.sample(
+                names,
+                lambda: group.aborted or group.error is not None,
+                context,
+                group.request.sampling,
+                count=len(indices),
+                room=room,
+                end_tokens=self._stop,
+                urgent=group.request.urgent,
+                stops=group.stops,
+            )
             group.finished.update(zip(indices, ended, strict=True))
         except asyncio.CancelledError:
             group.error = "the engine was closed"
@@ -331,9 +348,7 @@ class VllmEngine:
         names = [f"score/{self._requests}/{number}" for number in range(len(rows))]
 
         async def one(name: str, row: Int32Array) -> Float32Array:
-            return await vllm_requests.score(
-                self._process.llm, name, row.tolist(), temperature, salt=name
-            )
+            return await self._weights.score(name, row.tolist(), temperature)
 
         try:
             if temperature == 1.0:
@@ -363,11 +378,12 @@ class VllmEngine:
     async def _abort_requests(self, group: _Running) -> None:
         llm = self._process.llm
         if llm is not None and not llm.errored:
-            await llm.abort(group.names)
+            await llm.abort([name for names in group.names for name in names])
 
     async def _end(self) -> None:
         await self._abort(set(self._groups))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=RPC_SECONDS)
+        await self._weights.end()
         if self._weights.paused and not self._owns_process:
             await self._resume()

@@ -33,6 +33,7 @@ class WorkerExtension:
     reload_weights: Any
     """A method of vLLM's worker class, declared here for type checkers."""
     get_model: Any
+    add_lora: Any
     _tandem_staged: tuple[str, list[tuple[str, Any]]] = ("", [])
     """A ticket and the weights to load with it, as views of shared memory."""
 
@@ -59,6 +60,16 @@ class WorkerExtension:
         except Exception as error:  # noqa: BLE001 - see Reply
             return (ticket, 0, f"{type(error).__name__}: {error}")
         return (ticket, len(tensors), "")
+
+    def tandem_add_adapter(self, name: str, number: int, folder: str) -> Reply:
+        """Loads an adapter from its folder; its name is the ticket."""
+        try:
+            from vllm.lora.request import LoRARequest
+
+            added = self.add_lora(LoRARequest(name, number, folder))
+        except Exception as error:  # noqa: BLE001 - see Reply
+            return (name, 0, f"{type(error).__name__}: {error}")
+        return (name, int(added), "")
 
     def _tandem_map(self, path: str, nbytes: int, layout: str) -> list[tuple[str, Any]]:
         from ..common.weights.manifest import read_layout

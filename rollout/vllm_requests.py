@@ -81,6 +81,8 @@ async def sample(
     progress: Progress | None = None,
     urgent: bool = False,
     stops: StopStrings | None = None,
+    adapter: Any = None,
+    before: tuple[int, ...] = (),
 ) -> list[Response]:
     """Draws samples of one prompt. Doesn't wait until vLLM has registered the request.
 
@@ -98,6 +100,9 @@ async def sample(
         urgent: whether it goes before all waiting requests.
         stops: end the sample; only for one sample. They are looked for here, since vLLM has no
             tokenizer, and it may have sampled a few more tokens, which are left out.
+        adapter: vLLM's ``LoRARequest``; None = the model's own weights.
+        before: the last tokens of the context, if they are part of the sample: a stop string may have
+            begun there.
     """
     import vllm
     from vllm.sampling_params import RequestOutputKind
@@ -122,16 +127,22 @@ async def sample(
     ended = Progress(count, None) if progress is None else progress
     end, checked = None, 0
     outputs = llm.generate(
-        _prompt(context, salt), parameters, name, priority=FIRST if urgent else 0
+        _prompt(context, salt),
+        parameters,
+        name,
+        lora_request=adapter,
+        priority=FIRST if urgent else 0,
     )
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             for one in output.outputs:
                 ended.latest[one.index] = one
             if stops is not None:
-                tokens = ended.latest[0].token_ids
-                end, checked = stops.first_end(tokens, checked), len(tokens)
-                if end is not None:
+                tokens = [*before, *ended.latest[0].token_ids]
+                found = stops.first_end(tokens, len(before) + checked)
+                checked = len(tokens) - len(before)
+                if found is not None:
+                    end = found - len(before)
                     break
     if end is not None:
         await llm.abort([name])
@@ -158,7 +169,13 @@ async def sample(
 
 
 async def score(
-    llm: Any, name: str, row: Sequence[int], temperature: float, *, salt: str
+    llm: Any,
+    name: str,
+    row: Sequence[int],
+    temperature: float,
+    *,
+    salt: str,
+    adapter: Any = None,
 ) -> Float32Array:
     """``[S - 1]`` log-probs of a row's tokens except the first, from a separate prefill.
 
@@ -172,6 +189,7 @@ async def score(
         row: ``[S]`` token ids.
         temperature: above 0.
         salt: must be unique to this request.
+        adapter: see :func:`sample`.
     """
     import vllm
     from vllm.sampling_params import RequestOutputKind
@@ -187,7 +205,9 @@ async def score(
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     flat = None
-    async for output in llm.generate(_prompt(list(row), salt), parameters, name, priority=FIRST):
+    prompt = _prompt(list(row), salt)
+    outputs = llm.generate(prompt, parameters, name, lora_request=adapter, priority=FIRST)
+    async for output in outputs:
         flat = output.prompt_logprobs
     if flat is None or len(flat) != len(row):
         raise TandemError(

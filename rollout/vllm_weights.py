@@ -20,13 +20,14 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..common.errors import TandemError, WeightsError
-from ..common.records import Version
+from ..common.records import Float32Array, SamplingParams, Version
 from ..common.weights.manifest import SegmentPlace
 from . import vllm_requests
+from .contract import Response
 from .vllm_extension import Reply
 from .vllm_process import VllmProcess
 
@@ -83,8 +84,53 @@ class VllmWeights:
         self._says_versions = vllm_requests.says_versions(self._process.llm)
         await self._name(self.version)
 
+    async def end(self) -> None:
+        """Frees what vLLM holds for this engine alone, once no request runs."""
+
+    def close(self) -> None:
+        """Frees what isn't vLLM's, once vLLM is used no more."""
+
+    async def sample(
+        self,
+        names: list[str],
+        gone: Callable[[], bool],
+        context: list[int],
+        sampling: SamplingParams,
+        *,
+        count: int,
+        room: int,
+        **how: Any,
+    ) -> list[Response]:
+        """Draws samples of one prompt.
+
+        Args:
+            names: ids by which vLLM's requests for it can be aborted, the last one's being this one's;
+                those of further requests are added.
+            gone: whether nobody wants the samples any more.
+            context, sampling, count, room, how: see :func:`.vllm_requests.sample`.
+        """
+        with self._watched(count) as progress:
+            # This doesn't wait until the request is registered, so no abort can come between.
+            return await vllm_requests.sample(
+                self._process.llm,
+                names[-1],
+                context,
+                sampling,
+                count=count,
+                room=room,
+                # Cached keys and values are only valid for their own version.
+                salt=label_of(self.version),
+                versions=self.versions,
+                progress=progress,
+                **how,
+            )
+
+    async def score(self, name: str, row: Sequence[int], temperature: float) -> Float32Array:
+        """Log-probs of a row's tokens; see :func:`.vllm_requests.score`."""
+        return await vllm_requests.score(self._process.llm, name, row, temperature, salt=name)
+
     @contextlib.contextmanager
-    def watched(self, count: int) -> Iterator[vllm_requests.Progress | None]:
+    def _watched(self, count: int) -> Iterator[vllm_requests.Progress | None]:
         """Records the spans of a running request with ``count`` samples; None if vLLM does so."""
         if self._says_versions:
             yield None

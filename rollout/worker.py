@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..common import disk
+from ..common.adapters import base_of
 from ..common.config import Config
 from ..common.errors import DeadlineError, StoreError, TandemError, WireError
 from ..common.records import GroupReceipt
@@ -103,11 +104,16 @@ async def _main(join: JoinInfo, config: Config, name: str) -> int:
             config.model,
             config.rollout,
             max_prompt_tokens=config.data.max_prompt_tokens,
+            lora=config.learner.lora,
+            # Samples of the newest version, of those that are not too old yet, and one in between.
+            versions=config.replay.max_staleness + 2,
         )
+        # The engine has fetched the model by now, if it comes from a hub.
+        base = await asyncio.to_thread(base_of, config.model, config.learner.lora)
         if not await _start(engine, stop):
             log.info(f"{name} was asked to end before its engine was ready")
             return 0
-        return await Worker(config, name, store, client, engine, stop, redis).run()
+        return await Worker(config, name, store, client, engine, stop, redis, base).run()
     finally:
         redis.shutdown(wait=False, cancel_futures=True)
 
@@ -138,6 +144,7 @@ class Worker:
         engine: an engine that has been started.
         stop: set when the worker should drain and end.
         redis: the one thread that talks to Redis for the loop.
+        base: digest of the model that new weights are adapters for; empty if they are a whole model.
     """
 
     def __init__(
@@ -149,6 +156,7 @@ class Worker:
         engine: Engine,
         stop: asyncio.Event,
         redis: ThreadPoolExecutor,
+        base: str = "",
     ) -> None:
         from ..common.weights.job import Target
         from ..common.weights.receiver import WeightReceiver
@@ -214,6 +222,7 @@ class Worker:
                 specs=[(s.name, s.shape, s.dtype) for s in engine.parameter_specs()],
                 load=self._committer.load,
                 check=self._committer.examine if self._check.is_on else None,
+                base=base,
                 # An engine by import path may not have it.
                 device=getattr(engine, "weights_device", "cpu"),
             ),

@@ -37,6 +37,11 @@ VLLM_SETTINGS = {
     },
     "kv_cache_memory_bytes": "rollout.vllm.kv_cache_mb",
     "data_parallel_size": "rollout.workers",
+    "enable_lora": "learner.lora",
+    "max_lora_rank": "learner.lora.rank",
+    "max_loras": "replay.max_staleness",
+    "max_cpu_loras": "replay.max_staleness",
+    "lora_dtype": "rollout.dtype",
 }
 """vLLM's engine arguments that are settings of Tandem's, with these settings."""
 VLLM_FIXED = ("generation_config", "logprobs_mode", "skip_tokenizer_init", "worker_extension_cls")

@@ -138,6 +138,8 @@ class Target:
     check: Callable[[Version, ScoredRows | None], bool] | None = None
     """Called once the engine serves a newly loaded version, with the learner's log-probs of some rows.
     If it returns False, the version is fetched and loaded anew. No other is loaded meanwhile."""
+    base: str = ""
+    """Digest of the model that the tensors adapt; see :attr:`.manifest.WeightManifest.base`."""
     device: torch.device | str = "cpu"
     """A GPU through which buckets may pass on their way to the host's memory."""
 

@@ -196,6 +196,9 @@ class WeightManifest(Record, frozen=True, kw_only=True, dict=True):
     """The tensors, and how they are cut into buckets."""
     checksums: tuple[int, ...]
     """XXH3 of each bucket's bytes, padding included, 64 bits."""
+    base: str
+    """:func:`~tandem.common.adapters.base_digest` of the model that the tensors adapt; empty if they are
+    a whole model."""
     digest: str
     """:func:`manifest_digest` of run id, version and content."""
     scored: ScoredRows | None
@@ -204,8 +207,9 @@ class WeightManifest(Record, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def content(self) -> str:
-        """SHA-256 of layout and checksums: equal contents are equal weights, whatever the version."""
-        return hashlib.sha256(msgspec.msgpack.encode((self.layout, self.checksums))).hexdigest()
+        """SHA-256 of layout, checksums and base: equal contents are equal weights, whatever the version."""
+        named = (self.layout, self.checksums, self.base)
+        return hashlib.sha256(msgspec.msgpack.encode(named)).hexdigest()
 
 
 def manifest_digest(run_id: str, version: Version, content: str) -> str:
@@ -221,6 +225,7 @@ def make_manifest(
     layout: Layout,
     checksums: Sequence[int],
     scored: ScoredRows | None = None,
+    base: str = "",
 ) -> WeightManifest:
     """The manifest of one version, from the layout and the checksums of its buckets."""
     unnamed = WeightManifest(
@@ -228,6 +233,7 @@ def make_manifest(
         version=version,
         layout=layout,
         checksums=tuple(checksums),
+        base=base,
         digest="",
         scored=scored,
     )
@@ -249,6 +255,17 @@ def check_manifest(manifest: WeightManifest) -> None:
         )
     if manifest.digest != manifest_digest(manifest.run_id, manifest.version, manifest.content):
         raise WeightsError(f"the manifest of {manifest.version} has a wrong digest")
+
+
+def base_difference(own: str, offered: str) -> str | None:
+    """Says that offered tensors aren't for the engine's base model; None if they are."""
+    if own == offered:
+        return None
+    ours, theirs = (digest or "none, for a whole model" for digest in (own, offered))
+    return (
+        f"the offer is for another base model: its digest is {theirs}, and this worker's is {ours}: give "
+        f"learner and workers the same weights files under model.path and the same learner.lora"
+    )
 
 
 def first_difference(

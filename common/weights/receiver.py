@@ -23,7 +23,7 @@ from ..mailbox import Mailbox
 from ..records import Version
 from ..sockets import check_address, connect_dealer
 from .job import ENGINE, Checked, Failed, Job, Landing, Report, Serving, Target, end_half_loaded
-from .manifest import Layout, check_manifest, first_difference
+from .manifest import Layout, base_difference, check_manifest, first_difference
 from .protocol import (
     RENAME,
     ROLE,
@@ -304,7 +304,8 @@ class WeightReceiver:
             check_manifest(manifest)
         except WeightsError as error:
             return str(error)
-        if manifest.layout != self._fitting:
+        reason = base_difference(self._target.base, manifest.base)
+        if reason is None and manifest.layout != self._fitting:
             reason = first_difference(self._target.specs, manifest.layout.tensors)
         if reason is None:
             self._fitting = manifest.layout

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import zmq
 
+from ..adapters import base_of
 from ..config import Config
 from ..errors import StoreError, WeightsError
 from ..records import Version
@@ -45,6 +46,9 @@ class WeightSender:
     Args:
         silent_seconds: silence after which a worker is given up.
         snapshot_folder: folder of snapshots unless ``weights.snapshot_folder`` is set.
+
+    Raises:
+        DataError: with ``learner.lora``, the base model's weights can't be read.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class WeightSender:
         self._layout: Layout | None = None
         self._last: Version | None = None
         self._stopping = threading.Event()
-        self._slots = StagingSlots(membership.run_id)
+        self._slots = StagingSlots(membership.run_id, base_of(config.model, config.learner.lora))
 
         named = config.weights.snapshot_folder
         if named is not None:

@@ -99,12 +99,19 @@ class StagingSlot:
         layout: where each tensor is.
         shared: whether to use shared memory if there is room, so that workers of this host can map it.
         pin: whether a GPU copies to and from it.
+        base: the manifest's, see :class:`.manifest.WeightManifest`.
     """
 
     def __init__(
-        self, run_id: str, layout: Layout, *, shared: bool = True, pin: bool = False
+        self,
+        run_id: str,
+        layout: Layout,
+        *,
+        shared: bool = True,
+        pin: bool = False,
+        base: str = "",
     ) -> None:
-        self._run_id = run_id
+        self._run_id, self._base = run_id, base
         self.layout = layout
         self.segment: Segment | None = None
         if shared:
@@ -166,7 +173,9 @@ class StagingSlot:
                 await_event(self.copied, Wait("the GPU", what, COPY_SECONDS))
             sums = self._sums.all()
         return Parcel(
-            manifest=make_manifest(self._run_id, version, self.layout, sums, self.scored),
+            manifest=make_manifest(
+                self._run_id, version, self.layout, sums, self.scored, self._base
+            ),
             buffer=self.buffer,
             segment=str(self.segment.path) if self.segment is not None else "",
         )
@@ -202,8 +211,8 @@ class StagingSlots:
     is held only for microseconds.
     """
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+    def __init__(self, run_id: str, base: str = "") -> None:
+        self._run_id, self._base = run_id, base
         self.device = torch.device("cpu")
         """The learner's GPU through which buckets may pass."""
         self.superseded = 0
@@ -245,7 +254,7 @@ class StagingSlots:
                 free[0].reset()
                 free[0].pins += 1
                 return free[0]
-        slot = StagingSlot(self._run_id, layout, shared=shared, pin=pin)
+        slot = StagingSlot(self._run_id, layout, shared=shared, pin=pin, base=self._base)
         slot.pins += 1
         with self._lock:
             self._slots.append(slot)

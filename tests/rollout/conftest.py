@@ -28,6 +28,7 @@ tiny_models = _beside("rollout_tiny_models", HERE / "tiny_models.py")
 stand_in_pool = _beside("rollout_stand_in_pool", HERE / "stand_in_pool.py")
 # By its own name: the tests import from it.
 _beside("engine_calls", HERE / "engine_calls.py")
+_beside("adapter_models", HERE / "adapter_models.py")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,6 +1,6 @@
 """Twenty live updates of a trained model, with requests in flight: learner, worker, Redis, real all.
 
-Each update is one version of a trained miniature, published by a learner's process and committed
+Each update is one version of a trained miniature, or of adapters of it, published by a learner's process and committed
 by a worker's while at least 32 requests run in its engine. What the engine then says is compared
 with what transformers makes of the very weights that were published.
 """
@@ -70,7 +70,7 @@ class Pair:
     ) -> None:
         self.prompts = made_up_prompts(folder, 64)
         (learner, its), (worker, hers) = multiprocessing.Pipe(), multiprocessing.Pipe()
-        self.log = log
+        self.log, self.script = log, script
         with open(log, "w") as file:
             self.process = subprocess.Popen(
                 [
@@ -104,7 +104,8 @@ class Pair:
 class History:
     """What was seen of the updates by one transport."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapted: bool) -> None:
+        self.adapted = adapted
         self.expected: dict[Version, list[list[int]]] = {}
         self.greedy: dict[Version, list[tuple[Any, ...]]] = {}
         self.asked: list[tuple[str, int]] = []
@@ -131,6 +132,8 @@ def made_up_prompts(folder: Path, count: int) -> list[list[int]]:
     scope="module",
     params=[
         "torch",
+        "torch-lora",
+        pytest.param("vllm-lora", marks=[pytest.mark.vllm, pytest.mark.timeout(300)]),
         pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(300)]),
         # Two tensor-parallel ranks on CPUs.
         pytest.param(
@@ -146,9 +149,9 @@ def pair(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
     """A learner that holds the trained miniature, and a worker with an engine of each kind."""
-    yield from running(
-        server, finished_run, request.param, tmp_path_factory.mktemp("live") / "processes.log"
-    )
+    log = tmp_path_factory.mktemp("live") / "processes.log"
+    script = "adapter" if request.param.endswith("-lora") else "update"
+    yield from running(server, finished_run, request.param, log, f"{script}_processes.py")
 
 
 def running(server: Any, finished_run: Path, *what: Any) -> Iterator[Pair]:
@@ -182,7 +185,7 @@ def running(server: Any, finished_run: Path, *what: Any) -> Iterator[Pair]:
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def history(request: pytest.FixtureRequest, pair: Pair) -> History:
     """Twenty live updates by one transport, in a new term of the same worker's."""
-    seen = History()
+    seen = History(pair.script.startswith("adapter"))
     learner, worker = pair.learner, pair.worker
     greedy = pair.prompts[:PROMPTS]
     term = learner("begin", request.param)
@@ -279,8 +282,10 @@ def test_logprobs_are_those_of_the_learners_own_forward(history: History) -> Non
     # Single precision: of 29,000 tokens one or two that were most unlikely to be drawn are off by up
     # to 2.6e-4, with the torch engine as with vLLM. Another version's weights, or its keys for one
     # token of the context, are off by 1e-3 and more in most tokens.
-    assert len(over) <= len(apart) / 5000, over
-    assert apart[-1] < 1e-3
+    # With random adapters the text makes less sense, and rounding grows: one in 700 is over.
+    few, most = (200, 2e-3) if history.adapted else (5000, 1e-3)
+    assert len(over) <= len(apart) / few, over
+    assert apart[-1] < most
 
 
 # An engine in bfloat16.

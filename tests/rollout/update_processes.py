@@ -24,6 +24,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from tandem.common.adapters import base_of
 from tandem.common.config import Config, build
 from tandem.common.models import load_tokenizer, resolve
 from tandem.common.records import SamplingParams, Version
@@ -64,6 +65,7 @@ WAYS = {
     "ranks": ("rollout.vllm.args.tensor_parallel_size=2",),
     "bf16": ("rollout.dtype=bfloat16",),
     "all-bf16": ("rollout.dtype=bfloat16", "model.dtype=bfloat16"),
+    "lora": ("learner.lora.rank=4", "learner.lora.alpha=4"),
 }
 """Ways to run an engine, named behind it as in ``vllm-ranks``, and what they set."""
 
@@ -262,7 +264,11 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         settings = config(self._folder, self._name, "auto")
         self._engine = make_engine(
-            settings.model, settings.rollout, max_rows=128, max_prompt_tokens=32
+            settings.model,
+            settings.rollout,
+            max_rows=128,
+            max_prompt_tokens=32,
+            lora=settings.learner.lora,
         )
         if EXTENSION in os.environ:
             self._engine._process._arguments["worker_extension_cls"] = os.environ[EXTENSION]
@@ -271,12 +277,14 @@ class Worker:
     async def begin(self, transport: str) -> None:
         """A receiver for the learner's next term, on the same engine."""
         await self._leave()
+        settings = config(self._folder, self._name, transport)
         self._receiver = WeightReceiver(
             membership(self._store, "rollout-0"),
-            config(self._folder, self._name, transport),
+            settings,
             Target(
                 specs=[(s.name, s.shape, s.dtype) for s in self._engine.parameter_specs()],
                 load=self._commit,
+                base=base_of(settings.model, settings.learner.lora),
             ),
             Ledger(self._store, "rollout-0").term,
         )

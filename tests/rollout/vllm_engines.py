@@ -6,7 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from tandem.common.config.learner import LoraConfig
 from tandem.common.records import Version
+from tandem.rollout import vllm_adapters
 from tandem.rollout.engine import NamedWeights
 from tandem.rollout.model_facts import ModelFacts, model_facts
 from tandem.rollout.vllm_engine import VllmEngine
@@ -65,3 +67,28 @@ class Borrowed(VllmEngine):
         await self.load(NamedWeights(self._first_weights), Version(term=0, step=0))
         await self._process.run(self._weights._name(self._named_version))
         self._weights.loads = 0
+
+
+class Adapted(Shared):
+    """One vLLM whose engines load adapters of the tiny model."""
+
+    def __init__(self, folder: Path, tiny: Any, lora: LoraConfig, *, versions: int) -> None:
+        super().__init__(folder, tiny, **vllm_adapters.arguments(lora, versions))
+        self._lora, self._versions = lora, versions
+
+    def make(self, model: Any = None, *, max_rows: int = 0, **settings: Any) -> VllmEngine:
+        """An engine with the tiny model's own weights."""
+        del model, max_rows
+        lora = settings.pop("lora", self._lora)
+        facts = model_facts(
+            str(self.folder), dtype="float32", context=None, tokenizer=self.tokenizer, lora=lora
+        )
+        return VllmEngine(
+            self.process,
+            self.tokenizer,
+            facts,
+            owns_process=False,
+            lora=lora,
+            versions=self._versions,
+            **settings,
+        )

@@ -98,6 +98,18 @@ def test_a_changed_manifest_is_refused(change: dict[str, object]) -> None:
         check_manifest(msgspec.structs.replace(manifest(), **change))
 
 
+def test_the_base_is_part_of_the_content() -> None:
+    plain = manifest()
+    adapted = make_manifest(
+        plain.run_id, plain.version, plain.layout, plain.checksums, base="digest"
+    )
+    check_manifest(adapted)
+    assert adapted.content != plain.content
+    assert adapted.digest != plain.digest
+    with pytest.raises(WeightsError):
+        check_manifest(msgspec.structs.replace(adapted, base="other"))
+
+
 @pytest.mark.parametrize("sums", [(), (0, 1), (0, 1, 2, 3)])
 def test_a_manifest_needs_a_checksum_of_every_bucket(sums: tuple[int, ...]) -> None:
     whole = manifest()

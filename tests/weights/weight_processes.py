@@ -120,7 +120,12 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
     receiver = WeightReceiver(
         membership(store, member),
         options["config"],
-        Target(specs=options["specs"], load=commit, device=options.get("device", "cpu")),
+        Target(
+            specs=options["specs"],
+            load=commit,
+            base=options.get("base", ""),
+            device=options.get("device", "cpu"),
+        ),
         Ledger(store, member).term,
     )
     receiver.start()
