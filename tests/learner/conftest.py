@@ -37,6 +37,12 @@ def made_up() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def many() -> ModuleType:
+    """``many_ranks.py``."""
+    return load(TESTS / "learner" / "many_ranks.py")
+
+
+@pytest.fixture(scope="session")
 def hand() -> ModuleType:
     """``hand_made.py``."""
     return load(TESTS / "learner" / "hand_made.py")

@@ -1,10 +1,11 @@
 """One rank that trains every objective for two steps on a tiny model; rank 0 writes what came of it.
 
-python tests/learner/rank_of_many.py RANK RANKS PORT OUT STAGE NAME...
+python tests/learner/rank_of_many.py RANK RANKS PORT OUT STAGE[,STAGE...] NAME...
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 from safetensors.torch import save_file
 
 import tandem.learner.reference as reference_module
+from tandem.common.config import LoraConfig
 from tandem.common.objectives import OBJECTIVES, reads
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.rendezvous import process_group
@@ -35,6 +37,8 @@ KEPT = (
 )
 STORED = "-stored"
 """Ends the name of an objective that learns from pairs of stored responses instead of samples."""
+LORA = "-lora"
+"""Comes after that, where adapters are trained."""
 
 
 def config_of(name: str, ranks: int, stage: int) -> Any:
@@ -66,13 +70,16 @@ def config_of(name: str, ranks: int, stage: int) -> Any:
 
 def train(name: str, ranks: int, stage: int, out: str) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """Parameters after the steps, and metrics of each."""
-    stored = name.endswith(STORED)
-    config = config_of(name.removesuffix(STORED), ranks, stage)
-    if stored:
-        learner = config.learner.model_copy(update={"source": "offline"})
-        config = config.model_copy(update={"learner": learner})
+    plain = name.removesuffix(LORA)
+    stored = plain.endswith(STORED)
+    config = config_of(plain.removesuffix(STORED), ranks, stage)
+    changed: dict[str, Any] = {"source": "offline"} if stored else {}
+    if plain != name:
+        changed["lora"] = LoraConfig(rank=2, alpha=8.0)
+    learner = config.learner.model_copy(update=changed)
+    config = config.model_copy(update={"learner": learner})
     engine = DeepSpeedEngine(made_up.tiny_model(), config, torch.device("cpu"))
-    folder = Path(f"{out}.{name}.reference")
+    folder = Path(f"{out}.{name}.{stage}.reference")
     updates = Updates(engine, config, reference_folder=folder)
     traces = [made_up.trace(number) for number in range(2)]
     told = []
@@ -95,15 +102,19 @@ def train(name: str, ranks: int, stage: int, out: str) -> tuple[dict[str, torch.
 
 
 def main() -> None:
-    rank, ranks, port, out, stage, *names = sys.argv[1:]
+    rank, ranks, port, out, stages, *names = sys.argv[1:]
+    several = "," in stages
     torch.set_num_threads(1)
     # A reference that isn't the start, so that the KL has a gradient from the first step on.
     reference_module.load_model = lambda path, **kwargs: made_up.tiny_model(seed=5)  # type: ignore[assignment]
     tensors: dict[str, torch.Tensor] = {}
     metrics = {}
     with process_group(int(rank), int(ranks), int(port) or None):
-        for name in names:
-            found, metrics[name] = train(name, int(ranks), int(stage), out)
+        for name, stage in itertools.product(names, stages.split(",")):
+            found, told = train(name, int(ranks), int(stage), out)
+            if several:
+                name = f"{name}@{stage}"
+            metrics[name] = told
             tensors |= {f"{name}/{key}": tensor for key, tensor in found.items()}
     if rank == "0":
         save_file(tensors, out)
