@@ -35,6 +35,33 @@ def render(
     return text, tokens
 
 
+def conversation(
+    messages: Sequence[Mapping[str, str]], data: DataConfig | None = None
+) -> list[dict[str, str]]:
+    """The messages that a chat template gets: with the config's system prompt, or without the row's own.
+
+    Raises:
+        DataError: no messages, or a malformed one.
+    """
+    data = data or DataConfig()
+    turns = []
+    for message in messages:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise DataError(
+                f"a message needs the texts role and content, and this one is {message!r:.120}"
+            )
+        turns.append({"role": message["role"], "content": message["content"]})
+    if not turns:
+        raise DataError("a prompt has no messages")
+    if templates.named(data.template).text is not None:
+        return [turn for turn in turns if turn["role"] != "system"]
+    if data.remove_system:
+        turns = [turn for turn in turns if turn["role"] != "system"]
+    if data.system_prompt is not None and (not turns or turns[0]["role"] != "system"):
+        turns.insert(0, {"role": "system", "content": data.system_prompt})
+    return turns
+
+
 def render_text(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], data: DataConfig | None = None
 ) -> str:
@@ -53,28 +80,16 @@ def render_text(
         DataError: no messages, a malformed message, or more messages than the template holds.
     """
     data = data or DataConfig()
-    turns = []
-    for message in messages:
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise DataError(
-                f"a message needs the texts role and content, and this one is {message!r:.120}"
-            )
-        turns.append({"role": message["role"], "content": message["content"]})
-    if not turns:
-        raise DataError("a prompt has no messages")
+    turns = conversation(messages, data)
     template = templates.named(data.template)
     if template.text is not None:
-        asked = [turn["content"] for turn in turns if turn["role"] != "system"]
+        asked = [turn["content"] for turn in turns]
         if len(asked) != 1:
             raise DataError(
                 f"data.template={data.template} holds one question, and the prompt has {len(asked)} "
                 f"messages: use data.template=own"
             )
         return template.fill(asked[0]) + data.prefill
-    if data.remove_system:
-        turns = [turn for turn in turns if turn["role"] != "system"]
-    if data.system_prompt is not None and (not turns or turns[0]["role"] != "system"):
-        turns.insert(0, {"role": "system", "content": data.system_prompt})
     if template.name == templates.OWN and getattr(tokenizer, "chat_template", None):
         text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     else:

@@ -88,6 +88,10 @@ def _fits(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> bool:
     return within and int(array.max()) <= limits.max
 
 
+PROMPT_MESSAGES = "prompt_messages"
+"""Key of ``extra`` under which a prompt's messages travel, in a run whose reward asks for them."""
+
+
 class Source(IntEnum):
     """Who wrote a token; loss masks follow from this."""
 
@@ -109,11 +113,12 @@ class Verdict(StrEnum):
     TIMEOUT = "timeout"
     CRASHED = "crashed"
     MEMORY = "memory"
+    JUDGE_FAILED = "judge_failed"
 
     @property
     def leaves_baseline(self) -> bool:
         """Whether the failure isn't the text's own, so that the row leaves the baseline instead of counting 0."""
-        return self in (Verdict.CRASHED, Verdict.GOLD_UNPARSABLE)
+        return self in (Verdict.CRASHED, Verdict.GOLD_UNPARSABLE, Verdict.JUDGE_FAILED)
 
 
 class FinishReason(StrEnum):

@@ -10,16 +10,17 @@ ENOUGH = 20
 """Requests below which a share says nothing."""
 
 
-def alarm(figures: Mapping[str, float], last_error: str = "") -> str:
+def alarm(figures: Mapping[str, float], last_error: str = "", of_servers: str = "") -> str:
     """What a person should look at, in one line; empty if nothing is wrong.
 
     Args:
         figures: figures of :meth:`Grader.stats`.
         last_error: the last error that a user's own function raised.
+        of_servers: what is wrong with judges and reward models.
     """
+    problems = [of_servers] if of_servers else []
     if figures["recent"] < ENOUGH:
-        return ""
-    problems = []
+        return "; ".join(problems)
     if figures["hang_share"] > ALARM_SHARE:
         problems.append(
             f"{figures['hang_share']:.0%} of the last minute's requests to graders hung or used "

@@ -40,6 +40,8 @@ class Grade:
 
     verdict: Verdict
     """What the grader found."""
+    answer: Verdict
+    """What it found of the answer alone: ``verdict`` may be the failure of a component instead."""
     reward: float | None
     """The composed reward; None if the row has no verdict to reward."""
     components: dict[str, float | None]

@@ -103,9 +103,11 @@ class Grader:
             on_restart=self._restarted,
         )
         self._sets = [self._processes, *self._outside.sandboxes]
+        self._servers = self._outside.servers
         self._selector = selectors.DefaultSelector()
         for processes_ in self._sets:
             self._selector.register(processes_.fileno(), selectors.EVENT_READ)
+        self._selector.register(self._servers.fileno(), selectors.EVENT_READ)
 
     @property
     def components(self) -> list[str]:
@@ -120,6 +122,16 @@ class Grader:
     def has_tests(self, extra: Mapping[str, Any]) -> bool:
         """Whether a row with this ``extra`` is judged by running its tests."""
         return self._outside.has_tests(extra)
+
+    @property
+    def wants_columns(self) -> bool:
+        """Whether a function of the user's own may ask for any column of the data set."""
+        return self._scorer.wants_columns
+
+    @property
+    def wants_messages(self) -> bool:
+        """Whether a component may ask for the messages that a prompt was rendered from."""
+        return self._scorer.wants_messages
 
     @property
     def needs_verdict(self) -> bool:
@@ -143,25 +155,31 @@ class Grader:
 
     def fileno(self) -> int:
         """A descriptor that is readable when :meth:`pump` has something to do."""
-        if len(self._sets) == 1:
+        if not self._listens:
             return self._processes.fileno()
         number: int = self._selector.fileno()
         return number
 
     def next_deadline(self) -> float | None:
         """The ``time.monotonic`` at which :meth:`pump` must be called even without an event."""
-        due = [d for processes in self._sets if (d := processes.next_deadline()) is not None]
-        return min(due, default=None)
+        due = [processes.next_deadline() for processes in self._sets]
+        due.append(self._servers.next_deadline())
+        return min((moment for moment in due if moment is not None), default=None)
 
     @property
     def in_flight(self) -> int:
-        """Number of requests that a grader process works on, or that wait for one."""
-        return sum(processes.in_flight for processes in self._sets)
+        """Number of requests and questions that have no outcome yet."""
+        return sum(processes.in_flight for processes in self._sets) + self._servers.in_flight
+
+    @property
+    def _listens(self) -> bool:
+        """Whether more than one descriptor has to be heard."""
+        return len(self._sets) > 1 or bool(self._servers.asked)
 
     def pump(self, timeout: float = 0.0) -> None:
         """Handles the results of the grader processes, and calls ``done`` of whatever is finished."""
         with self._lock:
-            if len(self._sets) > 1:
+            if self._listens:
                 due = self.next_deadline()
                 if due is not None:
                     timeout = min(timeout, max(0.0, due - time.monotonic()))
@@ -169,6 +187,8 @@ class Grader:
                 timeout = 0.0
             for processes in self._sets:
                 processes.poll(timeout)
+            if self._servers.asked:
+                self._servers.poll()
 
     def begin_group(self, group: Group, done: Callable[[Group], None]) -> None:
         """Starts grading a group; ``done`` gets the graded group, now or from a later :meth:`pump`."""
@@ -272,8 +292,10 @@ class Grader:
         """Grades known answers the way responses are graded.
 
         Raises:
-            TandemError: a known-right answer doesn't score, or a known-wrong one does.
+            TandemError: a known-right answer doesn't score, or a known-wrong one does; or the key
+                of a server that is to be asked is missing.
         """
+        self._servers.check_keys()
         with self._lock:
             canary.check(
                 known,
@@ -290,6 +312,7 @@ class Grader:
                 **dict.fromkeys(("to_process", "cache_hits", "coalesced"), 0),
                 **self._counts,
                 **self._verdicts.stats(),
+                **self._servers.stats(),
                 "queued": sum(processes.queued for processes in self._sets),
                 "in_flight": self.in_flight,
                 "requests": self._recent.total,
@@ -304,6 +327,11 @@ class Grader:
         """The last line of the last error that a user's own function, or code, raised."""
         return self._outside.last_error
 
+    @property
+    def servers_trouble(self) -> str:
+        """What a person should look at about judges and reward models; empty if nothing is wrong."""
+        return self._servers.trouble()
+
     def forget(self) -> None:
         """Empties the verdict cache, for a measurement to begin with."""
         with self._lock:
@@ -315,6 +343,7 @@ class Grader:
             self._selector.close()
             for processes in self._sets:
                 processes.close()
+            self._servers.close()
 
     def __enter__(self) -> Grader:
         return self
@@ -403,6 +432,7 @@ class Grader:
             grades.append(
                 Grade(
                     verdict=verdict,
+                    answer=sample.verdict,
                     reward=reward,
                     components=components,
                     extracted=answer[:MAX_ANSWER] if answer is not None else None,
@@ -423,12 +453,12 @@ class Grader:
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         """Polls until ``ready``; the deadline counts from the last request that ended."""
-        limit = START_SECONDS + 4 * self._outside.longest_deadline
-        wait, ended = Wait("graders", "end a request", limit), self._recent.total
+        limit = START_SECONDS + 4 * max(self._outside.longest_deadline, self._servers.longest)
+        wait, ended = Wait("graders", "end a request", limit), -1
         while not ready():
             self.pump(1.0)
-            if self._recent.total != ended:
-                ended = self._recent.total
+            if self._recent.total + self._servers.ended != ended:
+                ended = self._recent.total + self._servers.ended
                 wait.restart()
             wait.who = f"graders {self.grader_pids()}"
             wait.what = f"end one of {self.in_flight} requests ({what})"

@@ -1,8 +1,9 @@
-"""Components that run outside the dispatcher: functions of the user's own, and code in a sandbox.
+"""Components that run outside the dispatcher: functions of the user's own, code in a sandbox, judges.
 
 A function gets a whole group in one call. If that call hung, ran out of memory or raised (twice),
 and the config says that completions are judged one by one (``scope: sample``), each completion is
-then tried alone, so that one bad text costs its group nothing. Code runs sample by sample.
+then tried alone, so that one bad text costs its group nothing. Code runs sample by sample. A judge is
+asked sample by sample, by threads of this process: its group holds no grader while it waits.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from typing import Any
 
 from ..common.config import RewardConfig
 from ..common.records import Verdict
+from .components.asking import Asking
 from .components.code import CodeReward
 from .components.registry import Graded
 from .components.scoring import Part, Scorer
 from .graders.grader_processes import GraderProcesses
 from .graders.requests import Outcome, Restart
+from .servers import Answered, Servers
 
 logger = logging.getLogger("tandem.reward")
 
-_WORST = (Verdict.CRASHED, Verdict.MEMORY, Verdict.TIMEOUT)
+_WORST = (Verdict.CRASHED, Verdict.JUDGE_FAILED, Verdict.MEMORY, Verdict.TIMEOUT)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +77,10 @@ class Outside:
         """The runners of code; empty unless the config has a component that runs code."""
         deadlines = [config.deadline_seconds]
         deadlines += [part.config.deadline_seconds or 0.0 for part in self._parts]
+        self.servers = Servers(counts)
+        """What is asked of judges and reward models; without such a component nothing ever is."""
+        for part in scorer.remote:
+            self.servers.add(part.name, part.function)
         self._code: CodeReward | None = None
         for part in scorer.sandboxed:
             self._code = part.function
@@ -131,6 +138,9 @@ class Outside:
             if part.kind.place == "sandbox":
                 for index in range(count):
                     self._run_code(part, result, index, begun, ended)
+            elif part.kind.place == "remote":
+                for index in range(count):
+                    self._ask(part, result, index, begun, ended)
             else:
                 self._call(part, result, list(range(count)), begun, ended)
         ended()
@@ -167,6 +177,32 @@ class Outside:
         payload = part.function.payload([result.samples[index] for index in indices])
         deadline = part.config.deadline_seconds
         self._processes.submit("function", payload, finish, deadline=deadline)
+
+    def _ask(
+        self,
+        part: Part,
+        result: OutsideResult,
+        index: int,
+        begun: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
+        asking: Asking = part.function
+        sample = result.samples[index]
+        is_known, value = asking.known(sample)
+        if is_known:
+            result.values[index][part.name] = value
+            return
+        begun()
+
+        def finish(answered: Answered) -> None:
+            result.seconds[index] += answered.seconds
+            if answered.score is None:
+                _failed(part, result, index, Verdict.JUDGE_FAILED)
+            else:
+                result.values[index][part.name] = answered.score
+            ended()
+
+        self.servers.asked[part.name].ask(asking.api.question(sample), finish)
 
     def _run_code(
         self,

@@ -193,7 +193,7 @@ class Pool:
 
     def _stats(self) -> dict[str, object]:
         graded = self._grader.stats()
-        warning = alarm(graded, self._grader.last_error)
+        warning = alarm(graded, self._grader.last_error, self._grader.servers_trouble)
         now = time.monotonic()
         if warning and now - self._alarmed > ALARM_SECONDS:
             self._alarmed = now

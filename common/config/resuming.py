@@ -19,6 +19,11 @@ CHANGEABLE: tuple[str, ...] = (
     "reward.pools",
     "reward.graders",
     "reward.memory_mb",
+    # Where a judge is, and how often it is asked; not what it is asked.
+    "reward.components.*.params.url",
+    "reward.components.*.params.api_key_env",
+    "reward.components.*.params.retries",
+    "reward.components.*.params.parallel",
     "replay.redis_url",
     "replay.lease_seconds",
     "replay.group_deadline_seconds",

@@ -29,6 +29,10 @@ class ComponentConfig(Section):
     alone. ``group``: it compares completions, so that such a call fails for the whole group."""
     deadline_seconds: Seconds | None = None
     """Deadline of one call of a function of your own; null = ``reward.deadline_seconds``."""
+    form: Literal["auto", "text", "conversation"] = "auto"
+    """What a function of your own gets as prompts and completions. ``text``: texts. ``conversation``:
+    lists of messages, ``[{"role": …, "content": …}]``. ``auto``: what the function is written for, by the
+    annotation of ``completions``, or else by whether its code reads the key ``"content"``."""
 
 
 class RewardConfig(Section):

@@ -5,13 +5,22 @@ Its inputs are the history of ``metrics.jsonl``, a look into Redis, and the rest
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...common.records import Verdict
 from .facts import Activity, Facts
 from .history import Evaluated, History, first_number
-from .snapshot import Grading, Known, MemberStanding, Queues, RoleStanding, Snapshot, Staleness
+from .snapshot import (
+    Grading,
+    Judging,
+    Known,
+    MemberStanding,
+    Queues,
+    RoleStanding,
+    Snapshot,
+    Staleness,
+)
 
 FRESH_SECONDS = 15.0
 """A process whose report is older than this is taken to be gone."""
@@ -170,6 +179,19 @@ def _grading(fresh: Mapping[str, Mapping[str, Any]]) -> Grading | None:
         seconds=total("grade_seconds") / requests,
         hang_share=max(float(r.get("grader/hang_share") or 0) for r in pools),
         crash_share=max(float(r.get("grader/crash_share") or 0) for r in pools),
+        judge=_judge(total, pools) if any("grader/judge_asked" in r for r in pools) else None,
+    )
+
+
+def _judge(total: Callable[[str], float], pools: Sequence[Mapping[str, Any]]) -> Judging:
+    return Judging(
+        asked=int(total("judge_asked")),
+        failed=int(total("judge_failures")),
+        retries=int(total("judge_retries")),
+        cached=int(total("judge_cached")),
+        waiting=int(total("judge_in_flight")),
+        seconds=total("judge_seconds") / max(1.0, total("judge_asked")),
+        failed_share=max(float(r.get("grader/judge_share") or 0) for r in pools),
     )
 
 

@@ -83,6 +83,26 @@ class MemberStanding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Judging:
+    """The questions of all reward pools to judges and reward models, since the pools' starts."""
+
+    asked: int
+    """Questions that have an answer or were given up."""
+    failed: int
+    """Those that were given up: their samples left the baseline."""
+    retries: int
+    """Further attempts."""
+    cached: int
+    """Samples that took the answer to an equal question."""
+    waiting: int
+    """Questions without an answer now."""
+    seconds: float
+    """Mean seconds from question to answer."""
+    failed_share: float
+    """Share of the last minute's questions that were given up, in the worst pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Grading:
     """All reward pools together, since their starts unless stated otherwise."""
 
@@ -104,6 +124,8 @@ class Grading:
     """Share of the last minute's requests that hung, in the worst pool."""
     crash_share: float
     """Share of the last minute's requests that crashed, in the worst pool."""
+    judge: Judging | None = None
+    """None if the reward asks no judge or reward model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

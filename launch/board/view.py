@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ...common.printable import printable
 from ..wording import duration
-from .snapshot import Grading, MemberStanding, RoleStanding, Snapshot
+from .snapshot import Grading, Judging, MemberStanding, RoleStanding, Snapshot
 
 LABEL = 11
 """Columns of a line's label."""
@@ -100,6 +100,8 @@ class _Pen:
         lines += [Line(text=text, weight=7) for text in self._members(s.members)]
         if s.grading is not None and s.grading.to_process:
             lines.append(Line(text=self._grading(s.grading), weight=8))
+        if s.grading is not None and s.grading.judge is not None:
+            lines.append(Line(text=self._judge(s.grading.judge), weight=7))
         lines.append(Line(text=self._restarts(s), weight=2))
         for alarm in s.alarms:
             lines.append(Line(text=self._labelled("alarm").append(alarm, "bold red"), weight=1))
@@ -220,6 +222,16 @@ class _Pen:
             ("hung", f"{grading.hang_share:.1%}"),
         ]
         return self._facts(self._labelled("grading"), facts)
+
+    def _judge(self, judge: Judging) -> Text:
+        facts = [
+            ("asked", f"{judge.asked:,}"),
+            ("waiting", f"{judge.waiting:,}"),
+            ("each", f"{judge.seconds:.1f} s"),
+            ("retries", f"{judge.retries:,}"),
+            ("failed", f"{judge.failed:,} ({judge.failed_share:.1%} lately)"),
+        ]
+        return self._facts(self._labelled("judge"), facts)
 
     def _role(self, role: RoleStanding, first: bool) -> Text:
         text = self._labelled("idle" if first else "")

@@ -22,6 +22,7 @@ from ...replay import archive
 from ...replay.archive import ArchivedGroup
 from ...reward.grades import GradeItem
 from ...reward.grading import Grader
+from ..host.servers import check_servers
 from ..wording import human, shown
 from .options import existing, newest_run
 from .progress import Progress
@@ -95,6 +96,7 @@ def _regrade(words: list[str], stack: ExitStack) -> Change:
             "--regrade names a preset first, e.g. --regrade miniature reward.mode=math"
         )
     reward = load(name).resolve(overrides).reward
+    check_servers(reward)
     grader = stack.enter_context(Grader(reward))
     experts = grader
     if reward.own_reward is not None:

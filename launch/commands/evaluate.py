@@ -71,8 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
     from ..host.preflight import check_model
+    from ..host.servers import check_servers
 
     check_model(config)
+    check_servers(config.reward)
     from ...reward.grading import Grader
     from ...rollout.evaluate.evaluation import evaluate_folder
     from ..ingest.prepare import load_tokenizer

@@ -54,8 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Returns 130 if interrupted; OUT then has the rows graded so far."""
     from ...reward.grading import Grader
+    from ..host.servers import check_servers
 
     config = _config(arguments)
+    check_servers(config.reward)
     with ExitStack() as stack:
         grader = stack.enter_context(Grader(config.reward))
         source = _Source(arguments.input, grader, config)
@@ -87,10 +89,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _work(stats: dict[str, float], rows: int, seconds: float) -> str:
     cached = stats.get("cache_hits", 0) + stats.get("coalesced", 0)
+    judged = ""
+    if asked := stats.get("judge_asked"):
+        judged = (
+            f", {asked:,.0f} asked of a judge ({stats['judge_failures']:,.0f} without an answer)"
+        )
     return (
         f"{rows:,} rows in {seconds:.1f} s; {stats.get('to_process', 0):,.0f} answers compared in "
         f"a grader process, {cached:,.0f} like one of these, "
-        f"{stats.get('restarts', 0):,.0f} graders replaced"
+        f"{stats.get('restarts', 0):,.0f} graders replaced{judged}"
     )
 
 

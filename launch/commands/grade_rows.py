@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...common.errors import DataError
-from ...common.records import FinishReason
+from ...common.records import PROMPT_MESSAGES, FinishReason
 from ...reward.grading import Grade, GradeItem
 
 ADDED = ("verdict", "reward", "components", "extracted", "seconds", "grader")
@@ -95,6 +95,8 @@ class Reader:
         if not isinstance(extra, dict):
             raise DataError(f"{where}: extra is {type(extra).__name__}, not an object")
         columns = {k: v for k, v in raw.items() if k not in OWN_KEYS} | extra
+        if isinstance(raw.get("prompt"), list):
+            columns[PROMPT_MESSAGES] = raw["prompt"]
         gold = raw.get("gold")
         has_gold = gold is not None or self._has_tests(columns)
         if not has_gold and self._needs_gold:

@@ -12,6 +12,7 @@ from ...rollout import vllm_version
 from ..plan.hardware import Machine
 from ..plan.placement import Placement, place, trackers_of, workers_of
 from ..wording import human, shown_python
+from .servers import check_servers
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -31,13 +32,15 @@ def check_host(config: Config, machine: Machine) -> tuple[Placement, Path | None
         Which process gets which GPU, and the model's folder (None: a model on a hub).
 
     Raises:
-        ConfigError: this machine can't run the config.
+        ConfigError: this machine can't run the config, or a judge of its reward doesn't answer.
         DataError: the model's folder lacks something, or the objective learns nothing from the archive.
     """
     placement = place(config, machine)
     check_trackers(config)
     check_engine(config, placement)
     check_addresses(config)
+    if config.learner.source == "ledger" and config.reward.pools:
+        check_servers(config.reward)
     model = check_model(config)
     if config.data.archive is not None:
         from .archive_check import check_archive

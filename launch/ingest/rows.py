@@ -23,6 +23,7 @@ from ...replay.forms import Content, DataRow, read_rows
 from ...reward.answers.texts import read_gold
 from ...reward.grading import Grade, GradeItem, Grader
 from .archived import ArchiveReader, of_archive, refuse_archive_keys
+from .columns import extra_of
 from .counts import SourceCounts, drawn
 
 OPENERS = ("<think>\n", "<think>")
@@ -181,7 +182,7 @@ class SourceReader:
                 data_source=content.data_source or name,
                 ability=content.ability,
                 trace_ids=(),
-                extra=content.extra,
+                extra=extra_of(draft.row, self._grader, self._config.data),
             )
         if isinstance(source, SourceConfig):
             drafts = self._with_traces(drafts, source, counts)

@@ -11,6 +11,7 @@ COUNTERS = (
     *(verdict.value for verdict in Verdict),
     *("cache_hits", "coalesced", "to_process", "requests", "restarts"),
     *("grade_seconds", "queue_wait_seconds"),
+    *("judge_asked", "judge_cached", "judge_failures", "judge_retries", "judge_seconds"),
 )
 """Counters in a pool's report, counted since the pool's start."""
 
@@ -64,6 +65,12 @@ def _rates(grown: Mapping[str, float], worst: Mapping[str, float]) -> dict[str, 
         rates["grading/seconds"] = grown["grade_seconds"] / grown["requests"]
         rates["grading/queue_wait"] = grown["queue_wait_seconds"] / grown["requests"]
         rates["grading/queue_wait_max"] = worst["longest_queue_wait"]
+    if asked := grown["judge_asked"]:
+        rates["grading/judge_asked"] = asked
+        rates["grading/judge_cached"] = grown["judge_cached"] / (asked + grown["judge_cached"])
+        rates["grading/judge_failed"] = grown["judge_failures"] / asked
+        rates["grading/judge_retries"] = grown["judge_retries"]
+        rates["grading/judge_seconds"] = grown["judge_seconds"] / asked
     rates["grading/hang_share"] = worst["hang_share"]
     rates["grading/crash_share"] = worst["crash_share"]
     rates["grading/restarts"] = grown["restarts"]

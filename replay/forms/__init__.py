@@ -68,6 +68,8 @@ class DataRow:
     place: str
     """File and row, for errors."""
     content: Content
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The columns that were read, as they are in the file."""
 
 
 @dataclass(slots=True)
@@ -123,7 +125,7 @@ def read_rows(
                     raise DataError(f"{place}, {error}") from None
                 left_out.add(error.reason, f"{place}, {error}")
             else:
-                yield DataRow(number=number, place=place, content=content)
+                yield DataRow(number=number, place=place, content=content, raw=raw)
             number += 1
     if number == 0:
         raise DataError(f"{path} holds no rows: name a file with at least one problem")

@@ -7,7 +7,7 @@ To add one, write a factory whose keyword arguments are the component's paramete
 from __future__ import annotations
 
 from ...common.records import Verdict
-from . import code, equation, formats, lengths
+from . import classifier, code, equation, formats, judge, lengths
 from .registry import COMPONENTS, Component, Graded, Kind, component, register
 
 __all__ = [
@@ -15,10 +15,12 @@ __all__ = [
     "Component",
     "Graded",
     "Kind",
+    "classifier",
     "code",
     "component",
     "equation",
     "formats",
+    "judge",
     "lengths",
 ]
 

@@ -5,25 +5,34 @@ They have the form of TRL's, so that a function written for its trainers works h
     def shorter(completions: list[str], **columns) -> list[float | None]:
         return [-len(text) / 1000 for text in completions]
 
+
+    def formatted(completions, **kwargs):
+        contents = [completion[0]["content"] for completion in completions]
+        return [float(text.startswith("<think>")) for text in contents]
+
 The config names them as ``reward.components=[{name: "my_rewards:shorter"}]``; the module must be
 installed, on ``PYTHONPATH``, or in the folder where Tandem was started. It is imported once, in
 the graders' parent. A call gets the completions of one whole group. All arguments are keywords;
 a function without ``**columns`` gets only those that it names:
 
 =====================  ========================================================================
-``completions``        ``[G]`` the responses
-``prompts``            ``[G]`` the rendered prompts
+``completions``        ``[G]`` the responses: texts, or conversations of one message of the
+                       assistant (:mod:`tandem.reward.graders.call_forms` has the rule)
+``prompts``            ``[G]`` the rendered prompts, or their messages
 ``completion_ids``     ``[G][L]`` token ids, if they are known
 ``gold``               ``[G]`` the gold answer; also as ``ground_truth`` and ``solution``
 ``data_source``        ``[G]`` the data set's name for where the row is from
 ``verdict``            ``[G]`` the grader's verdict: ``correct``, ``wrong``, …
 ``extracted``          ``[G]`` the answer that was read, or None
 ``finish_reason``      ``[G]`` ``stop``, ``length`` or ``deadline``
+``log_extra``,         functions that do nothing, for a function that can't be called without them
+``log_metric``
 any key of ``extra``   ``[G]`` the data set's own columns
 any of ``params``      as the config has it
 =====================  ========================================================================
 
-It returns a number for every completion, or None for one that it doesn't judge.
+It returns a number for every completion, or None for one that it doesn't judge; as a list, or as an
+array or tensor, in which NaN stands for None.
 """
 
 from __future__ import annotations
@@ -33,6 +42,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...common.errors import ConfigError
+from ...common.records import PROMPT_MESSAGES
 from .registry import Graded
 
 RESERVED = frozenset({"completions", "prompts", "completion_ids"})
@@ -49,10 +59,13 @@ class FunctionCall:
     """Index among the functions that the graders have imported."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments in addition to the columns."""
+    form: str = "auto"
+    """``reward.components.form``."""
 
     def payload(self, samples: Sequence[Graded]) -> list[Any]:
         """The request for a grader with these samples."""
-        return [self.index, columns(samples) | dict(self.params)]
+        prompts = [] if self.form == "text" else [sample.messages for sample in samples]
+        return [self.index, columns(samples) | dict(self.params), self.form, prompts]
 
 
 def check_params(path: str, params: Mapping[str, Any]) -> None:
@@ -82,6 +95,8 @@ def columns(samples: Sequence[Graded]) -> dict[str, Any]:
         "finish_reason": [sample.finish_reason.value for sample in samples],
     }
     for name in dict.fromkeys(name for sample in samples for name in sample.extra):
+        if name == PROMPT_MESSAGES:
+            continue  # A function that gets conversations has them as its prompts.
         arguments[name] = [sample.extra.get(name) for sample in samples]
     arguments["completions"] = [sample.text for sample in samples]
     arguments["prompts"] = [sample.prompt_text for sample in samples]

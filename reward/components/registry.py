@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ...common.errors import ConfigError
-from ...common.records import FinishReason, Int32Array, Verdict
+from ...common.records import PROMPT_MESSAGES, FinishReason, Int32Array, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,15 @@ class Graded:
     """The problem's ``extra``."""
 
     @property
+    def messages(self) -> list[dict[str, str]]:
+        """The prompt as messages: those that it was rendered from, or else one user's message."""
+        known = self.extra.get(PROMPT_MESSAGES)
+        # A column of the data set may have the same name.
+        if isinstance(known, list) and known and all(map(_is_message, known)):
+            return known
+        return [{"role": "user", "content": self.prompt_text}]
+
+    @property
     def length(self) -> int:
         """Length of the response in tokens (in characters if the tokens aren't known)."""
         return len(self.tokens) if self.tokens is not None else len(self.text)
@@ -55,6 +64,14 @@ class Graded:
         return match.group() + self.text if match else self.text
 
 
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and {"role", "content"} <= value.keys()
+        and all(isinstance(one, str) for one in (*value, *value.values()))
+    )
+
+
 _OPENED = re.compile(r"<think>\s*\Z")
 
 Component = Callable[[Graded], float | None]
@@ -63,8 +80,8 @@ GroupComponent = Callable[[Sequence[Graded]], Sequence[float | None]]
 """Takes a group and returns a value for each sample, in the same order."""
 Factory = Callable[..., Any]
 """Makes a :data:`Component` or, with scope ``group``, a :data:`GroupComponent`."""
-Place = Literal["dispatcher", "grader", "sandbox"]
-"""Which process runs it: the dispatcher itself, a grader, or a sandbox."""
+Place = Literal["dispatcher", "grader", "sandbox", "remote"]
+"""Which process runs it: the dispatcher itself, a grader, a sandbox, or a server that is asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,20 +79,34 @@ class Scorer:
         """Components whose values come from another process."""
         self.sandboxed = [part for part in self.outside if part.kind.place == "sandbox"]
         """Components that run code."""
+        own = [part for part in self.parts if is_import_path(part.name)]
+        self.wants_columns = bool(own)
+        """Whether a function may ask for any column of the data set."""
+        self.remote = [part for part in self.outside if part.kind.place == "remote"]
+        """Components that ask a server."""
+        self.wants_messages = bool(self.remote) or any(p.config.form != "text" for p in own)
+        """Whether a component may ask for the messages that a prompt was rendered from."""
 
     def _part(self, config: ComponentConfig) -> Part:
         if is_import_path(config.name):
             functions.check_params(config.name, config.params)
             return self._called(config, config.name, config.params)
+        if config.form != "auto":
+            raise ConfigError(
+                f"reward component {config.name}: form={config.form} is for functions of your own, "
+                f"and {config.name} is built in: leave it out"
+            )
         kind, function = component(config.name, config.params)
         if isinstance(function, Elsewhere):
-            alone = config.model_copy(update={"scope": "sample"})
+            alone = config.model_copy(update={"scope": "sample", "form": "text"})
             return self._called(alone, function.path, function.params)
         return Part(config=config, kind=kind, function=function)
 
     def _called(self, config: ComponentConfig, path: str, params: Mapping[str, Any]) -> Part:
         """A component whose values a grader process computes."""
-        call = FunctionCall(path=path, index=len(self.functions), params=dict(params))
+        call = FunctionCall(
+            path=path, index=len(self.functions), params=dict(params), form=config.form
+        )
         self.functions.append(path)
         kind = Kind(name=config.name, make=FunctionCall, scope="group", place="grader")
         return Part(config=config, kind=kind, function=call)

@@ -17,6 +17,8 @@ from ...common.errors import WireError
 from ...common.plain import Count, Record, read_message
 
 Kind = Literal["compare", "function", "code"]
+CallForm = Literal["auto", "text", "conversation"]
+"""What a user's function gets as prompts and completions: ``reward.components.form``."""
 
 
 class Message(Record, frozen=True, array_like=True, tag=str.lower):
@@ -86,7 +88,7 @@ class Request(Record, frozen=True, array_like=True):
 
 PAYLOADS: dict[str, Any] = {
     "compare": tuple[str, str],
-    "function": tuple[int, dict[str, Any]],
+    "function": tuple[int, dict[str, Any], CallForm, list[list[dict[str, str]]]],
     "code": tuple[str, list[list[str]], float, float, int, bool],
 }
 """Argument types of each kind of request."""

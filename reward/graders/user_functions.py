@@ -9,13 +9,23 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal
 
 from ...common import import_path
 from ...common.errors import ConfigError
+from .call_forms import Form, form_of
 
 Function = Callable[..., Any]
+Messages = Sequence[Mapping[str, str]]
+
+NOT_GIVEN = {
+    "trainer_state": "no trainer runs beside a grader; take what it needs from params",
+    "environments": "responses come from no environment",
+    "environment": "responses come from no environment",
+}
+"""Arguments of TRL's trainers that don't exist here, and what to do."""
 
 
 def load(path: str) -> Function:
@@ -46,34 +56,86 @@ def source_file(function: Function) -> str | None:
         return None
 
 
-def call(function: Function, given: dict[str, Any]) -> list[float | None]:
+def call(
+    function: Function,
+    given: Mapping[str, Any],
+    form: Literal["auto", "text", "conversation"] = "text",
+    prompts: Sequence[Messages] = (),
+) -> list[float | None]:
     """Calls a function with those columns that it accepts.
 
-    Raises:
-        TypeError, ValueError: it needs a column that the data doesn't have, or returns something
-            other than a number or None for each completion.
-    """
-    values = function(**_accepted(function, given))
-    if inspect.isawaitable(values):
-        import asyncio
+    Args:
+        function: the function.
+        given: its keyword arguments, with texts as ``prompts`` and ``completions``.
+        form: what it gets in their place; ``auto`` = what it is written for.
+        prompts: ``[G]`` the prompts as messages, for a function that gets conversations.
 
-        values = asyncio.run(_awaited(values))
+    Raises:
+        TypeError, ValueError: it needs something that it can't be given, or returns something other
+            than a number or None for each completion.
+    """
+    used = _form(function) if form == "auto" else form
+    columns = dict(given)
+    if used == "conversation":
+        columns["completions"] = [
+            [{"role": "assistant", "content": text}] for text in given["completions"]
+        ]
+        columns["prompts"] = [[dict(message) for message in prompt] for prompt in prompts]
+    arguments = _accepted(function, columns)
+    try:
+        values = function(**arguments)
+        if inspect.isawaitable(values):
+            import asyncio
+
+            values = asyncio.run(_awaited(values))
+    except KeyError as error:
+        if (name := str(error.args[0]) if error.args else "") in NOT_GIVEN:
+            raise TypeError(_refusal(name)) from error
+        raise
+    except (TypeError, AttributeError) as error:
+        if form == "auto":
+            # Most often a text was indexed like a list of messages, or the other way round.
+            other = "text" if used == "conversation" else "conversation"
+            note = f"(its completions were given as {used}: if that is wrong, set form: {other})"
+            raise TypeError(f"{error} {note}") from error
+        raise
     return _numbers(values, len(given["completions"]))
+
+
+@lru_cache(maxsize=64)
+def _form(function: Function) -> Form:
+    return form_of(function)
 
 
 async def _awaited(found: Any) -> Any:
     return await found
 
 
+def _not_kept(*_: Any, **__: Any) -> None:
+    """Stands in for TRL's ``log_extra`` and ``log_metric``: what a function logs isn't kept."""
+
+
 def _accepted(function: Function, given: dict[str, Any]) -> dict[str, Any]:
+    """The columns that a function takes.
+
+    Raises:
+        TypeError: it needs something that it can't be given.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return given
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    given = dict(given)
     for parameter in named:
-        if parameter.name not in given and parameter.default is parameter.empty:
+        if parameter.name in given or parameter.default is not parameter.empty:
+            continue
+        if parameter.name in ("log_extra", "log_metric"):
+            given[parameter.name] = _not_kept
+        elif parameter.name in NOT_GIVEN:
+            raise TypeError(_refusal(parameter.name))
+        else:
             raise TypeError(
                 f"it needs the column {parameter.name!r}, and the rows have "
                 f"{', '.join(sorted(given))}"
@@ -81,9 +143,18 @@ def _accepted(function: Function, given: dict[str, Any]) -> dict[str, Any]:
     return given if takes_all else {p.name: given[p.name] for p in named if p.name in given}
 
 
+def _refusal(name: str) -> str:
+    return f"it asks for {name!r}, which can't be given: {NOT_GIVEN[name]}"
+
+
 def _numbers(returned: Any, count: int) -> list[float | None]:
+    """What a function returned as numbers; recognises a tensor or an array without importing its library."""
+    as_list = getattr(returned, "tolist", None)
+    is_array = callable(as_list)
     try:
-        values = list(returned)
+        values = as_list() if callable(as_list) else list(returned)
+        if not isinstance(values, list):
+            raise TypeError
     except TypeError:
         raise TypeError(f"it returned {returned!r:.80}, not a list of {count} numbers") from None
     if len(values) != count:
@@ -93,7 +164,13 @@ def _numbers(returned: Any, count: int) -> list[float | None]:
         if value is None:
             numbers.append(None)
             continue
+        if isinstance(value, list | str):
+            raise TypeError(f"it returned {value!r:.80} for completion {place}, not a number")
         number = float(value)
+        if math.isnan(number) and is_array:
+            # An array has no None: there, and in TRL, NaN says that there is no value.
+            numbers.append(None)
+            continue
         if not math.isfinite(number):
             raise ValueError(f"it returned {number} for completion {place}; say None instead")
         numbers.append(number)

@@ -272,7 +272,7 @@ def graders_trade(functions: list[str], memory_mb: int) -> Trade:
     return Trade(
         handlers={
             "compare": _compare,
-            "function": lambda index, columns: user_functions.call(loaded[index], columns),
+            "function": lambda index, *given: user_functions.call(loaded[index], *given),
         },
         files=[sympy.__file__, *(file for f in users if (file := user_functions.source_file(f)))],
         memory_mb=memory_mb,

@@ -196,7 +196,7 @@ def summarise(
         seconds: wall time of the whole evaluation.
     """
     count = len(responses[0])
-    correct = np.array([grade.verdict is Verdict.CORRECT for grade in grades])
+    correct = np.array([_is_correct(grade) for grade in grades])
     per_problem = correct.reshape(len(problems), count)
     forms = [g.components.get(FORMAT) for g in grades]
     formed = np.array([value is not None and value > 0 for value in forms])
@@ -237,6 +237,12 @@ def summarise(
         tokens=sum(len(sample.tokens) for sample in flat),
         responses=tuple(zip(flat, grades, strict=True)),
     )
+
+
+def _is_correct(grade: Grade) -> bool:
+    """Whether the answer is right; a judge that fails costs the reward, not the accuracy."""
+    failed = grade.verdict is Verdict.JUDGE_FAILED
+    return (grade.answer if failed else grade.verdict) is Verdict.CORRECT
 
 
 def evaluate_folder(

@@ -58,6 +58,7 @@ def sample(length: int, reason: FinishReason = FinishReason.STOP) -> Sample:
 
 def grade(verdict: Verdict, form: float | None = 1.0) -> Grade:
     return Grade(
+        answer=verdict,
         verdict=verdict,
         reward=None if verdict.leaves_baseline else float(verdict is Verdict.CORRECT),
         components={"format": form},

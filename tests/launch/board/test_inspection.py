@@ -17,7 +17,7 @@ from tandem.common.run_folder import RunFolder
 from tandem.launch.board.inspection import Inspection, inspect
 from tandem.launch.board.on_disk import DiskUse, JournalEnd, disk_use, journal_end
 from tandem.launch.board.page import more
-from tandem.launch.board.snapshot import Grading
+from tandem.launch.board.snapshot import Grading, Judging
 from tandem.launch.cli import main
 from tandem.learner.resume.journal import Journal
 from tandem.replay.inspection import KINDS, MemoryUse, OldestLease, WaitingAges
@@ -151,6 +151,9 @@ def test_every_key_of_the_json_is_on_the_page(documented: set[str], root: Path) 
         seconds=0.2,
         hang_share=0.0,
         crash_share=0.0,
+        judge=Judging(
+            asked=1, failed=0, retries=0, cached=0, waiting=0, seconds=0.5, failed_share=0.0
+        ),
     )
     made = snapshot(dead_letters=(letter, {"step": 1, "reason": "r"}))
     made = replace(made, grading=graded)
