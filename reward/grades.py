@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from ..common.records import FinishReason, Int32Array, Sample, Verdict
@@ -52,10 +53,14 @@ class Grade:
     """Seconds in the grader process; 0 if none was needed."""
     cached: bool
     """Whether another text's verdict was used."""
+    token_rewards: Sequence[float] | None = None
+    """``[L]`` the part of the reward that single tokens have earned; None where no token has."""
 
 
 def with_grade(sample: Sample, grade: Grade, grader: str) -> Sample:
     """A copy of the sample with its grade filled in."""
+    earned = grade.token_rewards
+    token_rewards = None if earned is None else np.array(earned, np.float32)
     return replace(
         sample,
         reward=grade.reward,
@@ -63,4 +68,5 @@ def with_grade(sample: Sample, grade: Grade, grader: str) -> Sample:
         components=grade.components,
         extracted=grade.extracted,
         grader=grader,
+        token_rewards=token_rewards,
     )

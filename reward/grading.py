@@ -30,7 +30,7 @@ from ..common.waiting import Wait
 from .answers.comparison import decide
 from .answers.texts import read_gold
 from .components.registry import Graded
-from .components.scoring import OWN_FAILURES, Scorer
+from .components.scoring import OWN_FAILURES, Found, Scorer
 from .graders import canary
 from .graders.canary import CANARY, Known
 from .graders.grader_processes import START_SECONDS, GraderProcesses
@@ -419,13 +419,13 @@ class Grader:
         self,
         batch: _Batch,
         samples: Sequence[Graded],
-        values: Sequence[Mapping[str, float | None]],
+        values: Sequence[Found],
         failures: Sequence[Verdict | None],
         seconds: Sequence[float] | None = None,
     ) -> None:
         scored = self._scorer.score_group(samples, values, failures)
         grades = []
-        for index, (sample, (reward, components)) in enumerate(zip(samples, scored, strict=True)):
+        for index, (sample, one) in enumerate(zip(samples, scored, strict=True)):
             verdict = self._verdict(sample.verdict, failures[index])
             self._counts[verdict.value] += 1
             answer = sample.extracted
@@ -433,8 +433,9 @@ class Grader:
                 Grade(
                     verdict=verdict,
                     answer=sample.verdict,
-                    reward=reward,
-                    components=components,
+                    reward=one.reward,
+                    components=one.components,
+                    token_rewards=one.token_rewards,
                     extracted=answer[:MAX_ANSWER] if answer is not None else None,
                     seconds=batch.seconds[index] + (seconds[index] if seconds else 0.0),
                     cached=batch.cached[index],

@@ -36,7 +36,7 @@ class OutsideResult:
 
     samples: list[Graded]
     """``[G]`` samples, with the verdict of their tests if they have some."""
-    values: list[dict[str, float | None]]
+    values: list[dict[str, float | Sequence[float] | None]]
     """``[G]`` values by component."""
     failures: list[Verdict | None]
     """``[G]`` how a component that matters failed; None unless one did."""

@@ -14,9 +14,10 @@ The first rule that applies decides:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...common.config import ComponentConfig, RewardConfig
 from ...common.errors import ConfigError
@@ -29,8 +30,20 @@ from .registry import Elsewhere
 
 OWN_FAILURES = frozenset({Verdict.TIMEOUT, Verdict.MEMORY})
 """Verdicts for failures that are the text's own doing."""
-Found = Mapping[str, float | None]
-"""Values of components that run outside the dispatcher, by name."""
+Found = Mapping[str, float | Sequence[float] | None]
+"""Values of components that run outside the dispatcher, by name: one number, or ``[L]`` one for each token,
+of which the component's value is the sum."""
+
+
+class Scored(NamedTuple):
+    """The reward of one sample."""
+
+    reward: float | None
+    """None if there is nothing to reward."""
+    components: dict[str, float | None]
+    """Every component by name, unweighted."""
+    token_rewards: list[float] | None
+    """``[L]`` the part of the reward that single tokens have earned; None where no token has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,15 +128,16 @@ class Scorer:
         self, sample: Graded, found: Found | None = None, failure: Verdict | None = None
     ) -> tuple[float | None, dict[str, float | None]]:
         """(reward, every component by name, unweighted) of a sample that is a group of its own."""
-        return self.score_group([sample], [found or {}], [failure])[0]
+        scored = self.score_group([sample], [found or {}], [failure])[0]
+        return scored.reward, scored.components
 
     def score_group(
         self,
         samples: Sequence[Graded],
         found: Sequence[Found],
         failures: Sequence[Verdict | None],
-    ) -> list[tuple[float | None, dict[str, float | None]]]:
-        """Rewards and components of a whole group.
+    ) -> list[Scored]:
+        """Rewards of a whole group.
 
         Args:
             samples: ``[G]`` graded samples.
@@ -138,25 +152,47 @@ class Scorer:
         scored = []
         for index, sample in enumerate(samples):
             values: dict[str, float | None] = {}
+            along: dict[str, Sequence[float]] = {}
             for part in self.parts:
                 if part.kind.place != "dispatcher":
-                    values[part.name] = found[index].get(part.name)
+                    value = found[index].get(part.name)
+                    if isinstance(value, Sequence):
+                        along[part.name], value = value, math.fsum(value)
+                    values[part.name] = value
                 elif part.kind.scope == "group":
                     values[part.name] = of_group[part.name][index]
                 else:
                     values[part.name] = part.function(sample)
-            scored.append((self._compose(sample.verdict, values, failures[index]), values))
+            reward, is_sum = self._compose(sample.verdict, values, failures[index])
+            earned = self._earned(along) if is_sum else None
+            scored.append(Scored(reward, values, earned))
         return scored
 
-    def _compose(self, verdict: Verdict, values: Found, failure: Verdict | None) -> float | None:
+    def _earned(self, along: Mapping[str, Sequence[float]]) -> list[float] | None:
+        """``[L]`` weighted sum of what tokens have earned by components that say so; None without any."""
+        paying = [
+            (part.config.weight, along[part.name]) for part in self.parts if part.name in along
+        ]
+        if not any(weight for weight, _ in paying):
+            return None
+        rows = zip(*(values for _, values in paying), strict=True)
+        weights = [weight for weight, _ in paying]
+        return [
+            sum(weight * value for weight, value in zip(weights, row, strict=True)) for row in rows
+        ]
+
+    def _compose(
+        self, verdict: Verdict, values: Mapping[str, float | None], failure: Verdict | None
+    ) -> tuple[float | None, bool]:
+        """The reward, and whether it is the weighted sum."""
         if self._own is not None:
-            return self._own
+            return self._own, False
         if verdict.leaves_baseline and self.needs_verdict:
-            return None
+            return None, False
         if failure is not None and failure.leaves_baseline:
-            return None
+            return None, False
         if verdict in OWN_FAILURES or failure in OWN_FAILURES:
-            return self._timeout_pays
+            return self._timeout_pays, False
         total, paying, paid, closed = 0.0, False, False, False
         for part in self.parts:
             value, weight = values[part.name], part.config.weight
@@ -167,5 +203,5 @@ class Scorer:
                 total += weight * value
                 paid = paid or bool(weight)
         if closed:
-            return 0.0
-        return total if paid or not paying else None
+            return 0.0, False
+        return (total, True) if paid or not paying else (None, False)

@@ -126,7 +126,7 @@ RESULTS: dict[str, Any] = {
     "compare": Literal[
         "correct", "wrong", "unparsable", "gold_unparsable", "timeout", "crashed", "memory"
     ],
-    "function": list[float | None],
+    "function": list[float | list[float] | None],
     "code": tuple[Count, int, Count],
 }
 """Verdicts are written out here since graders don't import NumPy; for code: passed, tests, timed out."""
@@ -159,16 +159,27 @@ def checked_result(kind: str, payload: Sequence[Any], result: Any) -> Any:
         checked = msgspec.convert(result, RESULTS[kind])
     except msgspec.ValidationError as error:
         raise _refused(kind, str(error)) from None
-    if kind == "function" and not (
-        len(checked) == len(payload[1]["completions"])
-        and all(value is None or math.isfinite(value) for value in checked)
-    ):
-        raise _refused(kind, "it isn't a finite number, or null, for each completion")
+    if kind == "function":
+        _check_values(checked, payload[1])
     if kind == "code" and not checked[0] <= checked[1] == len(payload[1]):
         raise _refused(
             kind, f"{checked[0]} of {checked[1]} tests passed, and there are {len(payload[1])}"
         )
     return checked
+
+
+def _check_values(values: Sequence[float | list[float] | None], columns: dict[str, Any]) -> None:
+    if len(values) != len(columns["completions"]):
+        raise _refused(
+            "function", f"{len(values)} values for {len(columns['completions'])} completions"
+        )
+    for place, value in enumerate(values):
+        numbers = value if isinstance(value, list) else [value or 0.0]
+        if not all(map(math.isfinite, numbers)):
+            raise _refused("function", "a value isn't finite")
+        ids = columns.get("completion_ids")
+        if isinstance(value, list) and (ids is None or len(value) != len(ids[place])):
+            raise _refused("function", f"{len(value)} rewards for the tokens of completion {place}")
 
 
 def _refused(kind: str, why: str) -> WireError:

@@ -61,7 +61,7 @@ def call(
     given: Mapping[str, Any],
     form: Literal["auto", "text", "conversation"] = "text",
     prompts: Sequence[Messages] = (),
-) -> list[float | None]:
+) -> list[float | list[float] | None]:
     """Calls a function with those columns that it accepts.
 
     Args:
@@ -72,7 +72,7 @@ def call(
 
     Raises:
         TypeError, ValueError: it needs something that it can't be given, or returns something other
-            than a number or None for each completion.
+            than a number, a list of a number for each token, or None for each completion.
     """
     used = _form(function) if form == "auto" else form
     columns = dict(given)
@@ -99,7 +99,7 @@ def call(
             note = f"(its completions were given as {used}: if that is wrong, set form: {other})"
             raise TypeError(f"{error} {note}") from error
         raise
-    return _numbers(values, len(given["completions"]))
+    return _numbers(values, len(given["completions"]), given.get("completion_ids"))
 
 
 @lru_cache(maxsize=64)
@@ -147,7 +147,9 @@ def _refusal(name: str) -> str:
     return f"it asks for {name!r}, which can't be given: {NOT_GIVEN[name]}"
 
 
-def _numbers(returned: Any, count: int) -> list[float | None]:
+def _numbers(
+    returned: Any, count: int, tokens: Sequence[Sequence[int]] | None
+) -> list[float | list[float] | None]:
     """What a function returned as numbers; recognises a tensor or an array without importing its library."""
     as_list = getattr(returned, "tolist", None)
     is_array = callable(as_list)
@@ -159,19 +161,29 @@ def _numbers(returned: Any, count: int) -> list[float | None]:
         raise TypeError(f"it returned {returned!r:.80}, not a list of {count} numbers") from None
     if len(values) != count:
         raise ValueError(f"it returned {len(values)} values for {count} completions")
-    numbers: list[float | None] = []
+    numbers: list[float | list[float] | None] = []
     for place, value in enumerate(values):
-        if value is None:
-            numbers.append(None)
-            continue
-        if isinstance(value, list | str):
+        if isinstance(value, str):
             raise TypeError(f"it returned {value!r:.80} for completion {place}, not a number")
-        number = float(value)
-        if math.isnan(number) and is_array:
+        one = value.tolist() if callable(getattr(value, "tolist", None)) else value
+        if one is None or (is_array and isinstance(one, float) and math.isnan(one)):
             # An array has no None: there, and in TRL, NaN says that there is no value.
             numbers.append(None)
-            continue
-        if not math.isfinite(number):
-            raise ValueError(f"it returned {number} for completion {place}; say None instead")
-        numbers.append(number)
+        elif isinstance(one, list):
+            length = len(tokens[place]) if tokens is not None else None
+            if len(one) != length:
+                known = "aren't known" if length is None else f"are {length}"
+                raise ValueError(
+                    f"it returned {len(one)} rewards for the tokens of completion {place}, which {known}"
+                )
+            numbers.append([_finite(token, place) for token in one])
+        else:
+            numbers.append(_finite(one, place))
     return numbers
+
+
+def _finite(value: Any, place: int) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"it returned {number} for completion {place}; say None instead")
+    return number

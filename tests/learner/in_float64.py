@@ -206,7 +206,15 @@ class PpoStep:
                 if reference is not None:
                     known = torch.from_numpy(sample.logprobs).double()[mine]
                     paid -= beta * (known - reference(mixed, sample.tokens)[mine])
-            paid[-1] += float(sample.reward or 0.0)
+            left = float(sample.reward or 0.0)
+            for place, token in enumerate(
+                [] if sample.token_rewards is None else sample.token_rewards
+            ):
+                # What environment text has earned belongs to the own token before it.
+                before = int(mine[: place + 1].sum()) - 1
+                paid[max(before, 0)] += float(token)
+                left -= float(token)
+            paid[-1] += left
             found = torch.zeros(len(old), dtype=torch.float64)
             after = running = 0.0
             for at in reversed(range(len(old))):

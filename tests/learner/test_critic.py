@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 
 from tandem.common.errors import ConfigError, DataError
+from tandem.common.records import Sample
 from tandem.learner.critic import CriticEngine, load_critic
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.losses.returns import explained_variance, whitened
@@ -149,6 +152,46 @@ def test_whole_steps_are_those_of_a_computation_in_float64(
         assert outcome.metrics["train/updates"] == minibatches * epochs
     if stage == 0:
         compare(updates, policy, critic)
+
+
+def test_tokens_keep_what_they_have_earned_along_the_way(
+    learner: Learner, groups: list[MixedGroup], made_up: ModuleType, plain: ModuleType
+) -> None:
+    noise = np.random.default_rng(5)
+
+    def earning(sample: Sample) -> Sample:
+        earned = noise.normal(size=len(sample.tokens)).astype(np.float32)
+        return replace(sample, token_rewards=earned, reward=float(earned.sum()) + 0.5)
+
+    rich = [
+        dataclasses.replace(
+            mixed,
+            group=replace(mixed.group, samples=tuple(map(earning, mixed.group.samples))),
+        )
+        for mixed in groups
+    ]
+    updates = learner()
+    policy, critic = in_float64(plain, made_up)
+    keys = {key: OBJECTIVE[key] for key in OBJECTIVE if key not in ("name", "truncation")}
+    for step in (1, 2):
+        assert updates.train(step, rich, lr=OPTIMIZER["lr"], critic_lr=CRITIC["lr"]).applied
+        plain.PpoStep(policy, critic, rich, **keys).update([0, 1, 2, 3])
+    compare(updates, policy, critic)
+    # At the end of the rows the same rewards would have taught something else.
+    other = learner()
+    late = [
+        dataclasses.replace(
+            mixed,
+            group=replace(
+                mixed.group,
+                samples=tuple(replace(one, token_rewards=None) for one in mixed.group.samples),
+            ),
+        )
+        for mixed in rich
+    ]
+    for step in (1, 2):
+        other.train(step, late, lr=OPTIMIZER["lr"], critic_lr=CRITIC["lr"])
+    assert not same(snapshot(updates), snapshot(other))
 
 
 @pytest.mark.parametrize("budget", [4096, 18])

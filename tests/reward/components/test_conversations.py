@@ -173,7 +173,7 @@ def test_what_is_logged_is_accepted(grader: Grader) -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("column", r"it returned \[0.0\] for completion 0, not a number"),
+        ("column", r"it returned 1 rewards for the tokens of completion 0"),
         ("wants_state", "'trainer_state', which can't be given: no trainer runs beside"),
         ("takes_state", "'trainer_state', which can't be given"),
         ("hidden", "completions were given as text: if that is wrong, set form: conversation"),

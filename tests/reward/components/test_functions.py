@@ -31,6 +31,12 @@ def from_columns(completions, prompts, ground_truth, level, scale):
 def tokens(completion_ids, **columns):
     return [len(ids) for ids in completion_ids]
 
+def each_token(completion_ids, **columns):
+    return [[float(token > 5) for token in ids] for ids in completion_ids]
+
+def too_few(completion_ids, **columns):
+    return [[1.0] for ids in completion_ids]
+
 def above_the_mean(completions, **columns):
     mean = sum(map(len, completions)) / len(completions)
     return [float(len(text) > mean) for text in completions]
@@ -158,6 +164,14 @@ def test_it_gets_token_ids_where_they_are_known(plain: Grader) -> None:
     assert values(plain, "tokens", items("a", "b")) == [7.0, 7.0]
 
 
+def test_it_may_pay_single_tokens_whose_sum_is_its_value(module: Path) -> None:
+    parts = (own("each_token", weight=2.0), ComponentConfig(name="accuracy"))
+    with Grader(RewardConfig(components=parts, graders=1)) as grader:
+        (one,) = grader.grade_texts(items("\\boxed{2}"))
+    assert (one.components["own_rewards:each_token"], one.reward) == (1.0, 3.0)
+    assert one.token_rewards == [0, 0, 0, 0, 0, 0, 2]
+
+
 def test_one_call_has_the_whole_group(plain: Grader) -> None:
     assert values(plain, "above_the_mean", items("a", "bb", "cccccc")) == [0.0, 0.0, 1.0]
 
@@ -258,11 +272,14 @@ def test_a_function_that_only_is_recorded_takes_no_reward_away(hostile: Grader) 
 def test_a_function_that_breaks_the_form_is_a_crash_that_says_how(
     module: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    parts = tuple(own(name, scope="group") for name in ("short", "not_a_number", "wants_more"))
+    parts = tuple(
+        own(name, scope="group") for name in ("short", "not_a_number", "wants_more", "too_few")
+    )
     with Grader(RewardConfig(components=parts, graders=1)) as grader:
         grades = grader.grade_texts(items("a", "b"))
     assert {g.verdict for g in grades} == {Verdict.CRASHED}
     assert "own_rewards:short: ValueError: it returned 1 values for 2 completions" in caplog.text
+    assert "it returned 1 rewards for the tokens of completion 0, which are 7" in caplog.text
     assert "own_rewards:not_a_number: ValueError: it returned nan" in caplog.text
     assert "own_rewards:wants_more: TypeError: it needs the column 'difficulty'" in caplog.text
 

@@ -283,6 +283,27 @@ def test_a_component_without_a_value_is_left_out_of_the_sum() -> None:
     assert components == found
 
 
+def test_what_tokens_have_earned_is_a_part_of_the_sum_and_is_kept() -> None:
+    found = {"my.rewards:one": [0.5, 0.0, -1.0], "my.rewards:two": [1.0, 1.0, 2.0]}
+    made = scorer(ACCURACY, OWN, HALF)
+    (one,) = made.score_group([graded(Verdict.CORRECT)], [found], [None])
+    assert one.reward == 1.0 - 0.5 + 0.5 * 4.0
+    assert one.components == {"accuracy": 1.0, "my.rewards:one": -0.5, "my.rewards:two": 4.0}
+    assert one.token_rewards == [1.0, 0.5, 0.0]
+    # One number is for the whole response, and so is all of a reward that isn't the sum.
+    mixed = {"my.rewards:one": [0.5, 0.0, -1.0], "my.rewards:two": 4.0}
+    assert made.score_group([graded(Verdict.WRONG)], [mixed], [None])[0].token_rewards == [
+        *(0.5, 0.0, -1.0)
+    ]
+    plain = {"my.rewards:one": 1.0, "my.rewards:two": 4.0}
+    assert made.score_group([graded(Verdict.WRONG)], [plain], [None])[0].token_rewards is None
+    (hung,) = made.score_group([graded(Verdict.CORRECT)], [found], [Verdict.TIMEOUT])
+    assert (hung.reward, hung.token_rewards) == (0.0, None)
+    gated = scorer(ACCURACY, OWN, GATE)
+    (closed,) = gated.score_group([graded(Verdict.CORRECT, "no format")], [found], [None])
+    assert (closed.reward, closed.token_rewards) == (0.0, None)
+
+
 def test_a_sample_of_which_no_component_says_anything_has_no_reward() -> None:
     found = {"my.rewards:one": None}
     assert scorer(OWN, GATE).score(graded(Verdict.WRONG), found)[0] is None
@@ -315,8 +336,14 @@ def test_a_group_component_sees_the_whole_group() -> None:
         )
     ]
     found = scorer(ACCURACY, kimi).score_group(samples, [{}] * 5, [None] * 5)
-    assert [components["length_open_r1"] for _, components in found] == [0.5, -0.5, 0.0, -0.5, None]
-    assert [reward for reward, _ in found] == [1.5, 0.5, 0.0, -0.5, None]
+    assert [components["length_open_r1"] for _, components, _ in found] == [
+        0.5,
+        -0.5,
+        0.0,
+        -0.5,
+        None,
+    ]
+    assert [reward for reward, _, _ in found] == [1.5, 0.5, 0.0, -0.5, None]
 
 
 def test_a_group_of_equal_lengths_has_nothing_to_compare() -> None:
