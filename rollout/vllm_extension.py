@@ -34,6 +34,7 @@ class WorkerExtension:
     """A method of vLLM's worker class, declared here for type checkers."""
     get_model: Any
     add_lora: Any
+    list_loras: Any
     _tandem_staged: tuple[str, list[tuple[str, Any]]] = ("", [])
     """A ticket and the weights to load with it, as views of shared memory."""
 
@@ -66,6 +67,9 @@ class WorkerExtension:
         try:
             from vllm.lora.request import LoRARequest
 
+            if number in self.list_loras():
+                # vLLM would say that it has loaded it, and go on with the one that it holds.
+                return (name, 0, f"another adapter has the number {number}")
             added = self.add_lora(LoRARequest(name, number, folder))
         except Exception as error:  # noqa: BLE001 - see Reply
             return (name, 0, f"{type(error).__name__}: {error}")

@@ -113,7 +113,8 @@ class RolloutConfig(Section):
     """Dtype of the engine's weights and arithmetic, and so of new weights on their way to it; None =
     ``model.dtype``."""
     recompute_kv: bool = True
-    """Whether the KV cache of running requests is recomputed when the weights change."""
+    """Whether the KV cache of running requests is recomputed when the weights change. If not, they go on
+    with the cache of the old weights; those of vLLM with ``learner.lora`` end with the old adapter."""
     update_wait_seconds: Annotated[float, Field(ge=0)] = 0.0
     """How long new weights may wait for running samples to end before they replace the old ones in
     flight; no sample begins in the meantime. Worthwhile if samples are short and recomputing the

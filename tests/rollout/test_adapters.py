@@ -23,8 +23,11 @@ from tandem.common.config import ModelConfig, RolloutConfig
 from tandem.common.config.learner import LoraConfig
 from tandem.common.errors import ConfigError, WeightsError
 from tandem.common.records import FinishReason, Sample, SamplingParams, Version
+from tandem.common.weights.manifest import ScoredRows
 from tandem.rollout import engines, vllm_adapters
+from tandem.rollout.commit_check import CommitCheck
 from tandem.rollout.engine import GroupRequest, NamedWeights
+from tandem.rollout.rounding import GIVEN, RAN_ON, SAMPLED
 from tandem.rollout.torch_engine import TorchEngine
 
 LORA = LoraConfig(rank=4, alpha=6.0)
@@ -357,6 +360,51 @@ def test_weights_that_dont_fit_are_refused(new_engine: Any, tiny: Any) -> None:
     in_engine(new_engine(), scenario)
 
 
+# The check of new weights.
+
+
+def scored(model: Any) -> ScoredRows:
+    """What the learner sends of its rows."""
+    generator = np.random.default_rng(4)
+    rows = [generator.integers(3, 30, 24).tolist() for _ in range(4)]
+    return ScoredRows(
+        rows=tuple(map(tuple, rows)),
+        logprobs=tuple(tuple(logprobs(model, row).tolist()) for row in rows),
+    )
+
+
+def test_the_check_of_new_weights_is_of_the_new_adapter(new_engine: Any, tiny: Any) -> None:
+    right = {seed: scored(peft_model(tiny, seed)) for seed in (1, 2, 3)}
+
+    async def scenario(engine: Any) -> None:
+        check = CommitCheck(
+            engine,
+            dtypes=("float32", "float32"),
+            bound=None,
+            temperature=1.0,
+            runs_on=True,
+            seconds=20.0,
+            longest=200,
+        )
+
+        async def load(seed: int, figures: ScoredRows) -> dict[str, bool]:
+            version = Version(term=1, step=seed)
+            await check.begin(version)
+            await engine.load(NamedWeights(adapters(tiny, seed)), version)
+            found = await check.examine(version, figures)
+            check.end(passed=all(one.passes for one in found))
+            return {one.kind: one.passes for one in found}
+
+        assert await load(1, right[1]) == {GIVEN: True, SAMPLED: True}
+        task = asyncio.create_task(collect(engine, long_group("0-0", count=16, new=240)))
+        await running(engine, 40)
+        assert await load(2, right[2]) == {GIVEN: True, SAMPLED: True, RAN_ON: True}
+        assert not (await load(3, right[2]))[GIVEN]
+        await task
+
+    in_engine(new_engine(), scenario)
+
+
 # What only vLLM has: names, folders, adapters side by side.
 
 
@@ -413,6 +461,20 @@ class TestVllm:
             # The next one is loaded as if nothing had happened.
             await engine.load(NamedWeights(adapters(tiny, 2)), V2)
             assert await greedy_tokens(engine) == greedy(peft_model(tiny, 2), PROMPT, 24, EOS)[0]
+
+        in_engine(vllm(), scenario)
+
+    def test_a_number_that_comes_twice_is_refused(
+        self, vllm: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def scenario(engine: Any) -> None:
+            await engine.load(NamedWeights(adapters(tiny, 1)), V1)
+            with monkeypatch.context() as patch:
+                patch.setattr(vllm_adapters, "_numbers", iter(await known(engine)))
+                with pytest.raises(WeightsError, match="another adapter has the number"):
+                    await engine.load(NamedWeights(adapters(tiny, 2)), V2)
+            assert engine.version == V1
+            assert await greedy_tokens(engine) == greedy(peft_model(tiny, 1), PROMPT, 24, EOS)[0]
 
         in_engine(vllm(), scenario)
 

@@ -1,4 +1,4 @@
-"""Twenty live updates of a trained model, with requests in flight: learner, worker, Redis, real all.
+"""Twenty live updates of a trained model, or ten of its adapters, with requests in flight: learner, worker, Redis, real all.
 
 Each update is one version of a trained miniature, or of adapters of it, published by a learner's process and committed
 by a worker's while at least 32 requests run in its engine. What the engine then says is compared
@@ -29,7 +29,7 @@ from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import LedgerSettings
 
 TRANSPORTS = ("gloo", "shared_memory")
-UPDATES = 20
+UPDATES, UPDATES_OF_ADAPTERS = 20, 10
 IN_FLIGHT = 32
 PROMPTS, NEW_TOKENS = 8, 32
 END = 1
@@ -106,6 +106,7 @@ class History:
 
     def __init__(self, adapted: bool) -> None:
         self.adapted = adapted
+        self.updates = UPDATES_OF_ADAPTERS if adapted else UPDATES
         self.expected: dict[Version, list[list[int]]] = {}
         self.greedy: dict[Version, list[tuple[Any, ...]]] = {}
         self.asked: list[tuple[str, int]] = []
@@ -138,6 +139,10 @@ def made_up_prompts(folder: Path, count: int) -> list[list[int]]:
         # Two tensor-parallel ranks on CPUs.
         pytest.param(
             "vllm-ranks",
+            marks=[pytest.mark.vllm, pytest.mark.byhand, pytest.mark.timeout(600)],
+        ),
+        pytest.param(
+            "vllm-ranks-lora",
             marks=[pytest.mark.vllm, pytest.mark.byhand, pytest.mark.timeout(600)],
         ),
     ],
@@ -184,14 +189,14 @@ def running(server: Any, finished_run: Path, *what: Any) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def history(request: pytest.FixtureRequest, pair: Pair) -> History:
-    """Twenty live updates by one transport, in a new term of the same worker's."""
+    """Live updates by one transport, in a new term of the same worker's."""
     seen = History(pair.script.startswith("adapter"))
     learner, worker = pair.learner, pair.worker
     greedy = pair.prompts[:PROMPTS]
     term = learner("begin", request.param)
     worker("begin", request.param)
     learner.begin("step", 0, greedy, NEW_TOKENS)
-    for step in range(UPDATES + 1):
+    for step in range(seen.updates + 1):
         version = Version(term=term, step=step)
         seen.expected[version] = learner.end()
         if step:
@@ -199,7 +204,7 @@ def history(request: pytest.FixtureRequest, pair: Pair) -> History:
         learner("publish", step)
         worker("served", version)
         assert learner("transport", step) == request.param
-        if step < UPDATES:
+        if step < seen.updates:
             # The next step is taken while this one's weights are looked at.
             learner.begin("step", step + 1, greedy, NEW_TOKENS)
         seen.greedy[version] = worker("greedy", greedy, NEW_TOKENS)
@@ -224,7 +229,7 @@ def test_the_updates_change_what_is_said(history: History) -> None:
         for before, after in pairwise(said)
         for old, new in zip(before, after, strict=True)
     ]
-    assert len(changed) == UPDATES * PROMPTS
+    assert len(changed) == history.updates * PROMPTS
     assert sum(changed) >= 0.9 * len(changed)
 
 
@@ -234,7 +239,7 @@ def test_each_update_finds_requests_in_flight(history: History) -> None:
         for _, _, _, _, spans, _ in history.answered
         for span in spans[1:]
     )
-    assert len(history.live) == UPDATES
+    assert len(history.live) == history.updates
     for version in history.live:
         assert history.running[version] >= IN_FLIGHT
         # They had tokens of the version before, and went on under the new one; a few of those in

@@ -60,12 +60,14 @@ NEW_TOKENS = 64
 
 EXTENSION = "TANDEM_TEST_EXTENSION"
 """Environment variable with what vLLM's workers are given in place of Tandem's own."""
+ADAPTERS = ("learner.lora.rank=4", "learner.lora.alpha=4")
 WAYS = {
     "": (),
     "ranks": ("rollout.vllm.args.tensor_parallel_size=2",),
     "bf16": ("rollout.dtype=bfloat16",),
     "all-bf16": ("rollout.dtype=bfloat16", "model.dtype=bfloat16"),
-    "lora": ("learner.lora.rank=4", "learner.lora.alpha=4"),
+    "lora": ADAPTERS,
+    "ranks-lora": ("rollout.vllm.args.tensor_parallel_size=2", *ADAPTERS),
 }
 """Ways to run an engine, named behind it as in ``vllm-ranks``, and what they set."""
 
