@@ -45,3 +45,9 @@ def test_shares_are_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now[0] = 61.0
     recent.forget()
     assert (recent.share(Verdict.TIMEOUT), len(recent), recent.total) == (0.0, 1, 2)
+
+
+def test_what_is_wrong_with_a_judge_is_told_however_little_graders_have_done() -> None:
+    assert alarm(figures(recent=0), "", "the judge is silent") == "the judge is silent"
+    both = alarm(figures(hang_share=0.5), "", "the judge is silent")
+    assert both.startswith("the judge is silent; 50% of the last minute's requests")

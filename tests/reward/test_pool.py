@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import zmq
+from judges import JudgeProcess
 
 from tandem.common import config as configs
 from tandem.common import wire
@@ -376,5 +378,83 @@ def test_a_pool_that_is_killed_leaves_no_grader_behind(
         process.kill()
         process.wait()
         make.until(gone(below), "the end of all that the pool had started")
+        worker.close()
+    run.store.close()
+
+
+def judged(url: str, **params: Any) -> list[str]:
+    """Overrides of a run whose samples a judge scores beside their accuracy."""
+    of_judge = {"url": url, "model": "tiny", "prompt": "{response}", **params}
+    parts = [{"name": "accuracy"}, {"name": "judge", "weight": 0.5, "params": of_judge}]
+    return [f"reward.components={json.dumps(parts)}", "reward.graders=1"]
+
+
+def test_a_slow_judge_holds_up_its_own_groups_only_and_no_grader(
+    server: Any, tmp_path: Path, make: Any
+) -> None:
+    with JudgeProcess(tmp_path / "requests") as judge:
+        run = make_run(server, tmp_path, judged(judge.url))
+        with run.pool() as process:
+            make.until(lambda: run.pools() or process.poll() is not None, "the pool", 60)
+            worker = Worker(run.pools()[0], RunStore(run.store).curve_client())
+            slow, quick, compared = run.lease(3)
+            # None of them is answered before 4 s.
+            texts = [f"{n} \\boxed{{2}} do:slow_4000" for n in range(8)]
+            worker.submit(1, of(slow, make, [*texts, WRONG]))
+            make.until(lambda: len(judge.requests("chat")) >= 9, "the slow questions")
+            worker.submit(2, of(quick, make, [RIGHT, WRONG]))
+            # The only grader is free for an answer that needs one.
+            root = "</think> \\boxed{\\sqrt{8}} do:score_2"
+            worker.submit(3, of(compared, make, [root, WRONG], gold="2\\sqrt{2}"))
+            order = [worker.receipt(30.0) for _ in range(3)]
+            assert {r.request_id for r in order[:2] if r} == {2, 3}
+            assert [r.request_id for r in order[2:] if r] == [1]
+            assert all(r.result is CommitResult.COMMITTED for r in order if r)
+            worker.close()
+        run.store.close()
+
+
+def test_a_judge_that_dies_costs_rows_and_the_pool_goes_on_when_it_is_back(
+    server: Any, tmp_path: Path, make: Any
+) -> None:
+    judge = JudgeProcess(tmp_path / "requests")
+    run = make_run(server, tmp_path, judged(judge.url, retries=1))
+    with run.pool() as process:
+        make.until(lambda: run.pools() or process.poll() is not None, "the pool", 60)
+        worker = Worker(run.pools()[0], RunStore(run.store).curve_client())
+        first, second, third = run.lease(3)
+        worker.submit(1, of(first, make, ["</think> \\boxed{2} do:hang", RIGHT, WRONG]))
+        make.until(
+            lambda: (
+                len(judge.requests("chat")) == 3
+                and RunStore(run.store).reports().get("reward-0", {}).get("grader/judge_asked") == 2
+            ),
+            "two of its answers",
+        )
+        judge.stop()
+        # The hanging question ends with its server; two samples have their scores.
+        receipt = worker.receipt(30.0)
+        assert receipt is not None
+        assert receipt.result is CommitResult.COMMITTED
+        worker.submit(2, of(second, make, [RIGHT + " ", WRONG + " "]))
+        receipt = worker.receipt(30.0)
+        assert receipt is not None
+        assert receipt.result is CommitResult.REJECTED
+        assert receipt.detail.startswith("ungraded: 0 of its own samples have a verdict")
+        with JudgeProcess(tmp_path / "requests", port=judge.port):
+            worker.submit(3, of(third, make, [RIGHT + "  ", WRONG + "  "]))
+            receipt = worker.receipt(30.0)
+            assert receipt is not None
+            assert receipt.result is CommitResult.COMMITTED
+        report = make.until(
+            lambda: (
+                (r := RunStore(run.store).reports()["reward-0"])["grader/judge_asked"] == 7 and r
+            ),
+            "the report of all questions",
+        )
+        assert report["grader/judge_failures"] == 3
+        assert report["grader/judge_failed"] == 3
+        assert report["grader/judge_retries"] == 3
+        assert "the sample leaves the baseline" in run.log()
         worker.close()
     run.store.close()

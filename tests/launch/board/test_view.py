@@ -124,6 +124,22 @@ def test_what_the_pools_do_is_told_and_their_alarm_too() -> None:
     assert "alarm: reward-0: 12% of the last minute's requests hung" in stream.getvalue()
 
 
+def test_what_judges_do_has_a_line_of_its_own_where_there_are_any() -> None:
+    judged = {
+        "grader/judge_asked": 1200,
+        "grader/judge_failures": 30,
+        "grader/judge_retries": 45,
+        "grader/judge_in_flight": 7,
+        "grader/judge_seconds": 1800.0,
+        "grader/judge_share": 0.025,
+    }
+    made = snapshot(reports={**REPORTS, "reward-0": {**REPORTS["reward-0"], **GRADED, **judged}})
+    told = "asked 1,200   waiting 7   each 1.5 s   retries 45   failed 30 (2.5% lately)"
+    assert any("judge" in line.plain and told in line.plain for line in draw(made, 120))
+    without = snapshot(reports={**REPORTS, "reward-0": {**REPORTS["reward-0"], **GRADED}})
+    assert not any("judge" in line.plain for line in draw(without, 120))
+
+
 def test_an_alarm_of_the_learner_is_told_once_live_and_after_the_end() -> None:
     made = history()
     made.add(alarmed(101))

@@ -685,3 +685,59 @@ def test_settings_that_older_runs_lack_leave_the_inputs_digest_as_it_was(made: P
     assert set(tree) - set(kept) == {"pack_tokens"}
     packed = {**tree, "pack_tokens": 8}
     assert ingest._without_new(packed)["pack_tokens"] == 8
+
+
+# --- what the reward asks for ---
+
+
+def tutorial_row(number: int) -> dict[str, Any]:
+    return {
+        "problem": f"What is {number}+1?",
+        "solution": f"It is $\\boxed{{\\frac{{{number}}}{{2}}}}$.",
+        "level": number,
+        "messages": [{"role": "user", "content": "not kept twice"}],
+    }
+
+
+def with_reward(here: Path, *components: dict[str, Any]) -> ingest.Prepared:
+    (here / "rows.jsonl").write_text("".join(json.dumps(tutorial_row(n)) + "\n" for n in (1, 3)))
+    config = load("miniature").resolve(
+        [
+            "data.miniature=null",
+            "data.train=[{path: rows.jsonl}]",
+            "data.evaluate=[]",
+            "data.max_prompt_tokens=200",
+            "expert.per_group=0",
+            f"reward.components={json.dumps(components)}",
+        ]
+    )
+    assert config.run.dir is not None
+    return ingest.prepare(config, RunFolder(here / "runs" / "r"))
+
+
+def test_a_function_gets_the_columns_as_they_are_in_the_file(here: Path) -> None:
+    found = with_reward(here, {"name": "my.module:function"})
+    first = found.problems[0]
+    assert first.gold == "\\frac{1}{2}"
+    assert first.extra == {
+        "level": 1,
+        "problem": "What is 1+1?",
+        "solution": "It is $\\boxed{\\frac{1}{2}}$.",
+        "prompt_messages": [{"role": "user", "content": "What is 1+1?"}],
+    }
+
+
+def test_a_function_for_texts_needs_no_messages(here: Path) -> None:
+    (first, _) = with_reward(here, {"name": "my.module:function", "form": "text"}).problems
+    assert set(first.extra) == {"level", "problem", "solution"}
+
+
+def test_a_judge_gets_the_messages_and_no_columns(here: Path) -> None:
+    params = {"url": "http://127.0.0.1:1", "model": "m"}
+    (first, _) = with_reward(here, {"name": "judge", "params": params}).problems
+    assert set(first.extra) == {"level", "prompt_messages"}
+
+
+def test_other_rewards_keep_what_the_form_keeps(here: Path) -> None:
+    (first, _) = with_reward(here, {"name": "accuracy"}).problems
+    assert first.extra == {"level": 1}

@@ -47,3 +47,15 @@ def test_a_pool_that_was_started_anew_counts_from_nothing() -> None:
     rates = GradingRates()
     rates.take({"reward-0": FIRST})
     assert rates.take({"reward-0": pool(pid=9, correct=2)})["grading/samples"] == 2
+
+
+def test_questions_to_judges_are_shares_of_what_was_asked() -> None:
+    judged = pool(
+        correct=6, judge_failed=2, judge_asked=4, judge_cached=4, judge_failures=1,
+        judge_retries=3, judge_seconds=2.0,
+    )  # fmt: skip
+    found = GradingRates().take({"reward-0": judged})
+    assert found["grading/verdict_judge_failed"] == 0.25
+    names = ("asked", "cached", "failed", "retries", "seconds")
+    assert [found[f"grading/judge_{name}"] for name in names] == [4, 0.5, 0.25, 3, 0.5]
+    assert "grading/judge_asked" not in GradingRates().take({"reward-0": FIRST})
