@@ -6,6 +6,7 @@ names that A and B have outside of PEFT, are those of :mod:`tandem.common.adapte
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -194,6 +195,11 @@ class Adapters:
             target_modules=self._targets, base_model_name_or_path=base, inference_mode=True
         )
         settings.save_pretrained(str(folder))
+        described = folder / "adapter_config.json"
+        content = json.loads(described.read_text(encoding="utf-8"))
+        # PEFT keeps a set of names: sorted, the same adapters are the same bytes.
+        content["target_modules"] = sorted(content["target_modules"])
+        described.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         save_file(
             {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()},
             folder / "adapter_model.safetensors",

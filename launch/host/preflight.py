@@ -11,6 +11,7 @@ from ...common.errors import ConfigError, DataError
 from ...rollout import vllm_version
 from ..plan.hardware import Machine
 from ..plan.placement import Placement, place, trackers_of, workers_of
+from ..plan.sizes import shape_of, trained
 from ..wording import human, shown_python
 from .servers import check_servers
 
@@ -127,7 +128,14 @@ def disk_needed(config: Config, model: Path | None) -> int:
     parameters = weights // 2
     kept = config.learner.checkpoints_kept + 1  # One is being written while the others are kept.
     redis = 2 * (config.replay.maxmemory_mb << 20) // 4
-    return kept * parameters * CHECKPOINT_BYTES + 4 * parameters + redis + LOG_BYTES
+    checkpoints = kept * in_checkpoint(config, parameters) * CHECKPOINT_BYTES
+    return checkpoints + 4 * parameters + redis + LOG_BYTES
+
+
+def in_checkpoint(config: Config, parameters: int) -> int:
+    """How many of a model's parameters a checkpoint has; of adapters alone if the model's sizes are known."""
+    shape = None if config.learner.lora is None else shape_of(config.model.path)
+    return parameters if shape is None else min(parameters, trained(config, shape))
 
 
 def check_disk(config: Config, folder: Path, model: Path | None) -> None:

@@ -20,7 +20,13 @@ from ..plan.placement import gpus_needed, place, trackers_of
 from ..plan.sizes import local_folder, shape_of, too_long
 from ..wording import human, shown_python
 from . import surroundings
-from .preflight import CHECKPOINT_BYTES, check_addresses, check_model, disk_needed
+from .preflight import (
+    CHECKPOINT_BYTES,
+    check_addresses,
+    check_model,
+    disk_needed,
+    in_checkpoint,
+)
 from .surroundings import Finding, pip, setup, version
 
 if TYPE_CHECKING:
@@ -217,7 +223,8 @@ def disk_wanted(config: Config) -> int:
     needed = disk_needed(config, None)
     if shape is not None:
         kept = config.learner.checkpoints_kept + 1
-        needed += shape.parameters * (kept * CHECKPOINT_BYTES + 4 + 2)
+        needed += in_checkpoint(config, shape.parameters) * kept * CHECKPOINT_BYTES
+        needed += shape.parameters * (4 + 2)
     return needed
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...common.config import VLLM_RANKS
-from .sizes import ModelShape
+from .sizes import ModelShape, trained
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -110,16 +110,19 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
     (and of fp32 ones under ZeRO). Each is divided by the number of ranks from its ZeRO stage on: optimizer 1,
     gradients 2, weights 3. Every rank holds a whole reference model if the objective needs one.
     New weights are staged in host memory and pass through a GPU bucket by bucket.
+
+    With adapters the N of gradients, optimizer and staging is theirs, and the reference is the model itself
+    without them.
     """
     n, ranks, e = shape.parameters, config.learner.ranks, element(config)
-    stage = config.zero_stage()
-    moments = 4 * moments_of(config) * n + (4 * n if stage else 0)
-    gradients = (4 if e == 2 and stage else e) * n
-    staged = STAGED * engine_element(config) * n if rank == 0 else 0
+    stage, t = config.zero_stage(), trained(config, shape)
+    moments = 4 * moments_of(config) * t + (4 * t if stage else 0)
+    gradients = (4 if e == 2 and stage else e) * t
+    staged = STAGED * engine_element(config) * t if rank == 0 else 0
     if stage >= 2:
-        gradients = gradients // ranks + 4 * min(BUCKET, n)
+        gradients = gradients // ranks + 4 * min(BUCKET, t)
     elif stage == 1 and e == 2:
-        gradients += 2 * n
+        gradients += 2 * t
     parts = {
         "weights": e * n // (ranks if stage == 3 else 1),
         "gradients": gradients,
@@ -131,7 +134,9 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
         else (rank == 0) * buckets_on_gpu(config, device),
         "runtime": RUNTIME[device],
     }
-    if config.learner.objective.needs_reference:
+    if config.learner.lora is not None:
+        parts["adapters"] = e * t // (ranks if stage == 3 else 1)
+    elif config.learner.objective.needs_reference:
         parts["reference"] = e * n
     if device == "cpu":
         return Holding(device=device, parts=parts, host=0)
@@ -160,7 +165,8 @@ def activations(config: Config, shape: ModelShape) -> int:
     What autograd keeps of a Qwen2 layer for one token, in elements: inputs and outputs of both norms
     with their fp32 copies (8·H), queries and the attention's output (2·a·d), keys and values
     (2·kv), the MLP's four products (4·I), and fp32 statistics of norms and softmax (2·a + 4). With
-    recomputation each layer keeps only its input (H), and one layer at a time keeps everything.
+    recomputation each layer keeps only its input (H), and one layer at a time keeps everything. Adapters
+    keep the same inputs, as the gradient of A needs them; what is between A and B is left out.
     """
     tokens, e = micro_batch_tokens(config), element(config)
     inner = kept_by_layer(shape)
@@ -177,12 +183,14 @@ def kept_by_layer(shape: ModelShape) -> int:
 
 def logits(config: Config, shape: ModelShape, device: str) -> int:
     """Chunks of logits, the hidden states that they are computed from with their gradient, and the
-    fp32 gradient of the output matrix, in bytes. A small vocabulary is computed at once."""
+    fp32 gradient of the output matrix unless that is frozen, in bytes. A small vocabulary is computed at
+    once."""
     tokens = micro_batch_tokens(config)
     if shape.vocabulary < CHUNKED_FROM:
         return CHUNK_COPIES * 4 * tokens * shape.vocabulary
     hidden = 2 * element(config) * tokens * shape.hidden
-    return CHUNK_COPIES * LOGIT_CHUNK[device] + hidden + 4 * shape.vocabulary * shape.hidden
+    matrix = 4 * shape.vocabulary * shape.hidden if config.learner.lora is None else 0
+    return CHUNK_COPIES * LOGIT_CHUNK[device] + hidden + matrix
 
 
 def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holding:
@@ -190,7 +198,7 @@ def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holdi
 
     vLLM claims ``rollout.vllm.gpu_memory_utilization`` of the GPU's memory and gives the KV cache
     what weights and workspace leave of it. The torch engine's cache grows with its rows. New
-    weights are staged in host memory.
+    weights, or adapters, are staged in host memory.
     """
     n, e = shape.parameters, engine_element(config)
     across = config.rollout.gpus_per_worker if device == "cuda" else 1
@@ -210,12 +218,15 @@ def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holdi
         work = VLLM_WORKSPACE
     else:
         cache, work = rows * longest * per_token, RUNTIME[device]
-    staging = e * n if device == "cpu" else buckets_on_gpu(config, device)
+    received = e * trained(config, shape)
+    staging = received if device == "cpu" else buckets_on_gpu(config, device)
     parts = {
         "weights": weights,
         "KV cache": cache,
         "runtime": work,
         "weight staging": staging,
     }
-    host = 0 if device == "cpu" else (3 << 30) + e * n
+    if config.learner.lora is not None:
+        parts["adapters"] = received // across
+    host = 0 if device == "cpu" else (3 << 30) + received
     return Holding(device=device, parts=parts, host=host, cache_tokens=cache // per_token)

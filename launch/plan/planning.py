@@ -18,7 +18,7 @@ from .node import Node
 from .node import node as node_for
 from .placement import Placement, gpus_needed, place, placed, trackers_of, workers_of
 from .simulation import Scenario, simulate
-from .sizes import ModelShape, shape_of, too_long
+from .sizes import ModelShape, shape_of, too_long, trained
 from .speed import Load, load, scenario
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class Plan:
             "model": {
                 "path": self.config.model.path,
                 "parameters": self.shape.parameters if self.shape else None,
+                "trained": trained(self.config, self.shape) if self.shape else None,
                 "sizes_from": self.shape.source if self.shape else None,
             },
             "node": {

@@ -15,7 +15,7 @@ from ...common.models import read_model_config, resolve
 from ...common.plain import damaged, read_object
 
 if TYPE_CHECKING:
-    from ...common.config import Config
+    from ...common.config import Config, LoraConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,26 @@ class ModelShape:
     def multiplied(self) -> int:
         """Number of parameters that a token is multiplied with; looking up the input costs nothing."""
         return self.parameters - (0 if self.tied else self.vocabulary * self.hidden)
+
+    def adapters(self, lora: LoraConfig) -> int:
+        """Number of parameters of adapters: rank · (inputs + outputs) of each linear layer that has one.
+
+        Layers of other names than Llama's and Qwen's are left out.
+        """
+        h, q, kv, i = self.hidden, self.query_width, self.kv_width, self.intermediate
+        widths = {
+            "q_proj": h + q,
+            "k_proj": h + kv,
+            "v_proj": h + kv,
+            "o_proj": q + h,
+            "gate_proj": h + i,
+            "up_proj": h + i,
+            "down_proj": i + h,
+        }
+        named = {target.rpartition(".")[2] for target in lora.targets}
+        everything = lora.targets == "all-linear"
+        chosen = (width for name, width in widths.items() if everything or name in named)
+        return lora.rank * self.layers * sum(chosen)
 
     def kv_bytes(self, element: int) -> int:
         """Bytes per token in the KV cache: 2 · L · kv heads · d · element."""
@@ -225,6 +245,12 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape | None:
         )
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def trained(config: Config, shape: ModelShape) -> int:
+    """Number of parameters that are trained, kept in checkpoints and sent to the engines."""
+    lora = config.learner.lora
+    return shape.parameters if lora is None else shape.adapters(lora)
 
 
 def too_long(config: Config, shape: ModelShape | None) -> str | None:

@@ -32,7 +32,7 @@ from .lengths import Lengths
 from .memory import element, engine_element, has_own_gpus, moments_of, vllm_setting
 from .node import Node
 from .simulation import EngineSpeed, LearnerSpeed, Scenario
-from .sizes import ModelShape
+from .sizes import ModelShape, trained
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -148,7 +148,7 @@ def scenario(
         learner=LearnerSpeed(
             step=seconds - token * work.samples * work.response,
             token=token,
-            publish=engine_element(config) * shape.parameters / PINNED_RATE,
+            publish=engine_element(config) * trained(config, shape) / PINNED_RATE,
             transfer=transfer_seconds(config, shape, node),
         ),
         recompute=config.rollout.recompute_kv,
@@ -182,7 +182,7 @@ def engine_speed(config: Config, shape: ModelShape, node: Node) -> EngineSpeed:
         cached_token=shape.kv_bytes(e) / bandwidth,
         row=2 * shape.multiplied / flops,
         prompt_token=2 * shape.multiplied / flops,
-        load=e * shape.parameters / across / PINNED_RATE,
+        load=e * trained(config, shape) / across / PINNED_RATE,
     )
 
 
@@ -202,26 +202,29 @@ def forward_seconds(
 def learner_passes(config: Config) -> int:
     """Number of forward passes that the learner's work in a step is worth: forward and backward, and
     one without gradient each under the step's first weights, the current ones, and the reference for
-    the loss and for the reward, if the objective needs them."""
+    the loss and for the reward, if the objective needs them. A frozen base has no gradient of its own, which
+    is a third of the forward and backward pass."""
     objective = config.learner.objective
     columns = objective.columns & {"proximal", "current", "reference"}
     scoring = len(columns) + objective.penalises_reward
-    return (4 if config.learner.gradient_checkpointing else 3) + scoring
+    gradient = 3 if config.learner.lora is None else 2
+    return gradient + config.learner.gradient_checkpointing + scoring
 
 
 def learner_seconds(config: Config, shape: ModelShape, node: Node, work: Load) -> float:
     """Seconds for forward, backward, exchange of gradients and optimizer."""
     settings, n, e = config.learner, shape.parameters, element(config)
+    t = trained(config, shape)
     compute = forward_seconds(config, shape, node, work.trained, work.prompt + work.response)
     updates = settings.minibatches
-    share = n / settings.ranks if settings.zero_stage else n
+    share = t / settings.ranks if settings.zero_stage else t
     traffic = OPTIMIZER_BYTES + MOMENT_BYTES * moments_of(config)
     optimizer = updates * traffic * share / (BANDWIDTH_SHARE * node.bandwidth)
     exchanges = 0.0
     if settings.ranks > 1:
         micro = math.ceil(work.trained / settings.ranks / settings.micro_batch_tokens)
         exchanges = max(updates, micro) if settings.zero_stage >= 2 else updates
-        exchanges *= 2 * 4 * n / (LINK_SHARE * node.link)
+        exchanges *= 2 * 4 * t / (LINK_SHARE * node.link)
         if settings.zero_stage == 3:
             # Weights are gathered for the forward and for the backward pass.
             exchanges += 2 * micro * e * n / (LINK_SHARE * node.link)
@@ -233,7 +236,7 @@ def transfer_seconds(config: Config, shape: ModelShape, node: Node) -> float:
 
     The learner sends a version to one worker after the other, except to workers that map its memory.
     """
-    size = engine_element(config) * shape.parameters
+    size = engine_element(config) * trained(config, shape)
     if has_own_gpus(config, "cuda"):
         # Bucket by bucket up to a GPU, over the link, and down again; the slowest leg counts.
         return config.rollout.workers * size / min(PINNED_RATE, LINK_SHARE * node.link)

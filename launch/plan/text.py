@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..wording import human
 from .memory import has_own_gpus
 from .planning import Plan
 from .simulation import Simulated, simulate
+from .sizes import ModelShape
 from .speed import (
     BANDWIDTH_SHARE,
     GLOO_RATE,
@@ -19,6 +21,9 @@ from .speed import (
     learner_passes,
 )
 from .splits import IDLE, Split
+
+if TYPE_CHECKING:
+    from ...common.config import Config
 
 BETTER = 0.95
 """A split is mentioned if its step takes no more than this share of the preset's."""
@@ -37,6 +42,18 @@ def model(plan: Plan) -> str:
     return (
         f"{plan.config.model.path}, {plan.shape.parameters:,} parameters "
         f"(sizes from {'the table' if plan.shape.source == 'table' else 'its config.json'})"
+        f"{_adapters(plan.config, plan.shape)}"
+    )
+
+
+def _adapters(config: Config, shape: ModelShape) -> str:
+    lora = config.learner.lora
+    if lora is None:
+        return ""
+    count = shape.adapters(lora)
+    return (
+        f"; frozen, with adapters of rank {lora.rank}: {count:,} parameters, "
+        f"{count / shape.parameters:.2%} of the model's, are trained, kept and sent"
     )
 
 
