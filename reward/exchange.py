@@ -50,7 +50,7 @@ class ExchangeError(TandemError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class Address:
     """Where requests go."""
 
     url: str
@@ -59,7 +59,7 @@ class Server:
     """Environment variable that holds the key; it is read at each request, and stored nowhere."""
 
     @classmethod
-    def of(cls, url: str, key_variable: str | None) -> Server:
+    def of(cls, url: str, key_variable: str | None) -> Address:
         """Checks an address.
 
         Raises:
@@ -81,10 +81,10 @@ class Server:
             raise ValueError(f"url={url!r} should end with the server's path, as in …:8000")
         return cls(url=url.rstrip("/"), key_variable=key_variable)
 
-    def at(self, path: str) -> Server:
+    def at(self, path: str) -> Address:
         """The same server at a path below, as ``/v1/models``; a ``/v1`` at the end of the url counts."""
         base = self.url.removesuffix("/v1") if path.startswith("/v1/") else self.url
-        return Server(url=base + path, key_variable=self.key_variable)
+        return Address(url=base + path, key_variable=self.key_variable)
 
     def headers(self) -> dict[str, str]:
         """Headers of a request.
@@ -114,12 +114,12 @@ class Exchange:
     """One request, and its answer.
 
     Args:
-        server: the address with its path.
+        address: the address with its path.
         body: JSON to post; None = a GET.
-        seconds: time for each step. Who needs a deadline for the whole calls :meth:`abort` at it.
+        seconds: time for each step. Who needs a deadline for the whole call :meth:`abort` at it.
     """
 
-    server: Server
+    address: Address
     body: bytes | None
     seconds: float
     _held: socket.socket | None = None
@@ -133,7 +133,7 @@ class Exchange:
             ExchangeError: there is none.
             ConfigError: the key is missing.
         """
-        headers = self.server.headers()
+        headers = self.address.headers()
         if self.body is not None:
             headers["Content-Type"] = "application/json"
         try:
@@ -161,7 +161,7 @@ class Exchange:
                     pass  # It is closed already.
 
     def _ask(self, headers: Mapping[str, str]) -> bytes:
-        parts = urllib.parse.urlsplit(self.server.url)
+        parts = urllib.parse.urlsplit(self.address.url)
         host, context = parts.hostname or "", None
         connection = http.client.HTTPConnection(host, parts.port)
         if parts.scheme == "https":

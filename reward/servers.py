@@ -115,7 +115,7 @@ class Server:
         self.asking = asking
         self._counts = counts
         self._wake = wake
-        self._address = asking.server.at(asking.api.path)
+        self._address = asking.address.at(asking.api.path)
         self._queue: deque[_Asked] = deque()
         self._later: list[tuple[float, int, _Asked]] = []
         self._number = 0
@@ -204,7 +204,7 @@ class Server:
     def trouble(self, now: float) -> str:
         """What a person should look at, in one line; empty if nothing is wrong."""
         self._recent.forget()
-        where = f"the {self.name} at {self.asking.server.url}"
+        where = f"the {self.name} at {self.asking.address.url}"
         since = self._failing_since
         if since is not None and now - since >= SILENT_SECONDS:
             return (
@@ -274,7 +274,7 @@ class Server:
         if failure not in self._told and len(self._told) < TOLD:
             self._told.add(failure)
             logger.warning(
-                f"reward component {self.name}: {self.asking.server.url}: {failure} "
+                f"reward component {self.name}: {self.asking.address.url}: {failure} "
                 f"(given up after {asked.attempts} attempt(s); the sample leaves the baseline)"
             )
         self._finish(asked, Answered(score=None, failure=failure, seconds=now - asked.arrived))
@@ -296,7 +296,7 @@ class Server:
             ):
                 batch.append(self._queue.popleft())
             body = self.asking.request([asked.question for asked in batch])
-            exchange = Exchange(server=self._address, body=body, seconds=self.asking.seconds)
+            exchange = Exchange(address=self._address, body=body, seconds=self.asking.seconds)
             attempt = _Attempt(exchange, batch, now + self.asking.seconds)
             self._attempts.append(attempt)
             self._busy += 1
@@ -398,7 +398,7 @@ class Servers:
             ConfigError: one is missing.
         """
         for server in self.asked.values():
-            server.asking.server.headers()
+            server.asking.address.headers()
 
     def trouble(self) -> str:
         """What a person should look at, in one line; empty if nothing is wrong."""

@@ -29,10 +29,10 @@ def check_servers(reward: RewardConfig) -> None:
 
 
 def _check(name: str, asking: Asking) -> None:
-    where = f"reward component {name}: params.url={asking.server.url}"
+    where = f"reward component {name}: params.url={asking.address.url}"
     # Every server of these kinds has the list of its models there, save TEI, which then refuses: an
     # answer too.
-    exchange = Exchange(server=asking.server.at("/v1/models"), body=None, seconds=SECONDS)
+    exchange = Exchange(address=asking.address.at("/v1/models"), body=None, seconds=SECONDS)
     timer = threading.Timer(SECONDS, exchange.abort)
     timer.daemon = True
     timer.start()
@@ -40,7 +40,7 @@ def _check(name: str, asking: Asking) -> None:
         answer = exchange.run()
     except ExchangeError as error:
         if error.status in (401, 403):
-            variable = asking.server.key_variable
+            variable = asking.address.key_variable
             raise ConfigError(
                 f"{where} refuses the key ({error}): "
                 + (f"check {variable}" if variable else "name its variable with params.api_key_env")

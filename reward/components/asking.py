@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from ...common.records import FinishReason
-from ..exchange import ExchangeError, Server, shown
+from ..exchange import Address, ExchangeError, shown
 from ..reading import extraction
 from .registry import Graded
 
@@ -45,7 +45,7 @@ class Asking:
     """A component that asks a server."""
 
     api: Api
-    server: Server
+    address: Address
     """The url of the config."""
     seconds: float
     """Deadline of one attempt."""
@@ -112,7 +112,7 @@ def asking(
         raise ValueError(f"truncated={truncated!r} should be a number, null or ask")
     return Asking(
         api=api,
-        server=Server.of(url, api_key_env),
+        address=Address.of(url, api_key_env),
         seconds=number("seconds", seconds, 0.01, 3600.0),
         retries=whole("retries", retries, 0, 20),
         parallel=whole("parallel", parallel, 1, 256),

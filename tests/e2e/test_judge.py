@@ -46,6 +46,7 @@ def counted(folder: Path, name: str) -> float:
     return sum(record.get(name, 0.0) for record in lines(folder / "metrics.jsonl"))
 
 
+@pytest.mark.timeout(400)
 def test_a_judge_that_dies_and_comes_back(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "miniature"
     judge = JudgeProcess(tmp_path / "requests.jsonl")
@@ -58,7 +59,7 @@ def test_a_judge_that_dies_and_comes_back(tmp_path: Path) -> None:
             "questions that failed",
         )
         judge = JudgeProcess(tmp_path / "requests.jsonl", port=judge.port)
-        assert run.wait() == 0, run.said()
+        assert run.wait(300) == 0, run.said()
     finally:
         judge.stop()
     steps = [record for record in lines(folder / "metrics.jsonl") if "train/rows" in record]
@@ -81,6 +82,7 @@ def test_a_judge_that_dies_and_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.byhand
+@pytest.mark.timeout(400)
 def test_a_judge_that_dies_for_good_ends_a_run_of_passes_with_what_it_had(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "miniature"
     judge = JudgeProcess(tmp_path / "requests.jsonl")
@@ -90,7 +92,7 @@ def test_a_judge_that_dies_for_good_ends_a_run_of_passes_with_what_it_had(tmp_pa
     try:
         run.wait_for(lambda: len(lines(folder / "samples.jsonl")) >= 16, "two steps")
         judge.stop()
-        assert run.wait() == 0, run.said()
+        assert run.wait(300) == 0, run.said()
     finally:
         judge.stop()
     summary = json.loads((folder / "summary.json").read_text())
