@@ -67,6 +67,9 @@ class Sent:
         step, evaluation = record.get("step"), record.get("eval/id")
         if not isinstance(step, int):
             return False
+        if "heldout/preference_pairs" in record:
+            # It comes after the record of its step.
+            evaluation = f"pairs@{step}"
         if evaluation is not None:
             if evaluation in self.evaluations:
                 return False

@@ -26,6 +26,7 @@ from frames import (
 from tandem.common import run_folder, telemetry
 from tandem.launch.board import history, look
 from tandem.launch.board.tail import MetricsTail
+from tandem.launch.callbacks.host import read_tallies
 from tandem.launch.host import folder_lock
 from tandem.launch.plan.sizes import count_parameters
 from tandem.launch.trackers.following import Sent
@@ -200,6 +201,8 @@ def from_files(files: Files) -> Iterable[Decoder]:
         text({"rows": 3, "step": 2, "evaluations": ["h@1"]}),
         Sent.read,
     )
+    tally = {"calls": 3, "errors": 1, "ended": 0, "off": False}
+    yield one("callbacks.tallies", "tally.json", text({"m:f": tally}), read_tallies)
     yield one(
         "safetensors.header", "s/model.safetensors", [len(table).to_bytes(8, "little") + table],
         lambda path: count_parameters(path.parent), mutate=mutated_table,

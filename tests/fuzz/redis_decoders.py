@@ -27,8 +27,9 @@ from tandem.common.errors import StoreError
 from tandem.common.plain import read_object
 from tandem.common.weights import protocol
 from tandem.launch.board.facts import Activity
+from tandem.launch.callbacks.caller import read_answer
 from tandem.launch.run.idle import IdleShares
-from tandem.replay import answers, ledger, members, store
+from tandem.replay import answers, callback_requests, ledger, members, store
 
 
 def read_report(data: bytes) -> Any:
@@ -142,6 +143,17 @@ def from_redis() -> Iterable[Decoder]:
     )
     yield json_of("replay.settings", text(fields), settings_of)
     yield json_of("replay.member", text(member), lambda data: members.read_member(b"m", data, 1))
+    stop = {"callback": "m:f", "reason": "r", "step": 3}
+    requested = {"stop": stop, "checkpoint": 2, "evaluate": 3, "values": {"a/b": [4, 0.5]}}
+    yield json_of(
+        "replay.callback_requests",
+        text(requested, {"stop": None}),
+        callback_requests.read_requested,
+    )
+    read_stop = callback_requests.read_stop
+    yield json_of("replay.callback_stop", text(stop), read_stop, check=round_trip(read_stop))
+    asked = {"stop": "r", "checkpoint": True, "evaluate": False, "values": {"a": 1.0}}
+    yield json_of("callbacks.answer", text({"error": "", "asked": asked}), read_answer)
     yield json_of(
         "replay.evaluation_request",
         text(request),

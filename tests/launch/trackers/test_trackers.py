@@ -121,6 +121,16 @@ def test_another_process_goes_on_where_the_last_one_was(folder: RunFolder) -> No
     assert recorder.rows == [(2, 3, {"train/loss": 1.5})]
 
 
+def test_how_held_out_pairs_are_preferred_is_sent_beside_their_step(folder: RunFolder) -> None:
+    pairs = {"step": 2, "term": 1, "time": 1002.5, "heldout/preference_pairs": 8.0}
+    write(folder, step(1), step(2), pairs)
+    recorder = Recorder()
+    assert following(folder, recorder).catch_up() == 3
+    write(folder, pairs)
+    assert following(folder, recorder).catch_up() == 0
+    assert recorder.rows[-1] == (2, 2, {"heldout/preference_pairs": 8.0})
+
+
 def test_bookkeeping_and_nulls_are_not_sent(folder: RunFolder) -> None:
     write(folder, step(1, **{"train/k3": None}), evaluation(1, 0.5))
     recorder = Recorder()
