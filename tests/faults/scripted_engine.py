@@ -29,7 +29,7 @@ import numpy as np
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from tandem.common.config import ModelConfig, RolloutConfig
+from tandem.common.config import LoraConfig, ModelConfig, RolloutConfig
 from tandem.common.errors import TandemError, WeightsError
 from tandem.common.models import resolve
 from tandem.common.records import FinishReason, Sample, Source, Version, VersionSpan
@@ -51,12 +51,15 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 _CHAIN = re.compile(r"(\d\d)((?:[+-]\d)+)=")
 
 
-def make(model: ModelConfig, rollout: RolloutConfig, *, max_rows: int) -> ScriptedEngine:
+def make(
+    model: ModelConfig, rollout: RolloutConfig, *, max_rows: int, lora: LoraConfig | None = None
+) -> ScriptedEngine:
     """The factory that ``rollout.engine`` names."""
     del rollout
     folder = Path(resolve(model.path))
+    specs = read_specs(folder)
     return ScriptedEngine(
-        specs=read_specs(folder),
+        specs=specs if lora is None else adapters_of(specs, lora.rank),
         tokenizer=Tokenizer.from_file(str(folder / "tokenizer.json")),
         step_seconds=float(os.environ.get(STEP_SECONDS, "0.008")),
         max_rows=int(os.environ.get(ROWS, max_rows)),
@@ -87,6 +90,19 @@ def read_specs(folder: Path) -> list[ParameterSpec]:
                     )
                 )
     return specs
+
+
+def adapters_of(specs: list[ParameterSpec], rank: int) -> list[ParameterSpec]:
+    """The adapters of every matrix of the miniature but its embeddings."""
+    return [
+        ParameterSpec(name=name, shape=shape, dtype=spec.dtype)
+        for spec in specs
+        if spec.name.endswith("_proj.weight")
+        for name, shape in (
+            (spec.name.replace(".weight", ".lora_A.weight"), (rank, spec.shape[1])),
+            (spec.name.replace(".weight", ".lora_B.weight"), (spec.shape[0], rank)),
+        )
+    ]
 
 
 @dataclass(slots=True, eq=False)
