@@ -60,7 +60,7 @@ def decay(step, total_steps):
     return 0.9 ** step
 
 def sour(step, total_steps):
-    return 1 / (step - 3)
+    return 1 / abs(step - 3)
 """
 QUIET = ("evaluate.every=0", "evaluate.at_start=false", "evaluate.at_end=false")
 BRIEF = ("data.evaluate.0.limit=20", "data.miniature_fresh=200", "learner.checkpoint_every=100")
