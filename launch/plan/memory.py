@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...common.config import VLLM_RANKS
-from .sizes import ModelShape, trained
+from .sizes import ModelShape, shape_of, trained
 
 if TYPE_CHECKING:
-    from ...common.config import Config
+    from ...common.config import Config, OptimizerConfig
 
 BUCKET = 500_000_000
 """Elements of DeepSpeed's reduction bucket (the default of ``reduce_bucket_size``)."""
@@ -104,29 +104,19 @@ def buckets_on_gpu(config: Config, device: str) -> int:
 def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) -> Holding:
     """The memory of one rank of the learner.
 
-    Weights: ``e·N``. Gradients: fp32, accumulated over micro-batches; ZeRO-1 keeps all of them
-    and the bf16 ones that the backward pass leaves, ZeRO-2 and 3 a rank's share and one bucket.
-    Optimizer: the two moments of AdamW or the one of RMSprop, and the fp32 master copy of bf16 weights
-    (and of fp32 ones under ZeRO). Each is divided by the number of ranks from its ZeRO stage on: optimizer 1,
-    gradients 2, weights 3. Every rank holds a whole reference model if the objective needs one.
-    New weights are staged in host memory and pass through a GPU bucket by bucket.
+    Weights, gradients and optimizer: :func:`states`. Every rank holds a whole reference model if the
+    objective needs one. A critic holds its own weights, gradients and optimizer; its passes come before the
+    policy's, so that of its activations and the policy's only the greater ones count. New weights are
+    staged in host memory and pass through a GPU bucket by bucket.
 
-    With adapters the N of gradients, optimizer and staging is theirs, and the reference is the model itself
+    With adapters the gradients, optimizer and staging are theirs, and the reference is the model itself
     without them.
     """
     n, ranks, e = shape.parameters, config.learner.ranks, element(config)
     stage, t = config.zero_stage(), trained(config, shape)
-    moments = 4 * moments_of(config) * t + (4 * t if stage else 0)
-    gradients = (4 if e == 2 and stage else e) * t
     staged = STAGED * engine_element(config) * t if rank == 0 else 0
-    if stage >= 2:
-        gradients = gradients // ranks + 4 * min(BUCKET, t)
-    elif stage == 1 and e == 2:
-        gradients += 2 * t
     parts = {
-        "weights": e * n // (ranks if stage == 3 else 1),
-        "gradients": gradients,
-        "optimizer": moments // (ranks if stage else 1),
+        **states(config, n, t, moments_of(config.learner.optimizer)),
         "activations": activations(config, shape),
         "logits": logits(config, shape, device),
         "weight staging": staged
@@ -138,16 +128,55 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
         parts["adapters"] = e * t // (ranks if stage == 3 else 1)
     elif config.learner.objective.needs_reference:
         parts["reference"] = e * n
+    on_the_way = e * n
+    critic = config.learner.critic
+    if critic is not None:
+        own = critic_shape(config, shape)
+        size = own.parameters
+        of_critic = states(config, size, size, moments_of(critic.optimizer))
+        parts["critic"] = sum(of_critic.values())
+        parts["activations"] = max(parts["activations"], activations(config, own))
+        on_the_way = max(on_the_way, e * size)
     if device == "cpu":
         return Holding(device=device, parts=parts, host=0)
     # Libraries, and at the start the weights on their way to the GPU, before anything is staged.
-    host = (3 << 30) + max(e * n, staged)
+    host = (3 << 30) + max(on_the_way, staged)
     return Holding(device=device, parts=parts, host=host, pinned=staged)
 
 
-def moments_of(config: Config) -> int:
-    """Number of fp32 values that the optimizer keeps of each parameter, without the master copy."""
-    return 1 if config.learner.optimizer.name == "rmsprop" else 2
+def states(config: Config, n: int, t: int, moments: int) -> dict[str, int]:
+    """Weights, gradients and optimizer of n parameters on one rank, t of which are trained.
+
+    Weights: ``e·N``. Gradients: fp32, accumulated over micro-batches; ZeRO-1 keeps all of them
+    and the bf16 ones that the backward pass leaves, ZeRO-2 and 3 a rank's share and one bucket.
+    Optimizer: the two moments of AdamW or the one of RMSprop, and the fp32 master copy of bf16 weights
+    (and of fp32 ones under ZeRO). Each is divided by the number of ranks from its ZeRO stage on: optimizer 1,
+    gradients 2, weights 3.
+    """
+    ranks, e, stage = config.learner.ranks, element(config), config.zero_stage()
+    gradients = (4 if e == 2 and stage else e) * t
+    if stage >= 2:
+        gradients = gradients // ranks + 4 * min(BUCKET, t)
+    elif stage == 1 and e == 2:
+        gradients += 2 * t
+    return {
+        "weights": e * n // (ranks if stage == 3 else 1),
+        "gradients": gradients,
+        "optimizer": (4 * moments * t + (4 * t if stage else 0)) // (ranks if stage else 1),
+    }
+
+
+def critic_shape(config: Config, shape: ModelShape) -> ModelShape:
+    """Sizes of the critic's model: those of the policy's unless another one is named whose sizes are known."""
+    critic = config.learner.critic
+    if critic is None or critic.model is None:
+        return shape
+    return shape_of(critic.model) or shape
+
+
+def moments_of(optimizer: OptimizerConfig) -> int:
+    """Number of fp32 values that an optimizer keeps of each parameter, without the master copy."""
+    return 1 if optimizer.name == "rmsprop" else 2
 
 
 def micro_batch_tokens(config: Config) -> int:

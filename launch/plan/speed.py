@@ -3,8 +3,8 @@
 With N' the parameters that a token is multiplied with, T tokens and s the mean length of a row:
 
 - forward: ``2·N'·T + 2·L·a·d·s·T`` operations (attention is causal, so half of 4·L·a·d·s);
-  training three times that, four with recomputed activations, and one for each further pass over
-  the tokens that the objective needs (Kaplan et al. 2020, arXiv
+  training three times that, four with recomputed activations, in each of ``learner.update_epochs``, and
+  one for each further pass over the tokens that the objective needs; a critic's besides (Kaplan et al. 2020, arXiv
   2001.08361; attention and MFU: Chowdhery et al. 2022, arXiv 2204.02311, appendix B;
   recomputation: Korthikanti et al. 2022, arXiv 2205.05198);
 - decoding is bound by memory: an iteration reads the weights and the cache of all running rows
@@ -29,13 +29,20 @@ from typing import TYPE_CHECKING
 from ...common.config.choices import own_rows
 from ...replay.rules import Limits
 from .lengths import Lengths
-from .memory import element, engine_element, has_own_gpus, moments_of, vllm_setting
+from .memory import (
+    critic_shape,
+    element,
+    engine_element,
+    has_own_gpus,
+    moments_of,
+    vllm_setting,
+)
 from .node import Node
 from .simulation import EngineSpeed, LearnerSpeed, Scenario
 from .sizes import ModelShape, trained
 
 if TYPE_CHECKING:
-    from ...common.config import Config
+    from ...common.config import Config, OptimizerConfig
 
 TRAIN_SHARE = 0.4
 """Share of the peak FLOP/s that training reaches (MFU, with recomputation counted as work)."""
@@ -196,39 +203,70 @@ def forward_seconds(
 ) -> float:
     """Seconds of all ranks together for everything that a step computes from this many tokens."""
     flops = learner_passes(config) * forward_flops(shape, tokens, context)
+    if config.learner.critic is not None:
+        own = critic_shape(config, shape)
+        flops += critic_passes(config) * forward_flops(own, tokens, context)
     return flops / (TRAIN_SHARE * node.flops * config.learner.ranks)
 
 
+def training_passes(config: Config) -> int:
+    """Number of forward passes that one pass of training over all tokens is worth: forward and backward."""
+    return 3 + config.learner.gradient_checkpointing
+
+
 def learner_passes(config: Config) -> int:
-    """Number of forward passes that the learner's work in a step is worth: forward and backward, and
-    one without gradient each under the step's first weights, the current ones, and the reference for
-    the loss and for the reward, if the objective needs them. A frozen base has no gradient of its own, which
-    is a third of the forward and backward pass."""
-    objective = config.learner.objective
-    columns = objective.columns & {"proximal", "current", "reference"}
+    """Number of forward passes that the policy's work in a step is worth: ``learner.update_epochs`` times
+    forward and backward, and passes without gradient. These are one each under the step's first weights and
+    the reference, for the loss and for the reward, if something needs them, and in each epoch one under the
+    current weights, if the objective needs it. A frozen base has no gradient of its own, which is a third of
+    the forward and backward pass."""
+    learner, objective = config.learner, config.learner.objective
+    columns = objective.columns & {"proximal", "reference"}
+    if learner.stop_kl is not None:
+        columns |= {"proximal"}
     scoring = len(columns) + objective.penalises_reward
-    gradient = 3 if config.learner.lora is None else 2
-    return gradient + config.learner.gradient_checkpointing + scoring
+    each = training_passes(config) + ("current" in objective.columns)
+    if learner.lora is not None:
+        each -= 1
+    return each * learner.update_epochs + scoring
+
+
+def critic_passes(config: Config) -> int:
+    """The same of a critic: its values at the step's start, and forward and backward in each epoch."""
+    return training_passes(config) * config.learner.update_epochs + 1
 
 
 def learner_seconds(config: Config, shape: ModelShape, node: Node, work: Load) -> float:
-    """Seconds for forward, backward, exchange of gradients and optimizer."""
-    settings, n, e = config.learner, shape.parameters, element(config)
-    t = trained(config, shape)
+    """Seconds for forward, backward, exchange of gradients and optimizer, of policy and critic."""
+    learner, n = config.learner, shape.parameters
     compute = forward_seconds(config, shape, node, work.trained, work.prompt + work.response)
-    updates = settings.minibatches
+    t = trained(config, shape)
+    updating = _updating_seconds(config, n, t, learner.optimizer, node, work)
+    if learner.critic is not None:
+        own = critic_shape(config, shape).parameters
+        updating += _updating_seconds(config, own, own, learner.critic.optimizer, node, work)
+    return compute + updating
+
+
+def _updating_seconds(
+    config: Config, n: int, t: int, wanted: OptimizerConfig, node: Node, work: Load
+) -> float:
+    """Seconds in a step for exchange of gradients and optimizer of n parameters, t of which are trained."""
+    settings, e = config.learner, element(config)
+    updates = settings.minibatches * settings.update_epochs
     share = t / settings.ranks if settings.zero_stage else t
-    traffic = OPTIMIZER_BYTES + MOMENT_BYTES * moments_of(config)
+    traffic = OPTIMIZER_BYTES + MOMENT_BYTES * moments_of(wanted)
     optimizer = updates * traffic * share / (BANDWIDTH_SHARE * node.bandwidth)
     exchanges = 0.0
     if settings.ranks > 1:
         micro = math.ceil(work.trained / settings.ranks / settings.micro_batch_tokens)
+        micro *= settings.update_epochs
         exchanges = max(updates, micro) if settings.zero_stage >= 2 else updates
         exchanges *= 2 * 4 * t / (LINK_SHARE * node.link)
         if settings.zero_stage == 3:
             # Weights are gathered for the forward and for the backward pass.
             exchanges += 2 * micro * e * n / (LINK_SHARE * node.link)
-    return compute + optimizer + exchanges
+    return optimizer + exchanges
 
 
 def transfer_seconds(config: Config, shape: ModelShape, node: Node) -> float:

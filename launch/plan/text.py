@@ -18,6 +18,7 @@ from .speed import (
     PINNED_RATE,
     PREFILL_SHARE,
     TRAIN_SHARE,
+    critic_passes,
     learner_passes,
 )
 from .splits import IDLE, Split
@@ -131,7 +132,7 @@ def step(plan: Plan) -> list[str]:
                 "  learner",
                 f"works {_seconds(simulated.trained)}",
                 f"waits {simulated.learner_waits:.0%} of the time",
-                f"{2 * learner_passes(plan.config)} N T + attention, optimizer, exchange of gradients",
+                f"{_passes(plan.config)} N T + attention, optimizer, exchange of gradients",
             ),
             (
                 f"  {engines}",
@@ -229,6 +230,12 @@ def splits(plan: Plan, tried: Sequence[Split]) -> list[str]:
             + " more than 5% faster"
         )
     return lines
+
+
+def _passes(config: Config) -> str:
+    """Operations of the learner's step per parameter and token."""
+    policy = str(2 * learner_passes(config))
+    return policy if config.learner.critic is None else f"({policy} + {2 * critic_passes(config)})"
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:

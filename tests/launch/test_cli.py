@@ -171,7 +171,7 @@ REFUSED = [
     (["start", "miniature-easy", "rollout.group_size=1"], "raise rollout.group_size to 2"),
     (["offline", "miniature-sft", "learner.objective.name=grpo"], "choose one of"),
     (["offline", "miniature-sft", "learner.objective.name=dpo"], "choose one of"),
-    (["start", "miniature", "learner.objective.name=ppo"], "choose grpo"),
+    (["start", "miniature", "learner.objective.name=ppo"], "set expert.per_group=0"),
     (["start", "miniature", "learner.objective.name=exgrpo"], "choose luffy"),
     (["start", "miniature", "learner.micro_batch_tokens=84"], "raise it to at least 85"),
     (

@@ -22,26 +22,35 @@ from safetensors.torch import save_file
 import tandem.learner.reference as reference_module
 from tandem.common.config import LoraConfig
 from tandem.common.objectives import OBJECTIVES, reads
+from tandem.learner.critic import CriticEngine
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.rendezvous import process_group
 from tandem.learner.rows.groups import MixedGroup
+from tandem.learner.rows.microbatch import micro_batch
 from tandem.learner.scored import score
 from tandem.learner.updates import Updates
 
 STEPS = 2
+# With so large an ε the update is as smooth in the gradient as SGD's. Adam's own blows rounding up
+# where a gradient is 0 but for rounding.
+SMOOTH = {"lr": 0.1, "eps": 1.0, "betas": [0.5, 0.9]}
 KEPT = (
     *("train/loss", "train/grad_norm", "train/tokens_own", "train/k1_reference", "train/k3_p99"),
     *("ratio/tokens", "ratio/log_ratio", "ratio/log_ratio_p99", "ratio/k3", "ratio/k3_p99"),
     *("ratio/ess", "ratio/k3_bound"),
+    *("train/value_mean", "train/explained_variance", "train/critic_loss"),
+    *("train/critic_grad_norm", "train/kl_start", "train/update_epochs"),
     *("train/kto_z0", "train/reference_computed", "train/reference_found"),
 )
 STORED = "-stored"
 """Ends the name of an objective that learns from pairs of stored responses instead of samples."""
 LORA = "-lora"
 """Comes after that, where adapters are trained."""
+PASSES = "-passes"
+"""Ends the name of an objective that goes over each batch twice."""
 
 
-def config_of(name: str, ranks: int, stage: int) -> Any:
+def config_of(name: str, ranks: int, stage: int, passes: int) -> Any:
     objective: dict[str, Any] = {"name": name}
     if "kl_reward_coefficient" in reads(OBJECTIVES[name]):
         # Everything that ranks have to agree on.
@@ -53,16 +62,20 @@ def config_of(name: str, ranks: int, stage: int) -> Any:
             "kl_reward_coefficient": 0.01,
             "kl_target": 0.05,
         }
+    if name == "ppo":
+        objective["truncation"] = "mask"
     return made_up.config_of(
         learner={
             "objective": objective,
+            "update_epochs": passes,
+            # Never reached, and yet measured over all ranks.
+            "stop_kl": 1e3 if passes > 1 else None,
             "ranks": ranks,
             "zero_stage": stage,
             "minibatches": 2,
             "micro_batch_tokens": 90,
-            # With so large an ε the update is as smooth in the gradient as SGD's. Adam's own
-            # blows rounding up where a gradient is 0 but for rounding.
-            "optimizer": {"lr": 0.1, "eps": 1.0, "betas": [0.5, 0.9]},
+            "optimizer": SMOOTH,
+            **({"critic": {"optimizer": SMOOTH}} if name == "ppo" else {}),
         },
         replay={"groups_per_step": 4, "max_staleness": 0},
     )
@@ -72,13 +85,17 @@ def train(name: str, ranks: int, stage: int, out: str) -> tuple[dict[str, torch.
     """Parameters after the steps, and metrics of each."""
     plain = name.removesuffix(LORA)
     stored = plain.endswith(STORED)
-    config = config_of(plain.removesuffix(STORED), ranks, stage)
+    passes = 2 if plain.endswith(PASSES) else 1
+    config = config_of(plain.removesuffix(STORED).removesuffix(PASSES), ranks, stage, passes)
     changed: dict[str, Any] = {"source": "offline"} if stored else {}
     if plain != name:
         changed["lora"] = LoraConfig(rank=2, alpha=8.0)
     learner = config.learner.model_copy(update=changed)
     config = config.model_copy(update={"learner": learner})
-    engine = DeepSpeedEngine(made_up.tiny_model(), config, torch.device("cpu"))
+    critic = None
+    if config.learner.critic is not None:
+        critic = CriticEngine(made_up.tiny_model(seed=7), config, torch.device("cpu"))
+    engine = DeepSpeedEngine(made_up.tiny_model(), config, torch.device("cpu"), critic)
     folder = Path(f"{out}.{name}.{stage}.reference")
     updates = Updates(engine, config, reference_folder=folder)
     traces = [made_up.trace(number) for number in range(2)]
@@ -97,6 +114,11 @@ def train(name: str, ranks: int, stage: int, out: str) -> tuple[dict[str, torch.
     return {
         # With ZeRO-3 by all ranks together, else by each alone.
         "scored": score(engine, np.arange(24).reshape(2, 12) % 32, torch.float32),
+        **(
+            {}
+            if critic is None
+            else {"values": torch.cat(critic.score([micro_batch(made_up.random_rows(3))]))}
+        ),
         **{key: tensor.clone() for key, tensor in engine.parameters()},
     }, told
 

@@ -366,6 +366,52 @@ def test_each_column_is_a_forward_pass_more() -> None:
     assert seconds("name=decoupled_ppo") == pytest.approx(plain + forward)
 
 
+def test_each_epoch_trains_on_every_token_again_and_scores_none() -> None:
+    work = speed.load(config(), prompt_tokens=100, response_tokens=900)
+    forward = speed.forward_flops(SMALL, 512_000, 1000) / 0.4e12
+    optimizer = 30 * N / 0.7e9
+
+    def seconds(*overrides: str) -> float:
+        settings = config("learner.gradient_checkpointing=false", *overrides)
+        return speed.learner_seconds(settings, SMALL, PLAIN, work)
+
+    assert seconds("learner.update_epochs=4") == pytest.approx(12 * forward + 4 * optimizer)
+    both = seconds("learner.update_epochs=4", "learner.minibatches=2")
+    assert both == pytest.approx(12 * forward + 8 * optimizer)
+    # The log-probs of the step's start are scored once.
+    bound = seconds("learner.update_epochs=4", "learner.stop_kl=0.1")
+    assert bound == pytest.approx(13 * forward + 4 * optimizer)
+
+
+PPO = ("learner.objective.name=ppo", "learner.gradient_checkpointing=false")
+
+
+def test_a_critic_takes_the_time_and_memory_of_a_second_model() -> None:
+    work = speed.load(config(), prompt_tokens=100, response_tokens=900)
+    forward = speed.forward_flops(SMALL, 512_000, 1000) / 0.4e12
+    optimizer = 30 * N / 0.7e9
+    found = speed.learner_seconds(config(*PPO, "learner.update_epochs=2"), SMALL, PLAIN, work)
+    # Two epochs of forward and backward each, and its values at the step's start.
+    assert found == pytest.approx((6 + 7) * forward + 2 * 2 * optimizer)
+    for stage, ranks in ((1, 1), (1, 2), (3, 2)):
+        settings = config(*PPO, f"learner.ranks={ranks}", f"learner.zero_stage={stage}")
+        parts = memory.learner(settings, SMALL, "cuda", rank=1).parts
+        assert parts["critic"] == sum(parts[one] for one in ("weights", "gradients", "optimizer"))
+    assert "critic" not in memory.learner(config(), SMALL, "cuda").parts
+
+
+def test_a_critic_of_another_model_has_its_own_size() -> None:
+    # Without the bucket of ZeRO-2 and 3, which has one size.
+    stage = (*PPO, "learner.zero_stage=1")
+    settings = config(*stage, "learner.critic.model=Qwen/Qwen2.5-0.5B")
+    policy = shape_of("Qwen/Qwen2.5-Math-1.5B")
+    assert policy is not None
+    found = memory.learner(settings, policy, "cuda").parts
+    whole = memory.learner(config(*stage), policy, "cuda").parts
+    share = 494_032_768 / policy.parameters
+    assert found["critic"] == pytest.approx(share * whole["critic"], rel=0.01)
+
+
 def test_decoding_reads_weights_and_cache_once_an_iteration() -> None:
     found = speed.engine_speed(config(), SMALL, PLAIN)
     # 32 bytes a cached token, 4 rows of 200 tokens.
