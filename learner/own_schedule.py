@@ -29,30 +29,31 @@ SECONDS = 60
 """Time to import the function's module and to compute the table; then the kernel ends the process."""
 
 
-def check(path: str) -> None:
+def check(path: str, key: str = KEY) -> None:
     """Imports the function in a process of its own, and calls nothing.
 
     Raises:
         ConfigError: there is no such function, or its module can't be imported.
     """
-    _ask(path, 1, 0)
+    _ask(path, 1, 0, key)
 
 
-def factors(path: str, first: int, total: int) -> list[float]:
+def factors(path: str, first: int, total: int, key: str = KEY) -> list[float]:
     """The factors of ``lr`` for the steps from ``first`` to ``total``.
 
     Args:
         path: import path of ``function(step, total_steps)``, both whole numbers, steps from 1.
         first: the first step after the warm-up.
         total: number of steps of the run.
+        key: the setting that names the function, for errors.
 
     Raises:
         ConfigError: the function can't be imported, raised, took too long, or returned something other
             than a finite number from 0 on, or two numbers for one step. The message names the step.
     """
-    found = _ask(path, first, total)
+    found = _ask(path, first, total, key)
     if len(found) != max(0, total - first + 1):
-        raise ConfigError(f"{KEY}={path}: its process has computed {len(found)} factors")
+        raise ConfigError(f"{key}={path}: its process has computed {len(found)} factors")
     return found
 
 
@@ -102,12 +103,12 @@ def kept(file: Path, path: str, first: int, made: Sequence[float]) -> None:
         )
 
 
-def _ask(path: str, first: int, total: int) -> list[float]:
+def _ask(path: str, first: int, total: int, key: str) -> list[float]:
     """Calls the function in a process of its own; see :func:`main` for its answer."""
     secret = "TANDEM_REDIS_PASSWORD"
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", __name__, path, str(first), str(total)],
+            [sys.executable, "-P", "-m", __name__, path, str(first), str(total), key],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -116,9 +117,9 @@ def _ask(path: str, first: int, total: int) -> list[float]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(_too_long(path)) from None
+        raise ConfigError(_too_long(f"{key}={path}")) from None
     if done.returncode == -signal.SIGALRM:
-        raise ConfigError(_too_long(path))
+        raise ConfigError(_too_long(f"{key}={path}"))
     try:
         answer = json.loads(done.stdout)
         if "error" in answer:
@@ -126,14 +127,14 @@ def _ask(path: str, first: int, total: int) -> list[float]:
         return [float(factor) for factor in answer["factors"]]
     except (ValueError, TypeError, KeyError):
         raise ConfigError(
-            f"{KEY}={path}: the process that computes its factors ended with exit code "
+            f"{key}={path}: the process that computes its factors ended with exit code "
             f"{done.returncode} and without an answer; does its module end the interpreter?"
         ) from None
 
 
-def _too_long(path: str) -> str:
+def _too_long(named: str) -> str:
     return (
-        f"{KEY}={path}: its module wasn't imported and its factors computed in {SECONDS} s: the function "
+        f"{named}: its module wasn't imported and its factors computed in {SECONDS} s: the function "
         f"should do no more than compute a number"
     )
 
@@ -141,25 +142,31 @@ def _too_long(path: str) -> str:
 # --- in the process of its own ----------------------------------------------------------------------
 
 
-def table(path: str, function: Callable[[int, int], Any], first: int, total: int) -> list[float]:
+def table(named: str, function: Callable[[int, int], Any], first: int, total: int) -> list[float]:
     """Calls the function for every step, and once more in the opposite order.
+
+    Args:
+        named: the setting and the function's path, for errors.
+        function: the function.
+        first: the first step.
+        total: the last step.
 
     Raises:
         ConfigError: as :func:`factors`.
     """
-    made = [_factor(path, function, step, total) for step in range(first, total + 1)]
+    made = [_factor(named, function, step, total) for step in range(first, total + 1)]
     for step in range(total, first - 1, -1):
-        again, before = _factor(path, function, step, total), made[step - first]
+        again, before = _factor(named, function, step, total), made[step - first]
         if again != before:
             raise ConfigError(
-                f"{KEY}={path} returned {before!r} and then {again!r} at step {step} of {total}: a "
+                f"{named} returned {before!r} and then {again!r} at step {step} of {total}: a "
                 f"resumed run needs the same rates, so it may depend on its arguments alone"
             )
     return made
 
 
-def _factor(path: str, function: Callable[[int, int], Any], step: int, total: int) -> float:
-    at = f"{KEY}={path}, at step {step} of {total},"
+def _factor(named: str, function: Callable[[int, int], Any], step: int, total: int) -> float:
+    at = f"{named}, at step {step} of {total},"
     try:
         value = function(step, total)
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything
@@ -177,8 +184,8 @@ def _factor(path: str, function: Callable[[int, int], Any], step: int, total: in
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints ``{"factors": […]}`` or ``{"error": …}``, for the path, the first and the last step."""
-    path, first, total = arguments[0], int(arguments[1]), int(arguments[2])
+    """Prints ``{"factors": […]}`` or ``{"error": …}``, for the path, the first and last step, and the setting."""
+    path, first, total, key = arguments[0], int(arguments[1]), int(arguments[2]), arguments[3]
     signal.alarm(SECONDS)
     # What the user's module prints isn't the answer.
     answers = os.fdopen(os.dup(1), "w")
@@ -186,10 +193,10 @@ def main(arguments: Sequence[str]) -> int:
     # Appended at the end, so that nothing there hides an installed module.
     sys.path.append(os.getcwd())
     try:
-        function = load(path, key=KEY, process="Tandem, or start Tandem in that folder")
+        function = load(path, key=key, process="Tandem, or start Tandem in that folder")
         if not callable(function):
-            raise ConfigError(f"{KEY}={path} is no function: {function!r:.200}")
-        answer: dict[str, Any] = {"factors": table(path, function, first, total)}
+            raise ConfigError(f"{key}={path} is no function: {function!r:.200}")
+        answer: dict[str, Any] = {"factors": table(f"{key}={path}", function, first, total)}
     except ConfigError as error:
         answer = {"error": str(error)}
     json.dump(answer, answers)

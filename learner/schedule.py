@@ -10,6 +10,9 @@ from ..common.config import LearnerConfig, OptimizerConfig
 from ..common.import_path import is_import_path
 from . import own_schedule
 
+CRITIC_KEY = "learner.critic.optimizer.schedule"
+"""The setting of the critic's schedule."""
+
 
 def warmup_of(optimizer: OptimizerConfig, total: int) -> int:
     """Number of steps of the warm-up in a run of ``total`` steps."""
@@ -49,13 +52,19 @@ def learning_rate(
     return optimizer.lr * (1 - (1 - optimizer.final_lr_share) * progress)
 
 
-def factors_of(optimizer: OptimizerConfig, total: int, file: Path | None = None) -> list[float]:
+def factors_of(
+    optimizer: OptimizerConfig,
+    total: int,
+    file: Path | None = None,
+    key: str = own_schedule.KEY,
+) -> list[float]:
     """The factors of a user's own schedule for the steps after the warm-up; none for another schedule.
 
     Args:
         optimizer: the settings.
         total: number of steps of the run.
         file: where they are kept and compared with those that a resumed run began with; None = nowhere.
+        key: the setting that names the schedule, for errors.
 
     Raises:
         ConfigError: the function fails at a step, or isn't the one that the run began with.
@@ -64,7 +73,7 @@ def factors_of(optimizer: OptimizerConfig, total: int, file: Path | None = None)
     if not is_import_path(path):
         return []
     first = warmup_of(optimizer, total) + 1
-    made = own_schedule.factors(path, first, total)
+    made = own_schedule.factors(path, first, total, key)
     if file is not None:
         own_schedule.kept(file, path, first, made)
     return made
@@ -75,7 +84,7 @@ def both_factors(
 ) -> tuple[list[float], list[float]]:
     """The policy's and the critic's factors; see :func:`factors_of`. Only the policy's are kept in the file."""
     critic = learner.critic
-    others = [] if critic is None else factors_of(critic.optimizer, total)
+    others = [] if critic is None else factors_of(critic.optimizer, total, key=CRITIC_KEY)
     return factors_of(learner.optimizer, total, file), others
 
 

@@ -14,7 +14,7 @@ from ...common.config import Config
 from ...common.errors import ConfigError
 from ...common.import_path import is_import_path
 from ...learner import own_schedule
-from ...learner.schedule import warmup_of
+from ...learner.schedule import CRITIC_KEY, warmup_of
 from ...reward.components.scoring import Scorer
 from ...reward.reading import modes
 from ..callbacks.caller import Caller, Ended
@@ -36,10 +36,14 @@ def check_named(config: Config) -> None:
             )
     if config.run.callbacks:
         _check_callbacks(config.run.callbacks, config.run.callback_memory_mb)
-    optimizer, total = config.learner.optimizer, config.run.steps
-    if is_import_path(optimizer.schedule) and config.learner.train:
-        first = 1 if total is None else warmup_of(optimizer, total) + 1
-        _check_schedule(optimizer.schedule, first, total)
+    total, critic = config.run.steps, config.learner.critic
+    optimizers = {own_schedule.KEY: config.learner.optimizer}
+    if critic is not None:
+        optimizers[CRITIC_KEY] = critic.optimizer
+    for key, optimizer in optimizers.items() if config.learner.train else ():
+        if is_import_path(optimizer.schedule):
+            first = 1 if total is None else warmup_of(optimizer, total) + 1
+            _check_schedule(key, optimizer.schedule, first, total)
 
 
 @lru_cache
@@ -58,13 +62,13 @@ def _check_callbacks(paths: tuple[str, ...], memory_mb: int) -> None:
 
 
 @lru_cache
-def _check_schedule(path: str, first: int, total: int | None) -> None:
+def _check_schedule(key: str, path: str, first: int, total: int | None) -> None:
     """Computes the factors of the whole run where its steps are known before its data are read; else only
     imports the function. The runs of a sweep, which have the same one, ask once."""
     if total is None:
-        own_schedule.check(path)
+        own_schedule.check(path, key)
     else:
-        own_schedule.factors(path, first, total)
+        own_schedule.factors(path, first, total, key)
 
 
 def _own(config: Config) -> Iterator[tuple[str, str, str]]:

@@ -138,3 +138,20 @@ def test_the_table_is_kept_and_a_changed_function_is_refused(tmp_path: Path) -> 
 def test_a_name_that_is_neither_built_in_nor_a_path_is_refused() -> None:
     with pytest.raises(ValueError, match=r"constant, linear, cosine, or an import path"):
         OptimizerConfig(schedule="polynomial")
+
+
+def test_the_critics_schedule_is_refused_by_its_own_name() -> None:
+    from tandem.common.config import LearnerConfig
+    from tandem.learner.schedule import both_factors, learning_rates
+
+    made = {
+        "objective": {"name": "ppo"},
+        "critic": {"optimizer": {"lr": 1.0, "schedule": "my_schedules:single"}},
+    }
+    learner = LearnerConfig.model_validate(made)
+    assert learning_rates(learner, 2, 4, both_factors(learner, 4))[1] == 0.5
+    made["critic"]["optimizer"]["schedule"] = "my_schedules:nothing"
+    with pytest.raises(
+        ConfigError, match=r"learner\.critic\.optimizer\.schedule=my_schedules:nothing, at"
+    ):
+        both_factors(LearnerConfig.model_validate(made), 4)
