@@ -14,7 +14,14 @@ from .data import DataConfig, EvalSetConfig, PairsConfig, SourceConfig
 from .evaluate import EvaluateConfig
 from .expert import ExpertConfig
 from .launch import LaunchConfig
-from .learner import CriticConfig, LearnerConfig, LoraConfig, OptimizerConfig, RatioCheckConfig
+from .learner import (
+    CriticConfig,
+    CriticOptimizerConfig,
+    LearnerConfig,
+    LoraConfig,
+    OptimizerConfig,
+    RatioCheckConfig,
+)
 from .loading import (
     build,
     of_kinds,
@@ -69,6 +76,7 @@ __all__ = [
     "ObjectiveConfig",
     "OptimizerConfig",
     "CriticConfig",
+    "CriticOptimizerConfig",
     "RatioCheckConfig",
     "WeightsConfig",
     "EvaluateConfig",

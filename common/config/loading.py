@@ -60,6 +60,9 @@ def nearest_key(key: str) -> str:
     last = key.rpartition(".")[2]
     close = [k for k in keys if k.rpartition(".")[2] == last]
     close = [k for k in close if k.partition(".")[0] == key.partition(".")[0]] or close
+    # The optimizer's before the critic's optimizer's.
+    depth = min((k.count(".") for k in close), default=0)
+    close = [k for k in close if k.count(".") == depth]
     if len(close) != 1:
         close = difflib.get_close_matches(key, [*keys, *sections], n=1, cutoff=0.6) or close[:1]
     if close:

@@ -183,9 +183,22 @@ TABLE: dict[str, ModelShape] = {
         context=4096,
         counted=1_484_916_736,  # With the norms of queries and keys.
     ),
+    "EleutherAI/pythia-14m": ModelShape(
+        name="",
+        layers=6,
+        hidden=128,
+        heads=4,
+        kv_heads=4,
+        head_dim=32,
+        intermediate=512,
+        vocabulary=50304,
+        tied=False,
+        context=2048,
+        counted=14_067_712,  # Its MLPs have no gate, and every matrix has a bias.
+    ),
 }
 """Qwen2.5 (arXiv 2412.15115), Qwen2.5-Math (arXiv 2409.12122), Qwen3 (arXiv 2505.09388), Llama 3 (arXiv
-2407.21783) and OLMo 2 (arXiv 2501.00656), with the sizes in their config.json. Each model's
+2407.21783), OLMo 2 (arXiv 2501.00656) and Pythia (arXiv 2304.01373), with the sizes in their config.json. Each model's
 ``-Instruct`` variant has the same sizes."""
 
 

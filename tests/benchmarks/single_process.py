@@ -48,6 +48,9 @@ class PlainEngine:
     world_size = 1
     rank = 0
     device = torch.device("cpu")
+    critic = None
+    adapters = None
+    drops = False
 
     def __init__(self, config: Config) -> None:
         model = models.load_model(
@@ -71,6 +74,8 @@ class PlainEngine:
         scalars: Mapping[str, float],
         *,
         lr: float,
+        critic_lr: float = 0.0,
+        critic_alone: bool = False,
         before_step: Callable[[], None] | None = None,
         inspect: Callable[[Sequence[torch.Tensor]], bool] | None = None,
     ) -> UpdateResult:
@@ -110,6 +115,9 @@ class PlainEngine:
             logprobs=logprobs,
             entropies=entropies,
         )
+
+    def seed_dropout(self, step: int, update: int) -> None:
+        """There is none."""
 
     def sum_by_name(self, values: dict[str, float]) -> dict[str, float]:
         """There is one rank."""
