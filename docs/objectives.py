@@ -48,7 +48,8 @@ the [end of the page](#keys). Some it sets by itself (“sets”); what a preset
 another objective over a preset leaves out what the preset has for the old one, and says so; as an override
 a key that the name doesn't read is refused.
 Names marked *fresh* have nothing that holds stale samples, and need `replay.max_staleness=0`; those of
-them without a ratio (`reinforce`, `reinforce_baseline`, `srft`) need `learner.minibatches=1` besides.
+them without a ratio (`reinforce`, `reinforce_baseline`, `srft`) need `learner.minibatches=1` and
+`learner.update_epochs=1` besides.
 “offline” says whether `tandem offline` trains with them on stored responses, where each one is a group of its own,
 or each pair of a better and a worse one. On the groups of an [archive](data.md#archives) all of them train,
 unless its first steps hold nothing for one: that one is refused before anything starts.
@@ -108,9 +109,9 @@ row m is about 7, hence 1.1e-4. Its mean is over own and expert tokens (`entropy
 ALONE = """## Functions without a key
 
 [`tandem.learner.recipes`](../learner/recipes/) has functions for scripts and notebooks which no run calls:
-padded batches and each step of a plain GRPO or SFT loop, LUFFY's loss as its code computes it, ExGRPO's
-draws, and advantages and rewards of single tokens. The trainer has no critic, and the ledger brings no past
-successes back. `ppo` and `exgrpo` are therefore refused as a run's objective; their losses can be called.
+padded batches and each step of a plain GRPO or SFT loop, LUFFY's loss as its code computes it, and ExGRPO's
+draws. The ledger brings no past successes back. `exgrpo` is therefore refused as a run's objective; its loss can be
+called.
 """
 
 
