@@ -72,7 +72,7 @@ def test_a_run_with_adapters_resumes_to_the_same_bytes_and_exports_both_forms(
     assert all(0 < one["weights/bytes_share"] < 0.1 for one in records(whole) if "train/lr" in one)
     (line,) = [
         line
-        for line in (whole / "logs" / "learner.log").read_text().splitlines()
+        for line in (whole / "logs" / "learner-0.log").read_text().splitlines()
         if "rank 2" in line
     ]
     assert "5.4% of the model's" in line

@@ -25,6 +25,7 @@ from tandem.learner.objectives import make
 from tandem.learner.rows.microbatch import micro_batch
 from tandem.learner.rows.packing import plan
 from tandem.learner.scored import fixed_rows, score
+from tandem.learner.updates import Updates
 
 pytestmark = pytest.mark.usefixtures("group")
 CPU = torch.device("cpu")
@@ -257,12 +258,14 @@ def test_a_checkpoint_has_only_adapters_and_goes_on_to_the_bit(
     train(other, made_up, steps=3)
     for name, tensor in other.parameters():
         assert torch.equal(tensor, expected[name]), name
-    if stage < 3:
-        alone, whole = engines(stage, dtype=dtype), engines(stage, dtype=dtype)
+    alone, whole = engines(stage, dtype=dtype), engines(stage, dtype=dtype)
+    whole.load(tmp_path)
+    if stage == 3:
+        alone.join_adapters(tmp_path)
+    else:
         alone.load_weights(tmp_path)
-        whole.load(tmp_path)
-        for (name, ours), (_, theirs) in zip(alone.parameters(), whole.parameters(), strict=True):
-            assert torch.equal(ours, theirs), name
+    for (name, ours), (_, theirs) in zip(alone.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
 
 
 def test_adapters_of_other_layers_are_not_loaded(engines: Make, tmp_path: Path) -> None:
@@ -418,3 +421,21 @@ def test_the_first_line_and_the_metrics_say_what_travels(engines: Make) -> None:
     )
     assert f"{share:.1%} of the model's" in engine.described
     assert engines(lora=None).sizes == {}
+
+
+def test_the_ratio_check_does_not_see_what_dropout_drops(
+    made_up: ModuleType, plain: ModuleType
+) -> None:
+    """Samples of the very weights: without dropout log π/μ is rounding, whatever the training pass drops."""
+    lora = {**LORA, "dropout": 0.5}
+    config = made_up.config_of(learner={"objective": {"name": "grpo"}, "lora": lora})
+    engine = DeepSpeedEngine(made_up.tiny_model(), config, CPU)
+    train(engine, made_up, steps=3)
+    assert engine.adapters is not None
+    adapters, merged = trained(engine), made_up.tiny_model()
+    weights = {n: engine.adapters.merged(n, t, adapters) for n, t in engine.base_tensors()}
+    merged.load_state_dict(weights)
+    groups = plain.sampled_by(merged, made_up.groups_of(3), noise=0.0)
+    found = Updates(engine, config).train(1, groups, lr=1e-3).metrics
+    assert found["ratio/log_ratio"] < 2e-5
+    assert found["train/log_ratio_max_lag0"] > 0.01

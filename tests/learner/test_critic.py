@@ -437,3 +437,20 @@ def test_the_loss_without_gae_is_refused(hand: ModuleType) -> None:
     rows = hand.random_rows(11, count=5, group_size=2).with_columns(token_advantages=None)
     with pytest.raises(ConfigError, match="token_advantages"):
         objective.loss(rows, {})
+
+
+def test_a_policy_of_adapters_is_trained_beside_a_whole_critic(
+    learner: Learner, groups: list[MixedGroup]
+) -> None:
+    updates = learner(lora={"rank": 2, "alpha": 8.0})
+    before = snapshot(updates)
+    base = {name: tensor.clone() for name, tensor in updates.engine.base_tensors()}
+    found = updates.train(1, groups, lr=0.01, critic_lr=0.02)
+    assert found.applied
+    after = snapshot(updates)
+    assert all("lora_" in name for name in after if not name.startswith("critic."))
+    # A stays for one update, since B is zero.
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    assert {name for name in before if "lora_B" in name} <= moved
+    assert any(name.startswith("critic.") for name in moved)
+    assert all(torch.equal(tensor, base[name]) for name, tensor in updates.engine.base_tensors())
