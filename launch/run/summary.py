@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import math
 import platform
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -351,7 +352,17 @@ def versions() -> dict[str, str]:
 
 
 def write(folder: RunFolder, summary: Mapping[str, Any]) -> None:
-    write_atomic(folder.summary, json.dumps(summary, indent=1) + "\n")
+    """Writes ``summary.json``; what has no value, such as the share of right forms without a form, is null."""
+    write_atomic(folder.summary, json.dumps(_known(summary), indent=1, allow_nan=False) + "\n")
+
+
+def _known(value: Any) -> Any:
+    """The same without NaN and infinities, which aren't JSON."""
+    if isinstance(value, Mapping):
+        return {key: _known(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_known(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 CHANGES = (

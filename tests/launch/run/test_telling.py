@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -283,3 +284,13 @@ def test_the_next_command_fits_the_machine() -> None:
     node = Machine(gpus=eight, cores=64, memory_mb=1 << 20)
     assert "miniature-on-policy" in summary.next_command(config, "miniature", laptop)
     assert "8gpu" in summary.next_command(config, "miniature", node)
+
+
+def test_a_summary_is_json_also_where_a_figure_has_no_value(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    summary.write(folder, {"evaluations": [{"format_share": math.nan, "accuracy": 0.5}], "n": 1})
+    text = folder.summary.read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "evaluations": [{"format_share": None, "accuracy": 0.5}],
+        "n": 1,
+    }
