@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from ..common.config import Config
 from .optimizers import Optimizer
 
+REDUCE_BUCKET = 500_000_000
+"""Most elements whose gradients are reduced at once: DeepSpeed's default."""
+
 
 def initialise(
     module: nn.Module,
@@ -40,7 +43,7 @@ def initialise(
     engine, _, _, _ = deepspeed.initialize(
         model=module,
         optimizer=optimizer.optimizer,
-        config=_settings(config, optimizer, stage),
+        config=_settings(config, optimizer, stage, _trained(module)),
         dist_init_required=False,
     )
     if stage == 3:
@@ -51,7 +54,11 @@ def initialise(
     return engine
 
 
-def _settings(config: Config, optimizer: Optimizer, stage: int) -> dict[str, Any]:
+def _trained(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def _settings(config: Config, optimizer: Optimizer, stage: int, trained: int) -> dict[str, Any]:
     bf16 = config.model.dtype == "bfloat16"
     # Every default that affects the result is written out.
     settings: dict[str, Any] = {
@@ -60,7 +67,12 @@ def _settings(config: Config, optimizer: Optimizer, stage: int) -> dict[str, Any
         # The caller decides where a step ends: any number of backward passes, then one step.
         "managed_gradient_accumulation": False,
         "gradient_clipping": 0.0 if optimizer.guards else optimizer.clip,
-        "zero_optimization": {"stage": stage, "overlap_comm": False},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": False,
+            # DeepSpeed makes a buffer of this size, however small the model is.
+            "reduce_bucket_size": min(REDUCE_BUCKET, max(1, trained)),
+        },
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": bf16},
         "steps_per_print": None,

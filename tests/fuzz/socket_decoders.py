@@ -212,7 +212,7 @@ def from_sockets() -> Iterable[Decoder]:
             check=check_manifest,
         )
     )
-    train = {"do": "train", "step": 3, "lr": 1e-6, "settled": True}
+    train = {"do": "train", "step": 3, "lr": 1e-6, "critic_lr": 1e-5, "settled": True}
     score = {"do": "score", "rows": [[1, 2], [3]], "dtype": "bfloat16"}
     for name, corpus, decode in (
         (

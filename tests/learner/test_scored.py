@@ -12,9 +12,9 @@ import torch
 from tandem.common.telemetry import Clock
 from tandem.common.weights.manifest import ScoredRows
 from tandem.learner.engine import DeepSpeedEngine
+from tandem.learner.publishing import Publishing
 from tandem.learner.ranks import Leader
 from tandem.learner.scored import ROWS, fixed_rows
-from tandem.learner.trainer import Trainer
 from tandem.learner.updates import Updates
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -77,13 +77,13 @@ def test_for_engines_in_bf16_they_are_those_of_rounded_weights(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_trainer_has_them_scored_as_the_engines_hold_the_weights(
+def test_publishing_has_them_scored_as_the_engines_hold_the_weights(
     dtype: str, leader: Leader, rows: Any, made_up: Any
 ) -> None:
-    trainer = object.__new__(Trainer)
-    trainer._config = made_up.config_of(rollout={"dtype": dtype})
-    trainer._clock, trainer._leader, trainer._rows = Clock(), leader, rows
-    scored = trainer._scored()
+    publishing = object.__new__(Publishing)
+    publishing._config = made_up.config_of(rollout={"dtype": dtype})
+    publishing._clock, publishing._leader, publishing._rows = Clock(), leader, rows
+    scored = publishing._scored(step=1)
     assert scored is not None
     wanted = leader.score(rows, getattr(torch, dtype))
     assert torch.equal(torch.tensor(scored.logprobs), wanted)

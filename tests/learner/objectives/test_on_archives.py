@@ -16,6 +16,7 @@ from tandem.common.objectives import OBJECTIVES
 from tandem.common.records import FinishReason, Source
 from tandem.launch.cli import main
 from tandem.launch.host.archive_check import check_archive
+from tandem.learner.critic import load_critic
 from tandem.learner.engine import DeepSpeedEngine
 from tandem.learner.rows.groups import MixedGroup
 from tandem.learner.rows.sources import ArchiveSource
@@ -93,7 +94,9 @@ def config_of(made_up: ModuleType, folder: Path, model: Path, objective: dict[st
 def moves(made_up: ModuleType, config: Any) -> bool:
     """Whether training on the archive changes a parameter of the model, and by more than rounding errors,
     which Adam turns into steps of their own: those of a loss that is 0 where the policy is its reference."""
-    engine = DeepSpeedEngine(made_up.tiny_model(), config, torch.device("cpu"))
+    device, tiny = torch.device("cpu"), made_up.tiny_model()
+    critic = load_critic(config, device, tiny.config.vocab_size)
+    engine = DeepSpeedEngine(tiny, config, device, critic)
     updates = Updates(engine, config)
     before = {name: tensor.clone() for name, tensor in engine.parameters()}
     source = ArchiveSource(config, Path(config.data.archive))
