@@ -52,6 +52,9 @@ class Stage:
     """The stage is killed and counted as failed after this long."""
 
 
+WHOLE_UPDATES = ("tests/learner/test_adapters.py", "tests/learner/test_critic.py")
+"""Whole updates at every ZeRO stage, each with DeepSpeed engines of its own: two minutes."""
+
 STAGES = (
     # First: the README's main job is the finished run that later stages read.
     Stage(name="docs", args=("tests/repo/test_readme.py",)),
@@ -66,10 +69,16 @@ STAGES = (
             "not vllm and not byhand",
             "--ignore=tests/e2e",
             "--ignore=tests/faults",
+            *(f"--ignore={path}" for path in WHOLE_UPDATES),
             "--ignore=tests/repo/test_package.py",
             "--ignore=tests/repo/test_readme.py",
         ),
         byhand="bash tests/run.sh tests --ignore=tests/faults -m byhand (three quarters of an hour)",
+    ),
+    Stage(
+        name="updates",
+        args=(*WHOLE_UPDATES, "--numprocesses=2", "-m", "not byhand"),
+        long=True,
     ),
     Stage(
         name="e2e",
