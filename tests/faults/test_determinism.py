@@ -28,20 +28,10 @@ SETTINGS = (
 )
 
 
-JOBS = {
-    "luffy": ("miniature",),
-    "ppo": (
-        *("miniature-easy", "learner.objective.name=ppo", "learner.update_epochs=2"),
-        *("learner.minibatches=2", "learner.stop_kl=0.05", "learner.critic.optimizer.lr=3.0e-4"),
-        "learner.critic.warmup_steps=2",
-    ),
-}
-
-
-def parameters(here: Path, name: str, job: str, kills: dict[int, str]) -> dict[str, np.ndarray]:
-    """Those of a finished run in which processes were killed, by step; with a critic, its own too."""
+def parameters(here: Path, name: str, kills: dict[int, str]) -> dict[str, np.ndarray]:
+    """Those of a finished run in which processes were killed, by step."""
     folder = here / name
-    run = Run(here, "start", *JOBS[job], f"run.dir={folder}", *SETTINGS)
+    run = Run(here, "start", f"run.dir={folder}", *SETTINGS)
     try:
         for at, part in sorted(kills.items()):
             run.wait_for(lambda at=at: step(folder) >= at, f"step {at}")
@@ -51,23 +41,13 @@ def parameters(here: Path, name: str, job: str, kills: dict[int, str]) -> dict[s
         run.end()
     kinds = [record["kind"] for record in journal_of(folder)]
     assert ("resumed" in kinds) == bool(kills)
-    found: dict[str, np.ndarray] = load_file(folder / "model" / "model.safetensors")
-    of_critic = list((folder / "checkpoints" / f"step-{STEPS:08d}" / "critic").glob("*.pt"))
-    assert bool(of_critic) == (job == "ppo")
-    for path in of_critic:
-        module = torch.load(path, weights_only=False)["module"]
-        assert float(module["head.weight"].abs().max()) > 0
-        found |= {f"critic.{key}": tensor.numpy() for key, tensor in module.items()}
-    return found
+    return load_file(folder / "model" / "model.safetensors")
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_a_killed_run_ends_with_the_parameters_of_one_that_was_left_alone(
-    job: str, tmp_path: Path
-) -> None:
-    undisturbed = parameters(tmp_path, "undisturbed", job, {})
+def test_a_killed_run_ends_with_the_parameters_of_one_that_was_left_alone(tmp_path: Path) -> None:
+    undisturbed = parameters(tmp_path, "undisturbed", {})
     at = random.randint(2, STEPS - 3)
-    killed = parameters(tmp_path, "killed", job, {at - 1: "rollout-0", at: "learner-0"})
+    killed = parameters(tmp_path, "killed", {at - 1: "rollout-0", at: "learner-0"})
     differ = [
         name for name, value in undisturbed.items() if not np.array_equal(value, killed[name])
     ]
