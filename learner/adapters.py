@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..common.adapters import adapted_layers, base_digest, scale_of
+from ..common.adapters import adapted_layers, base_of, scale_of
 from ..common.errors import ConfigError, DataError
-from ..common.models import local_folder
 from ..common.seeds import keyed_seed
 
 if TYPE_CHECKING:
@@ -232,7 +231,7 @@ def identity(config: Config) -> dict[str, Any]:
     if lora is None:
         return {}
     kept = lora.model_dump(mode="json", include={"rank", "alpha", "rslora", "targets"})
-    return {"lora": {**kept, "base": base_digest(local_folder(config.model.path))}}
+    return {"lora": {**kept, "base": base_of(config.model, lora)}}
 
 
 def require_same(kept: Mapping[str, Any], now: Mapping[str, Any], place: Path) -> None:

@@ -103,15 +103,8 @@ class Columns:
 
     def with_proximal(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """With the log-probs of the current weights as ``proximal``."""
-        scored = self.engine.score(micro_batches)
-        return [
-            micro
-            if micro.dummy
-            else replace(
-                micro, rows=micro.rows.with_columns(proximal=logprobs.to(micro.rows.row.device))
-            )
-            for micro, (logprobs, _) in zip(micro_batches, scored, strict=True)
-        ]
+        scored = [logprobs for logprobs, _ in self.engine.score(micro_batches)]
+        return _with_column("proximal", micro_batches, scored)
 
     @torch.no_grad()
     def with_reference(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -121,15 +114,7 @@ class Columns:
         # them, on every rank.
         if all(micro.rows.reference is not None for micro in micro_batches):
             return micro_batches
-        scored = self.reference.score(micro_batches)
-        return [
-            micro
-            if micro.dummy
-            else replace(
-                micro, rows=micro.rows.with_columns(reference=logprobs.to(micro.rows.row.device))
-            )
-            for micro, logprobs in zip(micro_batches, scored, strict=True)
-        ]
+        return _with_column("reference", micro_batches, self.reference.score(micro_batches))
 
     # Columns of a step's whole batch.
 
@@ -195,6 +180,20 @@ class Columns:
         changed = rows.with_advantages(paid, self.config.learner.objective.baseline)
         tokens = int((~rows.expert).sum())
         return changed, {"k1_reference": float(gaps.sum()) / max(tokens, 1)}
+
+
+def _with_column(
+    name: str, micro_batches: Sequence[MicroBatch], scored: Sequence[Tensor]
+) -> list[MicroBatch]:
+    """The micro-batches with ``[N]`` log-probs as a column of their rows; dummies stay as they are."""
+    return [
+        micro
+        if micro.dummy
+        else replace(
+            micro, rows=micro.rows.with_columns(**{name: logprobs.to(micro.rows.row.device)})
+        )
+        for micro, logprobs in zip(micro_batches, scored, strict=True)
+    ]
 
 
 def share_rows(rows: Rows | None) -> Rows:
