@@ -33,7 +33,8 @@ def note(step, metrics, handle):
     noted("calls.txt", step, "eval/due" in metrics)
 
 def asks(step, metrics, handle):
-    handle.log("steps/called", step)
+    if "train/lr" in metrics:  # An evaluation's record may come after those of later steps.
+        handle.log("steps/called", step)
     if step == 2:
         handle.checkpoint()
         handle.evaluate()

@@ -23,7 +23,7 @@ from tandem.learner.orders import (
 )
 
 ORDERS = [
-    Train(step=3, lr=1e-6, settled=True),
+    Train(step=3, lr=1e-6, critic_lr=2e-6, settled=True),
     Compare(step=3),
     Save(folder="x"),
     Load(folder="x"),
