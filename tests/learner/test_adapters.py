@@ -306,7 +306,7 @@ def test_the_export_is_base_and_adapter_together(
         merged, apart = loaded(ids).logits, both(ids).logits
         with both.disable_adapter():
             alone = both(ids).logits
-    torch.testing.assert_close(merged, apart, atol=1e-5, rtol=0)
+    torch.testing.assert_close(merged, apart, atol=5e-5, rtol=0)  # 5e-5 of logits about 1: float32
     assert float((merged - alone).abs().max()) > 0.1
     scale = 12 / math.sqrt(3) if rslora else SCALE
     name = "model.layers.1.mlp.down_proj"
