@@ -356,6 +356,12 @@ class Worker:
             with self._clock.doing("generate"):
                 await self._nap(IDLE_SECONDS)
             return False
+        if self._config.run.deterministic and self._check.unchecked is not None:
+            # The check's samples would be in the batch of some groups and not of others, and the last bits
+            # of a sample's log-probs depend on what else is in its batch.
+            with self._clock.doing("wait/check"):
+                await self._nap(IDLE_SECONDS)
+            return False
         # Also while the weights are being checked: its result waits for that, and if training samples
         # were drawn instead, the learner's next version would come first.
         with self._clock.doing("generate" if self._generation.groups else "redis"):

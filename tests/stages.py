@@ -52,8 +52,16 @@ class Stage:
     """The stage is killed and counted as failed after this long."""
 
 
-WHOLE_UPDATES = ("tests/learner/test_adapters.py", "tests/learner/test_critic.py")
-"""Whole updates at every ZeRO stage, each with DeepSpeed engines of its own: two minutes."""
+WHOLE_UPDATES = (
+    "tests/learner/test_adapters.py",
+    "tests/learner/test_critic.py",
+    "tests/learner/test_passes.py",
+    "tests/learner/test_ranks.py",
+    "tests/learner/test_trainer.py",
+    "tests/rollout/test_live_updates.py",
+    "tests/weights/test_faults.py",
+)
+"""Whole updates of a learner at every ZeRO stage, and of the weights of running engines."""
 
 STAGES = (
     # First: the README's main job is the finished run that later stages read.
@@ -77,7 +85,13 @@ STAGES = (
     ),
     Stage(
         name="updates",
-        args=(*WHOLE_UPDATES, "--numprocesses=2", "-m", "not byhand"),
+        args=(
+            *WHOLE_UPDATES,
+            "--numprocesses=2",
+            "--dist=loadfile",
+            "-m",
+            "not vllm and not byhand",
+        ),
         long=True,
     ),
     Stage(
