@@ -86,7 +86,7 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
     receiver = WeightReceiver(
         membership(store, member),
         options["config"],
-        Target(specs=options["specs"], load=commit),
+        Target(specs=options["specs"], load=commit, base=options.get("base", "")),
         current_term,
     )
     receiver.start()

@@ -12,6 +12,8 @@ from raw_learner import RawLearner
 from served import wait_served
 from weight_processes import FlippedByte, as_bytes, config, model, specs_of
 
+from tandem.common.adapters import base_of
+from tandem.common.config import Config
 from tandem.common.errors import WeightsError
 from tandem.common.records import Version
 from tandem.common.weights.channel import Parcel
@@ -36,12 +38,17 @@ def weights_of(step: int) -> dict[str, bytes]:
 
 
 class Setting:
-    """A run by one transport."""
+    """A run by one transport, of whole models or of adapters for one base."""
 
-    def __init__(self, run: Any, transport: str) -> None:
+    def __init__(self, run: Any, transport: str, *, lora: bool = False) -> None:
         self.run = run
         self.transport = transport
-        self.config = config(transport=transport)
+        self.lora = lora
+        self.config = self.configured()
+
+    def configured(self, **weights: Any) -> Config:
+        """The run's config with these settings under ``weights``."""
+        return config(lora=self.lora, transport=self.transport, **weights)
 
     def publisher(self, **more: Any) -> Any:
         """A learner in this process."""
@@ -53,14 +60,16 @@ class Setting:
 
     def worker(self, member: str = "rollout-0", **options: Any) -> Any:
         """A worker's process, which may stand still on its way."""
-        values = {"config": self.config, "specs": BIG, **options}
+        base = base_of(self.config.model, self.config.learner.lora)
+        values = {"config": self.config, "specs": BIG, "base": base, **options}
         return self.run._child(fault_processes.worker, member, values)
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(params=[*TRANSPORTS, *(f"{way}-lora" for way in TRANSPORTS)])
 def setting(request: pytest.FixtureRequest, run: Any) -> Setting:
-    """One for each transport."""
-    return Setting(run, request.param)
+    """One for each transport and what travels."""
+    transport, _, lora = request.param.partition("-")
+    return Setting(run, transport, lora=bool(lora))
 
 
 def publish(publisher: Any, *steps: int, others: tuple[Any, ...] = ()) -> None:
@@ -136,8 +145,7 @@ def test_a_worker_stopped_beyond_the_deadline_ends_on_the_newest_version(
     setting: Setting, place: str, patient: bool
 ) -> None:
     seconds = 1 if patient else 2
-    short = config(
-        transport=setting.transport,
+    short = setting.configured(
         open_seconds=seconds,
         stage_seconds=seconds,
         commit_seconds=seconds,

@@ -31,14 +31,16 @@ from tandem.replay.members import membership
 Named = list[tuple[str, torch.Tensor]]
 
 
-def config(**weights: Any) -> Config:
-    """A config with short deadlines and buckets of one megabyte."""
+def config(*, lora: bool = False, **weights: Any) -> Config:
+    """A config with short deadlines and buckets of one megabyte; with ``lora`` adapters travel."""
     short = {"open_seconds": 10, "stage_seconds": 20, "commit_seconds": 20, "bucket_mb": 1}
     tree = {
         "run": {"steps": 1},
         "data": {"train": [{"path": "unused"}]},
         "weights": {"transport": "gloo", **short, **weights},
     }
+    if lora:
+        tree["learner"] = {"lora": {}}
     return build(tree)
 
 
