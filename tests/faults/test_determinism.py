@@ -16,12 +16,8 @@ pytestmark = pytest.mark.timeout(300)
 
 STEPS = 10
 PPO = (
-    *(
-        "miniature-easy",
-        "learner.objective.name=ppo",
-        "learner.lora.rank=2",
-        "learner.lora.alpha=4",
-    ),
+    *("miniature-easy", "learner.objective.name=ppo"),
+    *("learner.lora.rank=2", "learner.lora.alpha=4"),
     *("learner.update_epochs=2", "learner.minibatches=2", "learner.stop_kl=0.05"),
     *("learner.critic.optimizer.lr=3.0e-4", "learner.critic.warmup_steps=2"),
 )

@@ -291,7 +291,9 @@ def test_the_export_is_base_and_adapter_together(
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.base_tensors())
     assert sorted(path.name for path in place.parent.iterdir()) == ["adapter", "model"]
 
-    loaded = AutoModelForCausalLM.from_pretrained(place)
+    # In double precision: the two passes round differently, and what counts is what was stored.
+    double = {"dtype": torch.float64}
+    loaded = AutoModelForCausalLM.from_pretrained(place, **double)
     assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
     assert json.loads((place / "config.json").read_text())["tie_word_embeddings"] is True
     settings = json.loads((adapter_folder(place) / "adapter_config.json").read_text())
@@ -299,14 +301,14 @@ def test_the_export_is_base_and_adapter_together(
     assert settings["r"] == 3
     assert settings["lora_alpha"] == 12
     assert "lm_head" not in settings["target_modules"]
-    plain = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"])
+    plain = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"], **double)
     both = PeftModel.from_pretrained(plain, adapter_folder(place))
     ids = torch.arange(40).reshape(2, 20) % 32
     with torch.no_grad():
         merged, apart = loaded(ids).logits, both(ids).logits
         with both.disable_adapter():
             alone = both(ids).logits
-    torch.testing.assert_close(merged, apart, atol=5e-5, rtol=0)  # 5e-5 of logits about 1: float32
+    torch.testing.assert_close(merged, apart, atol=1e-5, rtol=0)
     assert float((merged - alone).abs().max()) > 0.1
     scale = 12 / math.sqrt(3) if rslora else SCALE
     name = "model.layers.1.mlp.down_proj"
