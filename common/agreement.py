@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .errors import ConfigError
+from .memory import is_out_of_memory
 
 BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.3}
 """Greatest difference of a log-prob or an entropy, in nats, by the dtype of the parameters: at least
@@ -306,9 +307,9 @@ def _own(model: Any, row: ProbeRow) -> Scores:
     hook = model.get_output_embeddings().register_forward_pre_hook(pick)
     try:
         logits = model(input_ids=ids[None], use_cache=False).logits[0]
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise ConfigError(
             f"model type {model.config.model_type!r} fails in its own forward, on a row of "
             f"{len(ids)} tokens tried at start: {one_line(error)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 
 class TandemError(Exception):
     """Base of every error that is shown to the user as one message.
@@ -59,3 +61,27 @@ class RunFailedError(TandemError):
     """The run can't go on just by restarting a process; the message says what can help."""
 
     exit_code = 3
+
+
+class OutOfMemoryError(TandemError):
+    """A process has no memory left, on its GPU or on its host.
+
+    Args:
+        asked: what was asked for, such as ``2.00 GiB``.
+        parts: name to bytes of what the process holds.
+        who: names the process, if it is known.
+        advice: sentences on what can help; whoever knows the run's settings adds them.
+    """
+
+    def __init__(
+        self,
+        asked: str,
+        parts: Mapping[str, int],
+        who: str = "this process",
+        advice: Sequence[str] = (),
+    ) -> None:
+        self.asked, self.parts = asked, dict(parts)
+        held = ", ".join(f"{name} {size / 2**30:.3g} GB" for name, size in parts.items())
+        holds = f", and it holds {held}" if held else ""
+        first = f"no memory is left for {who}: it asked for {asked}{holds}"
+        super().__init__(". ".join([first, *advice]))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import DataError
+from .memory import is_out_of_memory
 from .plain import read_object
 
 if TYPE_CHECKING:
@@ -150,7 +151,9 @@ def load_model(
         )
     except ImportError as error:
         raise DataError(f"model.attention={attention}: {_one_line(error)}") from None
-    except Exception as error:  # noqa: BLE001 - safetensors, json, torch and transformers raise their own kinds
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise DataError(_unreadable(path, "weights", error)) from None
     wrong = sorted(info["missing_keys"]) or sorted(str(key) for key in info["mismatched_keys"])
     if wrong:
@@ -172,7 +175,8 @@ def choose_attention(
     """The name of an attention implementation in transformers.
 
     ``auto`` is flash_attention_2 on CUDA if the package is installed and the dtype allows it, else
-    sdpa; or eager if sdpa can't do what the model needs.
+    sdpa; or eager if sdpa can't do what the model needs. So are ``varlen`` and ``flex`` without flash attention,
+    since a learner alone has them (:mod:`tandem.learner.forward.packed`).
 
     Args:
         attention: the config's setting: ``auto`` or a name.
@@ -181,7 +185,7 @@ def choose_attention(
         config: transformers' config of the model, if it is known.
         flash: whether ``auto`` may choose flash attention.
     """
-    if attention != "auto":
+    if attention not in ("auto", "varlen", "flex"):
         return attention
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -192,7 +196,13 @@ def choose_attention(
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     cuda = torch.device(device).type == "cuda" and torch.cuda.is_available()
     half = dtype in (torch.bfloat16, torch.float16)
-    fast = flash and cuda and half and getattr(kind, "_supports_flash_attn", True)
+    fast = (
+        flash
+        and attention == "auto"
+        and cuda
+        and half
+        and getattr(kind, "_supports_flash_attn", True)
+    )
     if fast and is_flash_attn_2_available():
         return "flash_attention_2"
     # transformers' sdpa has no argument for a cap of the scores (Gemma 2) and ignores it.

@@ -23,8 +23,8 @@ and random weights (`tests/learner/forward/test_families.py`, `tests/rollout/tes
 
 The learner, the reference model of KL and preference losses, and the torch engine each compute log-probs in their own
 way. Before anything is trained or sampled, each compares its log-probs and entropies with the model's own
-`forward(...).logits` in evaluation mode, through everything that it uses later (padded rows, shared prompts, DeepSpeed
-with its ZeRO stage and ranks, the key-value cache). If they differ, the process ends with the figures:
+`forward(...).logits` in evaluation mode, through everything that it uses later (padded rows, shared prompts, packed
+rows, DeepSpeed with its ZeRO stage and ranks, the key-value cache). If they differ, the process ends with the figures:
 
 > model type 'phi3' in float32: the learner's log-probs are off the model's own by up to 0.73 nats, …
 
@@ -41,10 +41,43 @@ with its ZeRO stage and ranks, the key-value cache). If they differ, the process
 
 On the miniature all this takes less than a tenth of a second.
 
+## Attention
+
+`model.attention` says what computes the learner's attention, and with it how the rows of a micro-batch are laid out:
+
+| `model.attention` | where | layout of a micro-batch |
+|---|---|---|
+| `flash_attention_2` | CUDA, bfloat16, with the package flash-attn | packed: rows one after the other on a line without padding |
+| `varlen` | torch's kernel for variable lengths on CUDA in bfloat16; elsewhere sdpa, row by row | packed |
+| `flex` | CUDA, also in float32 and with attention sinks | packed |
+| `sdpa` | everywhere | on CPUs a line with every prompt of a group once; on CUDA padded rows |
+| `eager` | everywhere, also for capped scores and sinks | padded rows |
+
+`auto` takes the first of these that the host and the model allow: `flash_attention_2` where it is installed, `varlen` on
+CUDA in bfloat16 without it, `eager` for models known to need it, else `sdpa`. The learner's log has one line about it,
+with the reason where a faster one isn't taken:
+
+> the learner's attention is varlen, rows packed on a line without padding (not flash_attention_2: flash-attn isn't
+> installed)
+
+- A layout without padding is tried on the rows of the check above. If its log-probs differ from the model's own by
+  more than rounding, which the log says, rows are padded: so it is with models whose layers mix neighbouring tokens
+  outside of attention (Mamba, convolutions), with biases by distance (ALiBi), and with attention in chunks.
+- No row sees another one: its log-probs, entropies and gradient stay the same to the last bit when its neighbours' tokens
+  change, and to rounding (3e-5 in float32) when their number, order or lengths do
+  (`tests/learner/forward/test_packed.py`, for each attention that runs on a CPU; those of a GPU are tested there with
+  `-m gpu`, and have not run yet).
+- `learner.micro_batch_tokens` counts padding where there is some; of packed rows it counts their own tokens.
+- Adapters, gradient checkpointing, every ZeRO stage and the critic use the same layout.
+- A name that this host can't run is refused before anything is started.
+- Packed rows don't share prompts: the gradients of a shared prompt's keys and values would be added up in another
+  order each time on a GPU, so that a run could not be repeated bit for bit.
+
 ## The list
 
 {count} entries; {agree} agree in learner, reference model and torch engine to 1e-4 in float32. “Shared
-prompts” says whether a learner on a CPU computes a group's prompt only once; the rest use padded rows. vLLM takes new
+prompts” says whether a learner on a CPU computes a group's prompt only once; the same families can be packed by
+`varlen`, and the rest use padded rows. vLLM takes new
 weights under the checkpoint's names; families marked † have other names in transformers, and `rollout.engine=vllm`
 refuses them. vLLM's log-probs are compared with the learner's after every update ([weights](weights.md)).
 

@@ -1,65 +1,253 @@
-"""Writes the model of a run's checkpoint as a Hugging Face folder, without Redis or the journal."""
+"""Writes the model of a run's checkpoint as a Hugging Face folder, without Redis, the journal or the run's ranks.
+
+The run may go on meanwhile: the checkpoint that is read stays as long as it is read.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from ..common.config import Config
 from ..common.errors import DataError
 from ..common.models import load_model, resolve
+from ..common.parts import read_parts
 from ..common.run_folder import RunFolder
-from .adapters import identity, require_same
-from .engine import DeepSpeedEngine
-from .forward.policy import device_of
-from .model_folder import adapter_folder
-from .rendezvous import process_group
-from .resume.checkpoints import Checkpoints
+from .adapters import Adapters, identity, require_same
+from .engine.model_folder import (
+    SHARD,
+    adapter_folder,
+    entries,
+    write_adapters,
+    write_folder,
+    write_model,
+)
+from .loop.best import best_of
+from .resume.checkpoints import Checkpoint, Checkpoints
+from .resume.former import is_former
+from .resume.state_files import POLICY, StateFiles
+
+log = logging.getLogger("tandem.learner")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A model that was written, or was there."""
+
+    step: int
+    """The step after which the run had these weights."""
+    place: Path
+    note: str = ""
+    """By which value it was chosen, if it was chosen by one; a whole sentence or more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A figure by which a model is chosen."""
+
+    name: str
+    smallest: bool
+    """Whether the smallest value is the best one."""
+
+    @classmethod
+    def read(cls, text: str) -> Metric:
+        """``heldout/accuracy``, ``train/loss:min``, ``heldout/accuracy:max``.
+
+        Raises:
+            DataError: there is another word after the colon.
+        """
+        name, _, way = text.partition(":")
+        if way not in ("", "min", "max") or not name:
+            raise DataError(
+                f"--best {text}: name a metric, as in heldout/accuracy or train/loss:min"
+            )
+        return cls(name=name.removeprefix("eval/"), smallest=way == "min")
+
+    def values(self, folder: RunFolder) -> dict[int, float]:
+        """The run's last value of each step that has one."""
+        found = {}
+        for record in read_parts(folder.metrics, log.warning):
+            value = record.get(f"eval/{self.name}", record.get(self.name))
+            if isinstance(value, int | float) and math.isfinite(value):
+                found[int(record.get("step", 0))] = float(value)
+        return found
+
+    def best(self, values: Mapping[int, float]) -> int:
+        """The step with the best value, the first of equal ones."""
+        sign = 1 if self.smallest else -1
+        return min(sorted(values), key=lambda step: sign * values[step])
+
+    def is_of(self, wanted: str | None) -> bool:
+        """Whether it is the figure of ``evaluate.best``."""
+        return wanted == ("-" if self.smallest else "") + self.name
 
 
 def export(
-    folder: RunFolder, config: Config, out: Path | None, port: int, last_step: int | None = None
-) -> tuple[int, Path]:
-    """Writes the model of the newest whole checkpoint; returns its step and the folder.
+    folder: RunFolder,
+    config: Config,
+    out: Path | None = None,
+    *,
+    step: int | None = None,
+    best: str | None = None,
+    shard: int | str = SHARD,
+) -> Exported:
+    """Writes the model of a whole checkpoint: of the newest one, unless a step or metric says otherwise.
 
-    Adapters are merged into the model, and written by themselves beside it.
+    Adapters are merged into the model, and written by themselves beside it. One tensor at a time is in memory.
 
     Args:
         folder: the run's folder.
         config: the run's config.
         out: a folder that doesn't exist yet; None = ``model-of-step-N`` in the run's folder.
-        port: a free port, for the single rank's rendezvous.
-        last_step: newest step that may be taken.
+        step: the step whose checkpoint is wanted.
+        best: the metric whose best value is wanted among the steps that are kept, see :meth:`Metric.read`. If the
+            run keeps its best model by that figure (``evaluate.best``), it is that model.
+        shard: most bytes of a weights file.
 
     Raises:
-        DataError: there is no whole checkpoint, or its adapters are those of other settings or of another base;
-            or it has every parameter and is one of ZeRO stage 3, in which each rank has written a part.
+        DataError: there is no such checkpoint, or its adapters are those of other settings or of another base;
+            or an earlier version wrote it.
     """
-    checkpoint = Checkpoints(folder.checkpoints).newest(last_step)
-    if checkpoint is None:
-        raise DataError(f"{folder.checkpoints} has no whole checkpoint to export")
-    step = checkpoint.version.step
-    out = out or folder.path / f"model-of-step-{step}"
-    for place in (out, adapter_folder(out)):
-        if place.exists() and (place == out or config.learner.lora is not None):
-            raise DataError(f"{place} is there already: name another folder with --out")
-    require_same(checkpoint.state, identity(config), checkpoint.folder)
-    in_parts = config.learner.zero_stage == 3 and checkpoint.ranks > 1
-    if in_parts and config.learner.lora is None:
+    checkpoints = Checkpoints(folder.checkpoints)
+    note = ""
+    if best is not None:
+        metric = Metric.read(best)
+        values = metric.values(folder)
+        if metric.is_of(config.evaluate.best) and best_of(folder.best) is not None:
+            return _best_model(folder, metric, values, out)
+        step, note = _best_step(checkpoints, metric, values)
+    with checkpoints.hold(step) as checkpoint:
+        if checkpoint is None:
+            raise DataError(_none(checkpoints, step))
+        step = checkpoint.version.step
+        place = out or folder.path / f"model-of-step-{step}"
+        _require_free(place, adapters=config.learner.lora is not None)
+        require_same(checkpoint.state, identity(config), checkpoint.folder)
+        if is_former(checkpoint.folder):
+            raise DataError(
+                f"an earlier version of Tandem wrote {checkpoint.folder}: resume the run, and its next checkpoint "
+                f"can be exported; or python -m deepspeed.utils.zero_to_fp32 {checkpoint.folder} DIR joins it"
+            )
+        _write(checkpoint, config, place, shard)
+    return Exported(step=step, place=place, note=note)
+
+
+def _write(checkpoint: Checkpoint, config: Config, place: Path, shard: int | str) -> None:
+    files = StateFiles(checkpoint.folder / POLICY)
+    # transformers imports DeepSpeed, which would otherwise look for a GPU and say what it found.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Mapped from the base's files, as far as they have this dtype. A GPU isn't needed, and may be the learner's.
+    model = load_model(config.model.path, dtype=config.model.dtype, flash=False)
+    dtype = getattr(torch, config.model.dtype)
+    adapters, trained = None, {}
+    if config.learner.lora is not None:
+        adapters = Adapters(model, config.learner.lora, config.run.seed)
+        trained = {name: files.whole(name).to(dtype) for name, _ in adapters.parameters()}
+    stored = set(files.names) - trained.keys()
+    if unknown := stored - dict(model.named_parameters()).keys():
         raise DataError(
-            f"{checkpoint.folder} is in {checkpoint.ranks} ranks' parts (learner.zero_stage=3): "
-            f"python -m deepspeed.utils.zero_to_fp32 {checkpoint.folder}/engine {out} joins them"
+            f"{checkpoint.folder} isn't of the model in model.path={config.model.path}, which has no {min(unknown)}"
         )
-    with process_group(0, 1, port):
-        model = load_model(
-            config.model.path,
-            dtype=config.model.dtype,
-            attention=config.model.attention,
-            device=device_of(0),
+
+    @contextmanager
+    def whole(names: Sequence[str], tensor: Tensor) -> Iterator[Tensor]:
+        found = [name for name in names if name in stored]
+        yield files.whole(found[0]).to(dtype) if found else tensor.detach()
+
+    base = Path(resolve(config.model.path))
+    tensors = entries(model, adapters, trained, whole)
+    write_model(model, tensors, place, base, config.model.dtype, shard)
+    if adapters is not None:
+        write_adapters(adapters, trained, place, base)
+
+
+def _require_free(place: Path, *, adapters: bool) -> None:
+    for one in [place, adapter_folder(place)][: 1 + adapters]:
+        if one.exists():
+            raise DataError(f"{one} is there already: name another folder with --out")
+
+
+def _none(checkpoints: Checkpoints, step: int | None) -> str:
+    kept = _shown(c.version.step for c in checkpoints.all())
+    if step is None or not kept:
+        return f"{checkpoints.folder} has no whole checkpoint to export"
+    return (
+        f"there is no whole checkpoint of step {step}; there are those of step {kept}. A run saves one every "
+        f"learner.checkpoint_every steps and keeps the newest learner.checkpoints_kept of them, and both may be set "
+        f"anew when it is resumed"
+    )
+
+
+def _best_step(
+    checkpoints: Checkpoints, metric: Metric, values: Mapping[int, float]
+) -> tuple[int, str]:
+    """The best step that has a checkpoint, and what is to be said of it."""
+    kept = {c.version.step for c in checkpoints.all()}
+    measured = {step: value for step, value in values.items() if step in kept}
+    if not measured:
+        found = f"it was measured at step {_shown(values)}" if values else "no step has it"
+        raise DataError(
+            f"no checkpoint is of a step with the metric {metric.name}: {found}, and the checkpoints are of step "
+            f"{_shown(kept) or 'none'}. With evaluate.best={metric.name} a run keeps its best model"
         )
-        engine = DeepSpeedEngine(model, config, device_of(0))
-        if in_parts:
-            engine.join_adapters(checkpoint.folder)
-        else:
-            engine.load_weights(checkpoint.folder)
-        engine.export(out, Path(resolve(config.model.path)))
-    return step, out
+    step = metric.best(measured)
+    return step, f"{metric.name} is {values[step]:.6g} there.{_better(metric, values, step)}"
+
+
+def _best_model(
+    folder: RunFolder, metric: Metric, values: Mapping[int, float], out: Path | None
+) -> Exported:
+    """The run's own best model, copied if a folder is named."""
+    found = best_of(folder.best)
+    assert found is not None
+    step = int(found["step"])
+    note = f"{metric.name} is {found['value']:.6g} there.{_better(metric, values, step)}"
+    if out is None:
+        return Exported(step=step, place=folder.best, note=note)
+
+    def copy(source: Path, staging: Path) -> None:
+        try:
+            shutil.copytree(source, staging, dirs_exist_ok=True)
+        except OSError:
+            if best_of(folder.best) == found:
+                raise
+        if best_of(folder.best) != found:
+            raise DataError(f"{folder.best} was replaced by a better one meanwhile: try again")
+
+    adapter = adapter_folder(folder.best)
+    _require_free(out, adapters=adapter.is_dir())
+    write_folder(out, lambda staging: copy(folder.best, staging))
+    if adapter.is_dir():
+        try:
+            write_folder(adapter_folder(out), lambda staging: copy(adapter, staging))
+        except BaseException:
+            shutil.rmtree(out)
+            raise
+    return Exported(step=step, place=out, note=note)
+
+
+def _better(metric: Metric, values: Mapping[int, float], step: int) -> str:
+    """What is said if the run had a better value at another step."""
+    if not values:
+        return ""
+    top = metric.best(values)
+    here = values.get(step)
+    if here is None or values[top] == here:
+        return ""
+    return (
+        f" Step {top} had {values[top]:.6g}, and its checkpoint is no longer kept (learner.checkpoints_kept; "
+        f"evaluate.best keeps a run's best model)."
+    )
+
+
+def _shown(steps: Iterable[int]) -> str:
+    return ", ".join(str(step) for step in sorted(steps))

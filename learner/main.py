@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from ..common.config import Config
 from ..common.config.choices import micro_batch_refusal
 from ..common.errors import ConfigError, DamagedError, DataError, FencedError, RunFailedError
+from ..common.memory import telling_parts
 from ..common.models import load_model
 from ..common.run_folder import JoinInfo, RunFolder
 from ..replay.connection import connect
 from ..replay.store import RunStore
-from .critic import load_critic
-from .engine import DeepSpeedEngine
-from .forward.policy import device_of
+from .engine.critic import load_critic
+from .engine.deepspeed_engine import DeepSpeedEngine
+from .engine.memory import MemoryWatch, load_libraries
+from .loop.stop_signal import StopSignal
+from .loop.trainer import Trainer
 from .ranks import Leader, follow
-from .rendezvous import process_group
+from .rendezvous import device_of, process_group
 from .resume.checkpoints import what_is_left
-from .stop_signal import StopSignal
-from .trainer import Trainer
-from .updates import Updates
+from .updates.updates import Updates
 
 
 def main(
@@ -43,42 +46,69 @@ def main(
     if folder is None:
         raise DataError("the learner keeps journal and checkpoints in the run's folder: give it")
     stop = StopSignal(heed=rank == 0)
+    device = prepare(config, rank)
+    with process_group(rank, world_size, master_port):
+        updates = build(config, device, folder.reference)
+        with telling_parts(updates.engine.memory.parts):
+            if rank == 0:
+                _lead(join, config, name, folder, updates, stop)
+            else:
+                follow(updates.engine, updates)
+    return 0
+
+
+def _lead(
+    join: JoinInfo, config: Config, name: str, folder: RunFolder, updates: Updates, stop: StopSignal
+) -> None:
+    leader = Leader(updates.engine, updates)
+    store = connect(join, name=name)
+    try:
+        Trainer(store, join, config, name, folder, leader, stop).run()
+    except FencedError:
+        # A newer learner owns the run's state, so this one leaves without touching it.
+        raise
+    except DamagedError as error:
+        raise DamagedError(f"{error}. {what_is_left(folder)}") from None
+    except RunFailedError:
+        RunStore(store).set_state("failed")
+        raise
+    finally:
+        store.close()
+    leader.stop()
+
+
+def prepare(config: Config, rank: int) -> torch.device:
+    """Sets this process up as a rank of the learner; returns its device."""
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
     device = device_of(rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with process_group(rank, world_size, master_port):
-        model = load_model(
-            config.model.path,
-            dtype=config.model.dtype,
-            attention=config.model.attention,
-            device=device,
-        )
-        vocabulary = model.config.get_text_config().vocab_size
-        critic = load_critic(config, device, vocabulary)
-        engine = DeepSpeedEngine(model, config, device, critic)
-        updates = Updates(engine, config, reference_folder=folder.reference)
-        _check_unit(updates, config)
-        if rank != 0:
-            follow(engine, updates)
-            return 0
-        leader = Leader(engine, updates)
-        store = connect(join, name=name)
-        try:
-            Trainer(store, join, config, name, folder, leader, stop).run()
-        except FencedError:
-            # A newer learner owns the run's state, so this one leaves without touching it.
-            raise
-        except DamagedError as error:
-            raise DamagedError(f"{error}. {what_is_left(folder)}") from None
-        except RunFailedError:
-            RunStore(store).set_state("failed")
-            raise
-        finally:
-            store.close()
-        leader.stop()
-    return 0
+    return device
+
+
+def build(config: Config, device: torch.device, reference_folder: Path | None) -> Updates:
+    """Loads the models of a run and makes this rank's engine; the process group must exist.
+
+    Args:
+        config: the run's config.
+        device: this rank's device.
+        reference_folder: where the reference's log-probs of stored rows are kept; None = nowhere.
+    """
+    load_libraries(device)
+    memory = MemoryWatch(device)
+    model = load_model(
+        config.model.path,
+        dtype=config.model.dtype,
+        attention=config.model.attention,
+        device=device,
+    )
+    vocabulary = model.config.get_text_config().vocab_size
+    critic = load_critic(config, device, vocabulary)
+    engine = DeepSpeedEngine(model, config, device, critic, memory)
+    updates = Updates(engine, config, reference_folder=reference_folder)
+    _check_unit(updates, config)
+    return updates
 
 
 def _check_unit(updates: Updates, config: Config) -> None:

@@ -1,7 +1,7 @@
 """Rank 0 leads and the other ranks follow: every collective is entered by all of them, or by none.
 
 Rank 0 decides alone (step, checkpoint, export, end) and broadcasts the decision; for a step the
-others get the rows as tensors (:func:`~.columns.share_rows`). A follower knows neither Redis nor the
+others get the rows as tensors (:func:`~.updates.columns.share_rows`). A follower knows neither Redis nor the
 journal.
 """
 
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .engine import DeepSpeedEngine
+from .engine.deepspeed_engine import DeepSpeedEngine
 from .orders import (
     Compare,
     Export,
@@ -35,7 +35,7 @@ from .orders import (
 from .rendezvous import broadcast_bytes
 from .rows.groups import MixedGroup
 from .scored import score
-from .updates import StepOutcome, Updates
+from .updates.updates import StepOutcome, Updates
 
 IDLE_SECONDS = 20.0
 """Interval at which rank 0 says that it is alive while it waits for something."""
@@ -61,9 +61,11 @@ class Leader:
         """See :meth:`Updates.train`; ``lrs`` are the learning rates of policy and critic."""
         lr, critic_lr = lrs
         self._tell(Train(step=step, lr=lr, critic_lr=critic_lr, settled=settled))
-        return self._updates.train(
+        outcome = self._updates.train(
             step, groups, lr=lr, critic_lr=critic_lr, before_step=before_step, settled=settled
         )
+        outcome.metrics.update(self.engine.memory.over_ranks())
+        return outcome
 
     def compare(self, step: int, groups: Sequence[MixedGroup]) -> dict[str, float]:
         """See :meth:`Updates.compare`."""
@@ -140,6 +142,7 @@ def follow(engine: DeepSpeedEngine, updates: Updates) -> None:
                     critic_lr=order.critic_lr,
                     settled=order.settled,
                 )
+                engine.memory.over_ranks()
             case Compare() as order:
                 updates.compare(order.step, None)
             case Save() as order:

@@ -48,6 +48,26 @@ def _store(rank: int, world_size: int, port: int | None) -> dist.Store:
     )
 
 
+def device_of(rank: int) -> torch.device:
+    """``cuda:<rank>`` if there are GPUs, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def variables(rank: int, world_size: int, port: int | None) -> dict[str, str]:
+    """The environment variables that DeepSpeed reads instead of asking torch."""
+    # DeepSpeed takes LOCAL_RANK for the number of the GPU. In a run each rank sees its own one alone.
+    gpu = device_of(rank).index
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank if gpu is None else gpu),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": ADDRESS,
+        "MASTER_PORT": str(port or 0),
+    }
+
+
 @contextmanager
 def process_group(rank: int, world_size: int, port: int | None) -> Iterator[None]:
     """The default process group: gloo for CPU tensors, and NCCL for CUDA tensors if there are GPUs.
@@ -58,14 +78,7 @@ def process_group(rank: int, world_size: int, port: int | None) -> Iterator[None
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if torch.cuda.is_available():
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    # DeepSpeed reads these variables instead of asking torch.
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR=ADDRESS,
-        MASTER_PORT=str(port or 0),
-    )
+    os.environ.update(variables(rank, world_size, port))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(
         backend,

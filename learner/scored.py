@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..common.seeds import keyed_generator
 from ..common.weights.manifest import ScoredRows
-from .engine import DeepSpeedEngine
+from .engine.deepspeed_engine import DeepSpeedEngine
 
 ROWS = 4
 LENGTH = 24

@@ -1,7 +1,7 @@
 """The interface of an inference engine: groups in, finished groups out, weights in between.
 
 Two implementations hold the same contract (``tests/rollout/test_engine_contract.py``): torch
-(:mod:`tandem.rollout.torch_engine`) and vLLM. This file imports no deep-learning library, so
+(:mod:`tandem.rollout.decoding.torch_engine`) and vLLM. This file imports no deep-learning library, so
 whatever drives an engine can be tested without one.
 
 The contract:
@@ -16,8 +16,10 @@ The contract:
   version sampled which tokens.
 - Closing the iterator of :meth:`Engine.generate` aborts what is left of its groups.
 
-An engine may have one more attribute, ``weights_device``: the GPU through which new weights pass on
-their way to host memory if NCCL carries them. If an engine is also a :class:`Scorer`, every version
+An engine may have more attributes. ``weights_device``: the GPU through which new weights pass on
+their way to host memory if NCCL carries them. ``processes``: those that it runs beside the worker's own, as
+``psutil.Process``, whose memory is reported with the worker's. ``exhausted``: the error with which a token step
+ran out of memory, or None; the worker ends with it. If an engine is also a :class:`Scorer`, every version
 that it loads is checked; both engines above are.
 """
 

@@ -63,7 +63,7 @@ def choose_engine(rollout: RolloutConfig) -> str:
     """``torch``, ``vllm`` or an import path, according to ``rollout.engine``."""
     if rollout.engine != "auto":
         return rollout.engine
-    from . import vllm_version
+    from .vllm import vllm_version
 
     if not vllm_version.installed():
         return "torch"
@@ -82,7 +82,7 @@ def _torch(
     import torch
 
     from ..common.models import load_model, load_tokenizer
-    from .torch_engine import TorchEngine
+    from .decoding.torch_engine import TorchEngine
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # The engine keeps its own cache, which flash attention's kernels can't read.
@@ -114,10 +114,10 @@ def _vllm(
     versions: int,
 ) -> Engine:
     from ..common.models import load_tokenizer, read_model_config, resolve
-    from . import vllm_adapters, vllm_version
     from .model_facts import model_facts, require_checkpoint_names
-    from .vllm_engine import VllmEngine
-    from .vllm_process import VllmProcess
+    from .vllm import vllm_adapters, vllm_version
+    from .vllm.vllm_engine import VllmEngine
+    from .vllm.vllm_process import VllmProcess
 
     vllm_version.require()
     import torch

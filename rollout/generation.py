@@ -14,9 +14,9 @@ from ..common.errors import StoreError, TandemError, WireError
 from ..common.records import FinishReason, Sample
 from ..replay.ledger import Ledger
 from ..replay.ledger_records import Lease
-from .commit_check import CommitCheck
 from .engine import Engine, FinishedGroup
 from .leases import HeldGroup, Leases
+from .new_weights.commit_check import CommitCheck
 from .submission import Submitter
 
 log = logging.getLogger("tandem.rollout")

@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from ..common import disk
 from ..common.adapters import base_of
 from ..common.config import Config
-from ..common.errors import DeadlineError, StoreError, TandemError, WireError
+from ..common.errors import DeadlineError, OutOfMemoryError, StoreError, TandemError, WireError
 from ..common.records import GroupReceipt
 from ..common.run_folder import JoinInfo, RunFolder
 from ..common.sockets import CurveKeys, check_address
@@ -41,14 +41,15 @@ from ..replay.connection import Store, connect
 from ..replay.ledger import Ledger
 from ..replay.members import Members
 from ..replay.store import RunStore
-from .commit import Committer
-from .commit_check import CommitCheck
 from .engine import Engine
 from .engines import make_engine
 from .evaluate.claims import ClaimedEvaluations
 from .generation import Generation
 from .keeper import Keeper
 from .leases import Leases
+from .memory import held
+from .new_weights.commit import Committer
+from .new_weights.commit_check import CommitCheck
 from .submission import PoolAddress, Submitter
 
 log = logging.getLogger("tandem.rollout")
@@ -84,6 +85,8 @@ def main(join: JoinInfo, config: Config, *, name: str, folder: RunFolder | None)
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         return asyncio.run(_main(join, config, name))
+    except OutOfMemoryError:
+        raise  # Whoever started this role knows what can help.
     except TandemError as error:
         log.error(str(error))
         return error.exit_code
@@ -158,8 +161,7 @@ class Worker:
         redis: ThreadPoolExecutor,
         base: str = "",
     ) -> None:
-        from ..common.weights.job import Target
-        from ..common.weights.receiver import WeightReceiver
+        from ..common.weights.receiver import Target, WeightReceiver
 
         self._name = name
         self._config = config
@@ -330,15 +332,14 @@ class Worker:
                     f"{self._committer.hopeless}; {self._name} ends so that a fresh process can try again"
                 )
                 return EXIT_UNLIKE
+            if exhausted := getattr(self._engine, "exhausted", None):
+                raise exhausted
             # An engine that can't recover says so, if it knows: each try would cost its groups an attempt.
-            if self._generation.failures and (broken := getattr(self._engine, "broken", "")):
+            failures, broken = self._generation.failures, getattr(self._engine, "broken", "")
+            if failures >= MAX_ENGINE_FAILURES:
+                broken = broken or f"the engine failed {failures} batches in a row"
+            if failures and broken:
                 log.error(f"{broken}; {self._name} ends so that a fresh process can take its place")
-                return 1
-            if self._generation.failures >= MAX_ENGINE_FAILURES:
-                log.error(
-                    f"the engine failed {self._generation.failures} batches in a row; {self._name} ends so "
-                    f"that a fresh process can take its place"
-                )
                 return 1
         return 0
 
@@ -468,6 +469,7 @@ class Worker:
                 "mean_receipt_seconds": submissions.receipt_seconds / max(receipts, 1),
             },
             "weights": {**self._receiver.stats(), "check": self._check.stats()},
+            "memory": held(getattr(self._engine, "processes", ())),
             "alarm": self._check.counts.alarm,
         }
 

@@ -53,15 +53,21 @@ class Stage:
 
 
 WHOLE_UPDATES = (
+    "tests/gpu",
+    "tests/learner/resume/test_partitions.py",
+    "tests/learner/test_adamw_8bit.py",
     "tests/learner/test_adapters.py",
     "tests/learner/test_critic.py",
+    "tests/learner/test_exporting.py",
+    "tests/learner/test_loss_scale.py",
+    "tests/learner/test_parity.py",
     "tests/learner/test_passes.py",
     "tests/learner/test_ranks.py",
     "tests/learner/test_trainer.py",
     "tests/rollout/test_live_updates.py",
     "tests/weights/test_faults.py",
 )
-"""Whole updates of a learner at every ZeRO stage, and of the weights of running engines."""
+"""Whole updates of a learner at every ZeRO stage, and of the weights of running engines; the GPU kit on a CPU."""
 
 STAGES = (
     # First: the README's main job is the finished run that later stages read.
@@ -96,9 +102,12 @@ STAGES = (
     ),
     Stage(
         name="e2e",
+        # Two whole runs at a time: each waits for its own processes for half of its time.
         args=(
             "tests/e2e",
             "--ignore=tests/e2e/test_twins.py",
+            "--numprocesses=2",
+            "--dist=loadfile",
             "-m",
             "not vllm and not byhand",
         ),

@@ -163,9 +163,9 @@ def _micro_batch(config: Config) -> str | None:
     return micro_batch_refusal(config, unit=objective.unit, what=objective.name)
 
 
-def _bf16_sums(config: Config) -> str | None:
+def _half_sums(config: Config) -> str | None:
     learner = config.learner
-    if learner.zero_stage or config.model.dtype != "bfloat16":
+    if learner.zero_stage or config.model.dtype == "float32":
         return None
     groups = math.ceil(config.replay.groups_per_step / learner.minibatches)
     tokens = groups * rows_of_group(config) * longest_row(config)
@@ -173,7 +173,7 @@ def _bf16_sums(config: Config) -> str | None:
         return None
     return (
         f"learner.zero_stage=0 adds up the gradients of an update's micro-batches in "
-        f"model.dtype=bfloat16, which is off by some percent (1.5e-2 measured); an update has up to "
+        f"model.dtype={config.model.dtype}, which is off by some percent (1.5e-2 measured with bfloat16); an update has up to "
         f"{tokens:,} tokens, and learner.micro_batch_tokens={learner.micro_batch_tokens:,}: set "
         f"learner.zero_stage=1, which adds up in float32 and rounds once"
     )
@@ -396,17 +396,18 @@ def _twice(config: Config) -> str | None:
 
 
 def _attention(config: Config) -> str | None:
-    if config.model.attention != "flash_attention_2":
+    attention = config.model.attention
+    if attention not in ("flash_attention_2", "flex"):
         return None
-    if config.model.dtype != "bfloat16":
+    if attention == "flash_attention_2" and config.model.dtype == "float32":
         return (
             "model.attention=flash_attention_2 computes in half precision alone, and "
             "model.dtype=float32: set model.dtype=bfloat16, or model.attention=sdpa"
         )
     if config.launch.gpus == "none":
         return (
-            "model.attention=flash_attention_2 needs a GPU, and launch.gpus=none: set "
-            "model.attention=sdpa, or launch.gpus=required"
+            f"model.attention={attention} needs a GPU, and launch.gpus=none: set "
+            f"model.attention=sdpa, or launch.gpus=required"
         )
     return None
 
@@ -432,7 +433,7 @@ def _nccl_on_cpus(config: Config) -> str | None:
 
 START_RULES: tuple[Rule, ...] = (
     _micro_batch,
-    _bf16_sums,
+    _half_sums,
     _offline,
     _archive,
     _only_samples,

@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..import_path import is_import_path
 from ..objectives import DEFAULT, OBJECTIVES, kind_of
+from .deepspeed import content_of
 from .objective import AnyObjective
 from .section import Below1, NonNegative, Positive, Section, Share
 
 OPTIMIZER_KEYS: Mapping[str, Mapping[str, Any]] = {
     "adamw": {"betas": (0.9, 0.95)},
+    "adamw_8bit": {"betas": (0.9, 0.95)},
     "rmsprop": {"alpha": 0.99},
 }
-"""Keys that only one of the optimizers reads, with their defaults."""
+"""Keys that not every optimizer reads, with their defaults."""
+
+
+def unread_by(optimizer: str) -> dict[str, str]:
+    """Those of these keys that an optimizer doesn't read, each with the name of one that does."""
+    read = OPTIMIZER_KEYS.get(optimizer, {})
+    others = {
+        key: name for name in sorted(OPTIMIZER_KEYS, reverse=True) for key in OPTIMIZER_KEYS[name]
+    }
+    return {key: name for key, name in others.items() if key not in read}
 
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -32,9 +43,10 @@ def _schedule(name: str) -> str:
 class OptimizerConfig(Section):
     """The optimizer and its schedule."""
 
-    name: Literal["adamw", "rmsprop"] = "adamw"
-    """``adamw``: AdamW (arXiv 1711.05101). ``rmsprop``: torch's RMSprop without momentum, whose one moment
-    takes half the memory of AdamW's two."""
+    name: Literal["adamw", "adamw_8bit", "rmsprop"] = "adamw"
+    """``adamw``: AdamW (arXiv 1711.05101). ``adamw_8bit``: bitsandbytes' AdamW, whose moments take a byte each
+    (arXiv 2110.02861). ``rmsprop``: torch's RMSprop without momentum, whose one moment takes half the memory of
+    AdamW's two."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Peak learning rate."""
     betas: tuple[Below1, Below1] | None = (0.9, 0.95)
@@ -69,14 +81,13 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _goes_together(self) -> OptimizerConfig:
-        for name, keys in OPTIMIZER_KEYS.items():
-            for key in keys:
-                value = getattr(self, key)
-                if name != self.name and value is not None:
-                    raise ValueError(
-                        f"{key}={value} is {name}'s, and name={self.name} doesn't read it: leave it "
-                        f"out, or set name={name}"
-                    )
+        for key, name in unread_by(self.name).items():
+            value = getattr(self, key)
+            if value is not None:
+                raise ValueError(
+                    f"{key}={value} is {name}'s, and name={self.name} doesn't read it: leave it "
+                    f"out, or set name={name}"
+                )
         if self.warmup_steps and self.warmup_share is not None:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} and warmup_share={self.warmup_share:g} both set the "
@@ -146,6 +157,10 @@ class LearnerConfig(Section):
     """Adapters in place of full training; null = every parameter is trained."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed ZeRO stage."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What lies in host memory in place of a GPU's (``docs/memory.md``): ``optimizer``: the optimizer's states and
+    ZeRO's float32 weights, which are stepped there, with ZeRO-1, 2 and 3; ``parameters``: the weights of the
+    forward pass too, with ZeRO-3."""
     minibatches: Positive = 1
     """Optimizer steps per ledger batch and pass; a mini-batch is whole groups."""
     update_epochs: Positive = 1
@@ -155,8 +170,11 @@ class LearnerConfig(Section):
     """Greatest mean KL, in nats per own token, from the policy at the step's start: an update that begins
     beyond it is left out, and so are the step's others after it. Estimated by k3, as in the usual code of
     PPO; null = no bound."""
+    deepspeed: Annotated[dict[str, Any] | None, BeforeValidator(content_of)] = None
+    """Settings of DeepSpeed's own, laid over the learner's: a JSON file, whose content the run keeps, or the
+    settings themselves (``docs/memory.md``)."""
     micro_batch_tokens: Positive = 16384
-    """Budget of padded tokens for one forward and backward pass."""
+    """Budget of tokens for one forward and backward pass, padding included."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     checkpoint_every: Positive = 50

@@ -14,7 +14,8 @@ from .. import evaluation_sets
 from ..errors import ConfigError
 from ..objectives import DEFAULT, KEYS, OwnObjective, check_name, kind_of, reads, renamed
 from .choices import why_refused
-from .learner import OPTIMIZER_KEYS
+from .deepspeed import content_of
+from .learner import unread_by
 from .rollout import may_be_vllm
 from .text import copied, parse_yaml, yaml_text
 from .tree import DETERMINISTIC, Config
@@ -90,6 +91,13 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
                 data["evaluate"] = evaluation_sets.entries(data["evaluate"])
             except ValueError as error:
                 raise ConfigError(f"data.evaluate: {error}") from None
+    if parts[:2] == ["learner", "deepspeed"] and len(parts) > 2:
+        learner = _part(tree, "learner")
+        if "deepspeed" in learner:
+            try:
+                learner["deepspeed"] = content_of(learner["deepspeed"])
+            except ValueError as error:
+                raise ConfigError(f"learner.deepspeed: {error}") from None
     node: Any = tree
     for place, part in enumerate(parts[:-1]):
         if isinstance(node, list):
@@ -228,10 +236,9 @@ def _of_kinds(
         left_out += [f"learner.critic.{key}" for key in learner.pop("critic")]
     optimizer = _part(learner, "optimizer")
     named = _part(_part(other, "learner"), "optimizer").get("name", "adamw")
-    for optimizer_name, keys in OPTIMIZER_KEYS.items():
-        for key in keys if optimizer_name != named else ():
-            if optimizer.pop(key, None) is not None:
-                left_out.append(f"learner.optimizer.{key}")
+    for key in unread_by(named):
+        if optimizer.pop(key, None) is not None:
+            left_out.append(f"learner.optimizer.{key}")
     rollout = _part(kept, "rollout")
     if not may_be_vllm(_part(other, "rollout").get("engine", "auto")):
         left_out += [f"rollout.vllm.{key}" for key in _part(rollout, "vllm")]

@@ -12,8 +12,11 @@ class ModelConfig(Section):
 
     path: str = "miniature"
     """A Hugging Face folder, a hub name, or ``miniature`` for the model that is shipped."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the learner's forward and backward pass; master weights stay fp32."""
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """``auto``: flash_attention_2 if CUDA and the package are there, else sdpa; eager if sdpa
-    can't do what the model needs (a cap of the scores, attention sinks)."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the learner's forward and backward pass; master weights stay fp32. float16 searches for the scale of
+    its loss (``docs/memory.md``); it trains on GPUs alone, and was not run on one yet."""
+    attention: Literal["auto", "flash_attention_2", "varlen", "flex", "sdpa", "eager"] = "auto"
+    """The learner packs rows without padding under flash_attention_2, varlen (torch's own kernel for variable
+    lengths) and flex. ``auto`` in bfloat16 on CUDA is flash_attention_2 if the package flash-attn is there, else
+    varlen; elsewhere sdpa; and eager if sdpa can't do what the model needs (a cap of the scores, attention
+    sinks)."""

@@ -24,11 +24,17 @@ CHANGEABLE: tuple[str, ...] = (
     "reward.components.*.params.api_key_env",
     "reward.components.*.params.retries",
     "reward.components.*.params.parallel",
+    # Other kernels of the same attention, as another host may need them.
+    "model.attention",
     "replay.redis_url",
     "replay.lease_seconds",
     "replay.group_deadline_seconds",
     "replay.max_inflight",
     "replay.maxmemory_mb",
+    # A checkpoint is the same for every number of ranks and stage.
+    "learner.ranks",
+    "learner.zero_stage",
+    "learner.offload",
     "learner.threads",
     "learner.micro_batch_tokens",
     "learner.max_idle",

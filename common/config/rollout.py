@@ -109,7 +109,7 @@ class RolloutConfig(Section):
     """Training refuses anything under 1 (the learner's log-probs are over all tokens)."""
     threads: Positive = 1
     """CPU threads of one worker."""
-    dtype: Literal["float32", "bfloat16"] | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the engine's weights and arithmetic, and so of new weights on their way to it; None =
     ``model.dtype``."""
     recompute_kv: bool = True

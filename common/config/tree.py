@@ -60,10 +60,11 @@ class Config(Section):
         """The ZeRO stage that ``ranks`` ranks actually run; None = the config's ranks.
 
         One float32 rank has nothing to partition, and stages 1 and 2 would only copy gradients and
-        parameters back and forth (3 ms per update on the miniature).
+        parameters back and forth (3 ms per update on the miniature). With ``learner.offload`` it is they that
+        keep the optimizer's states in host memory.
         """
         stage, ranks = self.learner.zero_stage, ranks or self.learner.ranks
-        alone = ranks == 1 and self.model.dtype == "float32"
+        alone = ranks == 1 and self.model.dtype == "float32" and self.learner.offload == "none"
         return 0 if alone and stage in (1, 2) else stage
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..objectives import OwnObjective
 from ..objectives.keys import Weighed
+from .deepspeed import refusal
 from .tree import Config
 
 Rule = Callable[[Config], str | None]
@@ -88,5 +89,48 @@ def _correction(config: Config) -> str | None:
     return None
 
 
-UPDATE_RULES: tuple[Rule, ...] = (_no_ratio, _stop_kl, _critic, _correction)
-"""Rules about the learner's objective, its updates and its critic."""
+def _offload(config: Config) -> str | None:
+    learner = config.learner
+    if learner.offload == "none" or not learner.train:
+        return None
+    least = 3 if learner.offload == "parameters" else 1
+    if learner.zero_stage >= least:
+        return None
+    managers = "only ZeRO-3 manages" if least == 3 else "ZeRO-1, 2 and 3 manage"
+    other = (
+        ", or learner.offload=optimizer"
+        if learner.offload == "parameters" and learner.zero_stage
+        else ""
+    )
+    return (
+        f"learner.offload={learner.offload} moves to host memory what {managers}, and "
+        f"learner.zero_stage={learner.zero_stage}: set learner.zero_stage={least}, which one rank may run too{other}"
+    )
+
+
+def _float16(config: Config) -> str | None:
+    if config.model.dtype != "float16" or not config.learner.train:
+        return None
+    if not config.learner.zero_stage:
+        return (
+            "model.dtype=float16 needs the float32 weights that ZeRO keeps, and learner.zero_stage=0: set "
+            "learner.zero_stage=1, which one rank may run too"
+        )
+    if config.launch.gpus == "none":
+        return (
+            "model.dtype=float16 trains on GPUs alone, and launch.gpus=none: set model.dtype=bfloat16, which has the "
+            "range of float32, or launch.gpus=required"
+        )
+    return None
+
+
+UPDATE_RULES: tuple[Rule, ...] = (
+    _no_ratio,
+    _stop_kl,
+    _critic,
+    _correction,
+    _offload,
+    _float16,
+    refusal,
+)
+"""Rules about the learner's objective, its updates, its critic, its memory and DeepSpeed's own settings."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
@@ -125,6 +124,15 @@ class Layout(Record, frozen=True, kw_only=True, dict=True):
         return msgspec.json.encode(self).decode()
 
 
+class SegmentPlace(NamedTuple):
+    """Where other processes of the host find a version."""
+
+    path: str
+    """File of the :class:`~tandem.common.weights.shared_memory.Segment` that holds it."""
+    layout: str
+    """:attr:`Layout.text` of what is in it."""
+
+
 def read_layout(text: str) -> Layout:
     """The inverse of :attr:`Layout.text`.
 
@@ -188,7 +196,10 @@ class ScoredRows(Record, frozen=True, kw_only=True):
 
 
 class WeightManifest(Record, frozen=True, kw_only=True, dict=True):
-    """A complete description of one version of the weights, as a receiver must end up holding it."""
+    """A complete description of one version of the weights, as a receiver must end up holding it.
+
+    The constructor raises ``ValueError`` unless there is one checksum for each bucket.
+    """
 
     run_id: str
     version: Version
@@ -199,62 +210,21 @@ class WeightManifest(Record, frozen=True, kw_only=True, dict=True):
     base: str
     """:func:`~tandem.common.adapters.base_digest` of the model that the tensors adapt; empty if they are
     a whole model."""
-    digest: str
-    """:func:`manifest_digest` of run id, version and content."""
     scored: ScoredRows | None
-    """Rows with the log-probs that these weights give them; None if the learner scored none. They
-    are part of no digest."""
+    """Rows with the log-probs that these weights give them; None if the learner scored none."""
+
+    def __post_init__(self) -> None:
+        count = self.layout.bucket_count
+        if len(self.checksums) != count:
+            raise ValueError(
+                f"the manifest of {self.version} has {len(self.checksums)} checksums for {count:,} buckets"
+            )
 
     @cached_property
     def content(self) -> str:
         """SHA-256 of layout, checksums and base: equal contents are equal weights, whatever the version."""
         named = (self.layout, self.checksums, self.base)
         return hashlib.sha256(msgspec.msgpack.encode(named)).hexdigest()
-
-
-def manifest_digest(run_id: str, version: Version, content: str) -> str:
-    """SHA-256 of run id, version and content; it is sent over CURVE, unlike the weights' bytes."""
-    return hashlib.sha256(
-        f"{run_id}\0{version.term}\0{version.step}\0{content}".encode()
-    ).hexdigest()
-
-
-def make_manifest(
-    run_id: str,
-    version: Version,
-    layout: Layout,
-    checksums: Sequence[int],
-    scored: ScoredRows | None = None,
-    base: str = "",
-) -> WeightManifest:
-    """The manifest of one version, from the layout and the checksums of its buckets."""
-    unnamed = WeightManifest(
-        run_id=run_id,
-        version=version,
-        layout=layout,
-        checksums=tuple(checksums),
-        base=base,
-        digest="",
-        scored=scored,
-    )
-    digest = manifest_digest(run_id, version, unnamed.content)
-    return msgspec.structs.replace(unnamed, digest=digest)
-
-
-def check_manifest(manifest: WeightManifest) -> None:
-    """Checks that a manifest is consistent.
-
-    Raises:
-        WeightsError: there isn't one checksum for each bucket, or the digest isn't the content's.
-    """
-    count = manifest.layout.bucket_count
-    if len(manifest.checksums) != count:
-        raise WeightsError(
-            f"the manifest of {manifest.version} has {len(manifest.checksums)} checksums for "
-            f"{count:,} buckets"
-        )
-    if manifest.digest != manifest_digest(manifest.run_id, manifest.version, manifest.content):
-        raise WeightsError(f"the manifest of {manifest.version} has a wrong digest")
 
 
 def base_difference(own: str, offered: str) -> str | None:
@@ -293,15 +263,3 @@ def first_difference(
                 return f"{name} has {what} {ours} in the engine and {theirs} in the manifest"
     known = {name for name, _, _ in expected}
     return next((f"{name} is unknown to the engine" for name in by_name if name not in known), None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentPlace:
-    """Where other processes of the host find a version: a segment and its contents."""
-
-    path: str
-    """File of the :class:`~tandem.common.weights.shared_memory.Segment`."""
-    nbytes: int
-    """Size of the segment."""
-    layout: str
-    """:attr:`Layout.text` of its contents."""

@@ -8,18 +8,18 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import ClassVar
 
 import torch
 
 from ..config import WeightsConfig
 from ..errors import WeightsError
 from ..waiting import Wait
-from .channel import POLL_SECONDS, Pair, ProcessGroupWay, bucket_seconds, enter, first_line
-from .protocol import Meeting
+from .gloo import Channel, bucket_seconds, enter, first_line
+from .protocol import Meeting, Pair
 
 log = logging.getLogger("tandem.weights")
 
+POLL_SECONDS = 0.001
 IN_FLIGHT = 2
 """Number of buckets on a GPU at a time: one is sent while the next is copied."""
 
@@ -36,7 +36,17 @@ def await_event(event: torch.cuda.Event, wait: Wait) -> None:
         time.sleep(POLL_SECONDS)
 
 
-class Nccl(ProcessGroupWay):
+def obstacle(pair: Pair) -> str:
+    """Why a pair can't use NCCL: two ranks of one communicator can't share a GPU."""
+    if "cpu" not in (pair.learner, pair.worker) and pair.learner != pair.worker:
+        return ""
+    return (
+        f"needs a GPU on each side and not the same one; the learner is on {pair.learner}, the "
+        f"worker on {pair.worker}: set weights.transport=auto"
+    )
+
+
+class Nccl(Channel):
     """An NCCL communicator on a side stream.
 
     NCCL can wait forever inside a kernel, and doesn't notice when a peer on the same host dies
@@ -45,26 +55,10 @@ class Nccl(ProcessGroupWay):
     abort may hang too (NVIDIA/nccl#863). ``NCCL_SOCKET_IFNAME`` binds NCCL to an interface.
     """
 
-    name: ClassVar[str] = "nccl"
-
     def __init__(self, settings: WeightsConfig, device: torch.device) -> None:
         super().__init__(settings, device)
         self._stream: torch.cuda.Stream | None = None
         self._copies: torch.cuda.Stream | None = None
-
-    @classmethod
-    def obstacle(cls, pair: Pair) -> str:
-        """Two ranks of one NCCL communicator can't share a GPU."""
-        if "cpu" not in (pair.sender, pair.receiver) and pair.sender != pair.receiver:
-            return ""
-        return (
-            f"needs a GPU on each side and not the same one; the learner is on {pair.sender}, the "
-            f"worker on {pair.receiver}: set weights.transport=auto"
-        )
-
-    def close(self) -> None:
-        """Gives up the communicator."""
-        self.abort()
 
     def abort(self) -> None:
         """Aborts the communicator in a daemon thread; returns at once."""
@@ -72,13 +66,11 @@ class Nccl(ProcessGroupWay):
         if group is not None:
             threading.Thread(target=group.abort, name="nccl-abort", daemon=True).start()
 
+    def _close(self) -> None:
+        self.abort()
+
     def _meet(self, at: Meeting) -> None:
         """Meets the other ranks. The communicator forms at the first transfer."""
-        if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
-            raise WeightsError(
-                "weights.transport=nccl needs a GPU and a torch with NCCL; this process has none: "
-                "set weights.transport=gloo"
-            )
         from torch.distributed import ProcessGroupNCCL
 
         store = enter(at, self.settings.open_seconds)

@@ -35,14 +35,12 @@ from .manifest import WeightManifest
 ROLE = "learner"
 """The learner's role in the registry."""
 
-Port = Annotated[int, msgspec.Meta(gt=0, lt=65_536)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Ask(Record, frozen=True, kw_only=True):
     """Worker: I am alive, hold this version, and accept the newest one that I don't hold."""
 
-    run_id: str
     member: str
     """Member id of the worker."""
     version: Version | None
@@ -64,6 +62,18 @@ class Ask(Record, frozen=True, kw_only=True):
     """The GPU through which weights may pass over NCCL, as ``cuda:<uuid>``, or ``cpu``."""
     memory: str
     """The worker's :func:`~tandem.common.weights.shared_memory.shared_memory_name`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """What decides which ways a learner and a worker can use."""
+
+    learner: str
+    """:attr:`Ask.device` of the learner."""
+    worker: str
+    """:attr:`Ask.device` of the worker."""
+    same_memory: bool
+    """Whether the learner's buffer is in shared memory that the worker sees."""
 
 
 class Offer(Record, frozen=True, kw_only=True):
@@ -89,7 +99,7 @@ class Meeting(Record, frozen=True, kw_only=True):
 
     host: str
     """Address of the meeting point."""
-    port: Port
+    port: Annotated[int, msgspec.Meta(gt=0, lt=65_536)]
     channel: str
     """Random name of the channel; key prefix at the meeting point."""
     rank: Count
@@ -142,7 +152,7 @@ def unpack(frames: Sequence[bytes]) -> Message:
 
 
 def refusal(
-    *, run_id: str, term: int, held: Version | None, offered_run: str, offered: Version
+    manifest: WeightManifest, *, run_id: str, term: int, held: Version | None
 ) -> str | None:
     """Why a version must not be accepted; None if it may be.
 
@@ -150,12 +160,14 @@ def refusal(
     that was stopped and resumed can't move anybody back.
 
     Args:
+        manifest: the version that is offered.
         run_id: the receiver's run.
         term: newest term that the receiver knows of.
         held: the version that the receiver serves.
     """
-    if offered_run != run_id:
-        return f"version {offered} belongs to run {offered_run}, this worker to run {run_id}"
+    offered = manifest.version
+    if manifest.run_id != run_id:
+        return f"version {offered} belongs to run {manifest.run_id}, this worker to run {run_id}"
     if offered.term < term:
         return f"version {offered} is of term {offered.term}, which is over: term {term} has begun"
     if held is not None and offered <= held:
@@ -208,13 +220,6 @@ class LearnerAddress(Record, frozen=True, kw_only=True):
     public_key: str
     """CURVE key of the ROUTER; empty if it has none."""
 
-    def info(self) -> dict[str, Any]:
-        """The address in the form in which the registry keeps it."""
-        return {name: getattr(self, name) for name in _ANNOUNCED}
-
-
-_ANNOUNCED = ("term", "endpoint", "public_key")
-
 
 def newest_learner(members: Iterable[RegisteredMember]) -> LearnerAddress | None:
     """The learner of the newest term; None if the registry has none.
@@ -225,15 +230,13 @@ def newest_learner(members: Iterable[RegisteredMember]) -> LearnerAddress | None
     Raises:
         WeightsError: there are learners' entries, but none is valid.
     """
-    found, wrong = [], None
+    fields, found, wrong = LearnerAddress.__struct_fields__, [], None
     for m in members:
-        if not m.info.get("endpoint") or m.info.get("term") is None:
-            continue
         try:
             found.append(
                 read_record(
                     LearnerAddress,
-                    {"member": m.member} | {name: m.info.get(name) for name in _ANNOUNCED},
+                    {name: m.info.get(name) for name in fields} | {"member": m.member},
                     f"the address of {m.member} in the registry",
                     WeightsError,
                     "its next heartbeat replaces it",

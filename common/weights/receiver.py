@@ -1,19 +1,25 @@
-"""The worker's end of the control socket: asks for the newest version and answers offers.
+"""A worker's end: asks for the newest version, answers offers, and has versions loaded into the engine.
 
 The *control* thread talks to the learner and owns the worker's state; a *finder* looks the learner up
-in the registry; each version that is accepted is a :class:`~.job.Job` with a thread of its own.
+in the registry; each version that is accepted is a :class:`Job` with a thread of its own.
+
+If a version fails before the engine begins to load it, the old one stays in place. If the load itself
+fails, the engine may hold parts of both, so the process exits with status 70 and is started anew.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, assert_never
+from typing import Any, NoReturn, assert_never
 
+import msgspec
 import torch
 import zmq
 
@@ -22,13 +28,15 @@ from ..errors import StoreError, WeightsError, WireError
 from ..mailbox import Mailbox
 from ..records import Version
 from ..sockets import check_address, connect_dealer
-from .job import ENGINE, Checked, Failed, Job, Landing, Report, Serving, Target, end_half_loaded
-from .manifest import Layout, base_difference, check_manifest, first_difference
+from ..waiting import Wait
+from .gloo import Channel
+from .manifest import ScoredRows, WeightManifest, base_difference, first_difference
 from .protocol import (
     RENAME,
     ROLE,
     Ask,
     LearnerAddress,
+    Meeting,
     Membership,
     Message,
     Offer,
@@ -39,7 +47,13 @@ from .protocol import (
     refusal,
     unpack,
 )
-from .shared_memory import remove_left_behind, shared_memory_name
+from .shared_memory import (
+    Memory,
+    StagedTensors,
+    checksum,
+    remove_left_behind,
+    shared_memory_name,
+)
 from .ways import WAYS, device_name
 
 log = logging.getLogger("tandem.rollout.weights")
@@ -50,6 +64,84 @@ LOOK_MS = 100
 """Longest time between two looks at what is due, in milliseconds."""
 FIND_SECONDS = 0.5
 """Interval between reads of the registry."""
+EXIT_HALF_LOADED = 70
+"""Exit status of a process whose engine may hold half of two versions (EX_SOFTWARE)."""
+ENGINE = "the engine"
+"""Whom a job waits for once its version may be partly loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The engine, as far as new weights are concerned. Its functions are called from a job's thread."""
+
+    specs: Sequence[tuple[str, tuple[int, ...], str]]
+    """Name, shape and dtype of every parameter."""
+    load: Callable[[StagedTensors | None, Version], float]
+    """Loads verified tensors between two token steps. Returns once the engine serves them, with the
+    seconds in which it sampled nothing because of them. The tensors are read-only views, valid until
+    it returns. **None** is a re-stamp: the weights already held get a new version.
+    ``WeightsError`` means that nothing was changed. If it raises anything else or takes longer than
+    ``weights.commit_seconds``, the process exits with status 70."""
+    check: Callable[[Version, ScoredRows | None], bool] | None = None
+    """Called once the engine serves a newly loaded version, with the learner's log-probs of some rows.
+    If it returns False, the version is fetched and loaded anew. No other is loaded meanwhile."""
+    base: str = ""
+    """Digest of the model that the tensors adapt; see :attr:`.manifest.WeightManifest.base`."""
+    device: torch.device | str = "cpu"
+    """A GPU through which buckets may pass on their way to the host's memory."""
+
+
+def end_half_loaded(message: str) -> NoReturn:
+    """Ends the process at once, since half-loaded weights must not sample another token."""
+    log.critical(message)
+    logging.shutdown()
+    os._exit(EXIT_HALF_LOADED)
+
+
+class DamagedError(WeightsError):
+    """A bucket whose checksum is wrong."""
+
+
+def _check(manifest: WeightManifest, staged: StagedTensors, index: int) -> None:
+    bucket, expected = manifest.layout.buckets[index], manifest.checksums[index]
+    found = checksum(staged.buffer[bucket])
+    if found != expected:
+        raise DamagedError(
+            f"bucket {index} of version {manifest.version} (bytes {bucket.start:,} to "
+            f"{bucket.stop:,}) was damaged: its checksum is {found:016x}, the manifest's is "
+            f"{expected:016x}"
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job:
+    """One version that a worker has accepted. Either its thread begins to load it or the control thread
+    drops it: whichever is the first to acquire the claim."""
+
+    offer: Offer
+    channel: Channel | None
+    """This end of the channel that carries the bytes; None if none does."""
+    memory: Memory
+    """Where the bytes arrive."""
+    wait: Wait
+    """What has to happen next; the job's thread updates it."""
+    is_begun: bool = False
+    """Whether the thread has been started."""
+    since: float = field(default_factory=time.perf_counter)
+    """``perf_counter`` at the offer."""
+    claim: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether the engine has begun to load it, so that it can't be dropped any more."""
+        return self.claim.locked()
+
+    def drop(self) -> bool:
+        """Ends it; returns False if the engine is already loading it."""
+        dropped = self.claim.acquire(blocking=False)
+        if dropped and self.channel is not None:
+            self.channel.abort()
+        return dropped
 
 
 class WeightReceiver:
@@ -70,7 +162,6 @@ class WeightReceiver:
         self._settings = config.weights
         self._target = target
         self._current_term = current_term
-        self._device = torch.device(target.device)
         self._identity = f"{membership.member}/{secrets.token_hex(4)}"
 
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -84,22 +175,28 @@ class WeightReceiver:
         self._dealer: zmq.Socket[bytes] | None = None
         self._next_ask = 0.0
         self._term = 0
-        self._version: Version | None = None
-        self._content = ""
-        self._round = ""
-        self._problem = ""
-        self._fetched = self._paused = 0.0
+        self._state = Ask(
+            member=membership.member,
+            version=None,
+            content="",
+            round="",
+            busy=False,
+            problem="",
+            fetched=0.0,
+            paused=0.0,
+            device=device_name(torch.device(target.device)),
+            memory=shared_memory_name(),
+        )
         self._job: Job | None = None
         self._is_checking = False
-        self._landing = Landing(self._settings, self._device)
-        self._fitting: Layout | None = None
+        self._memory = Memory()
 
     # Public.
 
     @property
     def version(self) -> Version | None:
         """The version that the engine serves; None before the first load."""
-        return self._version
+        return self._state.version
 
     def start(self) -> None:
         """Starts looking for the learner."""
@@ -111,7 +208,7 @@ class WeightReceiver:
 
     def stats(self) -> dict[str, Any]:
         """Counters and the state, for the member's report."""
-        held, job = self._version, self._job
+        held, job = self.version, self._job
         return {
             "version": [held.term, held.step] if held else None,
             "state": "idle" if job is None else "loading" if job.is_loading else "fetching",
@@ -158,7 +255,7 @@ class WeightReceiver:
         finally:
             if self._dealer is not None:
                 self._dealer.close()
-            self._landing.close()
+            self._memory.close()
 
     def _turn(self) -> None:
         poller = zmq.Poller()
@@ -171,11 +268,11 @@ class WeightReceiver:
         self._read()
         if time.monotonic() >= self._next_ask:
             self._ask()
-        wait = self._job.wait if self._job is not None else None
-        if wait is not None and wait.expired(log.warning):
+        job = self._job
+        if job is not None and (wait := job.wait).expired(log.warning):
             if wait.who == ENGINE:
                 end_half_loaded(f"{wait} and may hold half of it, so this process ends")
-            self._give_up("wait", str(wait))
+            self._give_up(job, "wait", str(wait))
 
     def _on_learner(self, address: LearnerAddress) -> None:
         known = self._address
@@ -185,7 +282,7 @@ class WeightReceiver:
             # The finder posts it again, since `_address` is still the old one.
             return
         if known is not None:
-            self._give_up("wait", f"term {address.term} has begun")
+            self._give_up(self._job, "wait", f"term {address.term} has begun")
             log.info(f"{address.member} (term {address.term}) takes the place of {known.member}")
         if self._dealer is not None:
             self._dealer.close()
@@ -218,7 +315,7 @@ class WeightReceiver:
                 self._on_offer(message)
             case Open(round=name, meeting=meeting):
                 if job is not None and job.offer.round == name and not job.is_begun:
-                    job.begin(meeting)
+                    self._begin(job, meeting)
             case Withdraw(round=name, reason=reason):
                 if job is not None and job.offer.round == name:
                     log.info(f"the learner gave up round {name}: {reason}")
@@ -228,26 +325,15 @@ class WeightReceiver:
             case _:
                 assert_never(message)
 
-    def _ask(self) -> None:
-        """Tells the learner all that matters to it. Until there is a connection nothing is sent, and the
-        next turn tries again."""
+    def _ask(self, **changes: Any) -> None:
+        """Tells the learner all that matters to it, after these changes of the state. Until there is a
+        connection nothing is sent, and the next turn tries again."""
+        busy = self._job is not None or self._is_checking
+        self._state = msgspec.structs.replace(self._state, busy=busy, **changes)
         if self._dealer is None:
             return
-        ask = Ask(
-            run_id=self._membership.run_id,
-            member=self._membership.member,
-            version=self._version,
-            content=self._content,
-            round=self._round,
-            busy=self._job is not None or self._is_checking,
-            problem=self._problem,
-            fetched=self._fetched,
-            paused=self._paused,
-            device=device_name(self._device),
-            memory=shared_memory_name(),
-        )
         try:
-            self._dealer.send_multipart(pack(ask), zmq.NOBLOCK)
+            self._dealer.send_multipart(pack(self._state), zmq.NOBLOCK)
             self._next_ask = time.monotonic() + ASK_SECONDS
         except zmq.Again:
             self._next_ask = 0.0
@@ -259,102 +345,150 @@ class WeightReceiver:
         if self._is_checking or (self._job is not None and not self._drop()):
             # The learner sees by the next Asks that this worker doesn't know of the round.
             return
-        self._round = offer.round
-        self._problem = ""
-        self._fetched = self._paused = 0.0
+        self._state = msgspec.structs.replace(
+            self._state, round=offer.round, problem="", fetched=0.0, paused=0.0
+        )
         objection = self._objection(offer)
         if objection is not None:
             self._refuse("offer", objection)
             return
         self._term = max(self._term, offer.manifest.version.term)
-        self._job = Job(
-            offer,
-            self._address.member if self._address else "the learner",
-            self._settings,
-            self._target,
-            self._landing,
-            self._current_term,
-            lambda job, report: self._mailbox.post(partial(self._on_report, job, report)),
-        )
-        if offer.way == RENAME or not WAYS[offer.way].is_channel:
-            self._job.begin(offer.place)
+        channel = None
+        if offer.way != RENAME and (kind := WAYS[offer.way].channel) is not None:
+            channel = kind(self._settings, torch.device(self._target.device))
+        who = self._address.member if self._address else "the learner"
+        wait = Wait(who, "open a weight channel", self._settings.open_seconds)
+        self._job = Job(offer=offer, channel=channel, memory=self._memory, wait=wait)
+        if channel is not None:
+            self._ask()
+        else:
+            self._begin(self._job)
             # Small models are loaded by then, and one Ask says both.
             self._next_ask = min(self._next_ask, time.monotonic() + LOOK_MS / 1e3)
-        else:
-            self._ask()
 
     def _objection(self, offer: Offer) -> str | None:
         """Why an offer must be refused; None if it may be accepted."""
         manifest = offer.manifest
         reason = refusal(
-            run_id=self._membership.run_id,
-            term=self._term,
-            held=self._version,
-            offered_run=manifest.run_id,
-            offered=manifest.version,
+            manifest, run_id=self._membership.run_id, term=self._term, held=self.version
         )
         if reason is not None:
             return reason
         if offer.way == RENAME:
-            same = manifest.content == self._content
+            same = manifest.content == self._state.content
             return None if same else "a re-stamp of weights that this worker doesn't hold"
         if offer.way not in WAYS:
             return f"this worker doesn't know the way {offer.way!r}"
-        try:
-            check_manifest(manifest)
-        except WeightsError as error:
-            return str(error)
         reason = base_difference(self._target.base, manifest.base)
-        if reason is None and manifest.layout != self._fitting:
-            reason = first_difference(self._target.specs, manifest.layout.tensors)
-        if reason is None:
-            self._fitting = manifest.layout
-        return reason
+        return reason or first_difference(self._target.specs, manifest.layout.tensors)
 
-    def _on_report(self, job: Job, report: Report) -> None:
-        match report:
-            case Serving():
-                manifest, renamed = job.offer.manifest, job.offer.way == RENAME
-                self._version, self._content = job.version, manifest.content
-                self._fetched, self._paused = report.fetched, report.paused
-                self._is_checking = report.is_checked
-                self._job = None
-                self._counts["restamped" if renamed else "committed"] += 1
-                self._counts["bytes"] += 0 if renamed else manifest.layout.total_bytes
-                self._ask()
-            case Checked(passed):
-                self._is_checking = False
-                if not passed:
-                    # The engine's weights aren't those of its version, so the worker disowns it
-                    # and is offered the newest again.
-                    self._version, self._content = None, ""
-                    self._problem = "check: the engine computes something else than the learner"
-                    self._counts["reloaded"] += 1
-                self._ask()
-            case Failed(stage, reason):
-                if job is self._job:
-                    self._give_up(stage, reason)
-            case _:
-                assert_never(report)
+    def _on_loaded(self, job: Job, fetched: float, paused: float) -> None:
+        manifest, renamed = job.offer.manifest, job.offer.way == RENAME
+        self._job = None
+        self._is_checking = self._target.check is not None and not renamed
+        self._counts["restamped" if renamed else "committed"] += 1
+        self._counts["bytes"] += 0 if renamed else manifest.layout.total_bytes
+        self._ask(
+            version=manifest.version, content=manifest.content, fetched=fetched, paused=paused
+        )
+
+    def _on_checked(self, passed: bool) -> None:
+        self._is_checking = False
+        self._counts["reloaded"] += not passed
+        problem = "check: the engine computes something else than the learner"
+        # The engine's weights aren't those of its version, so the worker disowns it and is offered the
+        # newest again.
+        self._ask(**({} if passed else {"version": None, "content": "", "problem": problem}))
 
     def _refuse(self, stage: str, reason: str) -> None:
-        log.warning(f"refused round {self._round} at {stage}: {reason}; still on {self._version}")
-        self._problem = f"{stage}: {reason}"[:1000]
-        self._ask()
+        held, name = self._state.version, self._state.round
+        log.warning(f"refused round {name} at {stage}: {reason}; still on {held}")
+        self._ask(problem=f"{stage}: {reason}"[:1000])
 
-    def _give_up(self, stage: str, reason: str) -> None:
-        """Ends the current job as failed, if possible, and tells the learner."""
-        if self._drop(keep_landing=stage == "load"):
+    def _give_up(self, job: Job | None, stage: str, reason: str) -> None:
+        """Ends a job as failed, unless it has ended or can't be, and tells the learner."""
+        if job is self._job and self._drop(keep_memory=stage == "load"):
             self._refuse(stage, reason)
 
-    def _drop(self, *, keep_landing: bool = False) -> bool:
+    def _drop(self, *, keep_memory: bool = False) -> bool:
         """Ends the current job; returns False if there is none or the engine is already loading it."""
         if self._job is None or not self._job.drop():
             return False
         self._job = None
         self._counts["failed"] += 1
-        if not keep_landing:
+        if not keep_memory:
             # The job's thread may still be in a channel whose bytes arrive in the old buffer.
-            self._landing.close()
-            self._landing = Landing(self._settings, self._device)
+            self._memory.close()
+            self._memory = Memory()
         return True
+
+    # A job's thread. It reads nothing that the control thread owns, and posts what it has to tell.
+
+    def _begin(self, job: Job, at: Meeting | None = None) -> None:
+        """Starts the thread; a channel is entered at a meeting point."""
+        job.is_begun = True
+        seconds = self._settings.stage_seconds
+        if at is not None:
+            seconds += self._settings.open_seconds
+        job.wait = Wait(job.wait.who, f"send version {job.offer.manifest.version}", seconds)
+        threading.Thread(target=self._run, args=(job, at), name="weights-job", daemon=True).start()
+
+    def _run(self, job: Job, at: Meeting | None) -> None:
+        stage = "fetch"
+        try:
+            staged = self._fetch(job, at) if job.offer.way != RENAME else None
+            stage = "load"
+            self._load(job, staged, time.perf_counter() - job.since)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the learner must hear of it
+            stage = "verify" if isinstance(error, DamagedError) else stage
+            reason = str(error) or type(error).__name__
+            self._mailbox.post(partial(self._give_up, job, stage, reason))
+
+    def _fetch(self, job: Job, at: Meeting | None) -> StagedTensors:
+        """Fetches a version and checks every bucket.
+
+        Raises:
+            DamagedError: a checksum is wrong.
+            WeightsError: the version couldn't be fetched.
+        """
+        manifest, fetch = job.offer.manifest, WAYS[job.offer.way].fetch
+        if fetch is not None:
+            staged = fetch(manifest, job.offer.place, job.memory)
+            for index in range(len(manifest.checksums)):
+                _check(manifest, staged, index)
+        else:
+            assert job.channel is not None
+            assert at is not None
+            staged = job.memory.own(manifest.layout)
+            # Each bucket is checked while the next ones arrive.
+            job.channel.receive(staged, at, partial(_check, manifest, staged))
+        return staged
+
+    def _load(self, job: Job, staged: StagedTensors | None, fetched: float) -> None:
+        version, seconds = job.offer.manifest.version, self._settings.commit_seconds
+        # A learner that was stopped and resumed doesn't know that its term is over, but Redis does.
+        job.wait = Wait("the ledger", "say which term has begun", seconds)
+        term = self._current_term()
+        if version.term < term:
+            raise WeightsError(
+                f"version {version} is of term {version.term}, which is over: term {term} has begun"
+            )
+        # Set before it begins: once this wait's deadline is past, the engine may be half-loaded.
+        job.wait = Wait(ENGINE, f"load {version}", seconds)
+        if not job.claim.acquire(blocking=False):
+            return
+        try:
+            paused = self._target.load(staged, version)
+        except WeightsError:
+            # Nothing was changed, so it may be dropped.
+            job.claim.release()
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the engine may be half-loaded
+            end_half_loaded(
+                f"version {version} couldn't be loaded ({type(error).__name__}: {error}); the engine "
+                f"may hold half of it, so this process ends"
+            )
+        self._mailbox.post(partial(self._on_loaded, job, fetched, paused))
+        if self._target.check is not None and staged is not None:
+            passed = self._target.check(version, job.offer.manifest.scored)
+            self._mailbox.post(partial(self._on_checked, passed))

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import zmq
 
@@ -27,7 +28,7 @@ from .manifest import Layout, ScoredRows, plan
 from .protocol import ROLE, LearnerAddress, Membership
 from .shared_memory import remove_left_behind
 from .staging import StagingSlot, StagingSlots
-from .transfers import SILENT_SECONDS, Transfers
+from .transfers import Transfers
 
 log = logging.getLogger("tandem.learner.weights")
 
@@ -44,7 +45,6 @@ class WeightSender:
     whenever it asks, whether or not training goes on.
 
     Args:
-        silent_seconds: silence after which a worker is given up.
         snapshot_folder: folder of snapshots unless ``weights.snapshot_folder`` is set.
 
     Raises:
@@ -57,7 +57,6 @@ class WeightSender:
         config: Config,
         term: int,
         *,
-        silent_seconds: float = SILENT_SECONDS,
         snapshot_folder: Path | None = None,
     ) -> None:
         self._settings = config.weights
@@ -83,20 +82,12 @@ class WeightSender:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = Authenticator(self._context, membership.client.public)
         router, endpoint = bind_router(self._context, config.launch.bind, keys)
-        self._transfers = Transfers(
-            membership.run_id,
-            self._member,
-            self._settings,
-            self._slots,
-            router,
-            snapshots=snapshot_folder,
-            silent_seconds=silent_seconds,
-        )
+        self._transfers = Transfers(self._settings, self._slots, router, snapshots=snapshot_folder)
         address = LearnerAddress(
             member=self._member, term=term, endpoint=endpoint, public_key=keys.public
         )
         self._entry = {
-            **address.info(),
+            **msgspec.structs.asdict(address),
             "run_id": membership.run_id,
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -137,13 +128,12 @@ class WeightSender:
         if self._layout is None:
             self._layout, parameters = self._lay_out(parameters)
         slot = self._slots.take(self._layout, shared=self._shared, pin=self._on_gpu)
-        slot.scored = scored
         try:
             self._copy(slot, parameters)
         except BaseException:
-            self._slots.give_back(slot)
+            self._slots.release(slot)
             raise
-        self._slots.publish(slot, version)
+        self._slots.publish(slot, version, scored)
         self._last = version
         self._transfers.wake()
 
@@ -163,11 +153,7 @@ class WeightSender:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and each live worker's version and last transfer."""
-        return {
-            "superseded": self._slots.superseded,
-            "buffers": len(self._slots),
-            **self._transfers.stats(),
-        }
+        return self._transfers.stats()
 
     def close(self) -> None:
         """Cancels rounds, leaves the registry and closes; waits a few seconds at most."""

@@ -1,6 +1,7 @@
-"""The way within one host: workers map the learner's flat buffer, a file in ``/dev/shm``.
+"""Versions in the host's memory, and the way within one host: workers map the learner's buffer.
 
-A segment's creator keeps its file locked; the kernel drops the lock when the creator dies, so a
+A version's tensors lie in one flat buffer, if there is room in a *segment*: a file in ``/dev/shm``. A
+segment's creator keeps its file locked; the kernel drops the lock when the creator dies, so a
 file that nobody has locked was left behind and may be removed. (A process id in the name wouldn't
 do: containers may share ``/dev/shm``, but each counts its own processes.) A mapping keeps its
 memory whether or not the file still exists.
@@ -17,17 +18,16 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar
 
 import torch
+import xxhash
 
-from ..config import WeightsConfig
 from ..errors import WeightsError
-from .channel import Arrival, OwnBuffer, Pair, Parcel, Way
-from .manifest import WeightManifest
-from .protocol import Meeting
+from .manifest import Layout, SegmentPlace, WeightManifest
+from .protocol import Pair
 
 log = logging.getLogger("tandem.weights")
 
@@ -37,6 +37,8 @@ SHARED_MEMORY = Path("/dev/shm")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAPPED = 4
 """Number of other processes' segments that a process keeps mapped."""
+CHUNK_BYTES = 1 << 20
+"""xxhash holds the GIL; between pieces of 1 MB (about 0.1 ms) other threads get their turn."""
 MADV_POPULATE_READ = 22
 """``madvise`` to map all pages for reading (linux/mman.h): MAP_POPULATE would copy private ones."""
 
@@ -118,18 +120,6 @@ class Segment:
             self.close()
 
 
-def flat_buffer(
-    nbytes: int, where: Sequence[Path] | None = None
-) -> tuple[torch.Tensor, Segment | None]:
-    """A zeroed buffer ``[nbytes]`` uint8, with its :class:`Segment` if there was room for one."""
-    try:
-        segment = Segment(nbytes, where)
-        return segment.buffer, segment
-    except (WeightsError, OSError) as error:
-        log.warning(f"weights are staged in memory that isn't shared: {error}")
-        return torch.zeros(nbytes, dtype=torch.uint8), None
-
-
 def map_segment(path: str | Path, nbytes: int) -> torch.Tensor:
     """Maps another process's segment for reading, as ``[nbytes]`` uint8.
 
@@ -165,58 +155,119 @@ def map_segment(path: str | Path, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)
 
 
-class Mappings:
-    """Other processes' segments, kept mapped because their owner uses two or three in turn."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StagedTensors:
+    """A version's tensors in a flat buffer, as ways carry them and as an engine loads them."""
 
-    def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}
+    layout: Layout
+    buffer: torch.Tensor
+    """``[total_bytes]`` uint8 in the host's memory."""
+    path: str
+    """The segment's file; empty if the buffer isn't in shared memory."""
+    segment: Segment | None = None
+    """The segment, if this process has created it."""
 
-    def get(self, path: str, nbytes: int) -> torch.Tensor:
-        """``[nbytes]`` uint8 as from :func:`map_segment`, which is called only if need be."""
-        found = self._kept.pop(path, None)
-        # A mapping keeps its memory alive even if the segment's owner has no more use for it.
-        for other in [other for other in self._kept if not os.path.exists(other)]:
-            del self._kept[other]
-        while len(self._kept) >= MAPPED:
-            del self._kept[next(iter(self._kept))]
-        # Pages that a reader wrote to are copies, which later changes don't reach.
-        if found is None or found.numel() != nbytes or found._version:
-            found = map_segment(path, nbytes)
-        self._kept[path] = found
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """(name, view) of every tensor, sharing the buffer's memory."""
+        found: list[tuple[str, torch.Tensor]] = []
+        for tensor, offset in zip(self.layout.tensors, self.layout.offsets, strict=False):
+            dtype: torch.dtype = getattr(torch, tensor.dtype)
+            piece = self.buffer[offset : offset + tensor.nbytes]
+            found.append((tensor.name, piece.view(dtype).view(tensor.shape)))
         return found
 
+    @property
+    def place(self) -> SegmentPlace | None:
+        """Where other processes of the host can map them; None if they can't."""
+        return SegmentPlace(self.path, self.layout.text) if self.path else None
 
-class SharedMemory(Way):
-    """Carries no bytes: the worker reads the version where the learner has put it.
+    def close(self) -> None:
+        """Removes the file, if this process has created it."""
+        if self.segment is not None:
+            self.segment.close()
+
+
+def stage(layout: Layout, where: Sequence[Path] | None = None) -> StagedTensors:
+    """Zeroed tensors, in a segment if there is room for one.
+
+    Args:
+        layout: where each tensor is.
+        where: folders as for :class:`Segment`; with none at all, no other process sees the tensors.
+    """
+    if where is None or where:
+        try:
+            segment = Segment(layout.total_bytes, where)
+            path = str(segment.path)
+            return StagedTensors(layout=layout, buffer=segment.buffer, path=path, segment=segment)
+        except (WeightsError, OSError) as error:
+            log.warning(f"weights are staged in memory that isn't shared: {error}")
+    buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+    return StagedTensors(layout=layout, buffer=buffer, path="")
+
+
+def checksum(data: torch.Tensor) -> int:
+    """XXH3-64 of a uint8 tensor on the CPU, ``[n]``, as an unsigned 64-bit number."""
+    view, digest = data.numpy().data, xxhash.xxh3_64()
+    for start in range(0, len(view), CHUNK_BYTES):
+        digest.update(view[start : start + CHUNK_BYTES])
+    return digest.intdigest()
+
+
+class Memory:
+    """Where a reader finds versions: segments of other processes, and one buffer of its own.
+
+    Segments stay mapped, because their owner uses two or three in turn. Ways copy into the own buffer
+    what isn't in a segment. Only one thread at a time uses it, since each version overwrites the last.
+    """
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, torch.Tensor] = {}
+        self._own: StagedTensors | None = None
+
+    def map(self, path: str, layout: Layout) -> StagedTensors:
+        """What another process has put into a segment; maps it if need be, see :func:`map_segment`."""
+        found = self._mapped.pop(path, None)
+        # A mapping keeps its memory alive even if the segment's owner has no more use for it.
+        for other in [other for other in self._mapped if not os.path.exists(other)]:
+            del self._mapped[other]
+        while len(self._mapped) >= MAPPED:
+            del self._mapped[next(iter(self._mapped))]
+        # Pages that a reader wrote to are copies, which later changes don't reach.
+        if found is None or found.numel() != layout.total_bytes or found._version:
+            found = map_segment(path, layout.total_bytes)
+        self._mapped[path] = found
+        return StagedTensors(layout=layout, buffer=found, path=path)
+
+    def own(self, layout: Layout) -> StagedTensors:
+        """The own buffer, in shared memory if there is room, so that an engine in another process can load
+        it from there. What is in it is of the version before."""
+        if self._own is None or self._own.layout != layout:
+            self.close()
+            self._own = stage(layout)
+        return self._own
+
+    def close(self) -> None:
+        """Removes the file of the own buffer."""
+        if self._own is not None:
+            self._own.close()
+
+
+def obstacle(pair: Pair) -> str:
+    """Why a pair can't share memory: both ends must see the file."""
+    if pair.same_memory:
+        return ""
+    return (
+        "needs a learner and a worker that see the same /dev/shm (not two hosts, two containers "
+        "without --ipc=host, two users) with room in it: set weights.transport=auto"
+    )
+
+
+def fetch(manifest: WeightManifest, place: str, memory: Memory) -> StagedTensors:
+    """Maps the version where the learner has put it; no bytes are carried.
 
     The learner never writes into a segment that a worker may still read (``StagingSlot.retired``).
     """
-
-    name: ClassVar[str] = "shared_memory"
-
-    def __init__(self, settings: WeightsConfig, device: torch.device) -> None:
-        super().__init__(settings, device)
-        self._mapped = Mappings()
-
-    @classmethod
-    def obstacle(cls, pair: Pair) -> str:
-        """Both ends must see the file."""
-        if pair.same_memory:
-            return ""
-        return (
-            "needs a learner and a worker that see the same /dev/shm (not two hosts, two containers "
-            "without --ipc=host, two users) with room in it: set weights.transport=auto"
-        )
-
-    def offer(self, parcel: Parcel, at: Meeting | str) -> str:
-        """Returns the path of the segment's file."""
-        return parcel.segment
-
-    def fetch(self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer) -> Arrival:
-        """Maps the segment unless it is mapped already."""
-        place = str(at)
-        buffer = self._mapped.get(place, manifest.layout.total_bytes)
-        return Arrival(buffer=buffer, segment=place, full=range(manifest.layout.bucket_count))
+    return memory.map(place, manifest.layout)
 
 
 def _place(needed: int, folders: Sequence[Path]) -> Path:

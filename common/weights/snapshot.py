@@ -5,7 +5,7 @@
     weights/LATEST              name of the newest one
     weights/3.120/              term 3, step 120
         model.safetensors       as transformers and vLLM read it
-        manifest.json           layout, checksums, digest
+        manifest.json           version, layout, checksums
 
 A folder is written under a temporary name, synced and renamed, so that it is never seen incomplete.
 """
@@ -16,7 +16,6 @@ import re
 import secrets
 import shutil
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 from safetensors import SafetensorError, safe_open
@@ -24,10 +23,8 @@ from safetensors.torch import save_file
 
 from ..errors import WeightsError
 from ..run_folder import sync_folder, sync_tree, write_atomic
-from .channel import Arrival, OwnBuffer, Parcel, Way
 from .manifest import WeightManifest
-from .protocol import Meeting
-from .staging import views
+from .shared_memory import Memory, StagedTensors
 
 KEPT = 2
 """Number of newest snapshots to keep; a worker may still be reading the last but one."""
@@ -37,58 +34,60 @@ MODEL = "model.safetensors"
 _NAME = re.compile(r"([0-9]{1,18})\.([0-9]{1,18})")
 
 
-class Snapshot(Way):
-    """Writes a version into the run's folder of snapshots, and reads it from there."""
+def write(manifest: WeightManifest, staged: StagedTensors, folder: Path) -> None:
+    """The learner's end: writes a version into the folder of all snapshots, which is created if need be,
+    points ``LATEST`` to it and removes old ones.
 
-    name: ClassVar[str] = "snapshot"
+    Raises:
+        WeightsError: it couldn't be written; all is as before.
+    """
+    version = manifest.version
+    target = folder / str(version)
+    beside = folder / f".{version}.{secrets.token_hex(4)}"
+    try:
+        if not target.is_dir():
+            beside.mkdir(parents=True)
+            save_file(dict(staged.tensors()), beside / MODEL, {"format": "pt"})
+            (beside / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+            sync_tree(beside)
+            beside.rename(target)
+        write_atomic(folder / LATEST, target.name)
+        sync_folder(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise WeightsError(
+            f"no snapshot of version {version} could be written to {folder}: {error}; "
+            f"check free space and permissions, or set weights.snapshot_folder"
+        ) from None
+    _remove_old(folder)
 
-    def offer(self, parcel: Parcel, at: Meeting | str) -> str:
-        """Writes a version into the folder of all snapshots, which is created if need be, points
-        ``LATEST`` to it and removes old ones; returns its folder. After an error all is unchanged."""
-        folder, version = Path(str(at)), parcel.manifest.version
-        target = folder / str(version)
-        beside = folder / f".{version}.{secrets.token_hex(4)}"
-        try:
-            if not target.is_dir():
-                beside.mkdir(parents=True)
-                tensors = dict(views(parcel.buffer, parcel.manifest.layout))
-                save_file(tensors, beside / MODEL, {"format": "pt"})
-                (beside / MANIFEST).write_bytes(msgspec.json.encode(parcel.manifest))
-                sync_tree(beside)
-                beside.rename(target)
-            write_atomic(folder / LATEST, target.name)
-            sync_folder(folder)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(beside, ignore_errors=True)
-            raise WeightsError(
-                f"no snapshot of version {version} could be written to {folder}: {error}; "
-                f"check free space and permissions, or set weights.snapshot_folder"
-            ) from None
-        _remove_old(folder)
-        return str(target)
 
-    def fetch(self, manifest: WeightManifest, at: Meeting | str, own: OwnBuffer) -> Arrival:
-        """Reads a snapshot into the worker's own buffer."""
-        buffer, segment = own(manifest.layout.total_bytes)
-        # Padding is summed too.
-        buffer.zero_()
-        path = Path(str(at)) / MODEL
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                there = set(file.keys())
-                for name, view in views(buffer, manifest.layout):
-                    if name not in there:
-                        raise WeightsError(f"{path} lacks {name}")
-                    tensor = file.get_tensor(name)
-                    if tensor.shape != view.shape or tensor.dtype != view.dtype:
-                        raise WeightsError(
-                            f"{name} is {tensor.dtype} {list(tensor.shape)} in {path}, not "
-                            f"{view.dtype} {list(view.shape)}"
-                        )
-                    view.copy_(tensor)
-        except (OSError, SafetensorError) as error:
-            raise WeightsError(f"the snapshot {at} can't be read here: {error}") from None
-        return Arrival(buffer=buffer, segment=segment, full=range(manifest.layout.bucket_count))
+def fetch(manifest: WeightManifest, place: str, memory: Memory) -> StagedTensors:
+    """The worker's end: reads a version from its folder into the worker's own buffer.
+
+    Raises:
+        WeightsError: the folder can't be read here, or holds something else.
+    """
+    staged = memory.own(manifest.layout)
+    # Padding is summed too.
+    staged.buffer.zero_()
+    path = Path(place) / MODEL
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            there = set(file.keys())
+            for name, view in staged.tensors():
+                if name not in there:
+                    raise WeightsError(f"{path} lacks {name}")
+                tensor = file.get_tensor(name)
+                if tensor.shape != view.shape or tensor.dtype != view.dtype:
+                    raise WeightsError(
+                        f"{name} is {tensor.dtype} {list(tensor.shape)} in {path}, not "
+                        f"{view.dtype} {list(view.shape)}"
+                    )
+                view.copy_(tensor)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"the snapshot {place} can't be read here: {error}") from None
+    return staged
 
 
 def _remove_old(folder: Path) -> None:

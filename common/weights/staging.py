@@ -1,4 +1,4 @@
-"""Versions of the weights in the host's memory: flat buffers, their checksums, and who reads them.
+"""The learner's versions in the host's memory: the buffers that hold them, their checksums, and who reads them.
 
 A version is never on a GPU as a whole: its tensors are copied out of the model one by one into a
 buffer in shared memory, pinned if a GPU copies to it, and are sent from there.
@@ -10,139 +10,53 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import xxhash
 
 from ..records import Version
 from ..waiting import Wait
-from .channel import Parcel
-from .manifest import Layout, ScoredRows, SegmentPlace, make_manifest, plan
+from .manifest import Layout, ScoredRows, WeightManifest
 from .nccl import await_event
-from .shared_memory import SHARED_MEMORY, Segment, flat_buffer
+from .shared_memory import CHUNK_BYTES, SHARED_MEMORY, stage
 
 log = logging.getLogger("tandem.learner.weights")
 
 COPY_SECONDS = 60.0
 """Deadline for a running copy within the host."""
-CHUNK_BYTES = 1 << 20
-"""xxhash holds the GIL; between pieces of 1 MB (about 0.1 ms) other threads get their turn."""
-
-
-def views(buffer: torch.Tensor, layout: Layout) -> list[tuple[str, torch.Tensor]]:
-    """(name, view) of every tensor, sharing the buffer's memory."""
-    found: list[tuple[str, torch.Tensor]] = []
-    for tensor, offset in zip(layout.tensors, layout.offsets, strict=False):
-        dtype: torch.dtype = getattr(torch, tensor.dtype)
-        piece = buffer[offset : offset + tensor.nbytes]
-        found.append((tensor.name, piece.view(dtype).view(tensor.shape)))
-    return found
-
-
-def checksum(data: torch.Tensor) -> int:
-    """XXH3-64 of a uint8 tensor on the CPU, ``[n]``, as an unsigned 64-bit number."""
-    view, digest = data.numpy().data, xxhash.xxh3_64()
-    for start in range(0, len(view), CHUNK_BYTES):
-        digest.update(view[start : start + CHUNK_BYTES])
-    return digest.intdigest()
-
-
-class _Sums:
-    """Checksums of a buffer's buckets, computed as it is filled from its first byte on."""
-
-    def __init__(self, buffer: torch.Tensor, layout: Layout) -> None:
-        self._bytes = buffer.numpy().data
-        self._ends = [bucket.stop for bucket in layout.buckets]
-        self._digests = [xxhash.xxh3_64() for _ in self._ends]
-        self._summed = 0
-
-    def up_to(self, end: int) -> None:
-        """Sums the bytes before ``end``, which have all been written."""
-        for bucket_end, digest in zip(self._ends, self._digests, strict=True):
-            while self._summed < min(end, bucket_end):
-                stop = min(end, bucket_end, self._summed + CHUNK_BYTES)
-                digest.update(self._bytes[self._summed : stop])
-                self._summed = stop
-
-    def all(self) -> list[int]:
-        """The checksum of each bucket, once all bytes have been written."""
-        self.up_to(self._ends[-1])
-        return [digest.intdigest() for digest in self._digests]
-
-
-@contextlib.contextmanager
-def handed_over(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[SegmentPlace]:
-    """Copies tensors into a new segment for other processes of the host, and removes it at the end.
-
-    Raises:
-        WeightsError: there is no room for the segment.
-    """
-    content = [(name, tensor.detach()) for name, tensor in tensors]
-    layout = plan(((name, tensor.shape, tensor.dtype) for name, tensor in content), 1 << 30)
-    segment = Segment(layout.total_bytes)
-    try:
-        copies = views(segment.buffer, layout)
-        for (_, tensor), (_, copy) in zip(content, copies, strict=True):
-            copy.copy_(tensor)
-        yield SegmentPlace(path=str(segment.path), nbytes=layout.total_bytes, layout=layout.text)
-    finally:
-        segment.close()
 
 
 class StagingSlot:
-    """One of the learner's buffers with the version that it holds.
+    """One of the learner's buffers.
 
     Args:
-        run_id: the run.
         layout: where each tensor is.
         shared: whether to use shared memory if there is room, so that workers of this host can map it.
         pin: whether a GPU copies to and from it.
-        base: the manifest's, see :class:`.manifest.WeightManifest`.
     """
 
-    def __init__(
-        self,
-        run_id: str,
-        layout: Layout,
-        *,
-        shared: bool = True,
-        pin: bool = False,
-        base: str = "",
-    ) -> None:
-        self._run_id, self._base = run_id, base
+    def __init__(self, layout: Layout, *, shared: bool = True, pin: bool = False) -> None:
         self.layout = layout
-        self.segment: Segment | None = None
-        if shared:
-            self.buffer, self.segment = flat_buffer(layout.total_bytes, (SHARED_MEMORY,))
-        else:
-            self.buffer = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+        self.staged = stage(layout, (SHARED_MEMORY,) if shared else ())
+        self.tensors = self.staged.tensors()
         self._pinned = pin and self._pin()
-        self.tensors = views(self.buffer, layout)
-        self.version: Version | None = None
-        self.published = 0.0
-        """``perf_counter`` at the end of the copy out of the model."""
-        self.scored: ScoredRows | None = None
-        """Log-probs that the version gives some rows; sent with it and with its re-stamps."""
         self.pins = 0
         """Number of readers and writers; without any it may be overwritten."""
-        self.started = False
-        """Whether somebody has begun to receive the version."""
         self.retired = False
         """Whether a silent worker may still read the segment or load from it. If so it is never
         overwritten: the worker's mapping keeps the old bytes, and the learner uses a new segment."""
         self.copied: torch.cuda.Event | None = None
         """Marks the end of a GPU's copies out of the model."""
-        self._sums = _Sums(self.buffer, layout)
+        self._bytes = self.staged.buffer.numpy().data
         self._summing = threading.Lock()
+        self.reset()
 
     def reset(self) -> None:
         """Prepares the slot for being overwritten."""
-        self.version = None
-        self.scored = None
-        self.started = False
-        self._sums = _Sums(self.buffer, self.layout)
+        self._ends = [bucket.stop for bucket in self.layout.buckets]
+        self._digests = [xxhash.xxh3_64() for _ in self._ends]
+        self._summed = 0
 
     def put(self, index: int, tensor: torch.Tensor) -> None:
         """Copies the layout's next tensor out of the model. A GPU may still be copying when this
@@ -150,19 +64,11 @@ class StagingSlot:
         _, view = self.tensors[index]
         view.copy_(tensor, non_blocking=True)
         if not tensor.is_cuda:
-            self._sums.up_to(self.layout.offsets[index + 1])
+            self._sum(self.layout.offsets[index + 1])
 
-    def close(self) -> None:
-        """Removes the segment's file."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
-            self._pinned = False
-        if self.segment is not None:
-            self.segment.close()
-
-    def parcel(self, version: Version) -> Parcel:
-        """The slot's weights under a version's name, in the form that ways carry. Checksums of what a
-        GPU has copied are computed when they are first needed.
+    def checksums(self) -> tuple[int, ...]:
+        """The checksum of each bucket, once all tensors are there. Those of what a GPU has copied are
+        computed when they are first needed.
 
         Raises:
             WeightsError: a GPU's copy didn't end in time.
@@ -171,44 +77,63 @@ class StagingSlot:
             if self.copied is not None:
                 what = "copy the weights out of the model"
                 await_event(self.copied, Wait("the GPU", what, COPY_SECONDS))
-            sums = self._sums.all()
-        return Parcel(
-            manifest=make_manifest(
-                self._run_id, version, self.layout, sums, self.scored, self._base
-            ),
-            buffer=self.buffer,
-            segment=str(self.segment.path) if self.segment is not None else "",
-        )
+            self._sum(self._ends[-1])
+            return tuple(digest.intdigest() for digest in self._digests)
+
+    def close(self) -> None:
+        """Removes the segment's file."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.staged.buffer.data_ptr())
+            self._pinned = False
+        self.staged.close()
+
+    def _sum(self, end: int) -> None:
+        """Sums the bytes before ``end``, which have all been written."""
+        for bucket_end, digest in zip(self._ends, self._digests, strict=True):
+            while self._summed < min(end, bucket_end):
+                stop = min(end, bucket_end, self._summed + CHUNK_BYTES)
+                digest.update(self._bytes[self._summed : stop])
+                self._summed = stop
 
     def _pin(self) -> bool:
         """Pins the buffer for a GPU's copies, which are slower but just as correct without it."""
-        nbytes = self.buffer.numel()
-        status = torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), nbytes, 0)
-        if int(status) != 0:
-            log.info(f"{nbytes:,} bytes of memory can't be pinned (CUDA {status})")
-        return int(status) == 0
+        buffer = self.staged.buffer
+        status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+        if int(status) == 0:
+            return True
+        log.info(f"{buffer.numel():,} bytes of memory can't be pinned (CUDA {status})")
+        # CUDA keeps the error for whoever asks next, which is torch after its next kernel: one of the model's.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda").neg()
+        return False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pin:
-    """A reader's hold on a version in a slot, to be released once (:meth:`StagingSlots.release`)."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class Published:
+    """A version that was published. Whoever reads its slot pins it (:meth:`StagingSlots.pin`), since a slot
+    that nobody reads may be overwritten."""
 
     slot: StagingSlot
     version: Version
-    """The slot's version when it was pinned; a re-stamp may since have given it a newer one."""
-    published: float
-    """``perf_counter`` when that version was published."""
-
-    def parcel(self) -> Parcel:
-        """See :meth:`StagingSlot.parcel`."""
-        return self.slot.parcel(self.version)
+    scored: ScoredRows | None
+    """Log-probs that the weights give some rows."""
+    since: float = field(default_factory=time.perf_counter)
+    """``perf_counter`` when it was published."""
+    started: bool = False
+    """Whether somebody has begun to receive it."""
+    manifest: WeightManifest | None = None
+    """See :meth:`StagingSlots.manifest`."""
 
 
 class StagingSlots:
-    """The learner's staging buffers, including that of the newest version.
+    """The learner's buffers, and which version is the newest.
 
     The training thread takes and fills slots, the service's threads pin and read them; the lock
     is held only for microseconds.
+
+    Args:
+        run_id: the manifests' run.
+        base: the manifests' base model.
     """
 
     def __init__(self, run_id: str, base: str = "") -> None:
@@ -219,16 +144,22 @@ class StagingSlots:
         """Number of versions that a newer one overtook before anybody began to receive them."""
         self._lock = threading.Lock()
         self._slots: list[StagingSlot] = []
-        self._newest: StagingSlot | None = None
+        self._newest: Published | None = None
 
     def __len__(self) -> int:
         return len(self._slots)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that all buffers have together."""
+        with self._lock:
+            return sum(slot.layout.total_bytes for slot in self._slots)
+
+    @property
     def newest(self) -> Version | None:
         """The newest version; None before the first."""
-        slot = self._newest
-        return slot.version if slot is not None else None
+        newest = self._newest
+        return newest.version if newest is not None else None
 
     def take(self, layout: Layout, *, shared: bool, pin: bool) -> StagingSlot:
         """A buffer that nobody reads, with one pin.
@@ -237,24 +168,23 @@ class StagingSlots:
         each such version.
         """
         with self._lock:
+            newest = self._newest.slot if self._newest is not None else None
             unread = [slot for slot in self._slots if slot.pins == 0]
-            free = [slot for slot in unread if slot is not self._newest and not slot.retired]
-            newest = self._newest
-            spare = newest if newest in unread and len(self._slots) >= 2 else None
-            if not free and spare is not None and not spare.retired:
+            free = [slot for slot in unread if not slot.retired and slot is not newest]
+            spare = newest in unread and len(self._slots) >= 2
+            if not free and spare and newest is not None and not newest.retired:
                 # Nobody reads the newest, so it may be overwritten.
-                self._overtake()
-                self._newest = None
-                free = [spare]
+                self._newest_is(None)
+                free = [newest]
             for slot in unread:
                 # Retired, or left over from a time when a worker was slow.
-                if slot is not self._newest and slot not in free[:1]:
+                if slot is not newest and slot not in free[:1]:
                     self._drop(slot)
             if free:
                 free[0].reset()
                 free[0].pins += 1
                 return free[0]
-        slot = StagingSlot(self._run_id, layout, shared=shared, pin=pin, base=self._base)
+        slot = StagingSlot(layout, shared=shared, pin=pin)
         slot.pins += 1
         with self._lock:
             self._slots.append(slot)
@@ -263,48 +193,54 @@ class StagingSlots:
             log.warning(f"{count} staging buffers are held: slow workers pin old versions")
         return slot
 
-    def give_back(self, slot: StagingSlot) -> None:
-        """Undoes :meth:`take` for a slot that couldn't be filled."""
+    def publish(self, slot: StagingSlot, version: Version, scored: ScoredRows | None) -> None:
+        """Makes a filled slot the newest version."""
         with self._lock:
             slot.pins -= 1
-
-    def publish(self, slot: StagingSlot, version: Version) -> None:
-        """Makes a filled slot the newest."""
-        with self._lock:
-            slot.pins -= 1
-            self._newest_is(slot, version)
+            self._newest_is(Published(slot=slot, version=version, scored=scored))
 
     def restamp(self, version: Version) -> bool:
         """Gives the newest weights a newer version; returns False if there are none."""
         with self._lock:
-            if self._newest is not None:
-                self._newest_is(self._newest, version)
-            return self._newest is not None
+            newest = self._newest
+            if newest is not None:
+                self._newest_is(Published(slot=newest.slot, version=version, scored=newest.scored))
+            return newest is not None
 
-    def pin_newest(self) -> Pin | None:
-        """A hold on the newest version; None before the first."""
+    def pin(self, published: Published | None = None) -> Published | None:
+        """A hold on a version, by default the newest, to be released once; None before the first."""
         with self._lock:
-            slot = self._newest
-            if slot is None or slot.version is None:
-                return None
-            slot.pins += 1
-            return Pin(slot=slot, version=slot.version, published=slot.published)
+            published = published or self._newest
+            if published is not None:
+                published.slot.pins += 1
+            return published
 
-    def pin_again(self, pin: Pin) -> Pin:
-        """One more hold on the same version."""
-        with self._lock:
-            pin.slot.pins += 1
-            return pin
-
-    def release(self, pin: Pin, *, retire: bool = False) -> None:
+    def release(self, slot: StagingSlot, *, retire: bool = False) -> None:
         """Gives up a hold.
 
         Args:
             retire: whether somebody may still be reading the slot's segment.
         """
         with self._lock:
-            pin.slot.pins -= 1
-            pin.slot.retired |= retire
+            slot.pins -= 1
+            slot.retired |= retire
+
+    def manifest(self, published: Published) -> WeightManifest:
+        """The manifest of a version that is pinned, made when it is first needed.
+
+        Raises:
+            WeightsError: see :meth:`StagingSlot.checksums`.
+        """
+        if published.manifest is None:
+            published.manifest = WeightManifest(
+                run_id=self._run_id,
+                version=published.version,
+                layout=published.slot.layout,
+                checksums=published.slot.checksums(),
+                base=self._base,
+                scored=published.scored,
+            )
+        return published.manifest
 
     def close(self) -> None:
         """Removes all segments' files."""
@@ -313,16 +249,9 @@ class StagingSlots:
                 self._drop(slot)
             self._newest = None
 
-    def _newest_is(self, slot: StagingSlot, version: Version) -> None:
-        self._overtake()
-        slot.version = version
-        slot.started = False
-        slot.published = time.perf_counter()
-        self._newest = slot
-
-    def _overtake(self) -> None:
-        """Counts the newest version if nobody has begun to receive it."""
+    def _newest_is(self, published: Published | None) -> None:
         self.superseded += self._newest is not None and not self._newest.started
+        self._newest = published
 
     def _drop(self, slot: StagingSlot) -> None:
         self._slots.remove(slot)

@@ -27,12 +27,12 @@ from ..errors import WeightsError, WireError
 from ..mailbox import Mailbox
 from ..sockets import local_address
 from ..waiting import Wait
-from .channel import Pair, Way, meeting_point
+from . import snapshot
+from .gloo import Channel, meeting_point
 from .manifest import WeightManifest
-from .protocol import RENAME, Ask, Meeting, Message, Offer, Open, Withdraw, pack, unpack
-from .shared_memory import SharedMemory, shared_memory_name
-from .snapshot import Snapshot
-from .staging import Pin, StagingSlots
+from .protocol import RENAME, Ask, Meeting, Message, Offer, Open, Pair, Withdraw, pack, unpack
+from .shared_memory import shared_memory_name
+from .staging import Published, StagingSlots
 from .ways import WAYS, device_name, possible_ways
 
 log = logging.getLogger("tandem.learner.weights")
@@ -51,17 +51,13 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 """Shortest and longest pause between attempts with one worker, in seconds; it doubles each time."""
 
 
-Result = tuple[WeightManifest, str] | str
-"""What a way's thread ends with: a version and where workers find it, or what went wrong."""
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
-class Channel:
-    """Carries one version to one worker, or to several at once."""
+class Round:
+    """Workers that get one version over one channel; without ``broadcast`` it is a single one."""
 
     offer: Offer
     """The offer that all its members received."""
-    end: Way | None = None
+    channel: Channel | None = None
     """The learner's end, once the channel is open."""
     meeting_point: TCPStore | None = None
     """Listens while the channel is open."""
@@ -72,11 +68,12 @@ class Transfer:
     """One version on its way to one worker."""
 
     offer: Offer
-    pin: Pin
+    published: Published
+    """The version, pinned."""
     wait: Wait
     """What the worker should do next."""
-    channel: Channel | None
-    """The channel that carries the bytes; None for other ways."""
+    round: Round | None
+    """Whose channel carries the bytes; None for other ways."""
     begun: float = field(default_factory=time.perf_counter)
     """``perf_counter`` at the offer."""
     taken_up: bool = False
@@ -110,38 +107,32 @@ class Transfers:
     Args:
         router: bound control socket.
         snapshots: folder in which snapshots are written.
-        silent_seconds: silence after which a worker is given up.
     """
 
     def __init__(
         self,
-        run_id: str,
-        member: str,
         settings: WeightsConfig,
         slots: StagingSlots,
         router: zmq.Socket[bytes],
         *,
         snapshots: Path,
-        silent_seconds: float,
     ) -> None:
-        self._run_id = run_id
-        self._member = member
         self._settings = settings
         self._slots = slots
         self._router = router
-        self._snapshots = str(snapshots)
-        self._silent_seconds = silent_seconds
+        self._snapshots = snapshots
         self._interface = local_address(settings.interface)
         self._mailbox: Mailbox[Callable[[], None]] = Mailbox()
         self._stopping = False
         self._peers: dict[bytes, Peer] = {}
-        self._channels: list[Channel] = []
+        self._rounds: list[Round] = []
         self._counts = dict.fromkeys(("committed", "failed", "bytes", "snapshots", "broadcasts"), 0)
 
-        self._snapshot: tuple[WeightManifest, str] | None = None
+        self._snapshot: WeightManifest | None = None
+        """The newest snapshot's."""
         self._snapshot_step = -1
-        self._snapshot_wanted = False
-        self._snapshot_begun = False
+        """Step of the last version of which a snapshot was begun."""
+        self._is_writing = False
 
     # For other threads.
 
@@ -159,6 +150,9 @@ class Transfers:
         held = {p.member: p.ask.version for p in peers}
         return {
             **self._counts,
+            "superseded": self._slots.superseded,
+            "buffers": len(self._slots),
+            "buffer_bytes": self._slots.nbytes,
             "members": {who: [v.term, v.step] if v else None for who, v in held.items()},
             "transfers": {p.member: p.last for p in peers if p.last is not None},
         }
@@ -178,12 +172,12 @@ class Transfers:
                 self._read()
                 self._look()
         finally:
-            reason = f"{self._member} is shutting down"
+            reason = "the learner is shutting down"
             for peer in self._peers.values():
                 if peer.transfer is not None:
                     self._send(peer, Withdraw(round=peer.transfer.offer.round, reason=reason))
-            for end in [channel.end for channel in self._channels if channel.end is not None]:
-                end.abort()
+            for channel in [one.channel for one in self._rounds if one.channel is not None]:
+                channel.abort()
             # The last messages should leave before the socket is closed.
             self._router.close(linger=200)
             self._mailbox.close()
@@ -204,14 +198,11 @@ class Transfers:
             idle = peer.transfer is None and not peer.ask.busy
             if idle and peer.ask.version != newest and time.monotonic() >= peer.next_try:
                 self._offer(peer)
-        for channel in list(self._channels):
-            self._mind(channel)
+        for one in list(self._rounds):
+            self._mind(one)
         # Several versions may have been published since the last look.
         if every and newest and newest.step // every > self._snapshot_step // every:
-            self._snapshot_step = newest.step
-            self._snapshot_wanted = True
-        if self._snapshot_wanted and not self._snapshot_begun:
-            self._begin_snapshot()
+            self._write_snapshot()
 
     # Messages.
 
@@ -239,16 +230,13 @@ class Transfers:
         if not isinstance(message, Ask):
             log.warning(f"{identity[:80]!r} sent a {type(message).__name__}: only learners do")
             return
-        if message.run_id != self._run_id:
-            log.warning(f"{message.member} belongs to run {message.run_id}: ignored")
-            return
         peer = self._peers.get(identity)
         if peer is None:
             for other in list(self._peers.values()):
                 if other.member == message.member:
                     self._forget(other, "a newer process of that name has joined")
             who = message.member
-            silence = Wait(who, "say that it is alive", self._silent_seconds)
+            silence = Wait(who, "say that it is alive", SILENT_SECONDS)
             peer = Peer(identity=identity, member=who, ask=message, silence=silence)
             self._peers[identity] = peer
             log.info(f"{who} joined with version {message.version or 'none'}")
@@ -270,7 +258,7 @@ class Transfers:
         elif not transfer.taken_up:
             transfer.taken_up = True
             seconds = self._settings.stage_seconds + self._settings.commit_seconds
-            if transfer.channel is not None:
+            if transfer.round is not None:
                 seconds += self._settings.open_seconds
             what = f"fetch, check and load version {offer.manifest.version}"
             transfer.wait = Wait(peer.member, what, seconds)
@@ -278,98 +266,95 @@ class Transfers:
     # A transfer's beginning.
 
     def _offer(self, peer: Peer) -> None:
-        pin = self._slots.pin_newest()
-        if pin is None:
+        published = self._slots.pin()
+        if published is None:
             return
         try:
-            offer = self._best_offer(peer, pin)
+            offer = self._best_offer(peer, published)
         except (WeightsError, RuntimeError) as error:
             self._postpone(peer)
-            log.warning(f"{peer.member} can't be sent version {pin.version}: {error}")
+            log.warning(f"{peer.member} can't be sent version {published.version}: {error}")
             offer = None
         if offer is None:
-            self._slots.release(pin)
+            self._slots.release(published.slot)
             return
-        pin.slot.started = True
-        channel, seconds = None, self._settings.open_seconds
-        if offer.way in WAYS and WAYS[offer.way].is_channel:
-            channel = self._channel_for(offer)
-            offer = channel.offer
+        published.started = True
+        shared, seconds = None, self._settings.open_seconds
+        if offer.way in WAYS and WAYS[offer.way].channel is not None:
+            shared = self._round_of(offer)
+            offer = shared.offer
             if self._settings.topology == "broadcast":
                 seconds = min(seconds, GATHER_SECONDS)
         wait = Wait(peer.member, f"acknowledge version {offer.manifest.version}", seconds)
-        peer.transfer = Transfer(offer=offer, pin=pin, wait=wait, channel=channel)
+        peer.transfer = Transfer(offer=offer, published=published, wait=wait, round=shared)
         self._send(peer, offer)
 
-    def _best_offer(self, peer: Peer, pin: Pin) -> Offer | None:
+    def _best_offer(self, peer: Peer, published: Published) -> Offer | None:
         """An offer by the best way that hasn't failed too often; None if the bytes aren't ready yet."""
-        held, memory = peer.ask.version, shared_memory_name()
+        held, memory, staged = peer.ask.version, shared_memory_name(), published.slot.staged
         pair = Pair(
-            sender=device_name(self._slots.device),
-            receiver=peer.ask.device,
-            same_memory=pin.slot.segment is not None and bool(memory) and memory == peer.ask.memory,
+            learner=device_name(self._slots.device),
+            worker=peer.ask.device,
+            same_memory=bool(staged.path and memory) and memory == peer.ask.memory,
         )
         possible = possible_ways(self._settings.transport, pair)
         way = possible[peer.way % len(possible)]
-        if way == Snapshot.name:
+        if way == "snapshot":
             written = self._snapshot
-            if written is None or written[0].version != pin.version:
-                self._snapshot_wanted = True
-            if written is None or (held and written[0].version <= held):
+            if written is None or written.version != published.version:
+                self._write_snapshot()
+            if written is None or (held and written.version <= held):
                 # It is offered when the snapshot has been written.
                 peer.next_try = time.monotonic() + 1.0
                 return None
             # If the disk is slower than the learner, this isn't the newest version.
-            manifest, place = written
+            manifest, place = written, str(self._snapshots / str(written.version))
         else:
-            parcel = pin.parcel()
-            manifest = parcel.manifest
             # A channel opens once the worker has accepted.
-            place = "" if WAYS[way].is_channel else self._end(way).offer(parcel, "")
+            manifest = self._slots.manifest(published)
+            place = staged.path if WAYS[way].channel is None else ""
         if manifest.content == peer.ask.content:
             way, place = RENAME, ""
         name = f"{manifest.version}/{secrets.token_hex(4)}"
         return Offer(round=name, manifest=manifest, way=way, place=place)
 
-    def _end(self, way: str) -> Way:
-        return WAYS[way](self._settings, self._slots.device)
-
     # Channels.
 
-    def _channel_for(self, offer: Offer) -> Channel:
-        """The channel for a worker's offer. With ``weights.topology=broadcast`` that is the channel
-        of other workers with the same offer, if it isn't open yet."""
-        for channel in self._channels if self._settings.topology == "broadcast" else ():
-            theirs = channel.offer
-            if channel.end is None and (theirs.way, theirs.manifest) == (offer.way, offer.manifest):
-                return channel
-        channel = Channel(offer=offer)
-        self._channels.append(channel)
-        return channel
+    def _round_of(self, offer: Offer) -> Round:
+        """The round for a worker's offer. With ``weights.topology=broadcast`` that is the round of other
+        workers with the same offer, if its channel isn't open yet."""
+        for one in self._rounds if self._settings.topology == "broadcast" else ():
+            theirs = one.offer
+            if one.channel is None and (theirs.way, theirs.manifest) == (offer.way, offer.manifest):
+                return one
+        self._rounds.append(Round(offer=offer))
+        return self._rounds[-1]
 
-    def _members_of(self, channel: Channel) -> list[tuple[Peer, Transfer]]:
-        """The workers that were offered this channel and haven't failed."""
+    def _members_of(self, one: Round) -> list[tuple[Peer, Transfer]]:
+        """The workers that were made this offer and haven't failed."""
         under_way = [(peer, peer.transfer) for peer in self._peers.values() if peer.transfer]
-        return [each for each in under_way if each[1].channel is channel]
+        return [each for each in under_way if each[1].round is one]
 
-    def _mind(self, channel: Channel) -> None:
+    def _mind(self, one: Round) -> None:
         """Opens a channel once all its members have accepted the offer; leaves it when none is left."""
-        members = self._members_of(channel)
+        members = self._members_of(one)
         if not members:
-            self._channels.remove(channel)
-            if channel.end is not None:
+            self._rounds.remove(one)
+            if one.channel is not None:
                 # Its thread may wait until its deadline, and keeps the slot pinned until then.
-                channel.end.abort()
-        elif channel.end is None and all(transfer.taken_up for _, transfer in members):
-            self._open(channel, members)
+                one.channel.abort()
+        elif one.channel is None and all(transfer.taken_up for _, transfer in members):
+            self._open(one, members)
 
-    def _open(self, channel: Channel, members: list[tuple[Peer, Transfer]]) -> None:
+    def _open(self, one: Round, members: list[tuple[Peer, Transfer]]) -> None:
         """Starts sending, and tells each member where to meet."""
+        kind, published = WAYS[one.offer.way].channel, members[0][1].published
+        assert kind is not None
         try:
-            point = channel.meeting_point = meeting_point(self._interface)
-            channel.end = self._end(channel.offer.way)
+            point = one.meeting_point = meeting_point(self._interface)
+            channel = one.channel = kind(self._settings, self._slots.device)
         except (RuntimeError, OSError) as error:
-            self._on_sent(channel, f"the weight channel can't be created: {error}")
+            self._on_sent(one, f"the weight channel can't be created: {error}")
             return
         own = Meeting(
             host=point.host,
@@ -378,72 +363,78 @@ class Transfers:
             rank=0,
             world_size=1 + len(members),
         )
-        pin = self._slots.pin_again(members[0][1].pin)
-        self._carry("weights-channel", channel.end, pin, own, partial(self._on_sent, channel))
+        self._slots.pin(published)
+        send = partial(channel.send, published.slot.staged, own)
+        self._in_thread("weights-channel", published, send, partial(self._on_sent, one))
         self._counts["broadcasts"] += len(members) > 1
         for rank, (peer, transfer) in enumerate(members, start=1):
             transfer.wait.restart()
             meeting = msgspec.structs.replace(own, rank=rank)
-            self._send(peer, Open(round=channel.offer.round, meeting=meeting))
+            self._send(peer, Open(round=one.offer.round, meeting=meeting))
 
-    def _on_sent(self, channel: Channel, result: Result) -> None:
+    def _on_sent(self, one: Round, problem: str) -> None:
         """A channel has sent all bytes, or has failed."""
-        channel.meeting_point = None
-        if channel in self._channels:
-            self._channels.remove(channel)
-        if isinstance(result, str):
-            for peer, _ in self._members_of(channel):
-                self._fail(peer, result)
+        one.meeting_point = None
+        if one in self._rounds:
+            self._rounds.remove(one)
+        if problem:
+            for peer, _ in self._members_of(one):
+                self._fail(peer, problem)
 
-    def _carry(
-        self, name: str, end: Way, pin: Pin, at: Meeting | str, then: Callable[[Result], None]
+    def _in_thread(
+        self,
+        name: str,
+        published: Published,
+        work: Callable[[], object],
+        then: Callable[[str], None],
     ) -> None:
-        """Hands a version to a way in a thread of its own, and releases it.
+        """Does something with a pinned version in a thread of its own, and releases the version.
 
         Args:
             name: the thread's.
-            then: called afterwards in the service's thread.
+            then: called afterwards in the service's thread, with what went wrong.
         """
 
         def run() -> None:
+            problem = ""
             try:
-                parcel = pin.parcel()
-                result: Result = (parcel.manifest, end.offer(parcel, at))
-            except Exception as error:  # noqa: BLE001 - whatever it is, the pin has to be released
-                result = str(error) or type(error).__name__
+                work()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the version has to be released
+                problem = str(error) or type(error).__name__
             finally:
-                end.close()
-                self._slots.release(pin)
-            self._mailbox.post(partial(then, result))
+                self._slots.release(published.slot)
+            self._mailbox.post(partial(then, problem))
 
         threading.Thread(target=run, name=name, daemon=True).start()
 
     # Snapshots.
 
-    def _begin_snapshot(self) -> None:
-        """Has the newest version written, unless it is on disk already. A disk may be slow."""
-        self._snapshot_wanted = False
-        pin = self._slots.pin_newest()
-        if pin is None:
+    def _write_snapshot(self) -> None:
+        """Has the newest version written, unless another one is being written. A disk may be slow."""
+        published = self._slots.pin() if not self._is_writing else None
+        if published is None:
             return
-        if self._snapshot is not None and self._snapshot[0].version == pin.version:
-            self._slots.release(pin)
-            return
-        pin.slot.started = True
-        self._snapshot_begun = True
-        end = self._end(Snapshot.name)
-        self._carry("weights-snapshot", end, pin, self._snapshots, self._on_snapshot)
+        published.started = True
+        self._is_writing = True
+        self._snapshot_step = published.version.step
 
-    def _on_snapshot(self, result: Result) -> None:
+        def write() -> None:
+            manifest = self._slots.manifest(published)
+            snapshot.write(manifest, published.slot.staged, self._snapshots)
+
+        then = partial(self._on_snapshot, published)
+        self._in_thread("weights-snapshot", published, write, then)
+
+    def _on_snapshot(self, published: Published, problem: str) -> None:
         """A version is on disk, or couldn't be written."""
-        self._snapshot_begun = False
-        if isinstance(result, str):
-            log.warning(result)
+        self._is_writing = False
+        if problem:
+            log.warning(problem)
             for peer in self._peers.values():
                 if peer.transfer is None and peer.ask.version != self._slots.newest:
                     self._postpone(peer)
             return
-        self._snapshot = result
+        self._snapshot = self._slots.manifest(published)
         self._counts["snapshots"] += 1
         for peer in self._peers.values():
             peer.next_try = min(peer.next_try, time.monotonic())
@@ -455,19 +446,19 @@ class Transfers:
         peer.transfer = None
         peer.failures = 0
         peer.next_try = 0.0
-        self._slots.release(transfer.pin)
+        self._slots.release(transfer.published.slot)
         nbytes = manifest.layout.total_bytes if way != RENAME else 0
         self._counts["committed"] += 1
         self._counts["bytes"] += nbytes
-        published = transfer.pin.published
+        since = transfer.published.since
         peer.last = {
             "version": [manifest.version.term, manifest.version.step],
             "transport": way,
             "seconds": round(ask.fetched, 6),
             "gb_per_second": round(nbytes / max(ask.fetched, 1e-9) / 1e9, 4),
             "pause_seconds": round(ask.paused, 6),
-            "arrival_seconds": round(transfer.begun - published + ask.fetched, 6),
-            "latency_seconds": round(time.perf_counter() - published, 6),
+            "arrival_seconds": round(transfer.begun - since + ask.fetched, 6),
+            "latency_seconds": round(time.perf_counter() - since, 6),
         }
 
     def _fail(self, peer: Peer, reason: str, *, tell: bool = True) -> None:
@@ -476,8 +467,8 @@ class Transfers:
         if transfer is None:
             return
         # A worker that refused has stopped reading; one that was given up may still be.
-        retire = tell and transfer.offer.way == SharedMemory.name
-        self._slots.release(transfer.pin, retire=retire)
+        retire = tell and transfer.offer.way == "shared_memory"
+        self._slots.release(transfer.published.slot, retire=retire)
         self._counts["failed"] += 1
         if tell:
             self._send(peer, Withdraw(round=transfer.offer.round, reason=reason[:1000]))

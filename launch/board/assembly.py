@@ -103,6 +103,7 @@ def assemble(
             limit=facts.limit if facts else known.limit,
             shares=history.staleness(),
         ),
+        memory_peaks=history.memory(),
         roles=_roles(members, fresh, activity, history, facts, now) or _summed(known.idle),
         members=members,
         restarts=tuple(restarts),
@@ -236,6 +237,7 @@ def _members(
                 idle=_share(seconds),
                 waiting_for=str(report.get("waiting_for") or report.get("waiting") or ""),
                 tokens_per_second=first_number(report, "tokens_per_second"),
+                **_memory(report),
             )
         )
     return tuple(members)
@@ -322,6 +324,18 @@ def _inside(report: Mapping[str, Any], *names: str) -> float:
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else None
     return float(value or 0.0)
+
+
+def _memory(report: Mapping[str, Any]) -> dict[str, int | None]:
+    """The peaks of a learner's or worker's report; a learner's is the GPU's if it tells the host's apart."""
+    told = report.get("memory")
+    told = told if isinstance(told, Mapping) else {}
+    host = first_number(told, "host_bytes", "peak_bytes", "peak")
+    gpu = first_number(told, "peak_bytes" if "host_bytes" in told else "gpu")
+    return {
+        "memory": None if host is None else int(host),
+        "gpu_memory": None if gpu is None else int(gpu),
+    }
 
 
 def _or(value: float | None, other: Any) -> float | None:

@@ -16,6 +16,8 @@ from ...common.ratio_check import alarm_of
 _AGE = re.compile("[0-9]{1,4}")
 WINDOW = 20
 """Number of steps that recent means and paces are taken over."""
+MEMORY = "memory/"
+"""Prefix of the metrics of memory."""
 SHARE = "replay/staleness_share_"
 """Prefix of the staleness histogram's metrics; the age follows it."""
 
@@ -90,6 +92,15 @@ class History:
         """A metric's mean over the recent steps."""
         values = self.values(name)
         return sum(values) / len(values) if values else None
+
+    def memory(self) -> dict[str, float]:
+        """The newest value of each metric of memory in the recent steps, without its prefix."""
+        found: dict[str, float] = {}
+        for record in self._recent:
+            for name, value in record.items():
+                if name.startswith(MEMORY) and _is_number(value):
+                    found[name.removeprefix(MEMORY)] = float(value)
+        return found
 
     def seconds_per_step(self) -> float | None:
         """Recent pace; None until the learner has done two steps since its last start."""

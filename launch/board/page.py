@@ -47,9 +47,11 @@ def more(snapshot: Snapshot, inspection: Inspection) -> list[str]:
         version = f"  version {member.version[0]}.{member.version[1]}" if member.version else ""
         idle = f"  idle {member.idle:.0%}" if member.idle is not None else ""
         waits = f"  ({member.waiting_for})" if member.waiting_for else ""
+        held = f"  {human(member.memory)} of memory" if member.memory else ""
+        held += f", {human(member.gpu_memory)} of its GPU" if member.gpu_memory else ""
         lines.append(
             f"  {member.member:<14} pid {member.pid} on {member.host}  heard of "
-            f"{member.age:.1f} s ago{version}{idle}{waits}"
+            f"{member.age:.1f} s ago{version}{idle}{held}{waits}"
         )
     for one in snapshot.evaluations[-MOST:]:
         lines.append(f"  {one.set} at step {one.step}: {100 * one.accuracy:.1f}% of {one.problems}")

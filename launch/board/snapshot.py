@@ -80,6 +80,10 @@ class MemberStanding:
     """What the process reports to wait for; empty if it doesn't wait, or doesn't say."""
     tokens_per_second: float | None
     """Sampled tokens per second, by its last report."""
+    memory: int | None = None
+    """The most main memory that it has held lately (a worker since its start, with its engine), in bytes."""
+    gpu_memory: int | None = None
+    """The most that its tensors had of its GPU, in bytes; None without a GPU, and for vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +182,8 @@ class Snapshot:
     """Groups on their way."""
     staleness: Staleness = Staleness()
     """How old the samples of the recent steps were."""
+    memory_peaks: Mapping[str, float] = field(default_factory=dict)
+    """Bytes by part of the latest step that has them: the metrics ``memory/…``, by their names after that."""
     roles: tuple[RoleStanding, ...] = ()
     """Who is busy and who waits."""
     members: tuple[MemberStanding, ...] = ()

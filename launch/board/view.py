@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from ...common.printable import printable
-from ..wording import duration
+from ..wording import duration, human
 from .snapshot import Grading, Judging, MemberStanding, RoleStanding, Snapshot
 
 LABEL = 11
@@ -95,6 +95,8 @@ class _Pen:
             lines += [Line(text=t, weight=5 + n) for n, t in enumerate(self._queues(s))]
         if s.staleness.mean is not None:
             lines.append(Line(text=self._staleness(s), weight=6))
+        if "learner_peak_bytes" in s.memory_peaks or any(m.memory for m in s.members):
+            lines.append(Line(text=self._memory(s), weight=7))
         for number, role in enumerate(s.roles):
             lines.append(Line(text=self._role(role, number == 0), weight=3))
         lines += [Line(text=text, weight=7) for text in self._members(s.members)]
@@ -232,6 +234,17 @@ class _Pen:
             ("failed", f"{judge.failed:,} ({judge.failed_share:.1%} lately)"),
         ]
         return self._facts(self._labelled("judge"), facts)
+
+    def _memory(self, s: Snapshot) -> Text:
+        """The peaks of the learner's latest step and of the worker with the most."""
+        names = ("peak", "weights", "gradients", "optimizer", "activations")
+        sizes = [(name, s.memory_peaks.get(f"learner_{name}_bytes")) for name in names]
+        facts = [("learner" if n == "peak" else n, human(v)) for n, v in sizes if v is not None]
+        held = [m.memory or 0 for m in s.members if m.role == "rollout"]
+        most = max(held, default=0) or s.memory_peaks.get("rollout_peak_bytes", 0.0)
+        if most:
+            facts.insert(1, ("rollout", human(most)))
+        return self._facts(self._labelled("memory"), facts)
 
     def _role(self, role: RoleStanding, first: bool) -> Text:
         text = self._labelled("idle" if first else "")

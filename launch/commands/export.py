@@ -1,4 +1,4 @@
-"""Write the model of a run's newest whole checkpoint as a Hugging Face folder; changes nothing else."""
+"""Write the model of a run's checkpoint as a Hugging Face folder, also while the run goes on; changes nothing else."""
 
 from __future__ import annotations
 
@@ -13,14 +13,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", nargs="?", help="default: the newest in runs/")
     parser.add_argument("--run", metavar="DIR", help="the same")
     parser.add_argument("--out", metavar="DIR", help="default: DIR/model-of-step-N")
-    parser.add_argument("--step", type=int, help="newest checkpoint up to this step")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--step", type=int, help="step whose checkpoint is wanted (default: the newest one)"
+    )
+    which.add_argument(
+        "--best",
+        metavar="METRIC",
+        help="among the steps kept, the one with the best value of a metric, as heldout/accuracy or train/loss:min; "
+        "with evaluate.best it is the model that the run keeps",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Uses neither Redis nor the journal, so that it works even if the run can't go on."""
     from ...common.config import build, read_yaml
     from ...learner.exporting import export
-    from ..host.redis_server import choose_port
     from ..wording import shown
 
     start_log("export", "WARNING")
@@ -29,7 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     folder.check_config()
     config = build(read_yaml(folder.config), stored=True)
     out = Path(arguments.out).absolute() if arguments.out else None
-    port = choose_port("127.0.0.1", None)
-    step, place = export(folder, config, out, port, arguments.step)
-    print(f"the model of step {step} is in {shown(place)}")
+    found = export(folder, config, out, step=arguments.step, best=arguments.best)
+    print(f"the model of step {found.step} is in {shown(found.place)}")
+    if found.note:
+        print(found.note)
     return 0

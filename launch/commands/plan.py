@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from .options import add_preset_words
 
 if TYPE_CHECKING:
+    from ..plan.comparison import Comparison
+    from ..plan.planning import Plan
     from ..run.presets import Preset
 
 
@@ -34,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--splits",
         action="store_true",
         help="every split of the GPUs between learner and engines, at every staleness bound from 0 to 8",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="make the learner's longest step on this machine, and show its memory beside the plan's",
     )
     parser.add_argument("--json", action="store_true", help="as JSON, in bytes and seconds")
 
@@ -87,8 +94,11 @@ def _plan(preset: Preset, overrides: list[str], arguments: argparse.Namespace) -
         return
     placement = planning.for_node(config, planned_for)
     plan = planning.make(preset.name, config, planned_for, placement, **lengths)
+    comparison = _measured(plan) if arguments.measure else None
     if arguments.json:
         as_json = {**plan.as_dict(), "run": str(folder.path)}
+        if comparison is not None:
+            as_json["measured"] = comparison.as_dict()
         specs = dry_run.specs(config, folder, placement)
         for process, spec in zip(as_json["processes"], specs, strict=True):
             process["threads"] = spec.threads
@@ -98,4 +108,30 @@ def _plan(preset: Preset, overrides: list[str], arguments: argparse.Namespace) -
         print(json.dumps(as_json, indent=1))
     else:
         lines = [*text.whole(plan), "", *dry_run.processes(plan, folder, placement)]
+        if comparison is not None:
+            lines += ["", *comparison.lines()]
         print("\n".join(lines))
+
+
+def _measured(plan: Plan) -> Comparison:
+    """Measures the learner of a plan on this machine.
+
+    Raises:
+        ConfigError: the model's sizes aren't known, so that there is nothing to compare with.
+        TandemError: the step couldn't be made.
+    """
+    from ...common.errors import ConfigError
+    from ..plan import comparison
+    from ..plan.hardware import machine
+    from ..plan.node import node
+    from ..plan.placement import gpus_needed
+    from ..run.measuring import measure
+
+    if plan.shape is None:
+        raise ConfigError(
+            f"--measure compares with figures on paper, and the sizes of {plan.config.model.path} aren't "
+            f"known: name a model folder on this machine"
+        )
+    here = machine()
+    own = node(here, needed=gpus_needed(plan.config)) if here.gpus else None
+    return comparison.compare(plan.config, plan.shape, measure(plan.config), own)

@@ -35,9 +35,13 @@ def run_role(role: str, arguments: argparse.Namespace, **extra: Any) -> NoReturn
 
     Raises:
         TandemError: the run can't be joined.
+        OutOfMemoryError: there is too little memory; the message says which settings would free most.
     """
     from ...common import disk
+    from ...common.errors import OutOfMemoryError
+    from ...common.memory import telling_parts
     from ...common.telemetry import start_log
+    from ..plan.advice import advice
 
     disk.keep_streams()
     join, folder = locate(arguments)
@@ -54,7 +58,11 @@ def run_role(role: str, arguments: argparse.Namespace, **extra: Any) -> NoReturn
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(variable, str(threads))
     entry = importlib.import_module(ENTRY[role])
-    code = int(entry.main(join, config, name=name, folder=folder, **extra))
+    try:
+        with telling_parts(dict):
+            code = int(entry.main(join, config, name=name, folder=folder, **extra))
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(error.asked, error.parts, name, advice(config, role)) from error
     # Everything is written and closed. A native thread still waiting for a peer (gloo can't be
     # woken) would abort the interpreter's own shutdown and turn success into a SIGABRT.
     logging.shutdown()

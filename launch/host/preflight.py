@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...common.disk import free_bytes
 from ...common.errors import ConfigError, DataError
-from ...rollout import vllm_version
+from ...rollout.vllm import vllm_version
 from ..plan.hardware import Machine
 from ..plan.placement import Placement, place, trackers_of, workers_of
 from ..plan.sizes import shape_of, trained
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """A folder without any of these files has no tokenizer."""
-CHECKPOINT_BYTES = 16
-"""Bytes per parameter in a checkpoint: fp32 master, two moments of Adam, and the model's own copy."""
+CHECKPOINT_BYTES = 12
+"""Bytes per parameter in a checkpoint: float32 master and two moments of Adam."""
 LOG_BYTES = 64 << 20
 """Size of a run's metrics, samples and logs, roughly."""
 
@@ -37,8 +37,11 @@ def check_host(config: Config, machine: Machine) -> tuple[Placement, Path | None
         DataError: the model's folder lacks something, or the objective learns nothing from the archive.
     """
     placement = place(config, machine)
+    check_dtype(config, placement)
     check_trackers(config)
+    check_optimizers(config)
     check_engine(config, placement)
+    check_attention(config, placement)
     check_addresses(config)
     if config.learner.source == "ledger" and config.reward.pools:
         check_servers(config.reward)
@@ -86,6 +89,16 @@ def check_model(config: Config) -> Path | None:
     return path
 
 
+def check_dtype(config: Config, placement: Placement) -> None:
+    """Raises ``ConfigError`` if the learner would train in float16 without a GPU."""
+    if config.model.dtype != "float16" or not config.learner.train or all(placement.learner):
+        return
+    raise ConfigError(
+        "model.dtype=float16 trains on GPUs alone, and the learner has none here: set model.dtype=bfloat16, which "
+        "has the range of float32, or run it where there is a GPU (launch.gpus=required says how many)"
+    )
+
+
 def check_trackers(config: Config) -> None:
     """Raises ``ConfigError`` if a tracker is switched on whose package isn't installed."""
     for name in trackers_of(config):
@@ -98,6 +111,21 @@ def check_trackers(config: Config) -> None:
             )
 
 
+def check_optimizers(config: Config) -> None:
+    """Raises ``ConfigError`` if an optimizer's package isn't installed."""
+    critic = config.learner.critic
+    wanted = {"learner.optimizer": config.learner.optimizer}
+    if critic is not None:
+        wanted["learner.critic.optimizer"] = critic.optimizer
+    for key, optimizer in wanted.items() if config.learner.train else ():
+        if optimizer.name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+            raise ConfigError(
+                f"{key}.name=adamw_8bit needs the package bitsandbytes, which isn't installed: "
+                f"`{shown_python()} -m pip install bitsandbytes` (the extra tandem-rl[bitsandbytes]), or set "
+                f"{key}.name=adamw, with learner.offload=optimizer where GPUs lack the memory for its states"
+            )
+
+
 def check_engine(config: Config, placement: Placement) -> None:
     """Raises ``ConfigError`` if workers would be started with a vLLM that can't serve them."""
     engine = config.rollout.engine
@@ -105,6 +133,24 @@ def check_engine(config: Config, placement: Placement) -> None:
     chosen = engine == "auto" and any(placement.rollout) and vllm_version.installed()
     if workers_of(config) and (chosen or engine == "vllm"):
         vllm_version.require()
+
+
+def check_attention(config: Config, placement: Placement) -> None:
+    """Raises ``ConfigError`` if the learner's attention is named and can't run here."""
+    attention = config.model.attention
+    if attention not in ("flash_attention_2", "flex"):
+        return
+    if not any(placement.learner):
+        raise ConfigError(
+            f"model.attention={attention} needs a GPU, and the learner gets none here: set "
+            f"model.attention=auto"
+        )
+    if attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        raise ConfigError(
+            f"model.attention={attention} needs the package flash-attn, which isn't installed: "
+            f"`{shown_python()} -m pip install --no-build-isolation flash-attn` (it builds for about an "
+            f"hour), or set model.attention=auto, which takes torch's own kernel without it"
+        )
 
 
 def check_addresses(config: Config) -> None:

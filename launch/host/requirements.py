@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...common.disk import free_bytes
 from ...common.errors import TandemError
-from ...rollout import vllm_version
+from ...rollout.vllm import vllm_version
 from ..plan.hardware import Machine
 from ..plan.memory import uses_vllm
 from ..plan.placement import gpus_needed, place, trackers_of
@@ -113,7 +113,7 @@ def _packages(config: Config, machine: Machine) -> list[Finding]:
         (
             "flash-attn",
             "flash_attn",
-            "model.attention=flash_attention_2; auto takes sdpa without it",
+            "model.attention=flash_attention_2; auto takes varlen without it",
             flash,
             f"{shown_python()} -m pip install --no-build-isolation flash-attn",
         ),

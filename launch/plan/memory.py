@@ -14,21 +14,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...common.config import VLLM_RANKS
+from ...common.config.deepspeed import REDUCE_BUCKET, zero_setting
+from ...common.longest_pass import longest_pass
 from .sizes import ModelShape, shape_of, trained
 
 if TYPE_CHECKING:
     from ...common.config import Config, OptimizerConfig
 
-BUCKET = 500_000_000
-"""Elements of DeepSpeed's reduction bucket (the default of ``reduce_bucket_size``)."""
+LIVE_PARAMETERS = 1_000_000_000
+"""Elements of offloaded weights that ZeRO-3 has on a GPU at most (the default of ``stage3_max_live_parameters``)."""
 LOGIT_CHUNK = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Bytes of one chunk of float32 logits, as in :mod:`tandem.learner.forward.logprobs`."""
+LOGITS_KEPT = {"cpu": 1 << 30, "cuda": 0}
+"""Bytes of logits that are kept for the backward pass, as in the same module."""
 CHUNKED_FROM = 8192
 """Vocabulary size from which logits are computed in chunks, as in the same module."""
 CHUNK_COPIES = 3
 """Logits, their exponential and their gradient exist at the same time in the backward pass."""
-RUNTIME = {"cpu": 700 << 20, "cuda": 2 << 30}
-"""CUDA context, communication buffers and the allocator's slack; on a CPU, the libraries."""
+RUNTIME = {"cpu": 470 << 20, "cuda": 2 << 30}
+"""CUDA context, communication buffers and the allocator's slack; on a CPU, the libraries, of which 410 MB were
+measured before a model was loaded, and about 60 MB that came with the first step."""
+VLLM_PROCESS = 700 << 20
+"""A process of vLLM on a CPU, roughly."""
 VLLM_WORKSPACE = 2 << 30
 """Part of vLLM's share that it keeps for activations and CUDA graphs, roughly."""
 VLLM_CPU_CACHE_MB = 1024
@@ -64,12 +71,12 @@ class Holding:
 
 def element(config: Config) -> int:
     """Bytes of one weight in the learner."""
-    return 2 if config.model.dtype == "bfloat16" else 4
+    return 4 if config.model.dtype == "float32" else 2
 
 
 def engine_element(config: Config) -> int:
     """Bytes of one weight in an engine and on its way there."""
-    return 2 if config.engine_dtype == "bfloat16" else 4
+    return 4 if config.engine_dtype == "float32" else 2
 
 
 def vllm_setting(config: Config, key: str, default: Any) -> Any:
@@ -110,15 +117,15 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
     staged in host memory and pass through a GPU bucket by bucket.
 
     With adapters the gradients, optimizer and staging are theirs, and the reference is the model itself
-    without them.
+    without them. What is offloaded lies in host memory (:func:`offloaded`). At the start, while it is tried, the
+    whole model is on the device, whatever ZeRO-3 then takes away again.
     """
     n, ranks, e = shape.parameters, config.learner.ranks, element(config)
     stage, t = config.zero_stage(), trained(config, shape)
     staged = STAGED * engine_element(config) * t if rank == 0 else 0
     parts = {
-        **states(config, n, t, moments_of(config.learner.optimizer)),
-        "activations": activations(config, shape),
-        "logits": logits(config, shape, device),
+        **states(config, n, t, config.learner.optimizer),
+        **of_a_pass(config, shape, device),
         "weight staging": staged
         if device == "cpu"
         else (rank == 0) * buckets_on_gpu(config, device),
@@ -128,42 +135,94 @@ def learner(config: Config, shape: ModelShape, device: str, *, rank: int = 0) ->
         parts["adapters"] = e * t // (ranks if stage == 3 else 1)
     elif config.learner.objective.needs_reference:
         parts["reference"] = e * n
-    on_the_way = e * n
+    on_the_way = at_start = e * n
+    away = offloaded(config, n, t, config.learner.optimizer)
     critic = config.learner.critic
     if critic is not None:
         own = critic_shape(config, shape)
         size = own.parameters
-        of_critic = states(config, size, size, moments_of(critic.optimizer))
-        parts["critic"] = sum(of_critic.values())
-        parts["activations"] = max(parts["activations"], activations(config, own))
+        parts["critic"] = sum(states(config, size, size, critic.optimizer).values())
+        of_critic = offloaded(config, size, size, critic.optimizer)
+        away = (away[0] + of_critic[0], away[1] + of_critic[1])
+        at_start += e * size
         on_the_way = max(on_the_way, e * size)
     if device == "cpu":
+        if config.learner.offload != "none":
+            parts["offloaded"] = away[0]
         return Holding(device=device, parts=parts, host=0)
+    later = sum(parts.values()) - parts["runtime"]
+    if stage == 3 and at_start > later:
+        parts["model at the start"] = at_start - later
     # Libraries, and at the start the weights on their way to the GPU, before anything is staged.
-    host = (3 << 30) + max(on_the_way, staged)
-    return Holding(device=device, parts=parts, host=host, pinned=staged)
+    host = (3 << 30) + max(on_the_way, staged) + away[0]
+    return Holding(device=device, parts=parts, host=host, pinned=staged + away[1])
 
 
-def states(config: Config, n: int, t: int, moments: int) -> dict[str, int]:
-    """Weights, gradients and optimizer of n parameters on one rank, t of which are trained.
+def of_a_pass(config: Config, shape: ModelShape, device: str) -> dict[str, int]:
+    """Activations and logits of the largest micro-batch. A critic's passes come before the policy's, so that only
+    the greater activations of the two count."""
+    found, own = activations(config, shape, device), trained(config, shape)
+    if config.learner.critic is not None:
+        of_critic = critic_shape(config, shape)
+        found = max(found, activations(config, of_critic, device))
+        own += of_critic.parameters
+    if device == "cpu":
+        # Gradients are freed in each step and made anew between activations, which have taken parts of their places
+        # in glibc's heap by then, so that it has room for both.
+        found += element(config) * own
+    parts = {"activations": found, "logits": logits(config, shape, device)}
+    if config.zero_stage() == 0 and (config.learner.ranks > 1 or element(config) == 2):
+        # ZeRO-0 copies gradients into one piece to sum them over ranks, when there are no activations any more.
+        copied = element(config) * min(REDUCE_BUCKET, trained(config, shape))
+        parts["logits"] = max(parts["logits"], copied - parts["activations"])
+    return parts
 
-    Weights: ``e·N``. Gradients: fp32, accumulated over micro-batches; ZeRO-1 keeps all of them
-    and the bf16 ones that the backward pass leaves, ZeRO-2 and 3 a rank's share and one bucket.
-    Optimizer: the two moments of AdamW or the one of RMSprop, and the fp32 master copy of bf16 weights
-    (and of fp32 ones under ZeRO). Each is divided by the number of ranks from its ZeRO stage on: optimizer 1,
-    gradients 2, weights 3.
+
+def states(config: Config, n: int, t: int, optimizer: OptimizerConfig) -> dict[str, int]:
+    """Weights, gradients and optimizer of n parameters on one rank's device, t of which are trained.
+
+    Weights: ``e·N``; offloaded ones as far as ZeRO-3 keeps them there. Gradients: fp32, accumulated over
+    micro-batches; ZeRO-1 keeps all of them and those that the backward pass leaves (e·T), ZeRO-2 and 3
+    a rank's share and one bucket. Optimizer: its moments (:func:`moment_bytes`), and the fp32 master copy of
+    half-precision weights (and of fp32 ones under ZeRO), unless they are offloaded. Each is divided by the
+    number of ranks from its ZeRO stage on: optimizer 1, gradients 2, weights 3.
     """
-    ranks, e, stage = config.learner.ranks, element(config), config.zero_stage()
+    learner, e, stage = config.learner, element(config), config.zero_stage()
+    ranks = learner.ranks
+    weights = e * n // (ranks if stage == 3 else 1)
+    if learner.offload == "parameters":
+        live = zero_setting(config, "stage3_max_live_parameters", LIVE_PARAMETERS)
+        weights = e * min(n, live)
     gradients = (4 if e == 2 and stage else e) * t
     if stage >= 2:
-        gradients = gradients // ranks + 4 * min(BUCKET, t)
-    elif stage == 1 and e == 2:
-        gradients += 2 * t
+        shared = 0 if stage == 3 and learner.offload != "none" else gradients // ranks
+        gradients = shared + 4 * min(zero_setting(config, "reduce_bucket_size", REDUCE_BUCKET), t)
+    elif stage == 1:
+        gradients += e * t
+    moments = moment_bytes(optimizer) * t
+    own = (moments + (4 * t if stage or e == 2 else 0)) // (ranks if stage else 1)
     return {
-        "weights": e * n // (ranks if stage == 3 else 1),
+        "weights": weights,
         "gradients": gradients,
-        "optimizer": (4 * moments * t + (4 * t if stage else 0)) // (ranks if stage else 1),
+        "optimizer": own if learner.offload == "none" else 0,
     }
+
+
+def offloaded(config: Config, n: int, t: int, optimizer: OptimizerConfig) -> tuple[int, int]:
+    """Bytes of host memory in which one rank keeps what is offloaded (``learner.offload``), and how many of them
+    are pinned, for n parameters of which t are trained.
+
+    Of each trained parameter: the optimizer's moments, the fp32 master copy, its fp32 gradient, and either the copy
+    of the new weight on its way back (ZeRO-1 and 2; with fp32 weights ZeRO-2 also sums gradients there) or the sum of
+    its gradients (ZeRO-3). Weights, if they are offloaded too: ``e·N``. All but the moments is pinned, and all is divided by the
+    number of ranks.
+    """
+    learner, e, stage = config.learner, element(config), config.zero_stage()
+    if learner.offload == "none":
+        return 0, 0
+    further = 4 if stage == 3 else 2 * e if (stage, e) == (2, 4) else e
+    pinned = (4 + 4 + further) * t + (e * n if learner.offload == "parameters" else 0)
+    return (moment_bytes(optimizer) * t + pinned) // learner.ranks, pinned // learner.ranks
 
 
 def critic_shape(config: Config, shape: ModelShape) -> ModelShape:
@@ -174,52 +233,102 @@ def critic_shape(config: Config, shape: ModelShape) -> ModelShape:
     return shape_of(critic.model) or shape
 
 
-def moments_of(optimizer: OptimizerConfig) -> int:
-    """Number of fp32 values that an optimizer keeps of each parameter, without the master copy."""
-    return 1 if optimizer.name == "rmsprop" else 2
+MOMENT_BYTES = {"adamw": 8, "adamw_8bit": 2, "rmsprop": 4}
+"""Bytes that an optimizer keeps of each parameter, without the master copy. Each 256 moments of 8 bits have a scale of
+4 bytes, which is left out."""
 
 
-def micro_batch_tokens(config: Config) -> int:
-    """Tokens of one forward pass: the budget, or a rank's share of an update if that is less."""
-    rows = config.replay.groups_per_step * config.rollout.group_size
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    share = -(-rows // (config.learner.minibatches * config.learner.ranks))
-    return min(config.learner.micro_batch_tokens, share * longest)
+def moment_bytes(optimizer: OptimizerConfig) -> int:
+    """Bytes that an optimizer keeps of each parameter, without the master copy."""
+    return MOMENT_BYTES[optimizer.name]
 
 
-def activations(config: Config, shape: ModelShape) -> int:
-    """Activations of one micro-batch, with attention that never materialises its scores (flash or
-    memory-efficient), in bytes.
-
-    What autograd keeps of a Qwen2 layer for one token, in elements: inputs and outputs of both norms
-    with their fp32 copies (8·H), queries and the attention's output (2·a·d), keys and values
-    (2·kv), the MLP's four products (4·I), and fp32 statistics of norms and softmax (2·a + 4). With
-    recomputation each layer keeps only its input (H), and one layer at a time keeps everything. Adapters
-    keep the same inputs, as the gradient of A needs them; what is between A and B is left out.
-    """
-    tokens, e = micro_batch_tokens(config), element(config)
-    inner = kept_by_layer(shape)
+def activations(config: Config, shape: ModelShape, device: str) -> int:
+    """Activations of the largest micro-batch, in bytes: :func:`kept_by_layer` for each layer. With recomputation
+    each layer keeps only its input (H), and one layer at a time keeps everything. Adapters keep the same inputs, as
+    the gradient of A needs them; what is between A and B is left out."""
+    layer = kept_by_layer(config, shape, device)
     if config.learner.gradient_checkpointing:
-        return e * tokens * (shape.layers * shape.hidden + inner)
-    return e * tokens * shape.layers * inner
+        line = _lines(config, device)[0]
+        kept = element(config) * line * shape.layers * shape.hidden + layer
+    else:
+        kept = shape.layers * layer
+    return int(slack(config, device) * kept)
 
 
-def kept_by_layer(shape: ModelShape) -> int:
-    """Elements that autograd keeps of one layer per token, see :func:`activations`."""
-    attention = 2 * shape.query_width + 2 * shape.kv_width + 2 * shape.heads
-    return 8 * shape.hidden + attention + 4 * shape.intermediate + 4
+def kept_by_layer(config: Config, shape: ModelShape, device: str) -> int:
+    """Bytes that autograd keeps of one Qwen2 layer, for the tokens of the largest micro-batch.
+
+    For each token the elements are: of both norms their inputs, what is normalised and their outputs (6·H; of bf16
+    inputs the fp32 copies instead, which makes 8·H), the attention's output (a·d), the MLP's four products (4·I), and fp32
+    statistics of norms (4). Attention itself keeps queries, output, keys and values (2·a·d + 2·kv) and fp32
+    statistics of its softmax (2·a), as it never materialises its scores (flash or memory-efficient). Its output is
+    kept once on a GPU, where it has the form in which the next product takes it.
+
+    On a CPU the rows of a group share their prompt in everything but attention, which works on padded rows, and
+    whose keys and values are repeated for each query head (4·a·d). ``eager`` keeps the scores of each head besides,
+    and shares no prompt.
+    """
+    e = element(config)
+    line, padded = _lines(config, device)
+    by_token = (8 if e == 2 else 6) * shape.hidden + 4 * shape.intermediate + 4
+    wide = 2 * shape.query_width + 2 * shape.kv_width
+    if device == "cpu":
+        by_token += shape.query_width
+        wide = 4 * shape.query_width
+    if config.model.attention == "eager":
+        wide += shape.heads * longest_pass(config).width
+    return e * (line * by_token + padded * (wide + 2 * shape.heads))
+
+
+def _lines(config: Config, device: str) -> tuple[int, int]:
+    """Tokens of the largest micro-batch in everything but attention, and in attention."""
+    largest = longest_pass(config)
+    shares = device == "cpu" and config.model.attention in ("auto", "sdpa")
+    return largest.line if shares else largest.tokens, largest.tokens
+
+
+def slack(config: Config, device: str) -> float:
+    """What activations take by what autograd keeps of them.
+
+    On a CPU freed blocks of under 32 MB stay in glibc's heap, below others that are still in use, more so when an
+    update has several passes, of which the first leaves its gradients between what it frees. Products of bf16 convert
+    their operands; a layer's output, that of its adapter and their sum exist at the same time. The factors are those
+    that ``tests/benchmarks/memory.py`` found. A GPU's allocator uses freed blocks again; :data:`RUNTIME` allows
+    for the rest.
+    """
+    if device != "cpu":
+        return 1.0
+    alone, wide = longest_pass(config).alone, element(config) == 4
+    factor = (1.15 if alone else 1.35) if wide else (1.3 if alone else 1.6)
+    if config.model.attention == "eager" and wide:
+        # Of a row of 256 tokens and six heads the scores are 1.5 MB, and each layer makes some copies of them.
+        factor *= 1.3
+    if config.learner.lora is None:
+        return factor
+    # In float32 a second pass took nearly as much again as the first; why is not known.
+    return factor * (1.65 if wide and not alone else 1.15)
 
 
 def logits(config: Config, shape: ModelShape, device: str) -> int:
-    """Chunks of logits, the hidden states that they are computed from with their gradient, and the
-    fp32 gradient of the output matrix unless that is frozen, in bytes. A small vocabulary is computed at
-    once."""
-    tokens = micro_batch_tokens(config)
+    """Logits of the largest micro-batch, in bytes.
+
+    A small vocabulary is computed at once, for all tokens of responses. Otherwise there are chunks of logits, those
+    that a CPU keeps for the backward pass, the hidden states that they are computed from with their gradient
+    (fp32), and the gradient of the output matrix unless that is frozen; it waits for that of the input embedding
+    where the two are tied.
+    """
+    largest, e = longest_pass(config), element(config)
+    tokens = largest.rows * largest.response
+    whole = 4 * tokens * shape.vocabulary
     if shape.vocabulary < CHUNKED_FROM:
-        return CHUNK_COPIES * 4 * tokens * shape.vocabulary
-    hidden = 2 * element(config) * tokens * shape.hidden
-    matrix = 4 * shape.vocabulary * shape.hidden if config.learner.lora is None else 0
-    return CHUNK_COPIES * LOGIT_CHUNK[device] + hidden + matrix
+        return CHUNK_COPIES * whole
+    hidden = (2 * e + 4) * tokens * shape.hidden
+    matrix = 0
+    if config.learner.lora is None:
+        matrix = e * shape.vocabulary * shape.hidden * (2 if shape.tied else 1)
+    chunks = CHUNK_COPIES * min(LOGIT_CHUNK[device], whole)
+    return int(slack(config, device) * (chunks + min(LOGITS_KEPT[device], whole) + hidden + matrix))
 
 
 def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holding:
@@ -240,7 +349,7 @@ def engine(config: Config, shape: ModelShape, device: str, memory: int) -> Holdi
         ranks = math.prod(int(vllm_setting(config, "args", {}).get(name, 1)) for name in VLLM_RANKS)
         processes = 2 + (ranks if ranks > 1 else 0)
         cache = ranks * (int(vllm_setting(config, "kv_cache_mb", VLLM_CPU_CACHE_MB)) << 20)
-        work = processes * RUNTIME[device]
+        work = processes * VLLM_PROCESS
     elif uses_vllm(config, device):
         share = float(vllm_setting(config, "gpu_memory_utilization", VLLM_SHARE))
         cache = max(0, int(share * memory) - weights - VLLM_WORKSPACE)

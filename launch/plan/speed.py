@@ -34,7 +34,7 @@ from .memory import (
     element,
     engine_element,
     has_own_gpus,
-    moments_of,
+    moment_bytes,
     vllm_setting,
 )
 from .node import Node
@@ -62,8 +62,12 @@ GLOO_RATE = 0.3e9
 """Bytes per second through gloo on loopback; 0.13 to 0.56 GB/s were measured."""
 GRADED_A_SECOND = 500.0
 """Answers per second and grader process; 130 to 1,200 were measured, depending on the answers' form."""
-OPTIMIZER_BYTES, MOMENT_BYTES = 14, 8
-"""Bytes read and written per parameter: gradient 4, master 4 twice, the weight 2; each moment 4 twice."""
+OPTIMIZER_BYTES = 14
+"""Bytes read and written per parameter: gradient 4, master 4 twice, the weight 2; moments are too, twice."""
+HOST_STEP_RATE = 10e9
+"""Bytes per second and thread that torch's AdamW reads and writes in host memory; 13 were measured with one thread."""
+HOST_STEP_THREADS = 8
+"""Threads beyond which the memory's own bandwidth is the bound, roughly."""
 MAX_NUM_SEQS = 256
 """Fewest rows that an engine runs at a time unless ``rollout.vllm.max_num_seqs`` says otherwise."""
 RESPONSE_SHARE = 1 / 3
@@ -255,12 +259,19 @@ def _updating_seconds(
     settings, e = config.learner, element(config)
     updates = settings.minibatches * settings.update_epochs
     share = t / settings.ranks if settings.zero_stage else t
-    traffic = OPTIMIZER_BYTES + MOMENT_BYTES * moments_of(wanted)
+    traffic = OPTIMIZER_BYTES + 2 * moment_bytes(wanted)
     optimizer = updates * traffic * share / (BANDWIDTH_SHARE * node.bandwidth)
+    micro = math.ceil(work.trained / settings.ranks / settings.micro_batch_tokens)
+    micro *= settings.update_epochs
+    if settings.offload != "none":
+        rate = HOST_STEP_RATE * min(settings.threads, HOST_STEP_THREADS)
+        # Stepped in host memory; gradients come there, and new weights go back.
+        optimizer = updates * share * (traffic / rate + (4 + e) / PINNED_RATE)
+    if settings.offload == "parameters":
+        # Weights go to the GPU for the forward and for the backward pass.
+        optimizer += 2 * micro * e * n / settings.ranks / PINNED_RATE
     exchanges = 0.0
     if settings.ranks > 1:
-        micro = math.ceil(work.trained / settings.ranks / settings.micro_batch_tokens)
-        micro *= settings.update_epochs
         exchanges = max(updates, micro) if settings.zero_stage >= 2 else updates
         exchanges *= 2 * 4 * t / (LINK_SHARE * node.link)
         if settings.zero_stage == 3:

@@ -13,8 +13,8 @@ from functools import lru_cache
 from ...common.config import Config
 from ...common.errors import ConfigError
 from ...common.import_path import is_import_path
-from ...learner import own_schedule
-from ...learner.schedule import CRITIC_KEY, warmup_of
+from ...learner.loop import own_schedule
+from ...learner.loop.schedule import CRITIC_KEY, warmup_of
 from ...reward.components.scoring import Scorer
 from ...reward.reading import modes
 from ..callbacks.caller import Caller, Ended

@@ -18,12 +18,13 @@ from msgspec import structs
 from ...common.errors import DataError
 from ...common.parts import parts, read_parts
 from ...common.run_folder import RunFolder, write_atomic
-from ...learner.best import best_of
+from ...learner.loop.best import best_of
 from ...learner.resume.journal import trained
+from ..board.history import MEMORY
 from ..board.on_disk import read_restarts
 from ..callbacks.host import read_tallies
 from ..plan.hardware import Machine
-from ..wording import duration, shown
+from ..wording import duration, human, shown
 
 log = logging.getLogger("tandem.launch")
 
@@ -109,6 +110,7 @@ def make(
         "staleness_max": course.staleness,
         "restarts": [*read_restarts(folder), *_grader_restarts(findings.grader_restarts)],
         "idle_shares": course.idle() | findings.idle,
+        "memory_peaks": course.memory,
         "ledger": findings.counts,
         "dead_letters": findings.dead_letters,
         "machine": str(machine),
@@ -151,6 +153,8 @@ class Course:
         """Step to its numbers of samples and tokens."""
         self.preferences: dict[str, float] = {}
         """The last measurement of held-out pairs."""
+        self.memory: dict[str, int] = {}
+        """The greatest value of each metric of memory, in bytes, without its prefix."""
         self._total = self._waited = 0.0
         self._counts: Counter[str] = Counter()
         self._firsts: dict[str, list[float]] = {name: [] for name in COURSE}
@@ -167,6 +171,10 @@ class Course:
             self.preferences = {k: v for k, v in record.items() if k.startswith("heldout/")}
         self._total += float(record.get("time/total") or 0)
         self._waited += _sum(record, [key for key in record if key.startswith("time/wait/")])
+        for name, value in record.items():
+            if name.startswith(MEMORY) and isinstance(value, int | float):
+                short = name.removeprefix(MEMORY)
+                self.memory[short] = max(int(value), self.memory.get(short, 0))
         for name in COURSE:
             value = record.get(name)
             if isinstance(value, int | float):
@@ -226,8 +234,11 @@ def of_stages(
         return [{**entry, "stage": name} for name, one in summaries.items() for entry in one[key]]
 
     ledger: Counter[str] = Counter()
+    peaks: Counter[str] = Counter()
     for one in every:
         ledger.update(one["ledger"])
+        # The union of two counters keeps the greater of two values.
+        peaks |= Counter(one.get("memory_peaks", {}))
     course = dict(last["course"])
     for name, (began, _) in first["course"].items():
         if name in course:
@@ -246,6 +257,7 @@ def of_stages(
         "course": course,
         "staleness_max": max(one["staleness_max"] for one in every),
         "restarts": joined("restarts"),
+        "memory_peaks": dict(peaks),
         "ledger": dict(ledger),
         "dead_letters": joined("dead_letters"),
         "stages": [
@@ -420,6 +432,10 @@ def table(summary: Mapping[str, Any], folder: RunFolder) -> list[str]:
     if summary["idle_shares"]:
         shares = ", ".join(f"{r} {100 * s:.0f}%" for r, s in summary["idle_shares"].items())
         rows.append(("idle", shares))
+    peaks = summary.get("memory_peaks", {})
+    held = [(role, peaks.get(f"{role}_peak_bytes")) for role in ("learner", "rollout")]
+    if any(size for _, size in held):
+        rows.append(("memory at most", ", ".join(f"{r} {human(size)}" for r, size in held if size)))
     rows.append(("model", shown(folder.model)))
     if summary.get("best") is not None:
         rows.append(("best model", shown(folder.best)))

@@ -26,6 +26,7 @@ from types import FrameType
 
 from ...common.disk import DiskFull, is_full, try_append
 from ...common.errors import ConfigError, RunFailedError, TandemError
+from ...common.memory import kills
 from ...common.waiting import Wait
 from ..wording import shown
 from .disk_watch import DiskWatch
@@ -81,6 +82,7 @@ class Supervisor:
         tick: Callable[[], None] = lambda: None,
         restarts_file: Path | None = None,
         disk_watch: DiskWatch | None = None,
+        oom_kills: Callable[[], int] = kills,
     ) -> None:
         self._max_failures = max_failures
         self._backoff = backoff_seconds
@@ -92,6 +94,8 @@ class Supervisor:
         self._restarts_file = restarts_file
         self._unwritten: list[str] = []
         self._disk = disk_watch
+        self._kills = oom_kills
+        self._killed = oom_kills()
         self._parts: list[Part] = []
         self._stops: list[str] = []
         self._old_handlers: dict[int, object] = {}
@@ -277,7 +281,7 @@ class Supervisor:
         part.deaths += 1
         if part.comes_back and died not in HOPELESS and part.deaths < self._max_failures:
             part.reap(self._say)
-            self._start_again(part, spec, died)
+            self._start_again(part, spec, died, self._how(died))
             return
         last = last_lines(spec.log, 1).strip().removeprefix("| ")
         self._say(f"warning: {spec.name} {described(died)}, the run goes on without it: {last}")
@@ -293,6 +297,7 @@ class Supervisor:
             self._note(spec, died)
             self._say(f"{spec.name} {described(died)}; it is started again once there is space")
             return
+        how = self._how(died)
         progress = self._progress()
         if progress > part.progress_at_death:
             part.deaths = 0
@@ -301,18 +306,31 @@ class Supervisor:
         if died in HOPELESS or part.deaths >= self._max_failures:
             why = HOPELESS.get(
                 died,
-                f"died {part.deaths} times without a step in between; at last it {described(died)}",
+                f"died {part.deaths} times without a step in between; at last it {how}",
             )
             raise PartFailed(
                 f"{spec.name} {why}; the last lines of {shown(spec.log)}:\n{last_lines(spec.log)}"
             )
-        self._start_again(part, spec, died)
+        self._start_again(part, spec, died, how)
 
-    def _start_again(self, part: Part, spec: ProcessSpec, died: int) -> None:
+    def _how(self, died: int) -> str:
+        """How a process has ended; a kill may have been the kernel's, who needed memory."""
+        text = described(died)
+        if died != -signal.SIGKILL:
+            return text
+        before, self._killed = self._killed, self._kills()
+        if self._killed > before:
+            text += (
+                ", and the kernel has killed a process for want of memory since the last such death: it was "
+                "probably this one (docs/memory.md says what frees memory)"
+            )
+        return text
+
+    def _start_again(self, part: Part, spec: ProcessSpec, died: int, how: str) -> None:
         pause = min(LONGEST_PAUSE, self._backoff * 2 ** (part.deaths - 1))
         part.due = time.monotonic() + pause
         self._note(spec, died)
-        self._say(f"{spec.name} {described(died)}; starting it again in {pause:.1f} s")
+        self._say(f"{spec.name} {how}; starting it again in {pause:.1f} s")
 
     def _died_of_a_full_disk(self, spec: ProcessSpec, died: int) -> bool:
         if self._disk is None:

@@ -11,11 +11,12 @@ from torch.distributed import DistError
 
 from ...common.agreement import BOUNDS, Difference, Probe, one_line
 from ...common.errors import ConfigError
-from ..rows.microbatch import MicroBatch
-from . import shared_prompts
+from ...common.memory import is_out_of_memory
+from ..rows.microbatch import Layout, LayoutName, MicroBatch
+from . import layouts
 from .head import head_of
+from .layouts import Way
 from .logprobs import token_logprobs
-from .shared_prompts import Layout
 from .verification import difference
 
 if TYPE_CHECKING:
@@ -35,9 +36,9 @@ EXACT = BOUNDS[torch.float32]
 class Policy(nn.Module):
     """Wraps a causal language model so that only the needed positions get logits.
 
-    Rows are padded on the right and attention is causal, so no token can see padding and no mask is
-    passed: with a mask, SDPA would leave its fast causal path. ``use_cache`` is off, because otherwise
-    transformers misinterprets a call without a mask.
+    Attention is causal, so no token can see padding on the right and no mask is passed: with a mask, SDPA would
+    leave its fast causal path. ``use_cache`` is off, because otherwise transformers misinterprets a call without
+    a mask, and on a packed line lets rows see each other.
 
     The model stays in evaluation mode, even while it trains: dropout, router noise and the like would
     make π_θ differ from the policy that sampled.
@@ -65,7 +66,8 @@ class Policy(nn.Module):
             }
             self.register_state_dict_post_hook(_leave_frozen_out)
         self._checkpointed = checkpoint_in_evaluation(self)
-        self.shares_prompts = False
+        self.layout: LayoutName = "padded"
+        """How micro-batches are laid out for it; see :meth:`choose_layout`."""
         self.train(self.training)
 
     def train(self, mode: bool = True) -> Policy:
@@ -87,8 +89,10 @@ class Policy(nn.Module):
         entropy_gradient: bool = False,
         layout: Layout | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """``[N]`` log-probs and ``[N]`` entropies; see :class:`~.microbatch.MicroBatch`."""
-        extra: dict[str, Any] = {} if layout is None else shared_prompts.arguments(layout)
+        """``[N]`` log-probs and ``[N]`` entropies; see :class:`~..rows.microbatch.MicroBatch`."""
+        extra: dict[str, Any] = {}
+        if layout is not None:
+            extra = layouts.arguments(layout, self.model.config._attn_implementation)
         hidden = self.body(input_ids=input_ids, use_cache=False, **extra).last_hidden_state
         picked = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)
         head = self.head
@@ -117,41 +121,54 @@ class Policy(nn.Module):
                 there.layout,
             )
 
-    def share_prompts(self, probe: Probe | None = None) -> bool:
-        """Switches to attention over shared prompts if the model can do it.
+    def choose_layout(
+        self, probe: Probe | None = None, attention: str = "auto", whose: str = "the learner's"
+    ) -> LayoutName:
+        """Switches to the fastest attention that the model can do, and logs which one it is.
 
         It is tested on the probe's rows: a model with a different kind of attention gives other
         log-probs, and keeps padded rows.
 
         Args:
             probe: the model's probe; None makes one for rows of :data:`LONGEST` tokens.
+            attention: ``model.attention`` of the config.
+            whose: names the policy in the log.
         """
-        config = self.model.config
-        before = config._attn_implementation
-        if before != "sdpa" or next(self.model.parameters()).device.type != "cpu":
-            return False
-        if probe is None:
-            probe = Probe.of(self.model, LONGEST)
-        shared_prompts.register()
+        before = self.model.config._attn_implementation
+        way = layouts.fastest(attention, before, self.model.device.type, self.model.dtype)
+        reason = way.reason
+        if way.layout != "padded":
+            fault = self._fault(way, probe or Probe.of(self.model, LONGEST))
+            if fault is None:
+                self.layout = way.layout
+            else:
+                self.model.set_attn_implementation(before)
+                reason = f"not {way}: {fault}"
+        taken = Way(layout=self.layout, implementation=self.model.config._attn_implementation)
+        log.info(f"{whose} attention is {taken}{f' ({reason})' if reason else ''}")
+        return self.layout
+
+    def _fault(self, way: Way, probe: Probe) -> str | None:
+        """Switches to an attention; returns what is wrong with it, or None."""
+        layouts.register()
         try:
-            padded = difference(probe, self.score, share_prompts=False)
-            self.model.set_attn_implementation(shared_prompts.IMPLEMENTATION)
-            shared = difference(probe, self.score, share_prompts=True)
-            # In half precision a small fault is hidden by the bound, but not in comparison with padded rows.
-            self.shares_prompts = shared.most <= min(probe.bound, 3 * padded.most + EXACT)
-            if not self.shares_prompts:
-                log.info(
-                    f"keeps padded rows: with shared prompts log-probs are off by "
-                    f"{shared.logprob:.2g} nats, with padded rows by {padded.logprob:.2g}"
-                )
+            padded = difference(probe, self.score, "padded")
+            self.model.set_attn_implementation(way.implementation)
+            found = difference(probe, self.score, way.layout)
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-            log.info(f"keeps padded rows: {type(error).__name__}: {error}")
-        if not self.shares_prompts:
-            self.model.set_attn_implementation(before)
-        return self.shares_prompts
+            if is_out_of_memory(error):
+                raise
+            return one_line(error)
+        # In half precision a small fault is hidden by the bound, but not in comparison with padded rows.
+        if found.most <= min(probe.bound, 3 * padded.most + EXACT):
+            return None
+        return (
+            f"with it log-probs are off by {found.logprob:.2g} nats, with padded rows by "
+            f"{padded.logprob:.2g}"
+        )
 
     def require_own(self, probe: Probe, forward: Any = None, whose: str = "the learner's") -> None:
-        """Compares log-probs and entropies with the model's own, padded and with shared prompts.
+        """Compares log-probs and entropies with the model's own, in every layout that is used.
 
         Args:
             probe: the model's probe.
@@ -165,16 +182,19 @@ class Policy(nn.Module):
             return
         greatest = Difference()
         try:
-            for share in {False, self.shares_prompts}:
-                greatest |= difference(probe, forward or self.score, share_prompts=share)
+            used: set[LayoutName] = {self.layout}
+            if self.layout != "packed":
+                used.add("padded")
+            for layout in used:
+                greatest |= difference(probe, forward or self.score, layout)
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError | DistError):
+            if is_out_of_memory(error) or isinstance(error, DistError):
                 raise
             raise ConfigError(
                 f"{probe.model}: {whose} log-probs can't be computed: {one_line(error)}: use "
                 f"another model"
             ) from error
-        attention = self.model.config._attn_implementation
+        attention = layouts.named(self.model.config._attn_implementation)
         way_out = "use another model"
         if attention != "eager":
             way_out = f"set model.attention=eager (it is {attention}), or use another model"
@@ -231,10 +251,3 @@ def count_parameters(module: nn.Module) -> int:
 def size_of(parameter: Tensor) -> int:
     """Number of elements of a parameter, also of one that ZeRO-3 has spread over the ranks."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def device_of(rank: int) -> torch.device:
-    """``cuda:<rank>`` if there are GPUs, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", rank % torch.cuda.device_count())
-    return torch.device("cpu")

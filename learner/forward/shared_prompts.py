@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..rows.microbatch import Layout
+from ..rows.microbatch import SharedLayout
 
 IMPLEMENTATION = "tandem_shared_prompts"
 """The name under which transformers knows it."""
@@ -42,15 +42,10 @@ def attention(
     ``[1, F, heads, d]``. A layer's ``sliding_window`` counts the tokens that a token sees, itself
     among them. Without a layout among the keywords it is plain SDPA.
     """
-    layout: Layout | None = kwargs.pop(ARGUMENT, None)
+    layout: SharedLayout | None = kwargs.pop(ARGUMENT, None)
     window: int | None = kwargs.get("sliding_window")
     if layout is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        result, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-        return result, None
+        return plain(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
     _, heads, _, size = query.shape
     kv_heads = key.shape[1]
     shape = (layout.rows, layout.width)
@@ -58,9 +53,9 @@ def attention(
     # Done together: one gather, and one scatter in the backward pass.
     both = torch.cat([_line(key), _line(value)], 1).index_select(0, layout.gather)
     both = both.view(*shape, 2 * kv_heads, size).transpose(1, 2)
-    k, v = (_repeated(part, heads // kv_heads) for part in both.split(kv_heads, 1))
+    k, v = (repeated(part, heads // kv_heads) for part in both.split(kv_heads, 1))
     # A mask costs SDPA its fast causal path, so it is used only if a row is longer than the window.
-    mask = _band(layout.width, window, q.device) if window and layout.width > window else None
+    mask = band(layout.width, window, q.device) if window and layout.width > window else None
     result = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
     )
@@ -68,12 +63,31 @@ def attention(
     return line.view(1, -1, heads, size), None
 
 
+def plain(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' SDPA, for rows without a layout of Tandem's."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    result, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+    return result, None
+
+
 def _line(tensor: Tensor) -> Tensor:
     """``[1, h, F, d]`` to ``[F, h · d]``."""
     return tensor.transpose(1, 2).reshape(tensor.shape[2], -1)
 
 
-def _repeated(tensor: Tensor, times: int) -> Tensor:
+def repeated(tensor: Tensor, times: int) -> Tensor:
     """``[r, h, S, d]`` to ``[r, h · times, S, d]``, without a copy if there is one head."""
     rows, heads, width, size = tensor.shape
     if times == 1:
@@ -83,13 +97,13 @@ def _repeated(tensor: Tensor, times: int) -> Tensor:
 
 
 @lru_cache(maxsize=2)
-def _band(width: int, window: int, device: torch.device) -> Tensor:
+def band(width: int, window: int, device: torch.device) -> Tensor:
     """``[S, S]`` bool: which tokens of its row a token sees under a sliding window."""
     ones = torch.ones(width, width, dtype=torch.bool, device=device)
     return ones.tril().triu(1 - window)
 
 
-def arguments(layout: Layout) -> dict[str, Any]:
+def arguments(layout: SharedLayout) -> dict[str, Any]:
     """Arguments of the model besides the line of tokens."""
     return {
         "position_ids": layout.positions,

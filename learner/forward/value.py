@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import shared_prompts
+from ..rows.microbatch import Layout
+from . import layouts
 from .policy import Policy, checkpoint_in_evaluation
-from .shared_prompts import Layout
 
 
 class ValueHead(nn.Module):
@@ -44,6 +44,7 @@ class ValueModel(nn.Module):
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.body = policy.body
+        self._config = policy.model.config
         embeddings = policy.model.get_input_embeddings().weight
         self.head = ValueHead(policy.model.config.get_text_config().hidden_size, embeddings)
         self._checkpointed = checkpoint_in_evaluation(self)
@@ -59,7 +60,9 @@ class ValueModel(nn.Module):
 
     def forward(self, input_ids: Tensor, index: Tensor, layout: Layout | None = None) -> Tensor:
         """``[N]`` float32 values; see :class:`~tandem.learner.rows.microbatch.MicroBatch`."""
-        extra: dict[str, Any] = {} if layout is None else shared_prompts.arguments(layout)
+        extra: dict[str, Any] = {}
+        if layout is not None:
+            extra = layouts.arguments(layout, self._config._attn_implementation)
         hidden = self.body(input_ids=input_ids, use_cache=False, **extra).last_hidden_state
         picked = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)
         values: Tensor = self.head(picked)

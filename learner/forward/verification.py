@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...common.agreement import Difference, Probe, ProbeRow, Scores
 from ...common.config import Config
-from ..rows.microbatch import MicroBatch, micro_batch
+from ..rows.microbatch import LayoutName, MicroBatch, micro_batch
 from ..rows.rows import Rows, ragged
 
 Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]
@@ -18,7 +18,7 @@ Forward = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 
 
 @torch.no_grad()
-def difference(probe: Probe, forward: Forward, *, share_prompts: bool) -> Difference:
+def difference(probe: Probe, forward: Forward, layout: LayoutName) -> Difference:
     """The difference between a way of scoring and the model's own scores, over all rows.
 
     The short rows are one micro-batch, and the long ones beside a short one are another.
@@ -26,7 +26,7 @@ def difference(probe: Probe, forward: Forward, *, share_prompts: bool) -> Differ
     Args:
         probe: the model's probe.
         forward: the way of scoring.
-        share_prompts: whether rows share their prompts.
+        layout: how the rows are laid out.
     """
     short = [number for number, row in enumerate(probe.rows) if not row.long]
     long = [number for number, row in enumerate(probe.rows) if row.long]
@@ -37,7 +37,7 @@ def difference(probe: Probe, forward: Forward, *, share_prompts: bool) -> Differ
     for which in (short, [*short[:1], *long] if long else []):
         if not which:
             continue
-        micro = micro_batch(rows.select(torch.tensor(which)), share_prompts=share_prompts)
+        micro = micro_batch(rows.select(torch.tensor(which)), layout)
         logprobs, entropies = forward(micro)
         counts = [len(probe.rows[number].response) for number in which]
         parts = zip(which, logprobs.split(counts), entropies.split(counts), strict=True)

@@ -29,15 +29,16 @@ class GradingRates:
             reports: reports of all members.
         """
         grown = dict.fromkeys(COUNTERS, 0.0)
+        seen = dict(self._seen)
         worst = {"hang_share": 0.0, "crash_share": 0.0, "longest_queue_wait": 0.0}
         for member, report in reports.items():
             if report.get("role") != "reward":
                 continue
             pid = int(report.get("pid") or 0)
             counters = {name: float(report.get(f"grader/{name}") or 0) for name in COUNTERS}
-            known = self._seen.get(member)
+            known = seen.get(member)
             before = known[1] if known is not None and known[0] == pid else {}
-            self._seen[member] = (pid, counters)
+            seen[member] = (pid, counters)
             fresh = False
             for name, value in counters.items():
                 growth = value - before.get(name, 0.0)
@@ -45,13 +46,15 @@ class GradingRates:
                 fresh = fresh or growth > 0
             for name in worst if fresh else ():
                 worst[name] = max(worst[name], float(report.get(f"grader/{name}") or 0))
+        if not any(grown[verdict.value] for verdict in Verdict):
+            # Rates are of samples with a verdict: what grew meanwhile counts with the next of them.
+            return {}
+        self._seen = seen
         return _rates(grown, worst)
 
 
 def _rates(grown: Mapping[str, float], worst: Mapping[str, float]) -> dict[str, float]:
     samples = sum(grown[verdict.value] for verdict in Verdict)
-    if not samples:
-        return {}
     rates = {
         f"grading/verdict_{verdict.value}": grown[verdict.value] / samples for verdict in Verdict
     }

@@ -1,20 +1,23 @@
 """Checkpoints as folders that exist completely or not at all.
 
-``checkpoints/step-00000050/``: DeepSpeed's files of all ranks below ``engine/``, and ``state.json``
-with the step, the version, the position in the journal, and size and digest (xxh3-64) of every file.
-A folder is written under another name, synced and renamed; ``LATEST`` names the newest. Sizes are
-compared at every look, digests only for what is loaded.
+``checkpoints/step-00000050/``: parameters and optimizer states by name below ``policy/`` and ``critic/``
+(:mod:`.state_files`), the ranks' random states (:mod:`.rank_state`), and ``state.json`` with the step, the
+version, the position in the journal, and size and digest (xxh3-64) of every file. A folder is written under
+another name, synced and renamed; ``LATEST`` names the newest. Sizes are compared at every look, digests only for
+what is loaded. Whoever reads one while a run goes on holds a lock on its ``state.json``, and it stays until then.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +83,10 @@ class Checkpoints:
             try:
                 checkpoints.append(_read_named(path))
             except DataError as error:
-                self._damaged.add(path)
-                log.warning(f"left out a checkpoint: {error}")
+                # Or it has been let go in the meantime.
+                if path.exists():
+                    self._damaged.add(path)
+                    log.warning(f"left out a checkpoint: {error}")
         return sorted(checkpoints, key=lambda c: c.version.step)
 
     def newest(self, last_step: int | None = None) -> Checkpoint | None:
@@ -95,14 +100,36 @@ class Checkpoints:
             if last_step is not None and step > last_step:
                 log.warning(f"left out {checkpoint.folder}: the journal ends at step {last_step}")
                 continue
-            try:
-                verify(checkpoint)
-            except DataError as error:
-                self._damaged.add(checkpoint.folder)
-                log.warning(f"left out a checkpoint: {error}")
-                continue
-            return checkpoint
+            if self._is_whole(checkpoint):
+                return checkpoint
         return None
+
+    @contextmanager
+    def hold(self, step: int | None = None) -> Iterator[Checkpoint | None]:
+        """The newest whole checkpoint, or that of a step; it stays while it is held, whatever a run saves meanwhile.
+
+        Args:
+            step: the step whose checkpoint is wanted; None = the newest one.
+        """
+        while True:
+            wanted = [c for c in self.all() if step in (None, c.version.step)]
+            if not wanted:
+                yield None
+                return
+            with _locked(wanted[-1].folder, fcntl.LOCK_SH) as locked:
+                # It may have been let go before it was locked, and then there is a newer one.
+                if locked and self._is_whole(wanted[-1]):
+                    yield wanted[-1]
+                    return
+
+    def _is_whole(self, checkpoint: Checkpoint) -> bool:
+        try:
+            verify(checkpoint)
+        except DataError as error:
+            self._damaged.add(checkpoint.folder)
+            log.warning(f"left out a checkpoint: {error}")
+            return False
+        return True
 
     def save(
         self,
@@ -167,13 +194,41 @@ class Checkpoints:
         behind = [c for c in everything if c.version.step <= newest]
         above = [c for c in everything if c.version.step > newest]
         for folder in [c.folder for c in behind[: -self.kept] + above] + sorted(self._damaged):
-            # Renamed first, so that a folder being removed is never taken for a checkpoint.
             if not folder.exists():
                 continue
             doomed = folder.with_name(f".{folder.name}.old")
-            os.replace(folder, doomed)
+            with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB) as free:
+                if not free:
+                    log.info(f"{folder} stays as long as somebody reads it")
+                    continue
+                # Renamed first, so that a folder being removed is never taken for a checkpoint.
+                os.replace(folder, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
         self._damaged.clear()
+
+
+@contextmanager
+def _locked(folder: Path, operation: int) -> Iterator[bool]:
+    """Locks a checkpoint against its removal or its readers; whether it is there and nobody else has locked it."""
+    try:
+        file = open(folder / STATE, "rb")  # noqa: SIM115 - closed below
+    except OSError:
+        # Damaged, so that nobody reads it, or gone.
+        yield bool(operation & fcntl.LOCK_EX)
+        return
+    with file:
+        try:
+            fcntl.flock(file, operation)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError as error:
+            log.debug(f"{folder} can't be locked: {error}")
+        try:
+            same = os.path.samestat(os.fstat(file.fileno()), (folder / STATE).stat())
+        except OSError:
+            same = False
+        yield same
 
 
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Micro-batches: rows sorted by length, cut by a budget of padded tokens, equal in number.
+"""Micro-batches: rows sorted by length, cut by a budget of tokens, equal in number.
 
 Every rank derives the same plan from the same batch. A unit of the objective (row, pair or
 group) is never split. Ranks with fewer micro-batches than others get empty ones, which the trainer
@@ -24,14 +24,16 @@ def plan(
     *,
     budget: int,
     ranks: int = 1,
+    packed: bool = False,
 ) -> Plan:
     """Distributes rows over ranks and cuts each rank's rows into micro-batches.
 
     Args:
         lengths: ``[R]`` tokens that a row's forward pass reads.
         units: ``[R]`` number of each row's unit; rows of a unit stay together.
-        budget: greatest number of padded tokens (rows × longest row) in a micro-batch.
+        budget: greatest number of tokens in a micro-batch, padding (rows × longest row) included.
         ranks: number of ranks.
+        packed: whether rows are packed, so that there is no padding.
 
     Returns:
         The same number of micro-batches for every rank, longest rows first; none if there are no
@@ -55,7 +57,7 @@ def plan(
             last = int(inverse[row])
         members[-1].append(row)
     dealt = _deal(members, lengths, ranks)
-    cut = [_cut(mine, lengths, budget) for mine in dealt]
+    cut = [(_fill if packed else _cut)(mine, lengths, budget) for mine in dealt]
     most = max(len(mine) for mine in cut)
     return [mine + [np.zeros(0, np.int64)] * (most - len(mine)) for mine in cut]
 
@@ -82,16 +84,38 @@ def _cut(
     widest = 0
     for unit in members:
         width = int(lengths[unit].max())
-        if len(unit) * width > budget:
-            what = "the longest sample" if len(unit) == 1 else f"one unit of {len(unit)} rows"
-            raise ConfigError(
-                f"learner.micro_batch_tokens={budget} is less than {what} "
-                f"({len(unit) * width:,} tokens): raise it to at least {len(unit) * width:,}, or "
-                f"lower rollout.max_new_tokens"
-            )
+        _require(unit, len(unit) * width, budget)
         widest = max(widest, width) if found else width
         if not found or (len(found[-1]) + len(unit)) * widest > budget:
             found.append([])
             widest = width
         found[-1] += unit
     return [np.array(rows, np.int64) for rows in found]
+
+
+def _fill(
+    members: Sequence[list[int]], lengths: NDArray[np.int64], budget: int
+) -> list[NDArray[np.int64]]:
+    """Gives each unit to the first micro-batch that has room for it (first fit, longest units first)."""
+    found: list[list[int]] = []
+    room: list[int] = []
+    for unit in members:
+        size = int(lengths[unit].sum())
+        _require(unit, size, budget)
+        place = next((number for number, left in enumerate(room) if left >= size), len(found))
+        if place == len(found):
+            found.append([])
+            room.append(budget)
+        found[place] += unit
+        room[place] -= size
+    return [np.array(rows, np.int64) for rows in found]
+
+
+def _require(unit: list[int], size: int, budget: int) -> None:
+    if size <= budget:
+        return
+    what = "the longest sample" if len(unit) == 1 else f"one unit of {len(unit)} rows"
+    raise ConfigError(
+        f"learner.micro_batch_tokens={budget} is less than {what} ({size:,} tokens): raise it to at "
+        f"least {size:,}, or lower rollout.max_new_tokens"
+    )

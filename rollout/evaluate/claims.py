@@ -11,8 +11,8 @@ from ...common.config import Config
 from ...common.errors import StoreError, TandemError
 from ...common.records import Sample
 from ...replay.store import EvaluationRequest, EvaluationResult, RunStore
-from ..commit_check import CommitCheck
 from ..engine import Engine
+from ..new_weights.commit_check import CommitCheck
 
 if TYPE_CHECKING:
     from .evaluation import Evaluation, Evaluator

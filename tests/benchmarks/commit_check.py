@@ -31,6 +31,45 @@ SETTINGS = (
 )
 
 
+def figures(folder: Path) -> dict[str, float]:
+    """What a finished run's records say of the checks of its versions.
+
+    ``updates`` and ``checks``, how many ``failed`` and how many updates had an alarm of the ratio check
+    (``alarms``), how near to its bound the nearest check came that passed (``nearest``, a share), the
+    learner's seconds for scoring and their share of its time (``score_seconds``, ``score_share``), and the
+    worker's for a check (``check_seconds``).
+    """
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [record for record in map(json.loads, lines) if "train/loss" in record]
+
+    def every(name: str) -> list[float]:
+        return [record[name] for record in records if record.get(name) is not None]
+
+    return {
+        "updates": len(records),
+        "checks": sum(every("weights/checks")),
+        "failed": sum(every("weights/checks_failed")),
+        "alarms": sum(alarm > 0 for alarm in every("ratio/alarm")),
+        "nearest": max(every("weights/check_nearness"), default=0.0),
+        "score_seconds": statistics.median(every("time/score") or [0.0]),
+        "score_share": sum(every("time/score")) / max(sum(every("time/total")), 1e-9),
+        "check_seconds": statistics.median(every("weights/check_seconds") or [0.0]),
+    }
+
+
+def complaints(folder: Path) -> list[str]:
+    """Lines of a finished run about failed checks and about alarms of the ratio check."""
+    found = []
+    for log in sorted((folder / "logs").glob("rollout-*.log")):
+        texts = log.read_text(encoding="utf-8").splitlines()
+        found += [text for text in texts if "isn't what the learner published" in text]
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if "train/loss" in record and (alarm := alarm_of(record)):
+            found.append(f"step {record['step']}: {alarm}")
+    return found
+
+
 def run(folder: Path, steps: int, staleness: int, dtype: str) -> tuple[str, float]:
     """A line of the table, and how many false alarms there were."""
     own = [f"replay.max_staleness={staleness}", f"rollout.dtype={dtype}"]
@@ -44,29 +83,15 @@ def run(folder: Path, steps: int, staleness: int, dtype: str) -> tuple[str, floa
         stdout=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [record for record in map(json.loads, lines) if "train/loss" in record]
-
-    def every(name: str) -> list[float]:
-        return [record[name] for record in records if record.get(name) is not None]
-
-    for log in sorted((folder / "logs").glob("rollout-*.log")):
-        for text in log.read_text(encoding="utf-8").splitlines():
-            if "isn't what the learner published" in text:
-                print(text, flush=True)
-    for record in records:
-        if alarm := alarm_of(record):
-            print(f"step {record['step']}: {alarm}", flush=True)
-    failed = sum(every("weights/checks_failed"))
-    alarms = sum(alarm > 0 for alarm in every("ratio/alarm"))
-    learner = sum(every("time/score")) / max(sum(every("time/total")), 1e-9)
+    print("".join(f"{text}\n" for text in complaints(folder)), end="", flush=True)
+    found = figures(folder)
     line = (
-        f"{staleness:>9} {dtype:>9} {len(records):>8} {sum(every('weights/checks')):>7.0f} "
-        f"{failed:>7.0f} {alarms:>7} {max(every('weights/check_nearness'), default=0.0):>8.2f} "
-        f"{1e3 * statistics.median(every('time/score')):>9.1f} {learner:>8.1%} "
-        f"{1e3 * statistics.median(every('weights/check_seconds')):>9.1f}"
+        f"{staleness:>9} {dtype:>9} {found['updates']:>8} {found['checks']:>7.0f} "
+        f"{found['failed']:>7.0f} {found['alarms']:>7} {found['nearest']:>8.2f} "
+        f"{1e3 * found['score_seconds']:>9.1f} {found['score_share']:>8.1%} "
+        f"{1e3 * found['check_seconds']:>9.1f}"
     )
-    return line, failed + alarms
+    return line, found["failed"] + found["alarms"]
 
 
 def main() -> int:

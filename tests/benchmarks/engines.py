@@ -3,7 +3,7 @@
     .venv/bin/python tests/benchmarks/engines.py                    # both models, and the worker
     .venv/bin/python tests/benchmarks/engines.py --models 3M --pairs 5 --worker-pairs 0
 
-Random Qwen2 models of about 3M and 100M parameters, float32, temperature 1. Each side samples the
+Random Qwen2 models of about 3M and 100M parameters, temperature 1, on a GPU where there is one. Each side samples the
 same prompts (groups of four and two) with the same numbers of new tokens; no sample ends before.
 
 ======  ==============================================  =======================================
@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import platform
@@ -51,9 +52,9 @@ import engine_worker
 from tandem.common.config import ModelConfig, RolloutConfig
 from tandem.common.models import load_model
 from tandem.common.records import SamplingParams
-from tandem.rollout import vllm_version
 from tandem.rollout.engine import Engine, GroupRequest
 from tandem.rollout.engines import make_engine
+from tandem.rollout.vllm import vllm_version
 
 WORKER_BATCHES = 5
 """Batches of the worker, of which the first one doesn't count."""
@@ -70,7 +71,7 @@ class Case:
     layers: int
     """Decoder layers."""
     hidden: int
-    """Hidden size; heads have 64 dimensions, and two share a key-value head."""
+    """Hidden size."""
     inner: int
     """Of the MLP."""
     vocabulary: int
@@ -85,6 +86,10 @@ class Case:
     """Tokens of a prompt."""
     new: int
     """Most new tokens."""
+    head_dim: int = 64
+    """Dimensions of a head."""
+    per_kv: int = 2
+    """Heads that share a key-value head."""
 
 
 CASES = (
@@ -115,30 +120,41 @@ CASES = (
 )
 
 
-def save_model(case: Case, folder: Path) -> int:
-    """Writes a random model and its tokenizer; returns the number of parameters."""
+def save_model(
+    case: Case, folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> int:
+    """Writes a random model and its tokenizer; returns the number of parameters.
+
+    Args:
+        case: its sizes.
+        folder: where; made if it isn't there.
+        dtype: of the parameters.
+        device: where they are drawn, which takes large models long on a CPU.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
     torch.manual_seed(0)
-    heads = case.hidden // 64
+    heads = case.hidden // case.head_dim
     config = Qwen2Config(
         vocab_size=case.vocabulary,
         hidden_size=case.hidden,
         intermediate_size=case.inner,
         num_hidden_layers=case.layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
+        num_key_value_heads=heads // case.per_kv,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         eos_token_id=None,
         pad_token_id=0,
         bos_token_id=None,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*letters, *(a + b for a in letters for b in letters)][: case.vocabulary]
+    every = ("".join(one) for n in (1, 2, 3) for one in itertools.product(letters, repeat=n))
+    words = list(itertools.islice(every, case.vocabulary))
     backend = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -187,8 +203,11 @@ class Stopwatch:
 class Generate:
     """``generate`` of transformers, with its default settings but for the sampling."""
 
-    def __init__(self, folder: Path) -> None:
-        self._model = load_model(str(folder), attention="sdpa").eval()
+    def __init__(self, folder: Path, dtype: str = "float32") -> None:
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = load_model(
+            str(folder), dtype=dtype, attention="sdpa", device=self._device
+        ).eval()
 
     def run(self, case: Case, new: np.ndarray, wall: bool) -> float:
         """Samples all groups, in batches; returns the seconds."""
@@ -196,6 +215,7 @@ class Generate:
 
         per_batch = case.rows // case.group
         rows = torch.from_numpy(prompts(case, len(new))).long().repeat_interleave(case.group, 0)
+        rows = rows.to(self._device)
         watch = Stopwatch(wall)
         for start in range(0, len(new), per_batch):
             longest = int(new[start : start + per_batch].max())
@@ -214,6 +234,8 @@ class Generate:
                 ),
             )
             assert made.shape[1] == case.prompt + longest
+        if made.is_cuda:
+            torch.cuda.synchronize()
         return watch.read()
 
     def close(self) -> None:
@@ -223,10 +245,10 @@ class Generate:
 class OwnEngine:
     """One of Tandem's engines, made as a worker makes it."""
 
-    def __init__(self, folder: Path, kind: str, case: Case) -> None:
+    def __init__(self, folder: Path, kind: str, case: Case, dtype: str = "float32") -> None:
         self._loop = asyncio.new_event_loop()
         self._engine: Engine = make_engine(
-            ModelConfig(path=str(folder)),
+            ModelConfig(path=str(folder), dtype=dtype),  # type: ignore[arg-type]
             RolloutConfig(engine=kind, group_size=case.group, max_new_tokens=case.new),
             max_rows=case.rows,
             max_prompt_tokens=case.prompt,
@@ -270,12 +292,13 @@ def measure(case: Case, given: argparse.Namespace, sides: Sequence[str]) -> list
     found = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        size = save_model(case, folder)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        size = save_model(case, folder, dtype=getattr(torch, given.dtype), device=device)
         print(f"\n{case.name}: {size / 1e6:.1f}M parameters", flush=True)
         makers: dict[str, Callable[[], Any]] = {
-            "generate": lambda: Generate(folder),
-            "torch": lambda: OwnEngine(folder, "torch", case),
-            "vllm": lambda: OwnEngine(folder, "vllm", case),
+            "generate": lambda: Generate(folder, given.dtype),
+            "torch": lambda: OwnEngine(folder, "torch", case, given.dtype),
+            "vllm": lambda: OwnEngine(folder, "vllm", case, given.dtype),
         }
         made = {side: makers[side]() for side in sides}
         try:
@@ -385,6 +408,7 @@ def main() -> int:
     parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
     parser.add_argument("--worker-pairs", type=int, default=2, help="of the worker; 0 = not at all")
     parser.add_argument("--worker-vllm", action="store_true", help="the worker with vLLM as well")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--rows", type=int, help="rows of a batch, a multiple of 4")
     parser.add_argument("--new", type=int, help="most new tokens")
     parser.add_argument(

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from tandem.common.parts import PartedLines, parts
-from tandem.learner.evaluations import recorded_in
+from tandem.learner.loop.evaluations import recorded_in
 from tandem.learner.resume.cut_back import cut_back
 from tandem.learner.resume.journal import Journal, digest_of, trained
 from tandem.learner.resume.journal_file import encoded

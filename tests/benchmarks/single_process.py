@@ -27,19 +27,19 @@ from tandem.common.records import Group, Problem, SamplingParams, Version
 from tandem.common.run_folder import RunFolder
 from tandem.launch.ingest import prepare as ingest
 from tandem.launch.run import presets
+from tandem.learner.engine.update_result import UpdateResult
 from tandem.learner.forward.policy import Policy
+from tandem.learner.loop.schedule import learning_rate
 from tandem.learner.objectives import Objective
 from tandem.learner.rendezvous import process_group
 from tandem.learner.rows.groups import MixedGroup
 from tandem.learner.rows.microbatch import MicroBatch
-from tandem.learner.schedule import learning_rate
-from tandem.learner.update_result import UpdateResult
-from tandem.learner.updates import Updates
+from tandem.learner.updates.updates import Updates
 from tandem.replay.mixing import choose_traces
 from tandem.replay.order import Order
 from tandem.reward.grading import Grader
+from tandem.rollout.decoding.torch_engine import TorchEngine
 from tandem.rollout.engine import GroupRequest, NamedWeights
-from tandem.rollout.torch_engine import TorchEngine
 
 
 class PlainEngine:

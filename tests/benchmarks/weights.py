@@ -49,20 +49,17 @@ from tandem.common.config import Config, ModelConfig, RolloutConfig, build  # no
 from tandem.common.models import load_model  # noqa: E402
 from tandem.common.records import SamplingParams, Version  # noqa: E402
 from tandem.common.run_folder import JoinInfo  # noqa: E402
-from tandem.common.weights.channel import enter, meeting_point  # noqa: E402
-from tandem.common.weights.gloo import Gloo  # noqa: E402
-from tandem.common.weights.job import Target  # noqa: E402
+from tandem.common.weights.gloo import Gloo, enter, meeting_point  # noqa: E402
 from tandem.common.weights.manifest import plan  # noqa: E402
 from tandem.common.weights.protocol import Meeting  # noqa: E402
-from tandem.common.weights.receiver import WeightReceiver  # noqa: E402
+from tandem.common.weights.receiver import Target, WeightReceiver  # noqa: E402
 from tandem.common.weights.sender import WeightSender  # noqa: E402
-from tandem.common.weights.shared_memory import Segment, map_segment  # noqa: E402
-from tandem.common.weights.staging import checksum, views  # noqa: E402
+from tandem.common.weights.shared_memory import checksum, stage  # noqa: E402
 from tandem.replay.connection import connect  # noqa: E402
 from tandem.replay.ledger import Ledger  # noqa: E402
 from tandem.replay.ledger_records import LedgerSettings  # noqa: E402
 from tandem.replay.members import membership  # noqa: E402
-from tandem.rollout.vllm_extension import WorkerExtension  # noqa: E402
+from tandem.rollout.vllm.vllm_extension import WorkerExtension  # noqa: E402
 
 SECONDS = 120.0
 BUCKET = 64 << 20
@@ -89,9 +86,9 @@ def settings(transport: str) -> Config:
 class Bench(WorkerExtension):
     """vLLM's worker with one method more."""
 
-    def bench_reload(self, path: str, nbytes: int, layout: str) -> float:
+    def bench_reload(self, path: str, layout: str) -> float:
         """Seconds of a bare reload of tensors that are in this process's memory."""
-        own = [(name, tensor.clone()) for name, tensor in self._tandem_map(path, nbytes, layout)]
+        own = [(name, tensor.clone()) for name, tensor in self._tandem_map(path, layout)]
         start = time.perf_counter()
         self.reload_weights(weights_iterator=iter(own))
         return time.perf_counter() - start
@@ -233,8 +230,9 @@ def measure_shared_memory(folder: Path, pairs: int) -> dict[str, Any]:
     specs = [(name, tuple(p.shape), "float32") for name, p in named]
     layout = plan(((n, tuple(p.shape), p.dtype) for n, p in named), BUCKET)
     # The same bytes: what was never written to would be read from the kernel's one page of zeros.
-    source = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-    for (_, tensor), (_, view) in zip(named, views(source, layout), strict=True):
+    staged = stage(layout, ())
+    source = staged.buffer
+    for (_, tensor), (_, view) in zip(named, staged.tensors(), strict=True):
         view.copy_(tensor)
     target = torch.zeros_like(source)
     with tempfile.TemporaryDirectory() as redis, running(Path(redis)) as server:
@@ -297,7 +295,7 @@ async def measure_pause(case: Case, folder: Path, pairs: int) -> dict[str, Any]:
     """The pause of a busy vLLM beside a bare reload, and what an update costs."""
     import numpy as np
 
-    from tandem.rollout.engine import GroupRequest, NamedWeights
+    from tandem.rollout.engine import GroupRequest
     from tandem.rollout.engines import make_engine
 
     rows = FLYING
@@ -315,13 +313,9 @@ async def measure_pause(case: Case, folder: Path, pairs: int) -> dict[str, Any]:
     model = load_model(str(folder), dtype="float32", attention="sdpa", device="cpu")
     named = [(name, p.detach()) for name, p in model.named_parameters()]
     layout = plan(((n, tuple(p.shape), p.dtype) for n, p in named), BUCKET)
-    from tandem.common.weights.manifest import SegmentPlace
-
-    segment = Segment(layout.total_bytes)
-    for (_, tensor), (_, view) in zip(named, views(segment.buffer, layout), strict=True):
+    staged = stage(layout)
+    for (_, tensor), (_, view) in zip(named, staged.tensors(), strict=True):
         view.copy_(tensor)
-    place = SegmentPlace(path=str(segment.path), nbytes=layout.total_bytes, layout=layout.text)
-    tensors = dict(views(map_segment(segment.path, layout.total_bytes), layout))
     names = iter(range(1 << 30))
     step = iter(range(1, 1 << 30))
 
@@ -339,7 +333,7 @@ async def measure_pause(case: Case, folder: Path, pairs: int) -> dict[str, Any]:
 
     async def load() -> float:
         before = engine.stats().load_seconds
-        await engine.load(NamedWeights(tensors, place), Version(term=1, step=next(step)))
+        await engine.load(staged, Version(term=1, step=next(step)))
         return float(engine.stats().load_seconds - before)
 
     async def ours() -> float:
@@ -355,9 +349,7 @@ async def measure_pause(case: Case, folder: Path, pairs: int) -> dict[str, Any]:
         return float(
             (
                 await engine._process.run(
-                    engine._process.llm.collective_rpc(
-                        "bench_reload", args=(place.path, place.nbytes, place.layout)
-                    )
+                    engine._process.llm.collective_rpc("bench_reload", args=tuple(staged.place))
                 )
             )[0]
         )
@@ -396,7 +388,7 @@ async def measure_pause(case: Case, folder: Path, pairs: int) -> dict[str, Any]:
                 costs.append((with_ - without) / UPDATES)
     finally:
         await engine.close()
-        segment.close()
+        staged.close()
     return {
         "ours": statistics.median(a for a, _ in found),
         "bare": statistics.median(b for _, b in found),
@@ -435,7 +427,7 @@ def main() -> int:
         f"load {os.getloadavg()[0]:.1f}"
     )
     print("model case             ours ms   bare ms    GB/s   ratio   of each pair")
-    from tandem.rollout import vllm_version
+    from tandem.rollout.vllm import vllm_version
 
     with tempfile.TemporaryDirectory() as here:
         for case in [c for c in CASES if c.name in args.models]:

@@ -351,6 +351,7 @@ NOTHING = [
         ["model.attention=flash_attention_2", "model.dtype=bfloat16", "launch.gpus=none"],
         "needs a GPU",
     ),
+    (["model.attention=flex", "launch.gpus=none"], "set model.attention=sdpa"),
     (["rollout.update_wait_seconds=60"], "weights.commit_seconds=60"),
     (["weights.transport=nccl", "launch.gpus=none"], "weights.transport=auto"),
 ]

@@ -11,7 +11,7 @@ from tandem.common.errors import DataError
 from tandem.common.parts import PartedLines, is_part, parts, read_parts, whole_end
 from tandem.launch.board.history import read as history_of
 from tandem.launch.board.tail import MetricsTail
-from tandem.learner.evaluations import recorded_in
+from tandem.learner.loop.evaluations import recorded_in
 
 
 @pytest.fixture

@@ -30,7 +30,8 @@ def rewarded(step, metrics, handle):
         handle.stop("the reward is what it should be")
 
 def note(step, metrics, handle):
-    noted("calls.txt", step, "eval/due" in metrics)
+    # Newer weights may have been measured than those of the step for which an evaluation was due.
+    noted("calls.txt", int(metrics.get("eval/due", step)), "eval/due" in metrics)
 
 def asks(step, metrics, handle):
     if "train/lr" in metrics:  # An evaluation's record may come after those of later steps.

@@ -13,7 +13,8 @@ from processes import TANDEM, Run
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from judges import JudgeProcess
 
-STEPS = 10
+STEPS = 60
+"""So many that a fast machine still has some left when the judge is gone."""
 QUICK = (
     *("evaluate.at_start=false", "evaluate.every=0", "evaluate.at_end=false"),
     *("expert.per_group=0", "learner.objective.name=grpo", "log.samples_per_step=8"),

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import redis
-import torch
 import xxhash
 import yaml
+from safetensors import safe_open
 
 from tandem.common import wire
 from tandem.common.records import Group, Verdict
@@ -155,17 +155,11 @@ def _servers() -> Any:
 
 def _optimizer_steps(checkpoint: Path) -> int:
     """How often the parameters have been moved: Adam counts it for its bias correction."""
-    (path,) = (checkpoint / "engine").rglob("*model_states.pt")
-    optimizers = [torch.load(path, map_location="cpu", weights_only=False)["optimizer"]]
-    if optimizers == [None]:  # Sharded: each rank has a part of the moments.
-        shards = sorted((checkpoint / "engine").rglob("*optim_states.pt"))
-        loaded = [torch.load(shard, map_location="cpu", weights_only=False) for shard in shards]
-        optimizers = [shard["optimizer_state_dict"]["base_optimizer_state"] for shard in loaded]
-    counts = {
-        int(parameter["step"])
-        for optimizer in optimizers
-        for parameter in optimizer["state"].values()
-    }
+    counts: set[int] = set()
+    for path in sorted((checkpoint / "policy").glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            pieces = json.loads(file.metadata()["pieces"]).values()
+        counts |= {int(piece["step"] or 0) for piece in pieces}
     assert len(counts) <= 1, f"{checkpoint}: parameters were moved unlike often: {sorted(counts)}"
     return max(counts, default=0)
 

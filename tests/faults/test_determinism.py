@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from audit import journal_of
 from processes import Run, step
 from safetensors.numpy import load_file
+
+from tandem.learner.resume.state_files import CRITIC, StateFiles
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -51,11 +52,11 @@ def parameters(
     kinds = [record["kind"] for record in journal_of(folder)]
     assert ("resumed" in kinds) == bool(kills)
     found: dict[str, np.ndarray] = load_file(folder / "model" / "model.safetensors")
-    critics = (folder / "checkpoints" / f"step-{STEPS:08d}" / "critic").glob("*model_states.pt")
-    for path in critics:
-        module = torch.load(path, weights_only=False)["module"]
-        assert float(module["head.weight"].abs().max()) > 0
-        found |= {f"critic.{key}": tensor.numpy() for key, tensor in module.items()}
+    critic = folder / "checkpoints" / f"step-{STEPS:08d}" / CRITIC
+    if critic.is_dir():
+        files = StateFiles(critic)
+        assert float(files.whole("head.weight").abs().max()) > 0
+        found |= {f"critic.{name}": files.whole(name).numpy() for name in files.names}
     return found
 
 

@@ -96,7 +96,14 @@ def a_manifest(step: int = 3) -> manifest.WeightManifest:
     )
     sums = [2**63 + 5 * i for i in range(layout.bucket_count)]
     scored = ScoredRows(rows=((3, 1, 2), (5, 6)), logprobs=((-0.5, -2.0), (-7.25,)))
-    return manifest.make_manifest("run", Version(term=1, step=step), layout, sums, scored)
+    return manifest.WeightManifest(
+        run_id="run",
+        version=Version(term=1, step=step),
+        layout=layout,
+        checksums=tuple(sums),
+        base="",
+        scored=scored,
+    )
 
 
 RECORDS: list[Any] = [
@@ -135,7 +142,6 @@ RECORDS: list[Any] = [
 ]
 MESSAGES: list[Any] = [
     protocol.Ask(
-        run_id="run",
         member="rollout-0",
         version=Version(term=1, step=2),
         content="c",

@@ -217,6 +217,20 @@ def from_files(files: Files) -> Iterable[Decoder]:
         lambda path: _checkpoint(path.parent),
         imports="tandem.learner.resume.checkpoints",
     )
+    piece = {"shape": [4, 2], "start": 3, "step": 7.0}
+    yield one(
+        "checkpoints.pieces",
+        "s/pieces.json",
+        text({"model.a": piece, "b": {**piece, "step": None}}),
+        _pieces,
+        imports="tandem.learner.resume.state_files",
+    )
+
+
+def _pieces(path: Path) -> Any:
+    from tandem.learner.resume.state_files import read_pieces
+
+    return read_pieces(path.read_bytes(), str(path))
 
 
 def _checkpoint(folder: Path) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -114,7 +113,7 @@ def mutated_message(data: bytes, corpus: Sequence[bytes], c: random.Random) -> b
 
 
 def mutated_manifest(data: bytes, corpus: Sequence[bytes], c: random.Random) -> bytes:
-    """A manifest whose digests are right for what it says, so that the rest is looked at."""
+    """A manifest that says something else in one or two places."""
     found = wire.decode(data, manifest.WeightManifest)
     kind, fields = msgpack.unpackb(data[wire.HEADER.size :], strict_map_key=False)
     layout, sums, total = fields["layout"], fields["checksums"], found.layout.total_bytes
@@ -152,8 +151,6 @@ def mutated_manifest(data: bytes, corpus: Sequence[bytes], c: random.Random) -> 
             fields["scored"] = scored and dict(zip(("rows", "logprobs"), scored, strict=True))
         if not (sums and layout["tensors"]):
             break
-    content = hashlib.sha256(msgpack.packb([layout, sums])).hexdigest()
-    fields["digest"] = manifest.manifest_digest(found.run_id, found.version, content)
     encoded = framed(msgpack.packb([kind, fields]))
     return mutated_frame(encoded, corpus, c) if c.random() < 0.1 else encoded
 
@@ -161,7 +158,6 @@ def mutated_manifest(data: bytes, corpus: Sequence[bytes], c: random.Random) -> 
 def read_manifest(data: bytes) -> manifest.WeightManifest:
     """As a receiver does: decoded, checked, compared with its engine."""
     found = wire.decode(data, manifest.WeightManifest)
-    manifest.check_manifest(found)
     manifest.first_difference([("model.a", (3, 5), "float32")], found.layout.tensors)
     manifest.read_layout(found.layout.text)
     return found

@@ -43,6 +43,24 @@ def many() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def states() -> ModuleType:
+    """``rank_of_states.py``."""
+    return load(TESTS / "learner" / "rank_of_states.py")
+
+
+@pytest.fixture(scope="session")
+def written(
+    tmp_path_factory: pytest.TempPathFactory, many: ModuleType, states: ModuleType, group: None
+) -> Path:
+    """Checkpoints of one and of two ranks at every stage, what came of each at every other one, and the models."""
+    place: Path = tmp_path_factory.mktemp("states")
+    states.go_through(place, 1, sources=1)
+    many.start("rank_of_states.py", 2, place)
+    states.go_through(place, 1, sources=2, fresh=False)
+    return place
+
+
+@pytest.fixture(scope="session")
 def hand() -> ModuleType:
     """``hand_made.py``."""
     return load(TESTS / "learner" / "hand_made.py")
@@ -58,6 +76,12 @@ def formula() -> ModuleType:
 def plain() -> ModuleType:
     """``in_float64.py``."""
     return load(TESTS / "learner" / "in_float64.py")
+
+
+@pytest.fixture(scope="session")
+def parity() -> ModuleType:
+    """``parity.py``."""
+    return load(TESTS / "learner" / "parity.py")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Starts the processes of ``rank_of_many.py``, and compares what came of them."""
+"""Starts the processes of ``rank_of_many.py`` and its like, and compares what came of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +26,41 @@ def free_port() -> int:
         return port
 
 
+def start(script: str, ranks: int, *arguments: object) -> None:
+    """Runs a script of this folder as so many processes: ``SCRIPT RANK RANKS PORT ARGUMENT...``."""
+    port = free_port() if ranks > 1 else 0
+    path = Path(__file__).with_name(script)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with ExitStack() as stack:
+        # Files, since a pipe that nobody reads yet would stop a rank for which the others wait.
+        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *map(str, (path, rank, ranks, port, *arguments))],
+                env=environment,
+                stderr=errors[rank],
+                stdout=subprocess.DEVNULL,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            for process, error in zip(processes, errors, strict=True):
+                code = process.wait(timeout=DEADLINE)
+                error.seek(0)
+                assert code == 0, error.read()[-3000:]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
 def trained(ranks: int, folder: Path, stage: int | str, names: list[str]) -> Trained:
     """Parameters by ``objective/name``, and metrics by objective, of so many processes.
 
     With several stages, as in ``0,3``, ``objective@stage`` takes the objective's place.
     """
     out = folder / f"{ranks}-{stage}.safetensors"
-    port = free_port() if ranks > 1 else 0
-    script = Path(__file__).with_name("rank_of_many.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *map(str, (script, rank, ranks, port, out, stage)), *names],
-            env=environment,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        for process in processes:
-            _, error = process.communicate(timeout=DEADLINE)
-            assert process.returncode == 0, error[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    start("rank_of_many.py", ranks, out, stage, *names)
     from safetensors.torch import load_file
 
     metrics: dict[str, Any] = json.loads(Path(f"{out}.json").read_text(encoding="utf-8"))

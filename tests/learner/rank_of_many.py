@@ -19,16 +19,16 @@ import made_up
 import numpy as np
 from safetensors.torch import save_file
 
-import tandem.learner.reference as reference_module
+import tandem.learner.updates.reference as reference_module
 from tandem.common.config import LoraConfig
 from tandem.common.objectives import OBJECTIVES, reads
-from tandem.learner.critic import CriticEngine
-from tandem.learner.engine import DeepSpeedEngine
+from tandem.learner.engine.critic import CriticEngine
+from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.rendezvous import process_group
 from tandem.learner.rows.groups import MixedGroup
 from tandem.learner.rows.microbatch import micro_batch
 from tandem.learner.scored import score
-from tandem.learner.updates import Updates
+from tandem.learner.updates.updates import Updates
 
 STEPS = 2
 # With so large an ε the update is as smooth in the gradient as SGD's. Adam's own blows rounding up

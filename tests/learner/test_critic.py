@@ -16,12 +16,12 @@ from msgspec.structs import replace
 
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.records import Sample
-from tandem.learner.critic import CriticEngine, load_critic
-from tandem.learner.engine import DeepSpeedEngine
+from tandem.learner.engine.critic import CriticEngine, load_critic
+from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.losses.returns import explained_variance, whitened
 from tandem.learner.objectives import make
 from tandem.learner.rows.groups import MixedGroup
-from tandem.learner.updates import Updates, objective_of
+from tandem.learner.updates.updates import Updates, objective_of
 
 pytestmark = pytest.mark.usefixtures("group")
 CPU = torch.device("cpu")
@@ -204,7 +204,9 @@ def test_each_own_token_pays_the_kl_of_the_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reference = made_up.tiny_model(seed=5)
-    monkeypatch.setattr("tandem.learner.reference.load_model", lambda path, **kwargs: reference)
+    monkeypatch.setattr(
+        "tandem.learner.updates.reference.load_model", lambda path, **kwargs: reference
+    )
     updates = learner({"kl_reward_coefficient": 0.2}, micro_batch_tokens=budget)
     policy, critic = in_float64(plain, made_up)
     fixed = plain.Plain(reference, lr=0.0, eps=1.0, betas=(0.0, 0.0))

@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.common.errors import DataError
 from tandem.common.objectives import OBJECTIVES
-from tandem.learner.engine import DeepSpeedEngine, stage_of
+from tandem.launch.plan.memory import offloaded
+from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine, stage_of
 from tandem.learner.forward.policy import Policy
 from tandem.learner.objectives import Objective, make
+from tandem.learner.resume.state_files import POLICY, StateFiles
 from tandem.learner.rows.microbatch import dummy, micro_batch
 from tandem.learner.rows.packing import plan
 
@@ -72,16 +75,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ["adamw", "rmsprop"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "optimizer"), (3, "parameters")],
+)
 def test_an_update_is_the_plain_update(
-    stage: int, name: str, engines: Any, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+    stage: int,
+    offload: str,
+    name: str,
+    engines: Any,
+    made_up: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tandem.learner.engine.stage_of", lambda config, ranks: stage)
+    monkeypatch.setattr(
+        "tandem.learner.engine.deepspeed_engine.stage_of", lambda config, ranks: stage
+    )
     objective = make("luffy")
     (whole,), scalars = micro_batches(made_up.random_rows(), objective)
     reference = made_up.tiny_model()
     optimizer = OPTIMIZERS[name](reference.parameters())
-    engine = engines(stage, optimizer={"grad_clip": CLIP, **SETTINGS[name]})
+    engine = engines(stage, offload=offload, optimizer={"grad_clip": CLIP, **SETTINGS[name]})
     for _ in range(3):
         norm = plain_update(reference, whole, objective, scalars, optimizer)
         assert norm > CLIP  # or the clip would go untested
@@ -91,6 +104,50 @@ def test_an_update_is_the_plain_update(
         assert result.grad_norm == pytest.approx(norm, rel=1e-5)
     for (name, ours), theirs in zip(engine.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5, msg=name)
+
+
+def test_a_half_precision_engine_without_zero_makes_no_step_of_its_own(
+    made_up: ModuleType, tmp_path: Path
+) -> None:
+    before = dict(made_up.tiny_model(dtype=torch.bfloat16).named_parameters())
+    optimizer = {"lr": 0.1, "weight_decay": 0.5, "schedule": "constant"}
+    config = made_up.config_of(
+        learner={"zero_stage": 0, "optimizer": optimizer}, model={"dtype": "bfloat16"}
+    )
+    engine = DeepSpeedEngine(made_up.tiny_model(dtype=torch.bfloat16), config, CPU)
+    objective = make("luffy")
+    (whole,), scalars = micro_batches(made_up.random_rows(), objective)
+    steps = []
+    for name in ("made", "stepped"):
+        (tmp_path / name).mkdir()
+        engine.save(tmp_path / name)
+        files = StateFiles(tmp_path / name / POLICY)
+        steps.append({files.step(parameter) for parameter in files.names})
+        if name == "made":
+            for parameter in files.names:
+                assert torch.equal(files.whole(parameter), before[parameter].float()), parameter
+            assert engine.update([whole], objective, scalars, lr=1e-3).applied
+    assert steps == [{None}, {1.0}]
+
+
+def test_one_rank_reduces_no_gradient_and_decays_what_no_row_uses(
+    made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objective = make("luffy")
+    (whole,), scalars = micro_batches(made_up.random_rows(), objective)
+    model = made_up.tiny_model()
+    model.model.unused = torch.nn.Parameter(torch.ones(3))
+    config = made_up.config_of(learner={"optimizer": {"weight_decay": 0.1}})
+    engine = DeepSpeedEngine(model, config, CPU)
+
+    def reduced(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError(
+            "one rank has nothing to reduce, and it costs two copies of the gradient"
+        )
+
+    monkeypatch.setattr(engine._engine, "allreduce_bucket", reduced)
+    assert engine.update([whole], objective, scalars, lr=0.5).applied
+    torch.testing.assert_close(model.model.unused.detach(), torch.full((3,), 0.95))
 
 
 @pytest.mark.parametrize("name", ["grpo", "luffy", "rl_sft_loss", "sft"])
@@ -168,26 +225,36 @@ NOT_FINITE: dict[str, dict[str, Any]] = {
     "gradient alone": {"shaping": "none"},
     "loss alone": {"dual_clip": None},
 }
-STAGES = [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16")]
+STAGES = [(1, "float32"), (2, "float32"), (3, "float32"), (1, "bfloat16")]
+OFFLOADED = [
+    *(("optimizer", stage, "float32") for stage in (1, 2, 3)),
+    *(("optimizer", stage, "bfloat16") for stage in (1, 2)),
+    ("parameters", 3, "bfloat16"),
+]
+"""What lies in host memory, at which stage."""
 
 
 @pytest.mark.parametrize(
-    ("what", "stage", "dtype"),
-    [(what, 0, "float32") for what in NOT_FINITE]
-    + [("loss alone", stage, dtype) for stage, dtype in STAGES[1:]],
+    ("what", "offload", "stage", "dtype"),
+    [(what, "none", 0, "float32") for what in NOT_FINITE]
+    + [("loss alone", "none", stage, dtype) for stage, dtype in STAGES]
+    + [("loss alone", *cell) for cell in OFFLOADED],
 )
 def test_what_is_not_finite_changes_no_parameter(
     what: str,
+    offload: str,
     stage: int,
     dtype: str,
     engines: Any,
     made_up: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tandem.learner.engine.stage_of", lambda config, ranks: stage)
+    monkeypatch.setattr(
+        "tandem.learner.engine.deepspeed_engine.stage_of", lambda config, ranks: stage
+    )
     good = make("luffy")
     micros, scalars = micro_batches(made_up.random_rows(), good, budget=60)
-    engine = engines(stage, dtype=dtype)
+    engine = engines(stage, dtype=dtype, offload=offload)
     engine.update(micros, good, scalars, lr=1e-3)
     before = {name: tensor.clone() for name, tensor in engine.parameters()}
     bad = engine.update(micros, Poisoned(OBJECTIVES["luffy"](**NOT_FINITE[what])), scalars, lr=1e-3)
@@ -218,8 +285,15 @@ def test_the_gradients_are_there_before_anything_changes(engines: Any, made_up: 
 
 
 @pytest.mark.parametrize("name", ["adamw", "rmsprop"])
-@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "float32"), (1, "bfloat16")])
+@pytest.mark.parametrize(
+    ("offload", "stage", "dtype"),
+    [
+        *(("none", stage, dtype) for stage, dtype in ((0, "float32"), *STAGES)),
+        *OFFLOADED,
+    ],
+)
 def test_after_a_load_the_next_updates_are_the_same_to_the_bit(
+    offload: str,
     stage: int,
     dtype: str,
     name: str,
@@ -228,20 +302,63 @@ def test_after_a_load_the_next_updates_are_the_same_to_the_bit(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tandem.learner.engine.stage_of", lambda config, ranks: stage)
+    monkeypatch.setattr(
+        "tandem.learner.engine.deepspeed_engine.stage_of", lambda config, ranks: stage
+    )
     objective = make("luffy")
     micros, scalars = micro_batches(made_up.random_rows(), objective)
-    engine = engines(stage, dtype=dtype, optimizer={"name": name})
+    settings = {"dtype": dtype, "offload": offload, "optimizer": {"name": name}}
+    engine = engines(stage, **settings)
     for _ in range(3):
         engine.update(micros, objective, scalars, lr=1e-3)
     engine.save(tmp_path)
     torch.manual_seed(11)
     expected = [engine.update(micros, objective, scalars, lr=1e-3).loss for _ in range(3)]
-    for other in (engine, engines(stage, dtype=dtype, optimizer={"name": name})):
+    for other in (engine, engines(stage, **settings)):
         other.load(tmp_path)
         assert torch.initial_seed() is not None
         found = [other.update(micros, objective, scalars, lr=1e-3).loss for _ in range(3)]
         assert found == expected
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (1, "bfloat16"), (3, "bfloat16")])
+def test_a_checkpoint_of_deepspeeds_own_form_still_goes_on_to_the_bit(
+    stage: int,
+    dtype: str,
+    lora: dict[str, Any] | None,
+    engines: Any,
+    made_up: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Earlier versions wrote it, in exactly this way."""
+    monkeypatch.setattr(
+        "tandem.learner.engine.deepspeed_engine.stage_of", lambda config, ranks: stage
+    )
+    objective = make("luffy")
+    micros, scalars = micro_batches(made_up.random_rows(), objective)
+    engine = engines(stage, dtype=dtype, lora=lora)
+    engine.update(micros, objective, scalars, lr=1e-3)
+    random = {"torch_rng": torch.get_rng_state()}
+    engine._engine.save_checkpoint(
+        str(tmp_path),
+        tag="engine",
+        client_state={"rng_0": random, "coefficients": {"entropy": 0.5}},
+        save_latest=False,
+        exclude_frozen_parameters=lora is not None,
+    )
+    expected = [engine.update(micros, objective, scalars, lr=1e-3).loss for _ in range(2)]
+    other = engines(stage, dtype=dtype, lora=lora)
+    torch.manual_seed(7)
+    assert other.load(tmp_path) == {"entropy": 0.5}
+    assert torch.equal(torch.get_rng_state(), random["torch_rng"])
+    assert [other.update(micros, objective, scalars, lr=1e-3).loss for _ in range(2)] == expected
+    monkeypatch.setattr(
+        "tandem.learner.engine.deepspeed_engine.stage_of", lambda *_: 1 if stage == 3 else 3
+    )
+    with pytest.raises(DataError, match=r"earlier version .* same learner.ranks and learner.zero_"):
+        engines(dtype=dtype, lora=lora).load(tmp_path)
 
 
 def test_bf16_training_keeps_float32_master_weights(engines: Any, made_up: ModuleType) -> None:
@@ -266,8 +383,9 @@ def test_a_single_float32_rank_has_nothing_to_partition(made_up: ModuleType) -> 
     assert stage_of(made_up.config_of(model={"dtype": "bfloat16"}), ranks=1) == 1
 
 
+@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (3, "parameters")])
 def test_the_export_is_a_folder_that_transformers_loads(
-    engines: Any, made_up: ModuleType, tmp_path: Path
+    stage: int, offload: str, engines: Any, made_up: ModuleType, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -275,7 +393,7 @@ def test_the_export_is_a_folder_that_transformers_loads(
 
     objective = make("luffy")
     micros, scalars = micro_batches(made_up.random_rows(), objective)
-    engine = engines()
+    engine = engines(stage, offload=offload)
     engine.update(micros, objective, scalars, lr=1e-2)
     base = tmp_path / "base"
     engine.export(base, None)
@@ -291,3 +409,42 @@ def test_the_export_is_a_folder_that_transformers_loads(
         assert torch.equal(ours, theirs), name
     assert AutoTokenizer.from_pretrained(place)("1+2")["input_ids"] == [10, 19, 11]
     assert json.loads((place / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(("offload", "stage", "dtype"), OFFLOADED)
+def test_what_is_offloaded_is_what_the_plan_counts(
+    offload: str, stage: int, dtype: str, engines: Any, made_up: ModuleType, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(
+        "tandem.learner.engine.deepspeed_engine.stage_of", lambda config, ranks: stage
+    )
+    objective = make("luffy")
+    micros, scalars = micro_batches(made_up.random_rows(), objective, budget=60)
+    engine = engines(stage, dtype=dtype, offload=offload)
+    engine.update(micros, objective, scalars, lr=1e-3)
+    held = engine._engine.optimizer
+    masters = getattr(
+        held, "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
+    )
+    moments = [
+        tensor
+        for state in held.optimizer.state.values()
+        for tensor in state.values()
+        if tensor.numel() > 1
+    ]
+    sums = (
+        [held.grad_partitions_flat_buffer]
+        if stage == 3
+        else [
+            *held.param_buffer_of_bit16_for_cpu_offload_groups,
+            *held.accumulated_grads_in_cpu.values(),
+        ]
+    )
+    pinned = [*masters, *(master.grad for master in masters), *sums]
+    count = engine.parameter_count()
+    of_weights = engine.model.dtype.itemsize * count if offload == "parameters" else 0
+    found = sum(tensor.numel() * tensor.element_size() for tensor in pinned) + of_weights
+    own = sum(tensor.numel() * tensor.element_size() for tensor in moments)
+    # ZeRO pads each rank's part.
+    expected = offloaded(engine.config, count, count, engine.config.learner.optimizer)
+    assert (found + own, found) == pytest.approx(expected, rel=0.01)

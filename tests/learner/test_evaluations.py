@@ -10,8 +10,8 @@ import pytest
 from msgspec import structs
 
 from tandem.common.records import Version
-from tandem.learner import evaluations as module
-from tandem.learner.evaluations import Evaluations, record_of
+from tandem.learner.loop import evaluations as module
+from tandem.learner.loop.evaluations import Evaluations, record_of
 from tandem.replay.connection import Store, connect
 from tandem.replay.members import Members
 from tandem.replay.store import (

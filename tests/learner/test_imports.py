@@ -69,7 +69,7 @@ def test_every_public_function_has_a_docstring(name: str) -> None:
 def test_a_learners_start_leaves_no_folder_behind(tmp_path: Path) -> None:
     code = """
 import os, signal, torch
-from tandem.learner.zero import prepared
+from tandem.learner.engine.zero import prepared
 from tandem.learner.rendezvous import process_group
 with process_group(0, 1, None):
     prepared(torch.device("cpu"))

@@ -11,8 +11,8 @@ import pytest
 
 from tandem.common.config import OptimizerConfig
 from tandem.common.errors import ConfigError
-from tandem.learner import own_schedule
-from tandem.learner.schedule import factors_of, learning_rate
+from tandem.learner.loop import own_schedule
+from tandem.learner.loop.schedule import factors_of, learning_rate
 
 MODULE = """
 import atexit, math, os, sys, time
@@ -113,7 +113,7 @@ def test_a_function_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "\nSECONDS = 60\n" in text
     hasty = tmp_path / "hasty.py"
     hasty.write_text(
-        text.replace("\nSECONDS = 60\n", "\nSECONDS = 1\n").replace("..common", "tandem.common")
+        text.replace("\nSECONDS = 60\n", "\nSECONDS = 1\n").replace("...common", "tandem.common")
     )
     monkeypatch.setattr(own_schedule, "__name__", "hasty")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
@@ -142,7 +142,7 @@ def test_a_name_that_is_neither_built_in_nor_a_path_is_refused() -> None:
 
 def test_the_critics_schedule_is_refused_by_its_own_name() -> None:
     from tandem.common.config import LearnerConfig
-    from tandem.learner.schedule import both_factors, learning_rates
+    from tandem.learner.loop.schedule import both_factors, learning_rates
 
     made = {
         "objective": {"name": "ppo"},

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.learner.engine import DeepSpeedEngine
+from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.objectives import Grpo, make
 from tandem.learner.rows.groups import MixedGroup
-from tandem.learner.updates import Updates
+from tandem.learner.updates.updates import Updates
 
 pytestmark = pytest.mark.usefixtures("group")
 CPU = torch.device("cpu")
@@ -44,8 +44,8 @@ def snapshot(updates: Updates) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in updates.engine.parameters()}
 
 
-def in_float64(plain: ModuleType, made_up: ModuleType) -> Any:
-    return plain.Plain(made_up.tiny_model(), lr=0.01, eps=0.1, betas=(0.5, 0.9))
+def in_float64(plain: ModuleType, made_up: ModuleType, lr: float = 0.01) -> Any:
+    return plain.Plain(made_up.tiny_model(), lr=lr, eps=0.1, betas=(0.5, 0.9))
 
 
 def compare(updates: Updates, policy: Any) -> None:
@@ -92,8 +92,8 @@ def test_sft_goes_over_a_batch_of_traces_several_times(
     updates = learner(
         objective={"name": "sft", "aggregation": "token_mean"}, minibatches=2, update_epochs=3
     )
-    policy = in_float64(plain, made_up)
-    assert updates.train(1, groups, lr=0.01).applied
+    policy = in_float64(plain, made_up, lr=0.005)
+    assert updates.train(1, groups, lr=0.005).applied
     plain.sft_step(policy, groups, plain.shuffled(4, 2, 3, SEED, 1))
     compare(updates, policy)
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tandem.learner.engine import DeepSpeedEngine
-from tandem.learner.reference import LogprobStore, keys_of
+from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.rows.groups import MixedGroup, rows_of
-from tandem.learner.updates import StepOutcome, Updates
+from tandem.learner.updates.reference import LogprobStore, keys_of
+from tandem.learner.updates.updates import StepOutcome, Updates
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -27,14 +27,20 @@ def learner(made_up: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Learner:
     """Makes an offline rank on a tiny model, whose reference has weights of a seed."""
 
     def started(
-        folder: Path | None, name: str = "dpo", *, reference: int = 5, **learner: Any
+        folder: Path | None,
+        name: str = "dpo",
+        *,
+        reference: int = 5,
+        attention: str = "auto",
+        **learner: Any,
     ) -> Updates:
         monkeypatch.setattr(
-            "tandem.learner.reference.load_model",
+            "tandem.learner.updates.reference.load_model",
             lambda path, **kwargs: made_up.tiny_model(seed=reference),
         )
         config = made_up.config_of(
-            learner={"source": "offline", "objective": {"name": name}, **learner}
+            learner={"source": "offline", "objective": {"name": name}, **learner},
+            model={"attention": attention},
         )
         engine = DeepSpeedEngine(made_up.tiny_model(), config, torch.device("cpu"))
         return Updates(engine, config, reference_folder=folder)
@@ -61,11 +67,18 @@ def the_file(folder: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize(
+    ("name", "attention"), [("dpo", "auto"), ("kto", "auto"), ("dpo", "varlen")]
+)
 def test_log_probs_that_are_found_train_the_same_bits(
-    learner: Learner, made_up: ModuleType, tmp_path: Path, name: str
+    learner: Learner, made_up: ModuleType, tmp_path: Path, name: str, attention: str
 ) -> None:
-    with_store, without = learner(tmp_path, name), learner(None, name)
+    with_store = learner(tmp_path, name, attention=attention)
+    without = learner(None, name, attention=attention)
+    assert without.columns.reference is not None
+    policies = (without.engine.policy, without.columns.reference._policy)
+    line = "packed" if attention == "varlen" else "shared"
+    assert [policy.layout for policy in policies if policy] == [line, line]
     for step, counts in ((1, (6, 0)), (2, (0, 6))):
         stored = with_store.train(step, pairs(made_up), lr=0.1)
         assert figures(stored) == counts
@@ -74,7 +87,7 @@ def test_log_probs_that_are_found_train_the_same_bits(
         assert stored.metrics["train/loss"] == computed.metrics["train/loss"]
     assert all(map(torch.equal, weights(with_store), weights(without)))
     # Beside other rows, in another order and in smaller micro-batches they are the same ones.
-    again = learner(tmp_path, name, micro_batch_tokens=40)
+    again = learner(tmp_path, name, attention=attention, micro_batch_tokens=40)
     assert figures(again.train(1, pairs(made_up, 4)[::-1], lr=0.1)) == (2, 6)
 
 
@@ -227,7 +240,9 @@ def test_with_adapters_the_reference_is_the_base_without_them(
     stage: int,
 ) -> None:
     """The kept log-probs are those that a second model of the same weights gives, and are found by one."""
-    monkeypatch.setattr("tandem.learner.engine.stage_of", lambda config, ranks: stage)
+    monkeypatch.setattr(
+        "tandem.learner.engine.deepspeed_engine.stage_of", lambda config, ranks: stage
+    )
     lora = {"rank": 2, "alpha": 16.0}
     updates = learner(tmp_path, name, lora=lora)
     for step in (1, 2):
@@ -236,7 +251,7 @@ def test_with_adapters_the_reference_is_the_base_without_them(
         # The second step's first group was scored before the adapters had moved.
         assert figures(outcome) == ((4, 0) if step == 1 else (2, 2))
     assert max(float(tensor.abs().max()) for tensor in weights(updates)) > 0.1
-    monkeypatch.setattr("tandem.learner.engine.stage_of", lambda config, ranks: 0)
+    monkeypatch.setattr("tandem.learner.engine.deepspeed_engine.stage_of", lambda config, ranks: 0)
     second = learner(tmp_path, name, reference=0)
     outcome = second.train(1, pairs(made_up, 3), lr=0.1)
     assert figures(outcome) == (0, 6)
@@ -249,7 +264,7 @@ def test_with_adapters_a_fresh_groups_reference_is_the_base_too(
 ) -> None:
     """GRPO with a KL penalty: trained with adapters, or fully with a second model, it begins the same."""
     monkeypatch.setattr(
-        "tandem.learner.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
+        "tandem.learner.updates.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
     )
     objective = {"name": "grpo", "kl_coefficient": 0.05, "kl_reward_coefficient": 0.05}
     found = []

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,11 @@ import pytest
 import torch
 
 from tandem.common import disk
-from tandem.learner.saving import size_of, write_with_room
+from tandem.common.errors import DataError
+from tandem.common.records import Version
+from tandem.common.run_folder import RunFolder
+from tandem.learner.loop.saving import Saver, size_of, write_with_room
+from tandem.learner.resume.checkpoints import Checkpoints
 
 
 class Ranks:
@@ -111,3 +116,62 @@ def test_several_ranks_and_other_errors_are_not_tried_again(small_disk: Any) -> 
     with pytest.raises(RuntimeError, match="another shape"):
         write_with_room(small.folder, 1 << 20, Ranks(), broken, lambda: None)  # type: ignore[arg-type]
     assert len(tries) == 2
+
+
+def saver(folder: Path, ranks: int, stage: int, loaded: list[Path]) -> Saver:
+    """One whose ranks only note what they load."""
+    leader: Any = Ranks(ranks)
+    leader.engine = SimpleNamespace(world_size=ranks, stage=stage)
+    leader.load = loaded.append
+    some: Any = SimpleNamespace()
+    return Saver(
+        RunFolder(folder),
+        kept=2,
+        leader=leader,
+        ledger=some,
+        source=some,
+        clock=some,
+        term=2,
+        state={},
+    )
+
+
+def save(folder: Path, form: str, **state: Any) -> Path:
+    """A checkpoint of step 5 by two ranks."""
+
+    def write(place: Path) -> None:
+        (place / form).mkdir()
+        (place / form / "part").write_text("weights")
+
+    checkpoints = Checkpoints(RunFolder(folder).checkpoints)
+    return checkpoints.save(Version(term=1, step=5), write, ranks=2, state=state).folder
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "said"),
+    [
+        (2, 1, []),
+        (1, 0, ["2 ranks with ZeRO-1, and is gone on from by 1 rank with ZeRO-0"]),
+        (2, 3, ["2 ranks with ZeRO-1, and is gone on from by 2 ranks with ZeRO-3"]),
+    ],
+)
+def test_other_ranks_or_another_stage_are_told_in_one_line(
+    ranks: int, stage: int, said: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = save(tmp_path, "policy", zero_stage=1)
+    loaded: list[Path] = []
+    with caplog.at_level("INFO", "tandem.learner"):
+        assert saver(tmp_path, ranks, stage, loaded).load_newest(9) == 5
+    assert loaded == [place]
+    lines = [line for line in caplog.messages if "written by" in line]
+    assert lines == [f"{place} was written by {one}" for one in said]
+
+
+def test_a_checkpoint_of_an_earlier_version_wants_its_ranks(tmp_path: Path) -> None:
+    place = save(tmp_path, "engine")
+    loaded: list[Path] = []
+    with pytest.raises(DataError, match=r"2 rank.* of an earlier .*: resume with learner.ranks=2"):
+        saver(tmp_path, 1, 0, loaded).load_newest(9)
+    assert loaded == []
+    assert saver(tmp_path, 2, 1, loaded).load_newest(9) == 5
+    assert loaded == [place]

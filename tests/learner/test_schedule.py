@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.common.config import OptimizerConfig
-from tandem.learner.schedule import learning_rate
+from tandem.learner.loop.schedule import learning_rate
 
 
 @pytest.mark.parametrize(

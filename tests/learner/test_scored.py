@@ -11,11 +11,11 @@ import torch
 
 from tandem.common.telemetry import Clock
 from tandem.common.weights.manifest import ScoredRows
-from tandem.learner.engine import DeepSpeedEngine
-from tandem.learner.publishing import Publishing
+from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
+from tandem.learner.loop.publishing import Publishing
 from tandem.learner.ranks import Leader
 from tandem.learner.scored import ROWS, fixed_rows
-from tandem.learner.updates import Updates
+from tandem.learner.updates.updates import Updates
 
 pytestmark = pytest.mark.usefixtures("group")
 CPU = torch.device("cpu")

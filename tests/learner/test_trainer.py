@@ -33,6 +33,7 @@ from tandem.common.errors import DataError, RunFailedError
 from tandem.common.records import Group, Version
 from tandem.launch.cli import main
 from tandem.learner.resume.journal import read, trained
+from tandem.learner.resume.state_files import POLICY
 from tandem.replay import archive
 from tandem.replay.ledger_records import Lease
 
@@ -205,7 +206,7 @@ def test_a_run_ends_finished_with_all_its_records(straight: Any) -> None:
     assert [record["step"] for record in metrics(straight)] == list(range(1, 9))
     assert straight.ledger.counts()["trained"] == 16
     names = {name.partition("/")[0] for name in metrics(straight)[-1] if "/" in name}
-    assert names == {"train", "ratio", "reward", "rollout", "replay", "time"}
+    assert names == {"train", "memory", "ratio", "reward", "rollout", "replay", "time"}
     samples = [json.loads(line) for line in straight.folder.samples.read_text().splitlines()]
     assert [record["step"] for record in samples] == [n for n in range(1, 9) for _ in range(2)]
     assert {row["source"] for row in samples[0]["rows"] + samples[1]["rows"]} == {"own", "expert"}
@@ -298,7 +299,7 @@ def test_a_flipped_bit_in_a_checkpoint_costs_some_steps_and_changes_nothing(
     run.work()
     kill_after(14, launch(run), run)
     # Weights and moments of one rank lie in one file.
-    (path,) = (run.folder.checkpoints / "step-00000006").rglob("*.pt")
+    (path,) = (run.folder.checkpoints / "step-00000006" / POLICY).glob("*.safetensors")
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)

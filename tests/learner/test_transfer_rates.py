@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.learner.transfer_rates import TransferRates
+from tandem.learner.metrics.transfer_rates import TransferRates
 
 
 def stats(step: int, **changes: Any) -> dict[str, Any]:

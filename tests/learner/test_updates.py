@@ -14,11 +14,11 @@ from msgspec.structs import replace
 from tandem.common.config import Config
 from tandem.common.objectives import OBJECTIVES
 from tandem.common.records import FinishReason, Group, Sample, SamplingParams, Source
-from tandem.learner.critic import CriticEngine
-from tandem.learner.engine import DeepSpeedEngine
+from tandem.learner.engine.critic import CriticEngine
+from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.objectives import Grpo, Objective, make
 from tandem.learner.rows.groups import MixedGroup
-from tandem.learner.updates import Updates
+from tandem.learner.updates.updates import Updates
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -285,7 +285,7 @@ def test_the_reference_is_the_base_model_and_stays_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "tandem.learner.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
+        "tandem.learner.updates.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
     )
     updates = learner(learner={"objective": objective, "micro_batch_tokens": 80})
     groups = groups_of(made_up, 2)
@@ -311,7 +311,9 @@ def test_the_kl_in_the_reward_is_taken_off_before_the_advantages(
 ) -> None:
     """As if the graders had paid R − β Σ log μ/π_ref."""
     reference = made_up.tiny_model(seed=5)
-    monkeypatch.setattr("tandem.learner.reference.load_model", lambda path, **kwargs: reference)
+    monkeypatch.setattr(
+        "tandem.learner.updates.reference.load_model", lambda path, **kwargs: reference
+    )
     groups = groups_of(made_up, 3)
     gaps = [[gap_to(reference, m.group, s) for s in m.group.samples] for m in groups]
     rewards = [
@@ -336,7 +338,9 @@ def test_a_reference_that_gives_no_numbers_changes_nothing(
     learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = made_up.tiny_model(seed=5)
-    monkeypatch.setattr("tandem.learner.reference.load_model", lambda path, **kwargs: reference)
+    monkeypatch.setattr(
+        "tandem.learner.updates.reference.load_model", lambda path, **kwargs: reference
+    )
     for key in ("kl_coefficient", "kl_reward_coefficient"):
         updates = learner(learner={"objective": {key: 0.03}})
         before = snapshot(updates)
@@ -354,7 +358,9 @@ def test_an_experts_tokens_cost_no_kl(
 ) -> None:
     """Their log μ isn't known; the row keeps its reward, and so the others' distance to it grows."""
     reference = made_up.tiny_model(seed=5)
-    monkeypatch.setattr("tandem.learner.reference.load_model", lambda path, **kwargs: reference)
+    monkeypatch.setattr(
+        "tandem.learner.updates.reference.load_model", lambda path, **kwargs: reference
+    )
     (mixed,) = with_traces(made_up, groups_of(made_up, 1, size=3))
     group = mixed.group
     updates = learner(
@@ -398,7 +404,7 @@ def test_a_coefficient_follows_what_the_update_before_measured(
 ) -> None:
     """The KL in the loss is 0 at first and soon over 1e-9."""
     monkeypatch.setattr(
-        "tandem.learner.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
+        "tandem.learner.updates.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
     )
     updates = learner(learner={"objective": objective})
     groups = groups_of(made_up, 2)
@@ -466,7 +472,7 @@ def test_every_objective_trains_whatever_the_micro_batches(
 ) -> None:
     """Two updates of a step, with traces and a trace's prefix among the rows."""
     monkeypatch.setattr(
-        "tandem.learner.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
+        "tandem.learner.updates.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
     )
     groups = with_traces(made_up, groups_of(made_up, 4, size=3), 2)
     groups[3] = begun_by_an_expert(groups[3], 2)
@@ -494,7 +500,7 @@ def test_log_probs_that_are_no_numbers_undo_a_step_of_any_objective(
 ) -> None:
     """Nothing is raised and no parameter changes: the step's groups are put aside, and on it goes."""
     monkeypatch.setattr(
-        "tandem.learner.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
+        "tandem.learner.updates.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
     )
     updates = learner(learner={"objective": {"name": name}}, replay={"max_staleness": 0})
     norm = dict(updates.engine.model.named_parameters())["model.norm.weight"]

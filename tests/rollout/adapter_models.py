@@ -104,7 +104,7 @@ def takes(model: Any, rollout: Any, *, max_rows: int, lora: LoraConfig) -> Any:
     """Of one that does."""
     import rollout_tiny_models as tiny_models
 
-    from tandem.rollout.torch_engine import TorchEngine
+    from tandem.rollout.decoding.torch_engine import TorchEngine
 
     taken.append(lora)
     return TorchEngine(tiny_models.model(), tiny_models.tokenizer(), lora=lora)

@@ -95,7 +95,7 @@ def new_engine(
 @pytest.fixture
 def without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM as it was before it said which weights sampled which tokens."""
-    from tandem.rollout import vllm_requests
+    from tandem.rollout.vllm import vllm_requests
 
     monkeypatch.setattr(vllm_requests, "says_versions", lambda _: False)
 
@@ -113,7 +113,7 @@ def repeatable(new_engine: Callable[..., Any]) -> float:
 
 
 def _torch_engines(kind: str) -> Callable[..., Any]:
-    from tandem.rollout.torch_engine import TorchEngine
+    from tandem.rollout.decoding.torch_engine import TorchEngine
 
     def make(model: Any, **settings: Any) -> Any:
         return TorchEngine(

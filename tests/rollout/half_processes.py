@@ -21,7 +21,7 @@ import update_processes
 from update_processes import Learner, Worker
 
 from tandem.common.records import Version
-from tandem.common.weights.job import StagedTensors
+from tandem.common.weights.shared_memory import StagedTensors
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -70,10 +70,11 @@ class HalfLearner(Learner):
 class HalfWorker(Worker):
     """Says which bytes came, and which its engine holds."""
 
-    def _commit(self, tensors: StagedTensors, version: Version) -> float:
-        self._came = {name: digest(tensor) for name, tensor in fused(dict(tensors)).items()}
-        self._nbytes = sum(tensor.nbytes for _, tensor in tensors)
-        return super()._commit(tensors, version)
+    def _commit(self, staged: StagedTensors | None, version: Version) -> float:
+        tensors = dict(staged.tensors()) if staged is not None else {}
+        self._came = {name: digest(tensor) for name, tensor in fused(tensors).items()}
+        self._nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        return super()._commit(staged, version)
 
     async def held(self) -> tuple[dict[str, str], int, dict[str, str]]:
         """Digests of what came with the last version, its bytes, and digests of what is held.

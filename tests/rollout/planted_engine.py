@@ -12,8 +12,8 @@ from typing import Any
 from tandem.common.config import ModelConfig, RolloutConfig
 from tandem.common.models import load_model, load_tokenizer
 from tandem.common.records import Version
+from tandem.rollout.decoding.torch_engine import TorchEngine
 from tandem.rollout.engine import NamedWeights
-from tandem.rollout.torch_engine import TorchEngine
 
 FIRST, SECOND = (f"model.layers.{number}.self_attn.o_proj.weight" for number in (0, 1))
 

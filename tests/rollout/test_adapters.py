@@ -24,11 +24,12 @@ from tandem.common.config.learner import LoraConfig
 from tandem.common.errors import ConfigError, WeightsError
 from tandem.common.records import FinishReason, Sample, SamplingParams, Version
 from tandem.common.weights.manifest import ScoredRows
-from tandem.rollout import engines, vllm_adapters
-from tandem.rollout.commit_check import CommitCheck
+from tandem.rollout import engines
+from tandem.rollout.decoding.torch_engine import TorchEngine
 from tandem.rollout.engine import GroupRequest, NamedWeights
-from tandem.rollout.rounding import GIVEN, RAN_ON, SAMPLED
-from tandem.rollout.torch_engine import TorchEngine
+from tandem.rollout.new_weights.commit_check import CommitCheck
+from tandem.rollout.new_weights.rounding import GIVEN, RAN_ON, SAMPLED
+from tandem.rollout.vllm import vllm_adapters
 
 LORA = LoraConfig(rank=4, alpha=6.0)
 EOS = 1
@@ -604,7 +605,7 @@ def test_a_folder_of_a_killed_process_is_removed_by_the_next() -> None:
     code = """
 import sys, time, torch
 from tandem.common.config.learner import LoraConfig
-from tandem.rollout.vllm_adapters import AdapterFolders
+from tandem.rollout.vllm.vllm_adapters import AdapterFolders
 folders = AdapterFolders()
 made = folders.write("one", {"x.lora_A.weight": torch.zeros(1, 2)}, LoraConfig())
 print(made.parent, flush=True)

@@ -21,11 +21,13 @@ from msgspec.structs import replace
 from tandem.common.records import SamplingParams, Version
 from tandem.common.weights.manifest import ScoredRows
 from tandem.learner.scored import LENGTH, ROWS, fixed_rows
-from tandem.rollout import batch, commit_check, vllm_requests
-from tandem.rollout.commit_check import CommitCheck, Difference
+from tandem.rollout.decoding import batch
+from tandem.rollout.decoding.torch_engine import TorchEngine
 from tandem.rollout.engine import NamedWeights
-from tandem.rollout.rounding import BOUNDS, GIVEN, MEAN, RAN_ON, SAMPLED, TIMES, Noise
-from tandem.rollout.torch_engine import TorchEngine
+from tandem.rollout.new_weights import commit_check
+from tandem.rollout.new_weights.commit_check import CommitCheck, Difference
+from tandem.rollout.new_weights.rounding import BOUNDS, GIVEN, MEAN, RAN_ON, SAMPLED, TIMES, Noise
+from tandem.rollout.vllm import vllm_requests
 
 LR = 5e-4
 """The miniature's."""

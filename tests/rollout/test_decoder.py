@@ -10,10 +10,10 @@ import torch
 
 from tandem.common.agreement import Probe
 from tandem.common.errors import TandemError
-from tandem.rollout import choice
-from tandem.rollout.choice import choose
-from tandem.rollout.decoder import DirectDecoder, KeyValues, rms_norm, why_not_direct
-from tandem.rollout.generic_decoder import GenericDecoder
+from tandem.rollout.decoding import choice
+from tandem.rollout.decoding.choice import choose
+from tandem.rollout.decoding.decoder import DirectDecoder, KeyValues, rms_norm, why_not_direct
+from tandem.rollout.decoding.generic_decoder import GenericDecoder
 
 LONGEST = 40
 

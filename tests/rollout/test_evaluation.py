@@ -100,7 +100,7 @@ def test_without_a_format_component_its_share_is_unknown() -> None:
 
 
 def in_engine(tiny: Any, problems: list[Problem], **settings: Any) -> Evaluation:
-    from tandem.rollout.torch_engine import TorchEngine
+    from tandem.rollout.decoding.torch_engine import TorchEngine
 
     async def run() -> Evaluation:
         engine = TorchEngine(tiny.model(), tiny.tokenizer())

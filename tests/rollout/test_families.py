@@ -14,10 +14,10 @@ import torch
 
 from tandem.common.errors import ConfigError
 from tandem.common.records import SamplingParams, Version
-from tandem.rollout.choice import choose
+from tandem.rollout.decoding.choice import choose
+from tandem.rollout.decoding.torch_engine import TorchEngine
 from tandem.rollout.engine import GroupRequest, ParameterSpec
 from tandem.rollout.model_facts import require_checkpoint_names
-from tandem.rollout.torch_engine import TorchEngine
 
 BOUND = 1e-4
 AGREE = [family.name for family in families.FAMILIES if not family.engine]
@@ -109,7 +109,7 @@ def test_rows_that_would_reach_an_untried_window_are_refused(tiny: Any) -> None:
 
 def test_a_fault_in_the_generic_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "tandem.rollout.generic_decoder.GenericDecoder._narrowed",
+        "tandem.rollout.decoding.generic_decoder.GenericDecoder._narrowed",
         lambda self, seen, kind, at: seen,
     )
     with pytest.raises(ConfigError, match="the torch engine's log-probs are off"):

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from tandem.common.records import Version
-from tandem.common.weights.job import EXIT_HALF_LOADED
+from tandem.common.weights.receiver import EXIT_HALF_LOADED
 from tandem.launch.miniature.problems import draw
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tandem.rollout import products
-from tandem.rollout.products import LARGE_BYTES, linear
+from tandem.rollout.decoding import products
+from tandem.rollout.decoding.products import LARGE_BYTES, linear
 
 INNER = 96
 LARGE = LARGE_BYTES // (4 * INNER) + 7

@@ -10,7 +10,7 @@ import torch
 
 from tandem.common.records import SamplingParams
 from tandem.common.seeds import keyed_generator
-from tandem.rollout.sampling import CHUNK, Noise, draw, kept
+from tandem.rollout.decoding.sampling import CHUNK, Noise, draw, kept
 
 
 def numbers(noise: Noise, rows: int, count: int) -> np.ndarray:

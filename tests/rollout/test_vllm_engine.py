@@ -23,11 +23,12 @@ from tandem.common.records import FinishReason, SamplingParams, Version
 from tandem.common.weights import shared_memory as segment
 from tandem.common.weights.manifest import SegmentPlace, plan
 from tandem.common.weights.staging import StagingSlot
-from tandem.rollout import engines, vllm_process, vllm_version
+from tandem.rollout import engines
 from tandem.rollout.engine import FinishedGroup, GroupRequest, NamedWeights
 from tandem.rollout.model_facts import model_facts
-from tandem.rollout.vllm_extension import WorkerExtension
-from tandem.rollout.vllm_weights import complaint
+from tandem.rollout.vllm import vllm_process, vllm_version
+from tandem.rollout.vllm.vllm_extension import WorkerExtension
+from tandem.rollout.vllm.vllm_weights import complaint
 
 V1, V2 = Version(term=1, step=1), Version(term=1, step=2)
 
@@ -139,8 +140,8 @@ class TestWithoutVllm:
                 taken.append(tensors)
 
         taken: list[Any] = []
-        slot = StagingSlot("run", plan([("a", (3, 4), "float32")], 1 << 20))
-        there = (str(slot.segment.path), slot.buffer.numel(), slot.layout.text)
+        slot = StagingSlot(plan([("a", (3, 4), "float32")], 1 << 20))
+        there = slot.staged.place
         rank = Loads()
         assert rank.tandem_stage("first", *there) == ("first", 1, "")
         assert rank.tandem_stage("second", "/dev/shm/gone", *there[1:])[:2] == ("second", 0)
@@ -195,13 +196,11 @@ class TestWithoutVllm:
         assert facts.end_tokens == {tiny.EOS}
 
     def test_a_loader_that_writes_into_weights_gets_the_next_ones_as_they_are(self) -> None:
-        slot = StagingSlot("run", plan([("a", (3, 4), "float32")], 1 << 20))
+        slot = StagingSlot(plan([("a", (3, 4), "float32")], 1 << 20))
         extension = WorkerExtension()
         for value in range(3):
-            slot.buffer.view(torch.float32).fill_(value)
-            extension.tandem_stage(
-                "", str(slot.segment.path), slot.buffer.numel(), slot.layout.text
-            )
+            slot.staged.buffer.view(torch.float32).fill_(value)
+            extension.tandem_stage("", *slot.staged.place)
             (_, [(_, tensor)]) = extension._tandem_staged
             assert tensor.eq(value).all()
             tensor.mul_(7)
@@ -252,16 +251,14 @@ class TestLoading:
     ) -> None:
         new = tiny.model(seed=1)
         named = list(tiny.weights(new).items())
-        slot = StagingSlot("run", plan([(n, p.shape, p.dtype) for n, p in named], 1 << 20))
+        slot = StagingSlot(plan([(n, p.shape, p.dtype) for n, p in named], 1 << 20))
         for (_, view), (_, tensor) in zip(slot.tensors, named, strict=True):
             view.copy_(tensor)
-        assert slot.segment is not None
-        path = str(slot.segment.path)
-        place = SegmentPlace(path=path, nbytes=slot.buffer.numel(), layout=slot.layout.text)
+        assert slot.staged.place is not None
 
         async def scenario(engine: Any) -> FinishedGroup:
-            await engine.load(NamedWeights(dict(slot.tensors), place), V2)
-            slot.buffer.zero_()
+            await engine.load(slot.staged, V2)
+            slot.staged.buffer.zero_()
             return (await collect(engine, asks()))["0-0"]
 
         request = asks()
@@ -303,7 +300,8 @@ class TestLoading:
     def test_weights_that_a_rank_cannot_read_leave_the_old_ones_in_use(
         self, vllm_engines: Any, tiny: Any
     ) -> None:
-        gone = SegmentPlace(path="/dev/shm/tandem-weights-gone.buffer", nbytes=256, layout="")
+        layout = plan([("a", (3,), "float32")], 1 << 20)
+        gone = SegmentPlace(path="/dev/shm/tandem-weights-gone.buffer", layout=layout.text)
 
         async def scenario(engine: Any) -> FinishedGroup:
             with pytest.raises(WeightsError, match=r"1\.2 can't be read by vLLM"):
@@ -375,7 +373,7 @@ import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, {here!r})
 from vllm_engines import Shared
-from tandem.rollout.vllm_process import VllmProcess
+from tandem.rollout.vllm.vllm_process import VllmProcess
 
 async def main():
     process = VllmProcess(Shared.arguments(Path({folder!r}), 256))

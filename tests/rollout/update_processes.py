@@ -29,13 +29,13 @@ from tandem.common.config import Config, build
 from tandem.common.models import load_tokenizer, resolve
 from tandem.common.records import SamplingParams, Version
 from tandem.common.run_folder import JoinInfo
-from tandem.common.weights.job import StagedTensors, Target
-from tandem.common.weights.receiver import WeightReceiver
+from tandem.common.weights.receiver import Target, WeightReceiver
 from tandem.common.weights.sender import WeightSender
+from tandem.common.weights.shared_memory import StagedTensors
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger
 from tandem.replay.members import membership
-from tandem.rollout.engine import GroupRequest, NamedWeights
+from tandem.rollout.engine import GroupRequest
 from tandem.rollout.engines import make_engine
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -388,15 +388,15 @@ class Worker:
                 raise AssertionError(f"{stats.running_rows} of {CLIENTS} requests run")
             await asyncio.sleep(0.001)
 
-    def _commit(self, tensors: StagedTensors, version: Version) -> float:
+    def _commit(self, staged: StagedTensors | None, version: Version) -> float:
         """As a rollout worker does it; live versions are loaded only while requests run."""
 
         async def change() -> float:
             before = self._engine.stats().load_seconds
             if version == self._wanted:
                 self._running[version] = await self._until_busy(BUSY)
-            if tensors:
-                await self._engine.load(NamedWeights(dict(tensors), tensors.place), version)
+            if staged is not None:
+                await self._engine.load(staged, version)
             else:
                 await self._engine.restamp(version)
             return float(self._engine.stats().load_seconds - before)

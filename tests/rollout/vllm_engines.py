@@ -8,11 +8,11 @@ from typing import Any
 
 from tandem.common.config.learner import LoraConfig
 from tandem.common.records import Version
-from tandem.rollout import vllm_adapters
 from tandem.rollout.engine import NamedWeights
 from tandem.rollout.model_facts import ModelFacts, model_facts
-from tandem.rollout.vllm_engine import VllmEngine
-from tandem.rollout.vllm_process import VllmProcess
+from tandem.rollout.vllm import vllm_adapters
+from tandem.rollout.vllm.vllm_engine import VllmEngine
+from tandem.rollout.vllm.vllm_process import VllmProcess
 
 ROWS = 64
 """Samples that vLLM runs at a time."""

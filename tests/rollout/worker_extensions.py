@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.common.errors import WeightsError
-from tandem.rollout.vllm_extension import WorkerExtension
+from tandem.common.weights.manifest import plan
+from tandem.rollout.vllm.vllm_extension import WorkerExtension
 
 FAULTS = "TANDEM_TEST_FAULTS"
 """Environment variable with the path of a file whose content, such as ``map 1`` or ``kill 0``, names
@@ -24,9 +25,13 @@ class ReadableRank(WorkerExtension):
 
         model = self.get_model()
         held = {name: p for name, p in model.named_parameters() if p.numel()}
-        # vLLM fills the embedding up to a whole number of 64 rows.
-        rows = model.config.vocab_size
-        return {n: digest(p[:rows] if "embed" in n else p) for n, p in held.items()}
+        # vLLM fills the embedding up to a whole number of 64 rows, and on processors with AMX some of its kernels
+        # keep their bias in float32.
+        rows, dtype = model.config.vocab_size, model.lm_head.weight.dtype
+        return {
+            n: digest(p[:rows] if "embed" in n else p.to(dtype) if n.endswith("bias") else p)
+            for n, p in held.items()
+        }
 
 
 class FailingRank(WorkerExtension):
@@ -35,11 +40,11 @@ class FailingRank(WorkerExtension):
     rank: int
     """The worker's own."""
 
-    def _tandem_map(self, path: str, nbytes: int, layout: str) -> list[tuple[str, Any]]:
+    def _tandem_map(self, path: str, layout: str) -> list[tuple[str, Any]]:
         if self._tandem_fails("map"):
-            # Damaged for this rank alone: a segment of another size.
-            nbytes += 1 << 20
-        return super()._tandem_map(path, nbytes, layout)
+            # Damaged for this rank alone: a layout that doesn't fit the segment.
+            layout = plan([("planted", (1 << 20,), "float32")], 1 << 20).text
+        return super()._tandem_map(path, layout)
 
     def _tandem_take(self, tensors: list[tuple[str, Any]]) -> None:
         if self._tandem_fails("kill"):

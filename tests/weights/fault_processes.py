@@ -13,9 +13,9 @@ from weight_processes import as_bytes
 from tandem.common.errors import WeightsError
 from tandem.common.records import Version
 from tandem.common.run_folder import JoinInfo
-from tandem.common.weights import job
-from tandem.common.weights.job import StagedTensors, Target
-from tandem.common.weights.receiver import WeightReceiver
+from tandem.common.weights import receiver as receiving
+from tandem.common.weights.receiver import Target, WeightReceiver
+from tandem.common.weights.shared_memory import StagedTensors
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger
 from tandem.replay.members import membership
@@ -54,10 +54,11 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
 
     refusals = set(options.get("broken", ()))
 
-    def commit(tensors: StagedTensors, version: Version) -> float:
+    def commit(staged: StagedTensors | None, version: Version) -> float:
         if version.step in refusals:
             refusals.remove(version.step)
             raise WeightsError("the engine takes nothing at first")
+        tensors = staged.tensors() if staged is not None else []
         for number, (name, tensor) in enumerate(tensors):
             if number == len(tensors) // 2:
                 holds("commit")
@@ -75,14 +76,14 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
         holds("staged")
         return ledger.term()
 
-    checksum = job.checksum
+    checksum = receiving.checksum
 
     def checked(data: torch.Tensor) -> int:
         found = checksum(data)
         holds("bucket")
         return found
 
-    job.checksum = checked
+    receiving.checksum = checked
     receiver = WeightReceiver(
         membership(store, member),
         options["config"],

@@ -12,7 +12,7 @@ from weight_processes import model, specs_of
 
 from tandem.common.records import Version
 from tandem.common.sockets import Authenticator, bind_router, new_keys
-from tandem.common.weights.manifest import plan
+from tandem.common.weights.manifest import WeightManifest, plan
 from tandem.common.weights.protocol import ROLE, Ask, LearnerAddress, Offer, pack, unpack
 from tandem.common.weights.staging import StagingSlot
 from tandem.replay.members import Members
@@ -34,7 +34,7 @@ class RawLearner:
         address = LearnerAddress(
             member="learner-0", term=self.term, endpoint=endpoint, public_key=keys.public
         )
-        Members(run.store).register(ROLE, "learner-0", address.info())
+        Members(run.store).register(ROLE, "learner-0", msgspec.structs.asdict(address))
         self._slots: list[StagingSlot] = []
         self._worker = b""
 
@@ -73,13 +73,20 @@ class RawLearner:
     ) -> None:
         """Offers ``model(step)`` as a version, with changes of the manifest."""
         named = model(version.step, big=True)
-        slot = StagingSlot(self.run_id, plan(specs_of(named), 1 << 20))
+        slot = StagingSlot(plan(specs_of(named), 1 << 20))
         self._slots.append(slot)
         for index, (_, tensor) in enumerate(named):
             slot.put(index, tensor)
-        parcel = slot.parcel(version)
-        manifest = msgspec.structs.replace(parcel.manifest, **(changes or {}))
-        self.send(Offer(round=name, manifest=manifest, way=way, place=parcel.segment))
+        whole = WeightManifest(
+            run_id=self.run_id,
+            version=version,
+            layout=slot.layout,
+            checksums=slot.checksums(),
+            base="",
+            scored=None,
+        )
+        manifest = msgspec.structs.replace(whole, **(changes or {}))
+        self.send(Offer(round=name, manifest=manifest, way=way, place=slot.staged.path))
 
     def close(self) -> None:
         """Closes sockets and removes segments."""

@@ -22,7 +22,6 @@ class RawWorker:
     def __init__(self, run: Any, member: str = "rollout-0", keys: CurveKeys | None = None) -> None:
         address = newest_learner(Members(run.store).live(ROLE))
         assert address is not None
-        self.run_id: str = run.join.run_id
         self.member = member
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer = connect_dealer(
@@ -36,7 +35,6 @@ class RawWorker:
     def ask(self, name: str = "", *, busy: bool = False, seconds: float = 2.0) -> bool:
         """Asks, having accepted a round if ``busy``; returns whether it is connected."""
         message = Ask(
-            run_id=self.run_id,
             member=self.member,
             version=None,
             content="",

@@ -18,7 +18,7 @@ from tandem.common.config.learner import LoraConfig
 from tandem.common.errors import DataError
 from tandem.common.records import Version
 from tandem.common.weights.snapshot import MODEL
-from tandem.common.weights.ways import WAYS
+from tandem.common.weights.ways import WAYS, Way
 
 RANK = 4
 LAYERS = [
@@ -111,7 +111,7 @@ def test_damaged_adapters_are_refused_and_sent_again(
     run: Any, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FlippedByte, "damaged", 0)
-    monkeypatch.setitem(WAYS, "gloo", FlippedByte)
+    monkeypatch.setitem(WAYS, "gloo", Way(channel=FlippedByte))
     config = settings(base)
     publisher = run.publisher(config=config)
     one = worker(run, config)

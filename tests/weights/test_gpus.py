@@ -1,4 +1,4 @@
-"""What only GPUs can run of the weight channel; needs two of them."""
+"""What only GPUs can run of the weight channel; NCCL needs two of them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from weight_processes import as_bytes, model
 
 from tandem.common.records import Version
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu
+two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def v(step: int) -> Version:
     return Version(term=1, step=step)
 
 
+@two
 @pytest.mark.parametrize("topology", ["star", "broadcast"])
 def test_nccl_carries_every_bit(run: Any, topology: str) -> None:
     run.config = processes.config(transport="nccl", topology=topology)
@@ -58,6 +57,7 @@ def test_a_learner_on_a_gpu_serves_workers_through_the_hosts_memory(run: Any) ->
     assert publisher.stats()["transfers"]["rollout-0"]["transport"] == "shared_memory"
 
 
+@two
 def test_a_worker_that_dies_in_mid_bucket_does_not_hang_the_learner(run: Any) -> None:
     run.config = processes.config(transport="nccl", stage_seconds=5, open_seconds=20)
     publisher = run.publisher()

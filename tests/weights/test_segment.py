@@ -15,8 +15,8 @@ import torch
 from tandem.common.errors import WeightsError
 from tandem.common.weights import shared_memory as segment
 from tandem.common.weights.manifest import read_layout
-from tandem.common.weights.shared_memory import Segment, map_segment, remove_left_behind
-from tandem.common.weights.staging import handed_over, views
+from tandem.common.weights.shared_memory import Memory, Segment, map_segment, remove_left_behind
+from tandem.rollout.vllm.vllm_weights import handed_over
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def test_tensors_handed_over_are_the_same_bit_for_bit(tmp_path: Path) -> None:
         ("none", torch.empty(0, 5)),
     ]
     with handed_over(tensors) as place:
-        read = dict(views(map_segment(place.path, place.nbytes), read_layout(place.layout)))
+        read = dict(Memory().map(place.path, read_layout(place.layout)).tensors())
     assert list(read) == [name for name, _ in tensors]
     for name, tensor in tensors:
         assert read[name].dtype == tensor.dtype

@@ -16,9 +16,10 @@ from weight_processes import FlippedByte, as_bytes, config, listening, model, sp
 from tandem.common.errors import WeightsError
 from tandem.common.records import Version
 from tandem.common.sockets import new_keys
+from tandem.common.weights import transfers
 from tandem.common.weights.manifest import ScoredRows
 from tandem.common.weights.protocol import Offer, Open
-from tandem.common.weights.ways import WAYS
+from tandem.common.weights.ways import WAYS, Way
 
 
 def v(step: int, term: int = 1) -> Version:
@@ -108,7 +109,7 @@ def test_a_flipped_byte_is_refused_and_the_version_is_sent_again(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FlippedByte, "damaged", 0)
-    monkeypatch.setitem(WAYS, "gloo", FlippedByte)
+    monkeypatch.setitem(WAYS, "gloo", Way(channel=FlippedByte))
     publisher = run.publisher()
     worker = run.worker()
     publisher.publish(v(1), model(1))
@@ -224,8 +225,9 @@ def test_a_worker_stopped_inside_its_channel_pins_one_buffer_and_no_more(run: An
     assert publisher.stats()["buffers"] <= 3
 
 
-def test_a_silent_worker_is_given_up_by_name(run: Any) -> None:
-    publisher = run.publisher(silent_seconds=2.5)
+def test_a_silent_worker_is_given_up_by_name(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "SILENT_SECONDS", 2.5)
+    publisher = run.publisher()
     worker = run.worker()
     publisher.publish(v(1), model(1))
     wait_served(publisher, v(1), 30)
@@ -321,9 +323,9 @@ def test_what_the_learner_scored_goes_with_a_version_and_with_its_restamps(run: 
 
     def offered() -> tuple[Version, ScoredRows | None]:
         """To a worker that joins now."""
-        pin = publisher._slots.pin_newest()
-        manifest = pin.parcel().manifest
-        publisher._slots.release(pin)
+        published = publisher._slots.pin()
+        manifest = publisher._slots.manifest(published)
+        publisher._slots.release(published.slot)
         return manifest.version, manifest.scored
 
     publisher.publish(v(1), model(1), scored_at[1])

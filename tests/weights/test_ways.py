@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import weight_processes as processes
 from safetensors.torch import load_file
 from served import wait_served
 from weight_processes import as_bytes, model
 
 from tandem.common.records import Version
+from tandem.common.weights import transfers
 from tandem.common.weights.shared_memory import SHARED_MEMORY
 
 
@@ -50,11 +52,12 @@ class TestSharedMemory:
         assert {t["transport"] for t in stats["transfers"].values()} == {"shared_memory"}
 
     def test_a_worker_stopped_while_it_commits_never_sees_another_versions_bytes(
-        self, run: Any
+        self, run: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         options = ways(run, transport="shared_memory", commit_seconds=2)
+        monkeypatch.setattr(transfers, "SILENT_SECONDS", 1.5)
         patient = {**options, "config": processes.config(transport="shared_memory")}
-        publisher = run.publisher(silent_seconds=1.5)
+        publisher = run.publisher()
         stopped = run.worker("rollout-0", gate=True, late=True, **patient)
         other = run.worker("rollout-1", **options)
         publisher.publish(v(0), model(0, big=True))

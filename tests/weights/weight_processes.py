@@ -17,13 +17,12 @@ from tandem.common.errors import WeightsError
 from tandem.common.records import Version
 from tandem.common.run_folder import JoinInfo
 from tandem.common.weights import shared_memory
-from tandem.common.weights.channel import Parcel
 from tandem.common.weights.gloo import Gloo
-from tandem.common.weights.job import Target
 from tandem.common.weights.protocol import Meeting
-from tandem.common.weights.receiver import WeightReceiver
+from tandem.common.weights.receiver import Target, WeightReceiver
 from tandem.common.weights.sender import WeightSender
-from tandem.common.weights.ways import WAYS
+from tandem.common.weights.shared_memory import StagedTensors
+from tandem.common.weights.ways import WAYS, Way
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger
 from tandem.replay.members import membership
@@ -68,14 +67,14 @@ class FlippedByte(Gloo):
 
     damaged = 0
 
-    def offer(self, parcel: Parcel, at: Meeting | str) -> str:
+    def send(self, staged: StagedTensors, at: Meeting) -> None:
         if FlippedByte.damaged == 0:
             FlippedByte.damaged = 1
-            last = parcel.manifest.layout.buckets[-1]
-            buffer = parcel.buffer.clone()
+            last = staged.layout.buckets[-1]
+            buffer = staged.buffer.clone()
             buffer[last.start + 17] ^= 1
-            parcel = dataclasses.replace(parcel, buffer=buffer)
-        return super().offer(parcel, at)
+            staged = dataclasses.replace(staged, buffer=buffer)
+        super().send(staged, at)
 
 
 def stop_half_way(pipe: Connection) -> None:
@@ -87,7 +86,7 @@ def stop_half_way(pipe: Connection) -> None:
             pipe.send("half")
             threading.Event().wait(60)
 
-    WAYS["gloo"] = Half
+    WAYS["gloo"] = Way(channel=Half)
 
 
 def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any]) -> None:
@@ -99,14 +98,14 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def commit(tensors: Named, version: Version) -> float:
+    def commit(staged: StagedTensors | None, version: Version) -> float:
         if options.get("broken"):
             raise RuntimeError("half of the layers are on the meta device")
         if options.get("late"):
             pipe.send("committing")
             pipe.recv()
         if not options.get("quiet"):
-            pipe.send((version, as_bytes(tensors)))
+            pipe.send((version, as_bytes(staged.tensors() if staged is not None else [])))
         if options.get("gate") and not options.get("late"):
             pipe.recv()
         return 0.0

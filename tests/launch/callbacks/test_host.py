@@ -14,7 +14,7 @@ import pytest
 from tandem.common.config import Config
 from tandem.common.run_folder import RunFolder
 from tandem.launch.callbacks.host import Host, Tally, read_tallies
-from tandem.learner.callbacks import Callbacks
+from tandem.learner.loop.callbacks import Callbacks
 from tandem.replay.callback_requests import CallbackRequests, Requested, Stop
 from tandem.replay.connection import Store, connect
 

@@ -61,7 +61,7 @@ def test_the_miniatures_adapters_are_those_of_the_learner() -> None:
     ("stage", "ranks", "weights", "adapters", "gradients", "optimizer"),
     [
         # bf16 weights 2N, and of the adapters: fp32 gradients 4T; master copy and moments 12T.
-        (0, 1, 2 * N, 2 * T, 2 * T, 8 * T),
+        (0, 1, 2 * N, 2 * T, 2 * T, 12 * T),
         (1, 1, 2 * N, 2 * T, 6 * T, 12 * T),
         (1, 4, 2 * N, 2 * T, 6 * T, 3 * T),
         (2, 4, 2 * N, 2 * T, T + 4 * T, 3 * T),

@@ -10,6 +10,7 @@ import pytest
 
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError, DataError
+from tandem.common.longest_pass import longest_pass
 from tandem.common.objectives import OBJECTIVES, reads
 from tandem.launch.plan import memory, sizes, speed
 from tandem.launch.plan.hardware import Gpu, Machine
@@ -113,13 +114,19 @@ def test_kv_cache_of_a_token() -> None:
 # --- memory of the learner ---
 
 N = SMALL.parameters
+SIXTEEN = (
+    "data.max_prompt_tokens=1000",
+    "rollout.max_new_tokens=25",
+    "learner.micro_batch_tokens=16384",
+)
+"""Settings whose largest micro-batch has 16 rows of 1,024 tokens."""
 
 
 @pytest.mark.parametrize(
     ("stage", "ranks", "weights", "gradients", "optimizer"),
     [
         # bf16 weights 2N; fp32 gradients 4N; master copy and moments 12N.
-        (0, 1, 2 * N, 2 * N, 8 * N),
+        (0, 1, 2 * N, 2 * N, 12 * N),
         (1, 1, 2 * N, 6 * N, 12 * N),
         (1, 4, 2 * N, 6 * N, 3 * N),
         (2, 4, 2 * N, N + 4 * N, 3 * N),
@@ -139,10 +146,82 @@ def test_what_zero_divides(
     )
 
 
+def test_moments_of_8_bits_take_a_byte_each() -> None:
+    overrides = ["learner.zero_stage=2", "learner.ranks=4", "learner.optimizer.name=adamw_8bit"]
+    found = memory.learner(config(*overrides), SMALL, "cuda", rank=1)
+    assert found.parts["optimizer"] == (4 + 2) * N // 4
+    away = memory.learner(config(*overrides, "learner.offload=optimizer"), SMALL, "cuda", rank=1)
+    assert away.host - found.host == (2 + 4 + 4 + 2) * N // 4
+
+
+def test_float16_takes_what_bfloat16_does() -> None:
+    for overrides in (["learner.zero_stage=1"], ["learner.zero_stage=3", "learner.ranks=4"]):
+        of = [
+            memory.learner(config(f"model.dtype={dtype}", *overrides), SMALL, "cuda")
+            for dtype in ("bfloat16", "float16")
+        ]
+        assert of[0] == of[1]
+    half = config("rollout.dtype=float16", name="miniature")
+    assert memory.engine(half, SMALL, "cpu", 0).parts["weights"] == 2 * N
+
+
+def test_zero_1_sums_fp32_gradients_beside_those_of_the_last_pass() -> None:
+    # Measured on two ranks: 915,968 bytes of gradients for 113,472 parameters.
+    settings = ["model.dtype=float32", "learner.zero_stage=1", "learner.ranks=2"]
+    found = memory.learner(config(*settings), SMALL, "cuda", rank=1).parts
+    assert (found["gradients"], found["optimizer"]) == (8 * N, 6 * N)
+
+
 def test_rmsprop_keeps_one_moment_of_two() -> None:
     overrides = ["learner.zero_stage=1", "learner.ranks=4", "learner.optimizer.name=rmsprop"]
     found = memory.learner(config(*overrides), SMALL, "cuda", rank=1).parts
     assert found["optimizer"] == 8 * N // 4
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "weights", "gradients", "host", "pinned"),
+    [
+        # In host memory: moments 8N, master copy and gradient 8N, pinned, and the new weight's copy 2N.
+        (1, "optimizer", 2 * N, 6 * N, 18 * N // 4, 10 * N // 4),
+        (2, "optimizer", 2 * N, N + 4 * N, 18 * N // 4, 10 * N // 4),
+        # ZeRO-3 sums gradients there too, and has no copy of new weights.
+        (3, "optimizer", N // 2, 4 * N, 20 * N // 4, 12 * N // 4),
+        (3, "parameters", 2 * N, 4 * N, 22 * N // 4, 14 * N // 4),
+    ],
+)
+def test_what_is_offloaded(
+    stage: int, offload: str, weights: int, gradients: int, host: int, pinned: int
+) -> None:
+    overrides = (f"learner.zero_stage={stage}", "learner.ranks=4", f"learner.offload={offload}")
+    found = memory.learner(config(*overrides), SMALL, "cuda", rank=1)
+    assert (found.parts["weights"], found.parts["gradients"]) == (weights, gradients)
+    assert found.parts["optimizer"] == 0
+    assert found.host == (3 << 30) + 2 * N + host
+    assert found.pinned == pinned
+    # Without a GPU all of it is the same memory.
+    on_cpu = memory.learner(config(*overrides), SMALL, "cpu", rank=1)
+    assert (on_cpu.parts["offloaded"], on_cpu.host) == (host, 0)
+
+
+def test_offloaded_weights_pass_through_the_gpu() -> None:
+    overrides = ("learner.zero_stage=3", "learner.offload=parameters")
+    large = replace(SMALL, counted=8_000_000_000)
+    found = memory.learner(config(*overrides), large, "cuda", rank=1)
+    assert found.parts["weights"] == 2 * 1_000_000_000
+    few = "learner.deepspeed={zero_optimization: {stage3_max_live_parameters: 2e8}}"
+    found = memory.learner(config(*overrides, few), large, "cuda", rank=1)
+    assert found.parts["weights"] == 2 * 200_000_000
+    # At the start all of them are there, and later less than that.
+    assert found.total - found.parts["runtime"] == 2 * 8_000_000_000
+
+
+def test_a_critics_states_are_offloaded_with_the_policys() -> None:
+    one = ("learner.zero_stage=2", "learner.offload=optimizer")
+    ppo = ("learner.objective.name=ppo", "expert.per_group=0")
+    alone = memory.learner(config(*one), SMALL, "cuda", rank=1)
+    both = memory.learner(config(*one, *ppo), SMALL, "cuda", rank=1)
+    assert both.host - alone.host == 18 * N
+    assert both.parts["critic"] == 2 * N + 4 * N + 4 * N
 
 
 def test_one_fp32_rank_has_nothing_to_divide() -> None:
@@ -158,15 +237,37 @@ def test_the_bucket_stops_growing_with_the_model() -> None:
 
 def test_activations_by_hand() -> None:
     # 8·8 + 2·8 + 2·4 + 4·16 + 2·2 + 4 = 160 numbers a token and layer; 16,384 tokens of 2 bytes.
-    kept = config("learner.gradient_checkpointing=false")
-    assert memory.activations(kept, SMALL) == 2 * 16_384 * 2 * 160
+    kept = config("learner.gradient_checkpointing=false", *SIXTEEN)
+    assert longest_pass(kept).tokens == 16_384
+    assert memory.activations(kept, SMALL, "cuda") == 2 * 16_384 * 2 * 160
     # Each layer's input, and one layer whole.
-    again = config("learner.gradient_checkpointing=true")
-    assert memory.activations(again, SMALL) == 2 * 16_384 * (2 * 8 + 160)
+    again = config("learner.gradient_checkpointing=true", *SIXTEEN)
+    assert memory.activations(again, SMALL, "cuda") == 2 * 16_384 * (2 * 8 + 160)
 
 
-def test_activations_are_what_autograd_keeps() -> None:
-    """Measured: all tensors that a real bf16 model saves for its backward pass, of two layers."""
+def test_on_a_cpu_prompts_are_shared_and_attention_is_padded() -> None:
+    small = config(
+        "rollout.group_size=4",
+        "data.max_prompt_tokens=11",
+        "rollout.max_new_tokens=6",
+        "learner.micro_batch_tokens=64",
+        "learner.gradient_checkpointing=false",
+        "model.dtype=float32",
+    )
+    # A group of 4 rows, whose prompt of 11 tokens is read once, and 5 tokens of each response.
+    line = (11 + 4 * 5) * (6 * 8 + 8 + 4 * 16 + 4)
+    assert memory.kept_by_layer(small, SMALL, "cpu") == 4 * (line + 64 * (4 * 8 + 2 * 2))
+    eager = small.model_copy(
+        update={"model": small.model.model_copy(update={"attention": "eager"})}
+    )
+    # No prompt is shared, and each head has 16 scores for each of 64 tokens.
+    wide = 64 * (6 * 8 + 8 + 4 * 16 + 4) + 64 * (4 * 8 + 2 * 16 + 2 * 2)
+    assert memory.kept_by_layer(eager, SMALL, "cpu") == 4 * wide
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_activations_are_what_autograd_keeps(dtype: str) -> None:
+    """Measured: all tensors that a real model saves for its backward pass, of two layers."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -184,7 +285,7 @@ def test_activations_are_what_autograd_keeps() -> None:
             tie_word_embeddings=True,
         )
         settings._attn_implementation = "sdpa"
-        body = Qwen2ForCausalLM(settings).to(torch.bfloat16).train().model
+        body = Qwen2ForCausalLM(settings).to(getattr(torch, dtype)).train().model
         weights = {p.untyped_storage().data_ptr() for p in body.parameters()}
         kept: dict[int, int] = {}
 
@@ -201,24 +302,33 @@ def test_activations_are_what_autograd_keeps() -> None:
         return sum(kept.values())
 
     a_layer = (saved(3) - saved(1)) / 2
-    assert a_layer == pytest.approx(2 * tokens * memory.kept_by_layer(shape), rel=0.02)
+    pass_ = config(f"model.dtype={dtype}", *SIXTEEN)
+    by_token = memory.kept_by_layer(pass_, shape, "cuda") / longest_pass(pass_).tokens
+    assert a_layer == pytest.approx(tokens * by_token, rel=0.02)
 
 
 def test_a_micro_batch_is_no_larger_than_the_update() -> None:
     few = config("replay.groups_per_step=1", "rollout.group_size=2", "rollout.max_new_tokens=76")
-    assert memory.micro_batch_tokens(few) == 2 * 1100
+    assert longest_pass(few).tokens == 2 * 1099
 
 
 def test_logits_are_made_chunk_by_chunk() -> None:
-    found = memory.logits(config(), replace(SMALL, vocabulary=10_000), "cuda")
-    assert found == 3 * (256 << 20) + 2 * 2 * 16_384 * 8 + 4 * 10_000 * 8
-    assert memory.logits(config(), SMALL, "cuda") == 3 * 4 * 16_384 * 100
+    # 16 rows of 1,024 tokens, of which the prompt has 1,000, and the last one more that isn't read.
+    wide, tokens = replace(SMALL, vocabulary=1_000_000), 16 * 25
+    hidden, matrix = (2 * 2 + 4) * tokens * 8, 2 * 2 * 1_000_000 * 8
+    found = memory.logits(config(*SIXTEEN), wide, "cuda")
+    assert found == 3 * (256 << 20) + hidden + matrix
+    # A CPU keeps the first of its logits, and has smaller chunks.
+    kept = 3 * (32 << 20) + (1 << 30) + hidden + matrix
+    assert memory.logits(config(*SIXTEEN), wide, "cpu") == int(1.6 * kept)
+    assert memory.logits(config(*SIXTEEN), SMALL, "cuda") == 3 * 4 * tokens * 100
 
 
 def test_the_chunks_are_those_of_the_learner() -> None:
     from tandem.learner.forward import logprobs
 
     assert memory.LOGIT_CHUNK == logprobs.CHUNK_BYTES
+    assert memory.LOGITS_KEPT["cpu"] == logprobs.KEPT_BYTES["cpu"]
     assert memory.CHUNKED_FROM == logprobs.CHUNKED_FROM
 
 
@@ -298,7 +408,7 @@ def test_vllm_on_cpus_is_several_processes() -> None:
         found = memory.engine(
             config("rollout.engine=vllm", *overrides, name="miniature"), SMALL, "cpu", 0
         )
-        return found.parts["runtime"] // memory.RUNTIME["cpu"], found.parts["KV cache"] >> 20
+        return found.parts["runtime"] // memory.VLLM_PROCESS, found.parts["KV cache"] >> 20
 
     assert of() == (2, 1024)
     assert of("rollout.vllm.kv_cache_mb=64") == (2, 64)
@@ -381,6 +491,23 @@ def test_each_epoch_trains_on_every_token_again_and_scores_none() -> None:
     # The log-probs of the step's start are scored once.
     bound = seconds("learner.update_epochs=4", "learner.stop_kl=0.1")
     assert bound == pytest.approx(13 * forward + 4 * optimizer)
+
+
+def test_an_offloaded_step_takes_the_time_of_its_threads_and_of_the_way_to_them() -> None:
+    work = speed.load(config(), prompt_tokens=100, response_tokens=900)
+    forward = speed.forward_flops(SMALL, 512_000, 1000) / 0.4e12
+
+    def seconds(*overrides: str) -> float:
+        settings = config("learner.gradient_checkpointing=false", *overrides)
+        return speed.learner_seconds(settings, SMALL, PLAIN, work)
+
+    # 30 bytes of each parameter at 10 GB/s and thread; its gradient of 4 bytes goes there, and its weight back.
+    step = N * (30 / 40e9 + 6 / 20e9)
+    found = seconds("learner.offload=optimizer", "learner.threads=4", "learner.zero_stage=2")
+    assert found == pytest.approx(3 * forward + step)
+    # Weights go to the GPU twice for each of 32 micro-batches.
+    found = seconds("learner.offload=parameters", "learner.threads=4", "learner.zero_stage=3")
+    assert found == pytest.approx(3 * forward + step + 2 * 32 * 2 * N / 20e9)
 
 
 PPO = ("learner.objective.name=ppo", "learner.gradient_checkpointing=false")

@@ -9,7 +9,7 @@ from tandem.launch.host import preflight
 from tandem.launch.plan import hardware, placement
 from tandem.launch.plan.hardware import Gpu, Machine
 from tandem.launch.run.presets import load
-from tandem.rollout import vllm_version
+from tandem.rollout.vllm import vllm_version
 
 EIGHT = tuple(Gpu(index=i, name="H100", memory_mb=81559) for i in range(8))
 
@@ -75,9 +75,51 @@ def test_a_vllm_that_is_too_old_or_too_new_is_told_before_anything_is_started(
     preflight.check_engine(auto, ONE_GPU)
 
 
+def test_an_attention_that_this_host_cannot_run_is_told_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    bf16 = ["launch.gpus=auto", "model.dtype=bfloat16"]
+    for name in ("flash_attention_2", "flex"):
+        config = load("miniature").resolve([*bf16, f"model.attention={name}"])
+        with pytest.raises(ConfigError, match=rf"{name} needs a GPU.* set model\.attention=auto"):
+            preflight.check_attention(config, CPUS)
+    flash = load("miniature").resolve([*bf16, "model.attention=flash_attention_2"])
+    with pytest.raises(ConfigError, match=r"pip install --no-build-isolation flash-attn"):
+        preflight.check_attention(flash, ONE_GPU)
+    for name in ("auto", "varlen", "flex"):
+        config = load("miniature").resolve([*bf16, f"model.attention={name}"])
+        preflight.check_attention(config, ONE_GPU)
+    preflight.check_attention(load("miniature").resolve(["model.attention=varlen"]), CPUS)
+
+
 def test_the_disk_that_a_run_may_need_grows_with_its_checkpoints() -> None:
     config = load("miniature").resolve([])
     model = preflight.check_model(config)
     less = preflight.disk_needed(config, model)
     more = preflight.disk_needed(load("miniature").resolve(["learner.checkpoints_kept=9"]), model)
     assert more > less > 64 << 20
+
+
+def test_float16_is_refused_where_the_learner_has_no_gpu() -> None:
+    half = load("miniature").resolve(["model.dtype=float16", "launch.gpus=auto"])
+    with pytest.raises(ConfigError, match=r"model.dtype=float16 .*set model.dtype=bfloat16"):
+        preflight.check_dtype(half, placement.Placement(learner=((),), rollout=()))
+    preflight.check_dtype(half, placement.Placement(learner=((0,),), rollout=()))
+    preflight.check_dtype(
+        load("miniature").resolve([]), placement.Placement(learner=((),), rollout=())
+    )
+
+
+@pytest.mark.parametrize("key", ["learner.optimizer", "learner.critic.optimizer"])
+def test_an_optimizer_without_its_package_is_refused(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    ppo = ["learner.objective.name=ppo", "expert.per_group=0"] if "critic" in key else []
+    wanted = load("miniature").resolve([*ppo, f"{key}.name=adamw_8bit"])
+    with pytest.raises(
+        ConfigError, match=rf"{key}.name=adamw_8bit needs .*tandem-rl\[bitsandbytes"
+    ):
+        preflight.check_optimizers(wanted)
+    preflight.check_optimizers(load("miniature").resolve([]))

@@ -485,3 +485,18 @@ def test_a_disk_that_stays_full_drains_the_run_at_its_bound(small_disk: Any) -> 
         with pytest.raises(DiskFull, match=r"launch.full_disk_seconds=1.5.*the same command"):
             running.run()
     assert any("draining, since there is no space" in line for line in said)
+
+
+@pytest.mark.parametrize("risen", [True, False])
+def test_a_kill_is_told_as_the_kernels_if_its_counter_rose(risen: bool, tmp_path: Path) -> None:
+    counts = iter([5, 6 if risen else 5, 6, 6])
+    said: list[str] = []
+    with supervisor(max_failures=2, say=said.append, oom_kills=lambda: next(counts)) as running:
+        running.start(part(tmp_path, "learner", "import os; os.kill(os.getpid(), 9)", stage=0))
+        with pytest.raises(PartFailed) as failed:
+            running.run()
+    first = next(line for line in said if "starting it again" in line)
+    assert ("for want of memory" in first) is risen
+    assert "was killed by SIGKILL" in first
+    # The counter that rose once explains one death.
+    assert ("for want of memory" in str(failed.value)) is not risen

@@ -21,15 +21,15 @@ from tandem.common.records import (
     Verdict,
     VersionSpan,
 )
-from tandem.learner.engine import DeepSpeedEngine
+from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.forward import shared_prompts
 from tandem.learner.forward.head import Head, head_of
 from tandem.learner.forward.policy import Policy
 from tandem.learner.objectives import make
-from tandem.learner.reference import frozen_policy
 from tandem.learner.rows.groups import MixedGroup, rows_of
 from tandem.learner.rows.microbatch import micro_batch
 from tandem.learner.rows.rows import Rows
+from tandem.learner.updates.reference import frozen_policy
 
 CPU = torch.device("cpu")
 BOUND = 1e-4
@@ -101,18 +101,21 @@ def gradients(model: Any, logprobs: torch.Tensor, entropies: torch.Tensor) -> li
     return found
 
 
+@pytest.mark.parametrize("attention", ["auto", "varlen"])
 @pytest.mark.parametrize("name", AGREE)
-def test_a_family_is_trained_by_its_own_log_probs(name: str) -> None:
+def test_a_family_is_trained_by_its_own_log_probs(name: str, attention: str) -> None:
     model = families.model(families.family(name))
     rows = some_rows()
     expected = own(model, rows)
     slope = gradients(model, *expected)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(model).train()
-    shares = policy.share_prompts(Probe.of(model, families.LONGEST))
-    assert shares == families.family(name).shares
-    for share in {False, shares}:
-        micro = micro_batch(rows, share_prompts=share)
+    policy.choose_layout(Probe.of(model, families.LONGEST), attention)
+    # Whatever can share prompts can be packed, and the rest can do neither.
+    line = "shared" if attention == "auto" else "packed"
+    assert policy.layout == (line if families.family(name).shares else "padded")
+    for layout in {"padded", policy.layout}:
+        micro = micro_batch(rows, layout)
         found = policy(
             micro.input_ids, micro.index, micro.targets, micro.temperature, True, micro.layout
         )
@@ -160,11 +163,12 @@ def test_every_family_starts(
 def check_start(
     made_up: Any, name: str, stage: int, monkeypatch: pytest.MonkeyPatch, dtype: str = "float32"
 ) -> None:
-    monkeypatch.setattr("tandem.learner.engine.stage_of", lambda config, ranks: stage)
+    monkeypatch.setattr(
+        "tandem.learner.engine.deepspeed_engine.stage_of", lambda config, ranks: stage
+    )
     engine = started(made_up, name, stage, dtype)
     rows = some_rows()
-    shares = engine.policy.shares_prompts
-    micro = micro_batch(rows, share_prompts=shares)
+    micro = micro_batch(rows, engine.policy.layout)
     ((logprobs, entropies),) = engine.score([micro])
     model = families.model(families.family(name), dtype=getattr(torch, dtype))
     bound = BOUNDS[model.dtype]
@@ -193,7 +197,7 @@ def check_adapters(made_up: Any, name: str, **lora: Any) -> None:
         learner={"lora": lora, "zero_stage": 0}, data={"max_prompt_tokens": 12}
     )
     engine = DeepSpeedEngine(families.model(families.family(name)), config, CPU)
-    micro = micro_batch(some_rows(), share_prompts=engine.policy.shares_prompts)
+    micro = micro_batch(some_rows(), engine.policy.layout)
     scalars = {"constant": 100.0, "tokens": 1.0, "width": 30.0}
     for _ in range(2):
         assert engine.update([micro], make("reinforce"), scalars, lr=1e-2).applied
@@ -266,7 +270,7 @@ def with_dropout(self: Policy, mode: bool = True) -> Policy:
         ("Gemma 2", "policy.head_of", without(cap=None)),
         ("Cohere (Command R)", "policy.head_of", without(scale=1.0)),
         ("OPT", "policy.Policy.train", with_dropout),
-        ("Mistral", "policy.Policy.share_prompts", lambda self, probe: shared_blindly(self)),
+        ("Mistral", "policy.Policy.choose_layout", lambda self, *_: shared_blindly(self)),
     ],
 )
 def test_what_is_left_out_is_found_at_start(
@@ -274,16 +278,15 @@ def test_what_is_left_out_is_found_at_start(
 ) -> None:
     monkeypatch.setattr(f"tandem.learner.forward.{place}", fault)
     if name == "Mistral":
-        monkeypatch.setattr("tandem.learner.forward.shared_prompts._band", lambda width, *_: None)
+        monkeypatch.setattr("tandem.learner.forward.shared_prompts.band", lambda width, *_: None)
     with pytest.raises(ConfigError, match=r"the learner's log-probs are off"):
         started(made_up, name)
 
 
-def shared_blindly(policy: Policy) -> bool:
+def shared_blindly(policy: Policy) -> None:
     shared_prompts.register()
     policy.model.set_attn_implementation(shared_prompts.IMPLEMENTATION)
-    policy.shares_prompts = True
-    return True
+    policy.layout = "shared"
 
 
 @pytest.mark.usefixtures("group")
@@ -317,7 +320,7 @@ def test_the_reference_model_is_held_against_its_own_logits(
     made_up: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = families.model(families.family("Phi"))
-    monkeypatch.setattr("tandem.learner.reference.load_model", lambda path, **_: model)
+    monkeypatch.setattr("tandem.learner.updates.reference.load_model", lambda path, **_: model)
     assert not frozen_policy(config_for(made_up), CPU).training
     monkeypatch.setattr("tandem.learner.forward.policy.head_of", biasless)
     with pytest.raises(ConfigError, match=r"the reference model's log-probs are off"):

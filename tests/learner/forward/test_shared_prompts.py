@@ -15,8 +15,9 @@ from tandem.learner.rows.microbatch import micro_batch
 
 
 def scored(policy: Policy, rows: Any, which: list[int], share: bool) -> tuple[Any, Any]:
-    micro = micro_batch(rows.select(torch.tensor(which)), share_prompts=share)
-    assert (micro.layout is not None) == share
+    micro = micro_batch(rows.select(torch.tensor(which)), "shared" if share else "padded")
+    # A single row has nothing to share.
+    assert (micro.layout is not None) == (share and len(which) > 1)
     found, entropy = policy(
         micro.input_ids, micro.index, micro.targets, micro.temperature, False, micro.layout
     )
@@ -36,7 +37,7 @@ def test_log_probs_entropies_and_gradients_are_those_of_padded_rows(
     padded_policy = Policy(made_up.tiny_model(kv_heads=kv_heads))
     padded, expected = scored(padded_policy, rows, which, False)
     policy = Policy(made_up.tiny_model(kv_heads=kv_heads))
-    assert policy.share_prompts()
+    assert policy.choose_layout() == "shared"
     shared, found = scored(policy, rows, which, True)
     assert torch.equal(shared.targets, padded.targets)
     if len(which) == 16:
@@ -53,7 +54,7 @@ def test_gradient_checkpointing_recomputes_with_the_same_layout(made_up: ModuleT
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         policy = Policy(model).train()
-        assert policy.share_prompts()
+        assert policy.choose_layout() == "shared"
         results.append(scored(policy, rows, [0, 1, 2, 3, 5], True)[1])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -86,7 +87,7 @@ def test_a_sliding_window_is_kept(window: int, made_up: ModuleType) -> None:
     assert max(rows.forward_lengths[which]) > window
     _, expected = scored(Policy(mistral(window)), rows, which, False)
     policy = Policy(mistral(window))
-    assert policy.share_prompts()
+    assert policy.choose_layout() == "shared"
     _, found = scored(policy, rows, which, True)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-4)
@@ -108,10 +109,10 @@ def test_a_model_whose_attention_is_its_own_keeps_padded_rows(
 
     monkeypatch.setattr(shared_prompts, "attention", without_window)
     policy = Policy(model)
-    assert policy.share_prompts(Probe.of(model, 20))
+    assert policy.choose_layout(Probe.of(model, 20)) == "shared"
     model = mistral(20)
     policy = Policy(model)
-    assert not policy.share_prompts(Probe.of(model, 40))
+    assert policy.choose_layout(Probe.of(model, 40)) == "padded"
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -119,5 +120,23 @@ def test_without_a_layout_the_model_works_as_ever(made_up: ModuleType) -> None:
     model = made_up.tiny_model()
     ids = torch.arange(3, 12)[None]
     expected = model(input_ids=ids).logits
-    assert Policy(model).share_prompts()
+    assert Policy(model).choose_layout() == "shared"
     torch.testing.assert_close(model(input_ids=ids).logits, expected)
+
+
+def test_rows_that_would_share_too_little_are_padded(made_up: ModuleType) -> None:
+    rows = made_up.random_rows(7)
+    lengths, group = rows.forward_lengths.tolist(), rows.group.tolist()
+    # Two rows of different groups share no prompt, and have as little padding as their lengths differ.
+    pairs = sorted(
+        (abs(lengths[i] - lengths[j]), i, j)
+        for i in range(rows.count)
+        for j in range(i)
+        if group[i] != group[j]
+    )
+    assert pairs[0][0] == 0
+    for pair, name in ((pairs[0], "padded"), (pairs[-1], "shared")):
+        micro = micro_batch(rows.select(torch.tensor(pair[1:])), "shared")
+        assert micro.layout_name == name
+    # Rows of one group share enough.
+    assert micro_batch(rows.select(torch.tensor([0, 1, 2, 3])), "shared").layout_name == "shared"

@@ -59,3 +59,10 @@ def test_questions_to_judges_are_shares_of_what_was_asked() -> None:
     names = ("asked", "cached", "failed", "retries", "seconds")
     assert [found[f"grading/judge_{name}"] for name in names] == [4, 0.5, 0.25, 3, 0.5]
     assert "grading/judge_asked" not in GradingRates().take({"reward-0": FIRST})
+
+
+def test_questions_that_end_before_their_samples_count_with_these() -> None:
+    rates = GradingRates()
+    assert rates.take({"reward-0": pool(judge_asked=3, judge_seconds=0.3)}) == {}
+    found = rates.take({"reward-0": pool(correct=8, judge_asked=4, judge_seconds=0.4)})
+    assert found["grading/judge_asked"] == 4

@@ -20,12 +20,12 @@ from tandem.common import models
 from tandem.common.config import Config, build
 from tandem.common.ratio_check import alarm_of
 from tandem.common.records import Group, SamplingParams, Version
-from tandem.learner.engine import DeepSpeedEngine
+from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.forward.policy import Policy
 from tandem.learner.rows.groups import MixedGroup
-from tandem.learner.updates import Updates
+from tandem.learner.updates.updates import Updates
+from tandem.rollout.decoding.torch_engine import TorchEngine
 from tandem.rollout.engine import GroupRequest, NamedWeights
-from tandem.rollout.torch_engine import TorchEngine
 
 pytestmark = pytest.mark.usefixtures("group")
 BOUND = 1e-4

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from tandem.common.ratio_check import FIGURES, alarm_of
 from tandem.common.records import VersionSpan
-from tandem.learner.engine import DeepSpeedEngine
+from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.metrics.ratio_check import BOUNDS, HISTORY, RatioCheck, measure
 from tandem.learner.objectives import make
 from tandem.learner.rows.groups import MixedGroup
 from tandem.learner.rows.rows import Rows
-from tandem.learner.updates import Updates
+from tandem.learner.updates.updates import Updates
 
 CPU = torch.device("cpu")
 Learner = Callable[..., Updates]
@@ -289,7 +289,7 @@ def test_tokens_that_are_scored_at_another_temperature_than_sampled_tell_nothing
     learner: Learner, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "tandem.learner.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
+        "tandem.learner.updates.reference.load_model", lambda path, **kwargs: made_up.tiny_model()
     )
     for temperature, told in ((1.0, True), (0.7, False)):
         updates = learner(

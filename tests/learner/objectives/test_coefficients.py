@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.common.objectives import OBJECTIVES
-from tandem.learner.coefficients import Coefficients
+from tandem.learner.updates.coefficients import Coefficients
 
 MEASURED = {
     "entropy": 0.4,

@@ -16,11 +16,11 @@ from tandem.common.objectives import OBJECTIVES
 from tandem.common.records import FinishReason, Source
 from tandem.launch.cli import main
 from tandem.launch.host.archive_check import check_archive
-from tandem.learner.critic import load_critic
-from tandem.learner.engine import DeepSpeedEngine
+from tandem.learner.engine.critic import load_critic
+from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.rows.groups import MixedGroup
 from tandem.learner.rows.sources import ArchiveSource
-from tandem.learner.updates import Updates
+from tandem.learner.updates.updates import Updates
 from tandem.replay import archive
 from tandem.replay.archive import ArchivedGroup
 from tandem.replay.ledger_records import Waiting

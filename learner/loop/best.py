@@ -1,0 +1,78 @@
+"""The best model of a run by a figure of its evaluations, kept as an exported folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import DataError
+from ...common.parts import read_parts
+from ...common.plain import read_object
+from ...common.run_folder import RunFolder, write_atomic
+
+log = logging.getLogger("tandem.learner")
+
+SCORE = "best.json"
+"""File in the model's folder that says which step's weights they are, and why."""
+
+
+class Best:
+    """Exports the weights whenever an evaluation of them is the best so far.
+
+    The learner waits for each evaluation (``evaluate.exact``), so it still holds the weights that were
+    measured.
+
+    Args:
+        folder: the run's folder; the model is in ``best/``.
+        metric: ``evaluate.best``: set and figure, as in ``heldout/accuracy``; with a minus in front, the
+            smallest value is the best.
+        export: writes the present weights to a folder.
+    """
+
+    def __init__(self, folder: RunFolder, metric: str, export: Callable[[Path], None]) -> None:
+        self._folder = folder.best
+        self._metrics = folder.metrics
+        self._name = metric.removeprefix("-")
+        self._sign = -1.0 if metric.startswith("-") else 1.0
+        self._export = export
+        self._score = -math.inf
+
+    def begin(self, step: int) -> None:
+        """Goes on from what was kept before.
+
+        A learner that was killed between an evaluation's record and the export makes up for it, if the
+        checkpoint that it goes on from is of the step that was measured.
+        """
+        found = best_of(self._folder)
+        if found is not None:
+            self._score = self._sign * float(found["value"])
+        for record in read_parts(self._metrics, log.warning):
+            if record.get("step") == step:
+                self.saw(record)
+
+    def saw(self, record: Mapping[str, Any]) -> None:
+        """Takes in the record of an evaluation of the present weights."""
+        value = record.get(f"eval/{self._name}")
+        if not isinstance(value, int | float) or not self._sign * value > self._score:
+            return
+        self._score = self._sign * value
+        self._export(self._folder)
+        content = {"step": record["step"], "metric": self._name, "value": value}
+        write_atomic(self._folder / SCORE, json.dumps(content) + "\n")
+        log.info(f"best {self._name} so far: {value:.4g}; its model is in {self._folder}")
+
+
+def best_of(folder: Path) -> dict[str, Any] | None:
+    """``step``, ``metric`` and ``value`` of the best model; None if none is kept."""
+    path = folder / SCORE
+    try:
+        found = read_object(path.read_bytes(), str(path), DataError)
+    except OSError:
+        return None
+    if not isinstance(found.get("value"), int | float):
+        raise DataError(f"{path} has no value: restore it, or remove {folder}")
+    return found

@@ -1,0 +1,229 @@
+"""Asks the rollout workers to evaluate the held-out sets, and collects the results.
+
+Requests and results are in Redis; what was recorded is in ``metrics.jsonl``. So each evaluation that
+is due is recorded once, whichever process dies: a learner that starts takes over the requests that
+aren't recorded (:meth:`Evaluations.begin`), and repeats those that are due since its checkpoint, in
+case its predecessor didn't get to it (:meth:`Evaluations.request_since`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from ...common.config import Config
+from ...common.parts import parts
+from ...common.waiting import Wait
+from ...replay.members import Members
+from ...replay.store import EvaluationRequest, EvaluationResult, RunStore
+
+log = logging.getLogger("tandem.learner")
+
+LOOK_SECONDS = 0.25
+"""Time between two checks for results."""
+ABANDONED_SECONDS = 60.0
+"""Time without a live rollout worker after which nobody is expected to evaluate."""
+DEADLINE_SECONDS = 3600.0
+"""How long one evaluation may take while it is waited for."""
+WHOLE = ".whole"
+"""Suffix of the id of a last evaluation of the whole set, after one of a part at the same step."""
+
+
+class Evaluations:
+    """Evaluations of a run. Ids are ``<set>@<step>``, so that a repeated request changes nothing.
+
+    Args:
+        runs: holds requests and results.
+        members: knows whether a worker is there.
+        config: the run's config.
+        stopping: returns True once the process is to drain.
+    """
+
+    def __init__(
+        self, runs: RunStore, members: Members, config: Config, stopping: Callable[[], bool]
+    ) -> None:
+        self._runs = runs
+        self._members = members
+        self._settings = config.evaluate
+        self._sets = [held.name for held in config.data.evaluate]
+        self._limits = {held.name: held.limit for held in config.data.evaluate}
+        self._stopping = stopping
+        self._term = 0
+        self._recorded: set[str] = set()
+        self._open: list[str] = []
+        self._looked = 0.0
+        self._wanted: set[int] = set()
+
+    def begin(self, term: int, recorded: Iterable[str]) -> None:
+        """Takes over requests that aren't recorded; all of their results arrive again.
+
+        Args:
+            term: the learner's term.
+            recorded: ids that have a record in ``metrics.jsonl``.
+        """
+        self._term = term
+        self._recorded = set(recorded)
+        self._open = [name for name in self._runs.asked_evaluations() if name not in self._recorded]
+
+    def due(self, step: int, total: int) -> bool:
+        """Whether the config asks for an evaluation of this step's weights."""
+        settings = self._settings
+        if step == 0:
+            return settings.at_start
+        if step >= total:
+            return settings.at_end
+        return settings.every > 0 and step % settings.every == 0
+
+    def request(
+        self, step: int, total: int, *, is_last: bool = False, wanted: bool = False
+    ) -> list[str]:
+        """Requests the evaluation of every held-out set, if one is due or wanted; returns their ids.
+
+        Args:
+            step: the step whose weights are evaluated.
+            total: greatest number of steps that the run may take.
+            is_last: whether the run ends with this step. A run that is set in passes, or that a callback
+                stops, may end before its last possible step, and may then have requested a part of the
+                set already.
+            wanted: whether a callback wants an evaluation that isn't due.
+        """
+        is_last = is_last or step >= total
+        if not self._sets or not (wanted or self.due(step, step if is_last else total)):
+            return []
+        if wanted:
+            self._wanted.add(step)
+        asked_before = is_last and step < total and (step in self._wanted or self.due(step, total))
+        ids = []
+        for name in self._sets:
+            whole = self._limits[name]
+            part = min((n for n in (whole, self._settings.limit) if n is not None), default=None)
+            limit = whole if step == 0 or is_last else part
+            id_ = f"{name}@{step}{WHOLE if asked_before and limit != part else ''}"
+            if id_ in self._recorded:
+                continue
+            self._runs.request_evaluation(
+                EvaluationRequest(
+                    id=id_,
+                    set_name=name,
+                    step=step,
+                    limit=limit,
+                    temperature=self._settings.temperature,
+                    samples=self._settings.samples,
+                ),
+                self._term,
+            )
+            ids.append(id_)
+        self._open += [name for name in ids if name not in self._open]
+        return ids
+
+    def request_since(self, first: int, last: int, total: int) -> list[str]:
+        """Requests what is due from one step to another, both included; returns the ids."""
+        return [id_ for step in range(first, last + 1) for id_ in self.request(step, total)]
+
+    def open(self) -> list[str]:
+        """Ids of requests that aren't recorded."""
+        return list(self._open)
+
+    def arrived(self) -> list[EvaluationResult]:
+        """Results that are there and not recorded, each once; checks at most every 0.25 s."""
+        now = time.monotonic()
+        if not self._open or now - self._looked < LOOK_SECONDS:
+            return []
+        self._looked = now
+        results = self._runs.evaluation_results(self._open)
+        self._recorded |= results.keys()
+        for name, reason in self._runs.given_up_evaluations().items():
+            if name in self._open:
+                self._open.remove(name)
+                log.error(f"evaluation {name} is given up, it failed too often; the last: {reason}")
+        self._open = [name for name in self._open if name not in results]
+        return sorted(results.values(), key=lambda result: (result.step, result.id))
+
+    def wait(
+        self,
+        ids: list[str],
+        got: Callable[[EvaluationResult], None],
+        deadline: float = DEADLINE_SECONDS,
+    ) -> bool:
+        """Waits for these results and passes on whatever arrives; False if they don't come.
+
+        Gives up at the deadline, when the process is to drain, and when no rollout worker has
+        been there for a minute.
+        """
+        wait = Wait("a rollout worker", "evaluate", deadline)
+        seen, looked = time.monotonic(), 0.0
+        while any(name in self._open for name in ids):
+            for result in self.arrived():
+                got(result)
+            now = time.monotonic()
+            if self._stopping():
+                return False
+            if now - looked >= 2.0:
+                looked = now
+                # If nobody at all was heard of, Redis is out of reach or its disk is full.
+                if self._members.live("rollout") or not self._members.live():
+                    seen = now
+            waited = ", ".join(name for name in ids if name in self._open)
+            if not waited:
+                continue
+            wait.what = f"evaluate {waited}"
+            if wait.expired(log.warning) or now - seen > ABANDONED_SECONDS:
+                why = (
+                    f"no rollout worker has been there for {ABANDONED_SECONDS:.0f} s"
+                    if now - seen > ABANDONED_SECONDS
+                    else f"it was not done in {deadline:.0f} s"
+                )
+                log.warning(f"goes on without the evaluation {waited}: {why}")
+                return False
+            time.sleep(0.02)
+        return True
+
+
+def recorded_in(path: Path) -> set[str]:
+    """Ids of the evaluations that have a record in the metrics."""
+    found: set[str] = set()
+    for part in parts(path):
+        with open(part, "rb") as file:
+            for line in file:
+                if b'"eval/id"' not in line:
+                    continue
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue  # cut by a crash: it will be recorded again
+                if isinstance(record, dict) and "eval/id" in record:
+                    found.add(str(record["eval/id"]))
+    return found
+
+
+def record_of(result: EvaluationResult) -> dict[str, Any]:
+    """The metrics of a result, with the ``step`` of the weights that it measured."""
+    name = f"eval/{result.set_name}"
+    due = result.id.rpartition("@")[2].removesuffix(WHOLE)
+    several = result.samples > 1 and result.pass_rate is not None
+    record: dict[str, Any] = {
+        "step": result.step,
+        "eval/id": result.id,
+        "eval/due": int(due) if due.isdecimal() else result.step,
+        "eval/version": result.version,
+        f"{name}/accuracy": result.accuracy,
+        f"{name}/format": result.format_share,
+        **{f"{name}/class_{k}": share for k, share in result.classes().items()},
+        f"{name}/length": result.mean_length,
+        f"{name}/problems": result.problems,
+        f"{name}/samples": result.samples,
+        f"{name}/seconds": result.seconds,
+    }
+    if several:
+        record[f"{name}/pass@{result.samples}"] = result.pass_rate
+    for source, accuracy in result.accuracy_by_source.items():
+        by = f"{name}/source/{source}"
+        record[f"{by}/accuracy"] = accuracy
+        record[f"{by}/problems"] = result.problems_by_source.get(source)
+        if several:
+            record[f"{by}/pass@{result.samples}"] = result.pass_by_source.get(source)
+    return record

@@ -1,0 +1,42 @@
+"""Checkpoints as earlier versions of Tandem wrote them: DeepSpeed's files, read by as many ranks at the same stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import DataError
+from ...common.memory import is_out_of_memory
+
+POLICY = "engine"
+"""DeepSpeed's name of the policy in such a checkpoint, which no other one has."""
+CRITIC = "critic"
+"""The critic's."""
+
+
+def is_former(folder: Path) -> bool:
+    """Whether a checkpoint has DeepSpeed's files."""
+    return (folder / POLICY).is_dir()
+
+
+def load_former(
+    engine: Any, folder: Path, tag: str, load: Callable[..., None] | None = None
+) -> dict[str, Any]:
+    """Loads parameters, optimizer and masters; returns what else was kept.
+
+    Raises:
+        DataError: it can't be read, or was written by another number of ranks or at another stage.
+    """
+    try:
+        path, kept = engine.load_checkpoint(str(folder), tag=tag, custom_load_fn=load)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise DataError(
+            f"{folder / tag} can't be read: {' '.join(str(error).split())[:300]}. An earlier version of Tandem "
+            f"wrote it, and only with the same learner.ranks and learner.zero_stage it can be gone on from"
+        ) from None
+    if path is None:
+        raise DataError(f"{folder} has no {tag}")
+    return dict(kept)

@@ -1,0 +1,212 @@
+"""Where DeepSpeed keeps each parameter's float32 master and optimizer states on this rank, at every ZeRO stage.
+
+DeepSpeed's own checkpoints are those of one number of ranks and one stage. Here a rank's masters and states are
+found as pieces of named parameters (:mod:`.state_files`), which any other division can be filled from. What is
+read of DeepSpeed beyond its public interface is in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...common.errors import DataError
+from . import quantised
+from .state_files import PARAMETER, Piece, StateFiles, write_pieces
+
+STEP = "step"
+"""The optimizer's count, which isn't a tensor of the parameter's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A rank's piece of a parameter, in the tensor that the optimizer steps."""
+
+    master: Tensor
+    """Float32: the parameter's own master, or a flat one of many parameters."""
+    offset: int
+    """Where the piece begins in the master."""
+    start: int
+    """Where it begins in the parameter."""
+    count: int
+    """Number of elements; 0 if this rank has none."""
+
+
+def save_state(engine: Any, named: Sequence[tuple[str, nn.Parameter]], folder: Path) -> None:
+    """Writes this rank's pieces of the trained parameters and their optimizer states.
+
+    Args:
+        engine: the DeepSpeed engine.
+        named: name and parameter of all that is trained, the same on every rank.
+        folder: where all ranks write.
+    """
+    write_pieces(folder, engine.global_rank, _pieces(engine, named))
+
+
+def load_state(engine: Any, named: Sequence[tuple[str, nn.Parameter]], folder: Path) -> None:
+    """The inverse of :func:`save_state`, whatever number of ranks wrote it at whatever stage. Collective.
+
+    Raises:
+        DataError: it can't be read, or has other parameters.
+    """
+    files = StateFiles(folder)
+    _require_same(files, named)
+    found = _places(engine)
+    eight_bit: dict[int, tuple[Tensor, dict[str, Any]]] = {}
+    for name, parameter in named:
+        place = found[id(parameter)]
+        if not place.count:
+            continue
+        if quantised.is_quantised(engine.basic_optimizer):
+            empty = {
+                kind: torch.zeros(place.master.numel(), dtype=torch.float64)
+                for kind in (quantised.KINDS if id(place.master) not in eight_bit else ())
+            }
+            states = eight_bit.setdefault(id(place.master), (place.master, empty))[1]
+            states[STEP] = files.step(name)
+        else:
+            kinds, step = files.kinds(name), files.step(name)
+            states = _states(engine.basic_optimizer, place.master, kinds, step)
+        for kind in files.kinds(name):
+            tensor = place.master if kind == PARAMETER else states[kind]
+            part = files.read(name, kind, place.start, place.count)
+            tensor.detach().view(-1).narrow(0, place.offset, place.count).copy_(part)
+    for master, states in eight_bit.values():
+        quantised.set_moments(engine.basic_optimizer, master, states, states.pop(STEP))
+    _round(engine)
+
+
+def _require_same(files: StateFiles, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    shapes = {name: _shape(parameter) for name, parameter in named}
+    other = sorted(shapes.keys() ^ set(files.names))
+    other += sorted(n for n in shapes.keys() & set(files.names) if files.shape(n) != shapes[n])
+    if other:
+        raise DataError(
+            f"its parameters aren't those that these settings train: {len(other)} differ, such as {other[0]}"
+        )
+
+
+def _pieces(engine: Any, named: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Piece]:
+    found = _places(engine)
+    rank, ranks = engine.global_rank, engine.world_size
+    optimizer = engine.basic_optimizer
+    for name, parameter in named:
+        place = found[id(parameter)]
+        low, high = 0, place.count
+        if not engine.zero_optimization_stage():
+            # Every rank has all of it, and writes an equal share.
+            low, high = (place.count * one // ranks for one in (rank, rank + 1))
+        if low == high:
+            continue
+        states = dict(optimizer.state.get(place.master, {}))
+        step = states.pop(STEP, None)
+        first, count = place.offset + low, high - low
+        if quantised.is_quantised(optimizer):
+            parts = quantised.moments(states, first, count)
+        else:
+            parts = {
+                kind: tensor.detach().view(-1).narrow(0, first, count)
+                for kind, tensor in states.items()
+            }
+        parts[PARAMETER] = place.master.detach().view(-1).narrow(0, first, count)
+        yield Piece(
+            name=name,
+            shape=_shape(parameter),
+            start=place.start + low,
+            count=count,
+            step=None if step is None else float(step),
+            tensors=parts,
+        )
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """A parameter's own shape, also where ZeRO-3 has divided it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _places(engine: Any) -> dict[int, _Place]:
+    """The piece of each parameter that this rank steps, by the parameter's ``id``."""
+    wrapper, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 3:
+        rank = engine.global_rank
+        return {id(p): _stage_3(wrapper, p, rank) for group in wrapper.fp16_groups for p in group}
+    found: dict[int, _Place] = {}
+    if stage:
+        # With bf16 and float32 sums, stage 1 has a wrapper of its own.
+        own = hasattr(wrapper, "fp32_groups_flat_partition")
+        groups = wrapper.bf16_groups if own else wrapper.bit16_groups
+        masters = (
+            wrapper.fp32_groups_flat_partition if own else wrapper.single_partition_of_fp32_groups
+        )
+        for group, master in zip(groups, masters, strict=True):
+            for parameter in group:
+                mapped = parameter._hp_mapping
+                if mapped is None:
+                    found[id(parameter)] = _Place(master, 0, 0, 0)
+                    continue
+                here, whole = mapped.hp_fragment_address, mapped.lp_fragment_address
+                found[id(parameter)] = _Place(master, here.start, whole.start, here.numel)
+        return found
+    if wrapper is engine.basic_optimizer:
+        pairs = [(p, p) for group in wrapper.param_groups for p in group["params"]]
+    else:
+        pairs = [
+            pair
+            for groups in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
+            for pair in zip(*groups, strict=True)
+        ]
+    for parameter, master in pairs:
+        found[id(parameter)] = _Place(master, 0, 0, parameter.numel())
+    return found
+
+
+def _stage_3(wrapper: Any, parameter: Any, rank: int) -> _Place:
+    group, offset, size = wrapper.grad_position[wrapper.get_param_id(parameter)]
+    start = size * rank
+    # The last ranks' parts are filled up to the same size.
+    count = max(0, min(size, parameter.ds_numel - start))
+    return _Place(wrapper.fp32_partitioned_groups_flat[group], offset, start, count)
+
+
+def _states(
+    optimizer: torch.optim.Optimizer, master: Tensor, kinds: set[str], step: float | None
+) -> dict[str, Any]:
+    """The optimizer's states of a master, made where there are none yet, with their count set."""
+    states: dict[str, Any] = optimizer.state[master]
+    for kind in kinds - {PARAMETER} - states.keys():
+        states[kind] = torch.zeros_like(master, requires_grad=False)
+    if step is None:
+        states.clear()
+    elif isinstance(states.get(STEP), Tensor):
+        states[STEP].fill_(step)
+    elif type(optimizer).__module__.startswith("deepspeed."):
+        states[STEP] = int(step)
+    else:
+        fused = optimizer.defaults.get("fused")
+        states[STEP] = torch.tensor(
+            step, dtype=torch.float32, device=master.device if fused else "cpu"
+        )
+    return states
+
+
+def _round(engine: Any) -> None:
+    """Brings the model's own parameters to the masters, as after a step."""
+    wrapper, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 3:
+        for group in range(len(wrapper.fp32_partitioned_groups_flat)):
+            wrapper._reassign_or_swap_out_partitioned_parameters(group)
+        # Small parameters are whole on every rank between the steps as well.
+        if wrapper.persistent_parameters:
+            wrapper.persistent_parameters[0].partition(wrapper.persistent_parameters)
+        wrapper.checkpoint_event_epilogue()
+    elif stage:
+        wrapper.update_lp_params()
+    elif wrapper is not engine.basic_optimizer:
+        for parameters, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+            for parameter, master in zip(parameters, masters, strict=True):
+                parameter.data.copy_(master.data)

@@ -1,0 +1,488 @@
+"""One ledger step on the learner's ranks: mini-batches, micro-batches, updates, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...common.config import Config
+from ...common.config.choices import rows_of_group
+from ...common.errors import ConfigError
+from ...common.seeds import keyed_generator
+from ..engine.deepspeed_engine import DeepSpeedEngine
+from ..engine.update_result import UpdateResult
+from ..losses.finite import widened
+from ..losses.ratios import k3
+from ..metrics.diagnostics import diagnose
+from ..metrics.ratio_check import RatioCheck
+from ..objectives import Objective, Ppo, make
+from ..objectives.preference import Preference
+from ..rendezvous import gather_over_ranks, max_over_ranks, sum_over_ranks
+from ..rows.groups import MixedGroup, rows_of
+from ..rows.microbatch import MicroBatch
+from ..rows.rows import Rows
+from .coefficients import Coefficients
+from .columns import Columns, share_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """The result of a step."""
+
+    applied: bool
+    """False if a loss or gradient wasn't finite."""
+    undone: bool
+    """Whether updates of the step were made before that and must be undone."""
+    refused: bool = False
+    """Whether the ratio check prevented the step."""
+    metrics: dict[str, float]
+    """``train/…`` and ``ratio/…`` figures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Update:
+    """One mini-batch, ready to be trained on."""
+
+    rows: Rows
+    """All rows of the mini-batch."""
+    micro_batches: list[MicroBatch]
+    """This rank's share of the rows that can move the gradient."""
+    scoring: list[MicroBatch]
+    """This rank's share of all rows, if the objective's columns or statistics need it."""
+    mismatched: bool
+    """Whether ``scoring`` has other prompts' responses instead, see :attr:`Objective.mismatched`."""
+    fixed: Mapping[str, float]
+    """Scalars that don't come from the rows: ``constant`` (configured response length × nominal
+    rows), ``width`` (that length) and ``step``."""
+    active: int
+    """Number of rows that can move the gradient, over all ranks."""
+    forward_tokens: int
+    """Tokens of this rank's forward passes."""
+    measured: Mapping[str, float]
+    """Metrics from preparing it."""
+
+    @property
+    def real(self) -> list[MicroBatch]:
+        """``micro_batches`` without dummies."""
+        return [micro for micro in self.micro_batches if not micro.dummy]
+
+
+def objective_of(config: Config) -> Objective:
+    """The configured objective.
+
+    Raises:
+        ConfigError: there is none of that name, or it needs a column that nothing fills.
+    """
+    wanted = config.learner.objective
+    objective = make(wanted.name, wanted, expert_negative=config.expert.negative)
+    if "values" in objective.columns and not isinstance(objective, Ppo):
+        raise ConfigError(
+            f"learner.objective.name={wanted.name} needs the values of a critic, which only ppo and classes "
+            f"that derive from tandem.learner.objectives.Ppo can train: derive it from Ppo"
+        )
+    if isinstance(objective, Ppo) and config.learner.critic is None:
+        raise ConfigError(
+            f"learner.objective.name={wanted.name} needs a critic: set learner.critic={{}}, or values of its own"
+        )
+    if config.learner.critic is not None and not isinstance(objective, Ppo):
+        raise ConfigError(
+            f"learner.critic has settings, and learner.objective.name={wanted.name} has no critic: set "
+            f"learner.critic=null, or derive the objective from tandem.learner.objectives.Ppo"
+        )
+    return objective
+
+
+class Updates:
+    """Trains one step at a time, on every rank.
+
+    Args:
+        engine: this rank's engine.
+        config: the run's config.
+        objective: None = the configured one.
+        reference_folder: where the reference's log-probs of stored rows are kept; None = nowhere.
+    """
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        config: Config,
+        objective: Objective | None = None,
+        *,
+        reference_folder: Path | None = None,
+    ) -> None:
+        self.engine = engine
+        self.config = config
+        self.objective = objective if objective is not None else objective_of(config)
+        self.coefficients = Coefficients.of(self.objective.settings)
+        """The coefficients of the next update; a checkpoint keeps them."""
+        self.ratio_check = RatioCheck(config, self.objective)
+        """The ratio check; a checkpoint keeps its history."""
+        self._stop_kl = config.learner.stop_kl
+        self.columns = Columns(
+            engine,
+            config,
+            self.objective,
+            penalised=bool(self.coefficients.kl_reward),
+            reference_folder=reference_folder,
+        )
+
+    def train(
+        self,
+        step: int,
+        groups: Sequence[MixedGroup] | None,
+        *,
+        lr: float,
+        critic_lr: float | None = None,
+        before_step: Callable[[], None] | None = None,
+        settled: bool = False,
+    ) -> StepOutcome:
+        """Makes all updates of a step. Every rank calls it with the same arguments, except for the groups.
+
+        Args:
+            step: step of the ledger, from 1; the engine's weights are of ``step − 1``.
+            groups: the step's groups in order, on rank 0; None on the other ranks, which get their
+                rows from rank 0.
+            lr: learning rate.
+            critic_lr: the critic's learning rate; None = that of the policy.
+            before_step: called once, before the first parameter changes.
+            settled: the step was made before and is repeated: an alarm is reported but changes nothing.
+        """
+        rows, measured = self._filled(step, groups)
+        critic = self.config.learner.critic
+        critic_alone = critic is not None and step <= critic.warmup_steps
+        found: list[dict[str, float]] = []
+        # Sampled log-probs are checked once per step, while the weights are those of its start.
+        ratios: dict[str, float] = {}
+        looked = refused = stopped = changed = False
+        gone = 0.0
+        in_first_pass = passes = made = 0
+
+        def inspect(logprobs: Sequence[Tensor]) -> bool:
+            nonlocal looked, refused, stopped, gone
+            there = [micro.to(self.engine.device).rows for micro in update.real]
+            if sampled is not None:
+                logprobs = sampled
+            if not looked:
+                looked = True
+                figures, refused = self.ratio_check.look(there, logprobs, settled=settled)
+                ratios.update(figures)
+            if self._stop_kl is not None:
+                gone = _kl_from_start(there, logprobs)
+                stopped = gone > self._stop_kl
+            return not (refused or stopped)
+
+        for number, updates in self._passes(step, rows, measured):
+            for update in updates:
+                scalars = self._scalars(update)
+                if not update.active:
+                    # Nothing can move the gradient, so there is no pass and no step of the optimizer either.
+                    found.append(
+                        {"applied": 1.0, "rows": float(update.rows.count), "rows_active": 0.0}
+                    )
+                    continue
+                looks = not looked or self._stop_kl is not None
+                sampled = self._without_dropout(update) if looks else None
+                self.engine.seed_dropout(step, made)
+                made += 1
+                result = self.engine.update(
+                    update.micro_batches,
+                    self.objective,
+                    scalars,
+                    lr=lr,
+                    critic_lr=lr if critic_lr is None else critic_lr,
+                    critic_alone=critic_alone,
+                    before_step=before_step,
+                    inspect=inspect if looks else None,
+                )
+                before_step = None
+                if stopped:
+                    break
+                found.append(self._metrics(update, result, scalars))
+                if not result.applied:
+                    return StepOutcome(
+                        applied=False,
+                        undone=changed,
+                        refused=refused,
+                        metrics=_named(found[-1:], 1, lr) | ratios,
+                    )
+                changed = True
+                passes = number + 1
+                self.coefficients.follow(found[-1])
+            if stopped:
+                break
+            if not number:
+                in_first_pass = len(found)
+        if before_step is not None:
+            before_step()
+        metrics = _named(found, in_first_pass or len(found), lr) | ratios
+        if self.config.learner.update_epochs > 1:
+            metrics["train/update_epochs"] = float(passes)
+        if self._stop_kl is not None:
+            metrics |= {"train/kl_stop": float(stopped), "train/kl_start": gone}
+        return StepOutcome(applied=True, undone=False, metrics=metrics)
+
+    def _filled(
+        self, step: int, groups: Sequence[MixedGroup] | None
+    ) -> tuple[Rows, dict[str, float]]:
+        """All rows of a step with what its updates share, by the weights at its start, and figures of it."""
+        rows, measured = self._all_rows(step, groups)
+        columns, coefficient = self.columns, self.coefficients.kl_reward
+        if self.config.learner.update_epochs > 1 or self._stop_kl is not None:
+            start = "proximal" in self.objective.columns or self._stop_kl is not None
+            rows = columns.filled(rows, start=start)
+        if self.engine.critic is not None:
+            assert isinstance(self.objective, Ppo)
+            if coefficient:
+                rows = columns.with_reference_of(rows)
+            values = columns.of_tokens(rows, self.engine.critic.score)
+            rows, figures = self.objective.estimated(rows, values, coefficient)
+            measured |= figures
+        elif coefficient:
+            rows, penalty = columns.penalised(rows, coefficient)
+            measured |= penalty
+        return rows, measured
+
+    def compare(self, step: int, groups: Sequence[MixedGroup] | None) -> dict[str, float]:
+        """Measures the objective on pairs that it isn't trained on. Every rank calls it, as :meth:`train`.
+
+        Returns:
+            ``preference_pairs``, and means over them of ``preference_margin`` and ``preference_accuracy``.
+        """
+        rows, _ = self._all_rows(step, groups)
+        assert isinstance(self.objective, Preference)
+        micro_batches = self.columns.laid_out(rows, self.columns.shares(rows, units=rows.group))
+        totals: dict[str, float] = {}
+        for micro, (logprobs, _) in zip(
+            micro_batches, self.engine.score(micro_batches), strict=True
+        ):
+            if micro.dummy:
+                continue
+            these = micro.to(self.engine.device).rows.with_columns(logprobs=logprobs)
+            for name, value in self.objective.compared(these).items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        totals = self.engine.sum_by_name(totals)
+        pairs = totals.pop("preference_pairs", 0.0)
+        means = {name: value / max(pairs, 1.0) for name, value in totals.items()}
+        return {"preference_pairs": pairs, **means}
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps besides the engine's own state; it is the same on every rank."""
+        return {**self.coefficients.state(), **self.ratio_check.state()}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """The inverse of :meth:`state`."""
+        self.coefficients.restore(state)
+        self.ratio_check.restore(state)
+
+    def _all_rows(
+        self, step: int, groups: Sequence[MixedGroup] | None
+    ) -> tuple[Rows, dict[str, float]]:
+        """All rows of some groups, with the reference's log-probs if they are stored responses.
+
+        An archive's groups are scored as they were in the run that made it, bit for bit.
+        """
+        rows = share_rows(None if groups is None else self._rows(step, groups))
+        stored = self.config.learner.source == "offline" and self.config.data.archive is None
+        if self.columns.reference is None or not stored:
+            return rows, {}
+        return self.columns.reference.fill(rows)
+
+    def _rows(self, step: int, groups: Sequence[MixedGroup]) -> Rows:
+        objective = self.config.learner.objective
+        return rows_of(
+            groups,
+            step=step,
+            temperature=self.config.rollout.temperature,
+            baseline=objective.baseline,
+            truncation=objective.truncation,
+            stragglers=objective.stragglers,
+            plain_temperature=self.objective.plain_temperature,
+        )
+
+    def _passes(
+        self, step: int, rows: Rows, measured: Mapping[str, float]
+    ) -> Iterator[tuple[int, list[_Update]]]:
+        """Number, from 0, and mini-batches of each pass over a step's rows.
+
+        The first pass takes the groups in their order, each further one in an order of its own, which
+        depends on the run's seed, the step and the pass alone. Whatever a later pass needs of the step's
+        first weights is in the rows already.
+        """
+        size = min(self.config.learner.minibatches, max(1, rows.groups))
+        order = np.arange(rows.groups)
+        for number in range(self.config.learner.update_epochs):
+            if number:
+                generator = keyed_generator("update epoch", self.config.run.seed, step, number)
+                order = generator.permutation(rows.groups)
+            shares = np.array_split(order, size)
+            yield number, [self._prepare(step, rows, np.sort(share), measured) for share in shares]
+
+    def _prepare(
+        self, step: int, rows: Rows, share: np.ndarray, measured: Mapping[str, float]
+    ) -> _Update:
+        """The mini-batch of the groups with these numbers, which ascend."""
+        nominal = len(share) * rows_of_group(self.config)
+        rows = rows.select(torch.from_numpy(np.flatnonzero(np.isin(rows.group.numpy(), share))))
+        # A mini-batch numbers its groups from 0.
+        rows = rows.with_columns(
+            group=torch.from_numpy(np.searchsorted(share, rows.group.numpy()).astype(np.int64))
+        )
+        columns = self.columns
+        active = torch.nonzero(columns.active(rows)).squeeze(1)
+        own = columns.pack(rows, active)
+        scoring: list[MicroBatch] = []
+        mismatched = self._mismatched(rows)
+        if mismatched is not None:
+            scoring = columns.laid_out(mismatched, columns.shares(mismatched))
+        elif self.objective.columns & {"current", "proximal"}:
+            scoring = columns.pack(rows)
+        if "proximal" in self.objective.columns and rows.proximal is None:
+            own = columns.with_proximal(own)
+        if "reference" in self.objective.columns:
+            own, scoring = columns.with_reference(own), columns.with_reference(scoring)
+        return _Update(
+            rows=rows,
+            micro_batches=own,
+            scoring=scoring,
+            mismatched=mismatched is not None,
+            fixed={
+                "constant": float(self.config.rollout.max_new_tokens * nominal),
+                "width": float(self.config.rollout.max_new_tokens),
+                "step": float(step),
+            },
+            active=len(active),
+            forward_tokens=sum(micro.forward_tokens for micro in own),
+            measured=measured,
+        )
+
+    def _without_dropout(self, update: _Update) -> list[Tensor] | None:
+        """``[N]`` log-probs of each real micro-batch for the ratio check, if training passes change them by
+        dropout; None if they don't, or if nothing was sampled."""
+        if not self.engine.drops or bool(update.rows.expert.all()):
+            return None
+        scored = self.engine.score(update.micro_batches)
+        return [
+            logprobs
+            for micro, (logprobs, _) in zip(update.micro_batches, scored, strict=True)
+            if not micro.dummy
+        ]
+
+    def _mismatched(self, rows: Rows) -> Rows | None:
+        if not self.objective.mismatched or bool((~rows.expert_row).any()):
+            return None
+        return rows.mismatched()
+
+    @torch.no_grad()
+    def _scalars(self, update: _Update) -> dict[str, float]:
+        fixed = {**update.fixed, **self.coefficients.scalars}
+        if update.mismatched or "current" not in self.objective.columns:
+            # Every rank has all rows, so nothing needs to be reduced.
+            counted = self.objective.statistics(update.rows)
+            fixed |= {k: float(v) for k, v in counted.items()}
+            return {**fixed, **(self._gain(update.scoring) if update.mismatched else {})}
+        totals: dict[str, float] = {}
+        scored = self.engine.score(update.scoring)
+        for micro, (logprobs, entropy) in zip(update.scoring, scored, strict=True):
+            if micro.dummy:
+                continue
+            rows = micro.to(self.engine.device).rows
+            rows = rows.with_columns(logprobs=logprobs, entropy=entropy)
+            for name, value in self.objective.statistics(rows).items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        return {**fixed, **self.engine.sum_by_name(totals)}
+
+    def _gain(self, mismatched: list[MicroBatch]) -> dict[str, float]:
+        """The scalars of :attr:`Objective.mismatched`."""
+        gain = rows = 0.0
+        for micro, (logprobs, _) in zip(mismatched, self.engine.score(mismatched), strict=True):
+            if not micro.dummy:
+                assert micro.rows.reference is not None
+                reference = micro.rows.reference.to(logprobs.device)
+                gain += float((logprobs.double() - reference.double()).sum())
+                rows += micro.rows.count
+        gain, rows = sum_over_ranks([gain, rows])
+        return {"mismatched_gain": gain, "mismatched_rows": rows}
+
+    def _metrics(
+        self, update: _Update, result: UpdateResult, scalars: Mapping[str, float]
+    ) -> dict[str, float]:
+        looked = diagnose(
+            [micro.to(self.engine.device).rows for micro in update.real],
+            result.logprobs,
+            result.entropies,
+            sum_over_ranks=sum_over_ranks,
+            max_over_ranks=max_over_ranks,
+            gather_over_ranks=gather_over_ranks,
+        )
+        sums = dict(result.sums)
+        critic: dict[str, float] = {}
+        if result.critic is not None:
+            sums |= result.critic.sums
+            critic = {
+                "critic_loss": result.critic.loss,
+                "critic_grad_norm": result.critic.grad_norm,
+            }
+        return {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            **critic,
+            "applied": float(result.applied),
+            **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
+            "rows": float(update.rows.count),
+            "rows_active": float(update.active),
+            "micro_batches": float(len(update.micro_batches)),
+            "forward_tokens": float(update.forward_tokens),
+            # Rows that the loss refuses have no sums to report.
+            **(self.objective.report(sums, scalars) if result.applied else {}),
+            **looked,
+            **update.measured,
+            **self.coefficients.metrics,
+        }
+
+
+def _kl_from_start(rows: Sequence[Rows], logprobs: Sequence[Tensor]) -> float:
+    """Mean k3 of own tokens from the policy at the step's start, an estimate of KL(π_prox‖π_θ), over all
+    ranks."""
+    total = tokens = 0.0
+    for these, scored in zip(rows, logprobs, strict=True):
+        assert these.proximal is not None
+        own = ~these.expert
+        gap = (widened(scored) - widened(these.proximal))[own]
+        total += float(k3(gap).double().sum())
+        tokens += len(gap)
+    total, tokens = sum_over_ranks([total, tokens])
+    return total / max(tokens, 1.0)
+
+
+_COUNTED_ONCE = frozenset({"rows", "rows_active", "tokens_own", "tokens_expert"})
+_SUMMED = frozenset({"micro_batches", "forward_tokens"})
+_GREATEST = frozenset({"ratio_max", "k3_p99"})
+
+
+def _named(updates: Sequence[Mapping[str, float]], first: int, lr: float) -> dict[str, float]:
+    """Metrics of a step from those of its updates, each under ``train/``; the first ones, this many, are those
+    of the first pass, which has every row once."""
+    names = dict.fromkeys(name for one in updates for name in one)
+    metrics = {"train/lr": lr, "train/updates": float(len(updates))}
+    for name in names:
+        values = [one[name] for one in updates if name in one]
+        if name == "log_ratio_max_lag0":
+            # Only in the first update are the weights those that sampled.
+            if name not in updates[0]:
+                continue
+            value = updates[0][name]
+        elif name in _COUNTED_ONCE:
+            value = sum(one[name] for one in updates[:first] if name in one)
+        elif name in _SUMMED:
+            value = sum(values)
+        elif name in _GREATEST:
+            value = max(values)
+        else:
+            value = sum(values) / len(values)
+        metrics[f"train/{name}"] = value
+    return metrics

@@ -1,0 +1,1 @@
+"""The torch engine: a model that is decoded token by token."""

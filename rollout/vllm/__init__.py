@@ -1,0 +1,1 @@
+"""The vLLM engine: a vLLM in processes of its own. The package vllm itself is imported only there."""

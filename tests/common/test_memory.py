@@ -1,0 +1,98 @@
+"""Main memory as the kernel counts it, and errors that say that there is none left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.common import memory
+from tandem.common.errors import OutOfMemoryError
+from tandem.common.memory import (
+    Peaks,
+    begin_again,
+    is_out_of_memory,
+    kills,
+    resident,
+    telling_parts,
+    what_was_asked,
+)
+
+BLOCK = 96 << 20
+"""Over the greatest size that glibc takes from its heap, so that it is given back at once."""
+
+
+@pytest.mark.skipif(not begin_again(), reason="the kernel's mark can't be set back here")
+def test_a_peak_is_seen_once_and_then_begins_again() -> None:
+    peaks = Peaks()
+    before = resident()
+    bytearray(b"x") * BLOCK
+    assert before + 0.9 * BLOCK < peaks.take() < before + 1.5 * BLOCK
+    assert peaks.take() < before + 0.5 * BLOCK
+
+
+def test_where_the_mark_can_not_be_set_back_only_a_new_height_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_CLEAR", tmp_path / "nowhere" / "clear_refs")
+    peaks = Peaks()
+    # Higher than whatever other tests of this process have held.
+    size = memory.greatest() - resident() + BLOCK
+    bytearray(b"x") * size
+    high = peaks.take()
+    assert high > resident() + 0.5 * BLOCK
+    assert peaks.take() < high - 0.5 * BLOCK
+
+
+def test_real_failures_of_allocation_are_known() -> None:
+    torch = pytest.importorskip("torch")
+    asked = 1 << 55
+    with pytest.raises(RuntimeError) as of_torch:
+        torch.empty(asked, dtype=torch.uint8)
+    assert is_out_of_memory(of_torch.value)
+    assert what_was_asked(of_torch.value) == f"{asked:,} bytes"
+    with pytest.raises(MemoryError) as of_python:
+        bytearray(asked)
+    assert is_out_of_memory(of_python.value)
+    assert is_out_of_memory(
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    )
+
+
+def test_what_a_gpu_was_asked_for_is_told() -> None:
+    said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"
+    assert what_was_asked(RuntimeError(said)) == "2.00 GiB"
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes differ"), ValueError("out of memory"), OSError(2, "no file")]
+)
+def test_other_errors_are_none_of_them(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+
+
+def test_the_parts_are_told_with_the_error_and_other_errors_pass() -> None:
+    with pytest.raises(OutOfMemoryError) as told, telling_parts(lambda: {"weights": 3 << 30}):
+        raise MemoryError("Unable to allocate 7 GiB")
+    assert str(told.value).startswith("no memory is left for this process: it asked for")
+    assert told.value.asked == "Unable to allocate 7 GiB"
+    assert "weights 3 GB" in str(told.value)
+    with pytest.raises(KeyError), telling_parts(dict):
+        raise KeyError("x")
+
+
+def test_kills_are_added_up_from_every_counter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = kills()
+    groups = Path("/proc/self/cgroup").read_text().splitlines()
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        place, file = tmp_path / path.lstrip("/"), "memory.events"
+        if controllers:
+            place, file = tmp_path / "memory" / path.lstrip("/"), "memory.oom_control"
+        if not controllers or "memory" in controllers:
+            place.mkdir(parents=True, exist_ok=True)
+            (place / file).write_text("oom 9\noom_kill 100\n")
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
+    assert kills() >= before % 100 + 100

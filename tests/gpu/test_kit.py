@@ -1,0 +1,175 @@
+"""The GPU kit on a CPU: every part runs its small form, so that it still runs when there is a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+KIT = HERE / "kit.py"
+NEEDS_GPU = ("nccl", "tests", "vllm")
+"""Parts of which a CPU can only say why they aren't run."""
+POSITIVE = {
+    "miniature": ("seconds", "steps", "step_seconds", "weights_seconds", "weights_gb_per_second"),
+    "model": ("seconds", "steps", "step_seconds", "weights_seconds", "weights_gb_per_second"),
+    "half-precision": ("seconds", "steps", "step_seconds", "weights_seconds"),
+    "learner-half": (
+        *("tokens", "tokens_per_second", "update_seconds", "first_update_seconds"),
+        *("tflops", "product_tflops", "mfu", "peak_bytes", "planned_bytes", "grad_norm"),
+    ),
+    "learner-large": ("tokens_per_second", "mfu", "peak_bytes", "planned_bytes"),
+    "engine": ("tokens_per_second", "generate_tokens_per_second", "ratio"),
+    "staging": ("bytes", "gb_per_second", "bare_gb_per_second", "ratio", "sums_seconds"),
+    "logprobs": (),
+}
+"""Figures of each part that must be there, and be above 0, in every case of it."""
+
+
+@pytest.fixture(scope="module")
+def kit() -> ModuleType:
+    """``kit.py`` as a module."""
+    spec = importlib.util.spec_from_file_location("tandem_gpu_kit", KIT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["tandem_gpu_kit"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(out: Path, *words: str) -> tuple[int, dict[str, Any], str]:
+    """Exit status, results and page of the kit in its small form."""
+    command = (sys.executable, str(KIT), "--device", "cpu", "--sizes", "tiny", "--out", str(out))
+    # A busy machine may take several times as long as the kit allows.
+    command += ("--minutes", "25")
+    done = subprocess.run(
+        [*command, *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    text = (out / "gpu.json").read_text(encoding="utf-8") if out.exists() else "{}"
+    if done.returncode not in (0, 1):
+        pytest.fail(done.stdout)
+    return done.returncode, json.loads(text), (out / "gpu.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("part", POSITIVE)
+def test_a_part_has_its_figures(part: str, tmp_path: Path) -> None:
+    status, found, page = run(tmp_path / "out", "--only", part)
+    (one,) = found["parts"].values()
+    assert one["failed"] == [], one
+    assert (status, found["failed"], one["state"]) == (0, [], "done")
+    assert one["figures"]
+    for figures in one["figures"]:
+        for name in POSITIVE[part]:
+            assert figures[name] is not None, (name, figures)
+            assert figures[name] > 0, (name, figures)
+        assert f"| {figures['name']} |" in page
+    for left_out in one["not_run"]:
+        assert left_out["reason"]
+        assert f"Not run: {left_out['name']}: {left_out['reason']}" in page
+    if part == "logprobs":
+        ours, plain = (
+            next(one for one in one["figures"] if one["name"] == name)
+            for name in ("sliced", "plain")
+        )
+        assert ours["extra_bytes"] > 0
+        assert plain["seconds"] > 0
+
+
+def test_what_needs_a_gpu_says_so(tmp_path: Path) -> None:
+    status, found, _ = run(tmp_path / "out", "--only", *NEEDS_GPU)
+    assert status == 0
+    for name in NEEDS_GPU:
+        part = found["parts"][name]
+        assert part["state"] == "not run", part
+        assert part["not_run"][0]["reason"], part
+    machine = found["machine"]
+    assert machine["packages"]["torch"]
+    assert machine["python"]
+    assert machine["cores"] > 0
+
+
+BROKEN = """
+import sys, time
+
+def raises(device, sizes, record):
+    record.figures("before", seconds=1.5)
+    raise RuntimeError("the kernel is gone")
+
+def hangs(device, sizes, record):
+    record.figures("before", seconds=2.5)
+    print("still here", flush=True)
+    time.sleep(600)
+
+def dies(device, sizes, record):
+    sys.exit(139)
+
+def works(device, sizes, record):
+    with record.case("bad"):
+        raise ValueError("one case of two")
+    record.figures("good", seconds=3.5)
+"""
+
+
+def test_a_part_that_fails_is_reported_and_the_others_go_on(
+    kit: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_parts.py").write_text(BROKEN)
+    paths = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    monkeypatch.setenv("PYTHONPATH", paths)
+    deadlines = {"raises": 600.0, "hangs": 200.0, "dies": 600.0, "works": 600.0}
+    parts = [
+        kit.Part(name=name, title=name, target=f"broken_parts:{name}", seconds=seconds)
+        for name, seconds in deadlines.items()
+    ]
+    found = kit.run_parts(parts, "cpu", "tiny", 1.0)
+    assert [part["state"] for part in found.values()] == ["failed", "over time", "failed", "failed"]
+    raised, hung, died, worked = (part["failed"][0] for part in found.values())
+    assert raised["last_lines"][-1] == "RuntimeError: the kernel is gone"
+    assert hung["error"].startswith("still running at its deadline of 20 s")
+    assert hung["last_lines"] == ["still here"]
+    assert died["error"] == "its process ended with status 139"
+    assert worked["error"] == "ValueError: one case of two"
+    # What had been found by then is kept.
+    seconds = [[one["seconds"] for one in part["figures"]] for part in found.values()]
+    assert seconds == [[1.5], [2.5], [], [3.5]]
+    text = kit.page(
+        {
+            "device": "cpu",
+            "minutes": 1,
+            "seconds": 9,
+            "machine": kit.surroundings(),
+            "parts": found,
+        }
+    )
+    assert "- **Failed**: raises: its process ended with status 1" in text
+
+
+def test_no_part_is_begun_when_the_time_is_over(kit: ModuleType) -> None:
+    part = kit.Part(name="late", title="late", target="broken_parts:works", seconds=10)
+    found = kit.run_parts([part], "cpu", "tiny", 0.1)
+    assert found["late"]["state"] == "not run"
+    assert found["late"]["not_run"][0]["reason"] == "the 0.1 minutes were over"
+
+
+def test_every_part_is_tested(kit: ModuleType) -> None:
+    assert {part.name for part in kit.PARTS} == {*POSITIVE, *NEEDS_GPU}
+
+
+def test_a_gpu_that_is_not_there_is_a_failure(kit: ModuleType, tmp_path: Path) -> None:
+    done = kit.run_part(kit.PARTS[0], "cuda", "tiny", 100.0)
+    assert done["state"] == "failed"
+    assert "torch sees no GPU here" in done["failed"][0]["last_lines"][-1]

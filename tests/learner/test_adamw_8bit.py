@@ -1,0 +1,114 @@
+"""AdamW with moments of 8 bits, at every stage: close to AdamW, small, kept in checkpoints. It steps on CPUs too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
+from tandem.learner.objectives import make
+from tandem.learner.rows.microbatch import micro_batch
+
+pytestmark = pytest.mark.usefixtures("group")
+CPU = torch.device("cpu")
+CELLS = [
+    *((0, "none", "float32"), (1, "none", "bfloat16"), (2, "none", "float32")),
+    *((1, "optimizer", "float32"), (2, "optimizer", "bfloat16"), (3, "none", "float32")),
+    (3, "parameters", "bfloat16"),
+]
+Make = Callable[..., DeepSpeedEngine]
+
+
+@pytest.fixture
+def engines(made_up: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Make:
+    def make_engine(stage: int, offload: str, dtype: str, name: str) -> DeepSpeedEngine:
+        monkeypatch.setattr(
+            "tandem.learner.engine.deepspeed_engine.stage_of", lambda config, ranks: stage
+        )
+        optimizer = {"name": name, "eps": 1e-3, "grad_clip": 0.5}
+        config = made_up.config_of(
+            learner={"zero_stage": stage, "offload": offload, "optimizer": optimizer},
+            model={"dtype": dtype},
+        )
+        return DeepSpeedEngine(made_up.tiny_model(dtype=getattr(torch, dtype)), config, CPU)
+
+    return make_engine
+
+
+def batch(made_up: ModuleType, objective: Any) -> tuple[list[Any], dict[str, float]]:
+    rows = made_up.random_rows()
+    scalars = {k: float(v) for k, v in objective.statistics(rows).items()} | {"constant": 192.0}
+    halves = torch.arange(rows.count).chunk(2)
+    return [micro_batch(rows.select(half)) for half in halves], scalars
+
+
+@pytest.mark.parametrize(("stage", "offload", "dtype"), CELLS)
+def test_its_steps_are_nearly_adamws_and_its_moments_take_a_byte_each(
+    stage: int, offload: str, dtype: str, engines: Make, made_up: ModuleType
+) -> None:
+    objective = make("luffy")
+    micros, scalars = batch(made_up, objective)
+    start = torch.cat([p.detach().float().flatten() for p in made_up.tiny_model().parameters()])
+    moved = {}
+    for name in ("adamw", "adamw_8bit"):
+        engine = engines(stage, offload, dtype, name)
+        for _ in range(4):
+            assert engine.update(micros, objective, scalars, lr=0.02).applied
+        moved[name] = torch.cat([t.float().flatten() for _, t in engine.parameters()]) - start
+    apart = (moved["adamw_8bit"] - moved["adamw"]).norm() / moved["adamw"].norm()
+    assert 0 < apart < 0.25
+    states = engine._optimizer.optimizer.state.values()
+    sizes = [state["state1"].numel() for state in states]
+    bits = {
+        state["state1"].dtype for state, size in zip(states, sizes, strict=True) if size >= 4096
+    }
+    # bitsandbytes keeps small tensors in float32, and without ZeRO some are small.
+    assert bits <= {torch.uint8}
+    assert bits or stage == 0
+
+
+@pytest.mark.parametrize(("stage", "offload", "dtype"), CELLS)
+def test_after_a_load_the_next_updates_are_the_same_to_the_bit(
+    stage: int, offload: str, dtype: str, engines: Make, made_up: ModuleType, tmp_path: Path
+) -> None:
+    objective = make("luffy")
+    micros, scalars = batch(made_up, objective)
+    engine = engines(stage, offload, dtype, "adamw_8bit")
+    for _ in range(3):
+        engine.update(micros, objective, scalars, lr=1e-3)
+    engine.save(tmp_path)
+    expected = [engine.update(micros, objective, scalars, lr=1e-3).loss for _ in range(3)]
+    for other in (engine, engines(stage, offload, dtype, "adamw_8bit")):
+        other.load(tmp_path)
+        found = [other.update(micros, objective, scalars, lr=1e-3).loss for _ in range(3)]
+        assert found == expected
+
+
+def test_another_stage_and_adamw_itself_go_on_from_its_checkpoint(
+    engines: Make, made_up: ModuleType, tmp_path: Path
+) -> None:
+    objective = make("luffy")
+    micros, scalars = batch(made_up, objective)
+    engine = engines(2, "none", "float32", "adamw_8bit")
+    for _ in range(3):
+        engine.update(micros, objective, scalars, lr=1e-3)
+    engine.save(tmp_path)
+    expected = [engine.update(micros, objective, scalars, lr=1e-3).loss for _ in range(3)]
+    for stage, offload, name in ((3, "parameters", "adamw_8bit"), (1, "none", "adamw")):
+        other = engines(stage, offload, "float32", name)
+        other.load(tmp_path)
+        found = [other.update(micros, objective, scalars, lr=1e-3).loss for _ in range(3)]
+        assert found == pytest.approx(expected, rel=0.01)
+        fresh = engines(stage, offload, "float32", name)
+        other.load(tmp_path)
+        assert other.update(micros, objective, scalars, lr=1e-3).loss == pytest.approx(
+            expected[0], rel=1e-5
+        )
+        assert fresh.update(micros, objective, scalars, lr=1e-3).loss != pytest.approx(
+            expected[0], rel=1e-3
+        )

@@ -1,0 +1,292 @@
+"""``tandem export``: any kept step as a whole folder, from any number of ranks and any ZeRO stage, while a run goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tandem.common.errors import DataError
+from tandem.common.models import resolve
+from tandem.common.records import Version
+from tandem.common.run_folder import RunFolder
+from tandem.learner.adapters import identity
+from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
+from tandem.learner.engine.model_folder import adapter_folder
+from tandem.learner.exporting import export
+from tandem.learner.loop.best import Best
+from tandem.learner.resume.checkpoints import Checkpoints
+
+pytestmark = [pytest.mark.usefixtures("group"), pytest.mark.timeout(300)]
+SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, made_up: ModuleType) -> Path:
+    """The folder of a tiny model with the miniature's tokenizer, as a base is."""
+    folder: Path = tmp_path_factory.mktemp("base")
+    made_up.tiny_model().save_pretrained(folder)
+    for name in SIDE_FILES:
+        shutil.copy(Path(resolve("miniature")) / name, folder / name)
+    return folder
+
+
+class Kept:
+    """A run's folder with checkpoints of an engine that trains."""
+
+    def __init__(self, folder: Path, engine: DeepSpeedEngine, states: ModuleType) -> None:
+        self.folder = RunFolder(folder)
+        self.config = engine.config
+        self.engine = engine
+        self.checkpoints = Checkpoints(self.folder.checkpoints)
+        self._train = states.train
+
+    def save(self, step: int, *, export: bool = False) -> None:
+        """Trains once, saves it as a step, and exports the step's model from the engine to ``STEP`` if wanted."""
+        self._train(self.engine, 1)
+        self.checkpoints.save(
+            Version(term=1, step=step),
+            self.engine.save,
+            ranks=1,
+            state=identity(self.config),
+        )
+        if export:
+            self.engine.export(self.folder.path / str(step), Path(self.config.model.path))
+
+    def measured(self, values: dict[int, float], name: str = "eval/held/accuracy") -> None:
+        lines = [json.dumps({"step": step, name: value}) for step, value in values.items()]
+        self.folder.metrics.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+Make = Callable[..., Kept]
+
+
+@pytest.fixture
+def kept(tmp_path: Path, base: Path, states: ModuleType) -> Make:
+    def make(stage: int = 0, dtype: str = "float32", **learner: Any) -> Kept:
+        run = tmp_path / "run"
+        return Kept(run, states.engine_at(stage, dtype, base, **learner), states)
+
+    return make
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "float32"), (2, "bfloat16"), (3, "bfloat16")])
+def test_a_step_is_exported_as_the_engine_would_have_written_it(
+    stage: int, dtype: str, lora: dict[str, Any] | None, kept: Make
+) -> None:
+    run = kept(stage, dtype, lora=lora)
+    run.save(3, export=True)
+    run.save(4)
+    found = export(run.folder, run.config, step=3)
+    assert found.place == run.folder.path / "model-of-step-3"
+    expected = content(run.folder.path / "3")
+    assert content(found.place) == expected
+    assert {*SIDE_FILES, "config.json", "generation_config.json"} < expected.keys()
+    assert json.loads(expected["config.json"])["dtype"] == dtype
+    if lora is not None:
+        adapters = content(adapter_folder(run.folder.path / "3"))
+        assert content(adapter_folder(found.place)) == adapters
+    newest = export(run.folder, run.config)
+    assert newest.step == 4
+    assert content(newest.place)["model.safetensors"] != expected["model.safetensors"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_parts_of_all_ranks_are_joined_at_every_stage(
+    ranks: int, dtype: str, written: Path, base: Path, states: ModuleType, tmp_path: Path
+) -> None:
+    for stage in states.STAGES:
+        source = written / f"{ranks}-{stage}-{dtype}"
+        config = states.made_up.config_of(model={"dtype": dtype, "path": str(base)})
+        folder = RunFolder(tmp_path / str(stage))
+        Checkpoints(folder.checkpoints).save(
+            Version(term=1, step=2),
+            lambda place, source=source: shutil.copytree(source, place, dirs_exist_ok=True),
+            ranks=ranks,
+            state={},
+        )
+        found = export(folder, config).place / "model.safetensors"
+        ours = Path(f"{source}-model") / "model.safetensors"
+        assert found.read_bytes() == ours.read_bytes(), f"ZeRO-{stage}"
+
+
+def test_in_several_files_it_has_an_index_and_tied_weights_once(kept: Make, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = kept(1, "bfloat16")
+    run.save(1, export=True)
+    place = export(run.folder, run.config, tmp_path / "model", shard=8_000).place
+    parts = sorted(place.glob("model-*.safetensors"))
+    assert len(parts) > 3
+    index = json.loads((place / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {path.name for path in parts}
+    tensors = {name: one for path in parts for name, one in load_file(path).items()}
+    assert tensors.keys() == index["weight_map"].keys()
+    assert "model.embed_tokens.weight" in tensors
+    assert "lm_head.weight" not in tensors
+    whole = load_file(run.folder.path / "1" / "model.safetensors")
+    assert tensors.keys() == whole.keys()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in tensors.items())
+    loaded = AutoModelForCausalLM.from_pretrained(place)
+    assert loaded.dtype == torch.bfloat16
+    for (name, ours), theirs in zip(run.engine.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    assert tokenizer.chat_template == (place / "chat_template.jinja").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
+
+
+def test_a_step_that_is_not_kept_is_refused_with_those_that_are(kept: Make) -> None:
+    run = kept()
+    for step in (2, 4, 6):
+        run.save(step)
+    with pytest.raises(
+        DataError, match=r"no whole checkpoint of step 2; there are those of step 4, 6\. .*_every"
+    ):
+        export(run.folder, run.config, step=2)
+    with pytest.raises(DataError, match=r"no whole checkpoint of step 5"):
+        export(run.folder, run.config, step=5)
+    assert not list(run.folder.path.glob("model-*"))
+
+
+def test_a_damaged_step_is_not_exported(kept: Make) -> None:
+    run = kept()
+    for step in (2, 4):
+        run.save(step)
+    (path,) = (run.folder.checkpoints / "step-00000004" / "policy").iterdir()
+    data = bytearray(path.read_bytes())
+    data[-7] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"no whole checkpoint of step 4"):
+        export(run.folder, run.config, step=4)
+    assert export(run.folder, run.config).step == 2
+
+
+def test_what_is_there_already_stays(kept: Make, tmp_path: Path) -> None:
+    run = kept(lora={"rank": 2, "alpha": 4.0})
+    run.save(1)
+    place = tmp_path / "model"
+    adapter_folder(place).mkdir()
+    with pytest.raises(DataError, match=r"adapter is there already: name another folder"):
+        export(run.folder, run.config, place)
+    assert not place.exists()
+
+
+def test_the_run_goes_on_while_a_checkpoint_is_read(
+    kept: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader keeps what it reads, the run's saves don't wait for it, and later it goes as all do."""
+    import tandem.learner.exporting as exporting
+
+    run = kept()
+    run.save(1, export=True)
+    run.save(2)
+    learners = Checkpoints(run.folder.checkpoints)
+    load = exporting.load_model
+
+    def while_it_is_read(*words: Any, **more: Any) -> Any:
+        run.checkpoints = learners
+        for step in (3, 4):
+            run.save(step)
+        return load(*words, **more)
+
+    monkeypatch.setattr(exporting, "load_model", while_it_is_read)
+    found = export(run.folder, run.config, step=1)
+    assert content(found.place) == content(run.folder.path / "1")
+    assert [c.version.step for c in learners.all()] == [1, 3, 4]
+    run.save(5)
+    assert [c.version.step for c in learners.all()] == [4, 5]
+
+
+def test_a_checkpoint_that_goes_before_it_is_read_is_none(
+    kept: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = kept()
+    run.save(1)
+    run.save(2)
+    everything = Checkpoints.all
+    seen = []
+
+    def late(self: Checkpoints) -> Any:
+        found = everything(self)
+        if not seen:
+            seen.append(found)
+            run.checkpoints = Checkpoints(run.folder.checkpoints)
+            run.save(3)
+            run.save(4)
+        return found
+
+    monkeypatch.setattr(Checkpoints, "all", late)
+    assert export(run.folder, run.config).step == 4
+    # Nor is it taken for a damaged one.
+    assert not [line for line in caplog.messages if "left out" in line]
+
+
+# -- by a metric ----------------------------------------------------------------------------------
+
+
+def test_the_best_kept_step_is_named_with_its_value(kept: Make) -> None:
+    run = kept()
+    for step in (2, 4, 6):
+        run.save(step, export=True)
+    run.measured({0: 0.1, 2: 0.8, 4: 0.5, 5: 0.6, 6: 0.3})
+    found = export(run.folder, run.config, best="held/accuracy")
+    assert found.step == 4
+    assert content(found.place) == content(run.folder.path / "4")
+    assert found.note.startswith("held/accuracy is 0.5 there. Step 2 had 0.8, and its checkpoint")
+    smallest = export(run.folder, run.config, best="eval/held/accuracy:min")
+    assert smallest.step == 6
+    assert smallest.note.startswith("held/accuracy is 0.3 there. Step 0 had 0.1")
+    run.measured({4: 2.5, 6: 3.5}, "train/loss")
+    found = export(run.folder, run.config, run.folder.path / "by-loss", best="train/loss:min")
+    assert (found.step, found.note) == (4, "train/loss is 2.5 there.")
+
+
+def test_a_metric_that_no_kept_step_has_is_refused(kept: Make) -> None:
+    run = kept()
+    run.save(2)
+    run.measured({1: 0.5, 3: 0.7})
+    with pytest.raises(
+        DataError, match=r"measured at step 1, 3, and the checkpoints are of step 2.*evaluate\.best"
+    ):
+        export(run.folder, run.config, best="held/accuracy")
+    with pytest.raises(DataError, match=r"no step has it"):
+        export(run.folder, run.config, best="held/loss")
+    with pytest.raises(DataError, match=r"--best held/accuracy:most: name a metric"):
+        export(run.folder, run.config, best="held/accuracy:most")
+
+
+def test_the_runs_own_best_model_is_the_answer_to_its_own_metric(
+    kept: Make, tmp_path: Path
+) -> None:
+    run = kept(lora={"rank": 2, "alpha": 4.0})
+    run.config = run.config.model_copy(
+        update={"evaluate": run.config.evaluate.model_copy(update={"best": "held/accuracy"})}
+    )
+    values = {1: 0.25, 2: 0.75, 3: 0.5}
+    best = Best(run.folder, "held/accuracy", lambda place: run.engine.export(place, None))
+    for step, value in values.items():
+        run.save(step)
+        best.saw({"step": step, "eval/held/accuracy": value})
+    run.measured(values)
+    found = export(run.folder, run.config, best="held/accuracy")
+    assert (found.step, found.place) == (2, run.folder.best)
+    assert found.note == "held/accuracy is 0.75 there."
+    copied = export(run.folder, run.config, tmp_path / "copy", best="held/accuracy")
+    assert content(copied.place) == content(run.folder.best)
+    assert content(adapter_folder(copied.place)) == content(adapter_folder(run.folder.best))
+    # The smallest is another question.
+    assert export(run.folder, run.config, best="held/accuracy:min").step == 3
