@@ -88,6 +88,9 @@ def _fits(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> bool:
     return within and int(array.max()) <= limits.max
 
 
+ENVIRONMENT = "environment"
+"""Key of ``extra`` under which a problem that is played in an environment has ``{"name": …, "row": {…}}``: the
+environment's name, and the data set's whole row."""
 PROMPT_MESSAGES = "prompt_messages"
 """Key of ``extra`` under which a prompt's messages travel, in a run whose reward asks for them."""
 
@@ -114,11 +117,26 @@ class Verdict(StrEnum):
     CRASHED = "crashed"
     MEMORY = "memory"
     JUDGE_FAILED = "judge_failed"
+    ENV_FAILED = "env_failed"
+    """The episode's environment or agent broke, or gave no reward that can be used."""
+    ENV_TIMEOUT = "env_timeout"
+    """A step or the whole episode took longer than its deadline."""
+    ENV_RESET = "env_reset"
+    """The environment couldn't be reset, so that the episode never began."""
 
     @property
     def leaves_baseline(self) -> bool:
         """Whether the failure isn't the text's own, so that the row leaves the baseline instead of counting 0."""
-        return self in (Verdict.CRASHED, Verdict.GOLD_UNPARSABLE, Verdict.JUDGE_FAILED)
+        return self in _NOT_ITS_OWN
+
+
+EPISODE_FAILURES = frozenset({Verdict.ENV_FAILED, Verdict.ENV_TIMEOUT, Verdict.ENV_RESET})
+"""Verdicts of episodes that failed by no fault of the policy."""
+_NOT_ITS_OWN = EPISODE_FAILURES | {
+    Verdict.CRASHED,
+    Verdict.GOLD_UNPARSABLE,
+    Verdict.JUDGE_FAILED,
+}
 
 
 class FinishReason(StrEnum):
@@ -203,6 +221,49 @@ class SamplingParams(Record, frozen=True, kw_only=True):
             raise ValueError(f"no tokens can be drawn with {self}")
 
 
+class Turn(Record, frozen=True, kw_only=True):
+    """One answer of the policy within an episode: tokens ``[start, end)`` of the sample, all of them own."""
+
+    start: int
+    """First token of the turn, counted in the response."""
+    end: int
+    """One past its last token."""
+    reward: float | None
+    """What the environment paid for this turn; None if it pays only whole episodes."""
+    malformed: bool
+    """Whether it holds a tool call that can't be parsed."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.end:
+            raise ValueError(f"a turn of tokens [{self.start}, {self.end}) can't be")
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise ValueError(f"a turn's reward of {self.reward} isn't finite")
+
+
+class Episode(Record, frozen=True, kw_only=True):
+    """What an environment says of the sample that was played in it."""
+
+    environment: str
+    """Its name in the config."""
+    reward: float | None
+    """The reward of the whole episode, those of its turns included; None if it has none."""
+    failure: Verdict | None
+    """How it failed, one of :data:`EPISODE_FAILURES`; None if it was played to its end."""
+    detail: str
+    """Why it failed, or why it ended."""
+    turns: tuple[Turn, ...]
+    """The policy's turns, in order."""
+    metrics: Mapping[str, float]
+    """The environment's own figures, and Tandem's counts: ``tool_calls``, ``malformed_calls``, ``branches``,
+    ``retokenised``, ``environment_seconds``, ``model_seconds``, ``episode_seconds``."""
+
+    def __post_init__(self) -> None:
+        if self.failure is not None and self.failure not in EPISODE_FAILURES:
+            raise ValueError(f"{self.failure} isn't a way for an episode to fail")
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise ValueError(f"an episode's reward of {self.reward} isn't finite")
+
+
 class Sample(Record, frozen=True, kw_only=True, eq=False, omit_defaults=True):
     """One response to a prompt, with everything that the loss needs to know about its origin.
 
@@ -242,6 +303,9 @@ class Sample(Record, frozen=True, kw_only=True, eq=False, omit_defaults=True):
     token_rewards: Float32Array | None = None
     """``[L]`` the part of ``reward`` that single tokens have earned along the way; the rest of it is for the
     whole response. None where all of it is."""
+    episode: Episode | None = None
+    """The episode that was played in an environment; ``text`` is then that of its last turn. None for a
+    response to a prompt."""
 
     def __post_init__(self) -> None:
         _as_declared(self)
@@ -264,6 +328,9 @@ class Sample(Record, frozen=True, kw_only=True, eq=False, omit_defaults=True):
         for span in self.spans:
             if span.end > length:
                 raise ValueError(f"a sample of {length} tokens has a span to its token {span.end}")
+        for turn in self.episode.turns if self.episode is not None else ():
+            if turn.end > length:
+                raise ValueError(f"a sample of {length} tokens has a turn to its token {turn.end}")
 
     @property
     def has_verdict(self) -> bool:

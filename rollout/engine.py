@@ -41,6 +41,16 @@ def no_tokens() -> Int32Array:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Task:
+    """What an environment is given to play: the samples of such a request are episodes."""
+
+    environment: str
+    """Name in ``environments.use``."""
+    row: Mapping[str, Any]
+    """The data set's row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupRequest:
     """Asks for ``count`` samples of one prompt."""
 
@@ -70,6 +80,8 @@ class GroupRequest:
     urgent: bool = False
     """Whether it begins before all waiting groups, even above the engine's limit of running samples.
     Meant for the few short samples of a check; an engine may ignore it."""
+    task: Task | None = None
+    """What to play in an environment (:mod:`tandem.rollout.player`); an engine never gets such a request."""
 
     def prefix(self, index: int) -> Int32Array:
         """``[L]`` token ids of one sample's prefix."""
@@ -99,6 +111,10 @@ class FinishedGroup:
     """``count`` ungraded samples; aborted ones hold the tokens sampled so far."""
     error: str | None = None
     """Why the engine could not generate; ``samples`` is then empty and the engine goes on."""
+    prompt_tokens: Int32Array | None = None
+    """``[P]`` what all episodes of a group began with; None = the request's own prompt."""
+    prompt_text: str | None = None
+    """The same as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,14 @@ Each section has its file; :mod:`.tree` joins them, :mod:`.choices` refuses what
 
 from ..objectives import ObjectiveConfig
 from .data import DataConfig, EvalSetConfig, PairsConfig, SourceConfig
+from .environments import (
+    AgentEnvironment,
+    AppWorldEnvironment,
+    EnvironmentsConfig,
+    TextEnvironment,
+    ToolsEnvironment,
+    VerifiersEnvironment,
+)
 from .evaluate import EvaluateConfig
 from .expert import ExpertConfig
 from .launch import LaunchConfig
@@ -79,6 +87,12 @@ __all__ = [
     "CriticOptimizerConfig",
     "RatioCheckConfig",
     "WeightsConfig",
+    "AgentEnvironment",
+    "AppWorldEnvironment",
+    "EnvironmentsConfig",
+    "TextEnvironment",
+    "ToolsEnvironment",
+    "VerifiersEnvironment",
     "EvaluateConfig",
     "LaunchConfig",
     "LogConfig",

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import model_validator
 
 from .data import DataConfig
+from .environments import EnvironmentsConfig
 from .evaluate import EvaluateConfig
 from .expert import ExpertConfig
 from .launch import LaunchConfig
@@ -43,6 +44,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     expert: ExpertConfig = ExpertConfig()
     rollout: RolloutConfig = RolloutConfig()
+    environments: EnvironmentsConfig = EnvironmentsConfig()
     reward: RewardConfig = RewardConfig()
     replay: ReplayConfig = ReplayConfig()
     learner: LearnerConfig = LearnerConfig()
