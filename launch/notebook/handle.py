@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ...common.errors import DataError, DeadlineError, TandemError
 from ...common.parts import read_parts
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
     from ...common.config import Config
 
-SAID_BYTES = 4_000
-"""Length of the end of a run's output that an error shows."""
+SAID = 4_000
+"""Characters of the end of a run's output that an error shows."""
 
 
 def start(
-    preset: str | Path = "miniature",
+    preset: str = "miniature",
     /,
     *,
     fresh: bool = False,
@@ -53,31 +53,31 @@ def start(
         DeadlineError: there was no folder after ``wait_seconds``.
     """
     words = [f"{key}={_word(value)}" for key, value in _flat("", overrides)]
-    folder = RunFolder(_folder(str(preset), words))
+    folder = RunFolder(_folder(preset, words))
     before = _changed(folder)
-    descriptor, name = tempfile.mkstemp(prefix="tandem-start-", suffix=".log")
-    said = Path(name)
+    # Without a name, so that nothing is left behind.
+    output = tempfile.TemporaryFile()  # noqa: SIM115
     command = [sys.executable, "-P", "-m", "tandem.launch.cli", "offline" if offline else "start"]
-    with os.fdopen(descriptor, "wb") as output:
-        process = subprocess.Popen(
-            [*command, str(preset), *words, *(["--fresh"] if fresh else []), "--plain"],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    process = subprocess.Popen(
+        [*command, preset, *words, *(["--fresh"] if fresh else []), "--plain"],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    run = Run(folder.path, process=process, output=output)
     end = time.monotonic() + wait_seconds
     while process.poll() is None and _changed(folder) == before:
         if time.monotonic() > end:
             process.terminate()
             raise DeadlineError(
                 f"{folder.path}: the run of {preset} has no folder after {wait_seconds:.0f} s, and was "
-                f"asked to end; it said: {_end_of(said)}"
+                f"asked to end; it said: {run.output[-SAID:].strip()}"
             )
         time.sleep(LOOK_SECONDS)
     if process.poll():
-        raise TandemError(_end_of(said).removeprefix("tandem: "))
-    return Run(folder.path, process=process, output=said)
+        raise TandemError(run.output[-SAID:].strip().removeprefix("tandem: "))
+    return run
 
 
 def open_run(folder: str | Path) -> Run:
@@ -100,7 +100,7 @@ class Run:
         path: Path,
         *,
         process: subprocess.Popen[bytes] | None = None,
-        output: Path | None = None,
+        output: IO[bytes] | None = None,
     ) -> None:
         self.path = path.absolute()
         """The run's folder."""
@@ -118,7 +118,11 @@ class Run:
     @property
     def output(self) -> str:
         """What the command has printed, if this Python has started it."""
-        return self._output.read_text(errors="replace") if self._output is not None else ""
+        if self._output is None:
+            return ""
+        # By its place: the process writes at the offset that it shares with this file.
+        size = os.fstat(self._output.fileno()).st_size
+        return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
 
     @property
     def config(self) -> Config:
@@ -170,7 +174,7 @@ class Run:
                 raise DeadlineError(f"{self.path}: the run goes on after {seconds:.0f} s")
             time.sleep(LOOK_SECONDS)
         if self._process is not None and self._process.returncode:
-            raise TandemError(_end_of(self._output) or f"{self.path}: the run has failed")
+            raise TandemError(self.output[-SAID:].strip() or f"{self.path}: the run has failed")
         return self.summary
 
     def stop(self, seconds: float = 120.0) -> None:
@@ -246,8 +250,3 @@ def _changed(folder: RunFolder) -> int:
         return RunFolder(newest_stage(folder.path)).run_json.stat().st_mtime_ns
     except (OSError, DataError):
         return 0
-
-
-def _end_of(said: Path | None) -> str:
-    """The last lines of what a command has printed."""
-    return "" if said is None else said.read_text(errors="replace")[-SAID_BYTES:].strip()
