@@ -52,7 +52,7 @@ def test_problems_differ_and_leave_out_the_excluded_ones(monkeypatch: pytest.Mon
     others = distinct(Random(0), 4)
     found = distinct(Random(0), 4, exclude=others)
     assert len({*others, *found}) == 8
-    with pytest.raises(TandemError, match="9 distinct products beside 0 .* more than 8"):
+    with pytest.raises(TandemError, match=r"9 distinct products beside 0 .* more than 8"):
         distinct(Random(0), 9)
 
 
