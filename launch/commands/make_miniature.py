@@ -48,12 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
         for name, rows in made.rows.items():
             print(f"{out / name}: {rows} problems of {made.k} operation{'s' * (made.k > 1)}")
     if arguments.base is not None:
-        if arguments.setting == "tools":
-            from ..miniature.tools.base_model import make
-        else:
-            from ..miniature.base_model import make
+        from ..miniature import base_model
+        from ..miniature.tools import base_model as with_a_tool
 
-        make(
+        maker = with_a_tool if arguments.setting == "tools" else base_model
+        maker.make(
             Path(arguments.base),
             seed=arguments.base_seed,
             log=lambda line: print(line, file=sys.stderr, flush=True),

@@ -6,6 +6,7 @@ grader compares with the row's.
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 
@@ -29,7 +30,10 @@ class Calculator:
 
 
 class FalseCalculator:
-    """A calculator whose results look right and never are: the control for what the results are worth."""
+    """A calculator whose results look right and never are: the control for what the results are worth.
+
+    The same question always gets the same result, which has nothing to do with it.
+    """
 
     def reset(self, **row: Any) -> None:
         """Begins an episode."""
@@ -44,8 +48,9 @@ class FalseCalculator:
         Returns:
             Their product.
         """
-        # Another product of the same pair's neighbourhood: as many digits, but another number.
-        return (a + 7) * (b + 3)
+        # Not the product of numbers nearby, since a model could learn to ask for those.
+        drawn = Random(f"{a}*{b}").randrange(10_000, 1_000_000)
+        return drawn if drawn != a * b else drawn + 1
 
 
 class NoCalculator:
