@@ -50,7 +50,7 @@ def wanted(body: Mapping[str, Any]) -> Wanted:
     )
     if most is not None and (type(most) is not int or most < 0):
         raise DataError(f"max_tokens={most!r} should be a whole number")
-    stop = body.get("stop") or ()
+    stop = body.get("stop") or []
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else None
     if stops is None or not all(isinstance(one, str) and one for one in stops):
         raise DataError("stop should be a text, or a list of texts")
