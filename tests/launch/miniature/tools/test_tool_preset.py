@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from tandem.common.config import Config
 from tandem.common.import_path import is_import_path
 from tandem.common.records import FinishReason
+from tandem.launch.cli import main
 from tandem.launch.miniature import parquet
 from tandem.launch.miniature.tools import tokenizer
 from tandem.launch.miniature.tools.problems import Product, boxed, result_message
@@ -150,3 +152,32 @@ def test_every_arm_can_be_started(arm: str, benchmark: ModuleType, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     assert "it could run this preset" in done.stdout
     assert "129,216 parameters" in done.stdout
+
+
+def test_the_benchmark_makes_a_table_of_finished_runs_and_says_whether_it_shows_the_point(
+    benchmark: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    for name in benchmark.ARMS:
+        for seed, after in ((0, 0.9), (1, 1.0)):
+            folder = tmp_path / f"{name}-seed{seed}"
+            folder.mkdir()
+            shares = {"accuracy_before": 0.0, "accuracy_after": after if name == "job" else 0.01}
+            (folder / "summary.json").write_text(json.dumps(shares))
+    monkeypatch.setattr(sys, "argv", ["tools.py", "--seeds", "0", "1", "--dir", str(tmp_path)])
+    assert benchmark.main() == 0
+    assert "| `miniature-tools` | 0.0 ± 0.0 | **95.0 ± 7.1** |" in capsys.readouterr().out
+    worse = {"accuracy_before": 0.0, "accuracy_after": 0.3}
+    (tmp_path / "no-tool-seed1" / "summary.json").write_text(json.dumps(worse))
+    assert benchmark.main() == 1
+    assert "the tool taken away: 30.0% is more than 20%" in capsys.readouterr().err
+
+
+def test_the_command_writes_the_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "data"
+    assert main(["make-miniature", str(out), "--setting", "tools", "--fresh", "20"]) == 0
+    assert f"{out / 'train.parquet'}: 20 problems of 1 operation\n" in capsys.readouterr().out
+    assert len(rows(out / "train.parquet")) == 20
+    assert not (out / "expert.parquet").exists()
