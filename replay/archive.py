@@ -14,7 +14,7 @@ column                 content
 ``replaced``           samples that traces have replaced; they are in no loss
 =====================  ========================================================================
 
-Free-form values (``extra``) are JSON. The file's metadata has :data:`VERSION` as ``tandem.archive``.
+Free-form values (``extra``) and episodes are JSON. The file's metadata has :data:`VERSION` as ``tandem.archive``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ..common.errors import DataError
+from ..common.plain import read_record
 from ..common.records import (
+    Episode,
     ExpertTrace,
     FinishReason,
     Group,
@@ -76,6 +79,7 @@ _SAMPLE = {
     "components": _COMPONENTS,
     "extracted": _TEXT,
     "grader": _TEXT,
+    "episode": _TEXT,
 }
 _TRACE = {
     "trace_id": _TEXT,
@@ -378,19 +382,16 @@ def _samples(samples: list[Sample]) -> pa.StructArray:
                 {"term": s.term, "step": s.step, "start": s.start, "end": s.end}
                 for s in sample.spans
             ],
+            **{name: getattr(sample, name) for name in ("text", "reward", "extracted", "grader")},
             "finish_reason": sample.finish_reason.value,
-            "text": sample.text,
-            "reward": sample.reward,
             "verdict": None if sample.verdict is None else sample.verdict.value,
             "components": list(sample.components.items()),
-            "extracted": sample.extracted,
-            "grader": sample.grader,
+            "episode": sample.episode and msgspec.json.encode(sample.episode).decode(),
         }
         for sample in samples
     ]
     columns = {
-        name: _ragged([getattr(sample, name) for sample in samples], kind)
-        for name, kind in _ARRAYS.items()
+        n: _ragged([getattr(one, n) for one in samples], kind) for n, kind in _ARRAYS.items()
     }
     columns |= {name: _column(plain, name, kind) for name, kind in _SAMPLE.items()}
     return _struct(columns)
@@ -473,8 +474,9 @@ def _plain(column: pa.StructArray, names: Iterable[str]) -> Iterator[dict[str, A
 def _read_samples(column: pa.StructArray) -> Iterator[Sample]:
     known = {field.name for field in column.type}
     arrays = {name: _parts(column.field(name)) for name in _ARRAYS if name in known}
-    for place, row in enumerate(_plain(column, _SAMPLE)):
-        verdict = row.pop("verdict")
+    # Older archives have no episodes.
+    for place, row in enumerate(_plain(column, [name for name in _SAMPLE if name in known])):
+        verdict, episode = row.pop("verdict"), row.pop("episode", None)
         yield Sample(
             **{name: parts[place] for name, parts in arrays.items()},
             sampling=SamplingParams(
@@ -484,6 +486,7 @@ def _read_samples(column: pa.StructArray) -> Iterator[Sample]:
             finish_reason=FinishReason(row.pop("finish_reason")),
             verdict=None if verdict is None else Verdict(verdict),
             components=dict(row.pop("components")),
+            episode=episode and read_record(Episode, episode, "an archive's episode", DataError),
             **row,
         )
 

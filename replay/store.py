@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -146,6 +147,12 @@ class RunStore:
         key = self.store.key("curve_client")
         self.store.call("set", key, json.dumps([fresh.public, fresh.secret]), nx=True)
         return read_keys(self.store.call("get", key))
+
+    def endpoint_key(self) -> str:
+        """The key with which the workers' endpoints are asked outside of sessions; made on the first call."""
+        key = self.store.key("endpoint_key")
+        self.store.call("set", key, secrets.token_urlsafe(24), nx=True)
+        return read_text(self.store.call("get", key), "the endpoint's key in Redis")
 
     def state(self, deadline: float = DEADLINE) -> RunState:
         """running, draining, finished or failed; waits for Redis up to ``deadline`` seconds."""

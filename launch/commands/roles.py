@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from .options import add_run, joined, locate
 
 ENTRY = {
-    "rollout": "tandem.rollout.worker",
+    "rollout": "tandem.rollout.main",
     "reward": "tandem.reward.pool",
     "learner": "tandem.learner.main",
 }

@@ -87,7 +87,8 @@ class Endpoint:
         self._engine = engine
         self._chat = Chat(tokenizer, tools, observation_tokens)
         self._context = context
-        self._model = model
+        self.model = model
+        """The name of the model in answers."""
         self._host, self._port = host, port
         self._key = key
         self._sessions: dict[str, Session] = {}
@@ -213,7 +214,7 @@ class Endpoint:
     # Requests.
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        return forms.models(self._model, self._context)
+        return forms.models(self.model, self._context)
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
@@ -222,7 +223,7 @@ class Endpoint:
         ticket = self._chat.place(session, messages, tools)
         sample = await self._sample(session, ticket, want)
         answer = self._chat.answer(session, ticket, sample, messages, tools)
-        reply = forms.chat(self._model, ticket, sample, answer, want, self._token)
+        reply = forms.chat(self.model, ticket, sample, answer, want, self._token)
         return await forms.send(request, reply, want, forms.chat_chunks)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -246,7 +247,7 @@ class Endpoint:
             sample = await self._sample(session, ticket, want)
             session.record(ticket, sample)
             tokens = ticket.context.tolist()
-        reply = forms.completion(self._model, tokens, sample, want, scores, self._token)
+        reply = forms.completion(self.model, tokens, sample, want, scores, self._token)
         return await forms.send(request, reply, want, forms.completion_chunks)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

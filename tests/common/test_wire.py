@@ -20,6 +20,7 @@ from tandem.common.errors import WireError
 from tandem.common.plain import Record
 from tandem.common.records import (
     CommitResult,
+    Episode,
     ExpertTrace,
     FinishReason,
     Group,
@@ -28,6 +29,7 @@ from tandem.common.records import (
     Problem,
     Sample,
     SamplingParams,
+    Turn,
     Verdict,
     Version,
     VersionSpan,
@@ -69,6 +71,20 @@ def a_group(*samples: Sample, **changes: Any) -> Group:
     return Group(**{**values, **changes})
 
 
+def an_episode() -> Episode:
+    return Episode(
+        environment="calculator",
+        reward=1.5,
+        failure=Verdict.ENV_TIMEOUT,
+        detail="a step took longer than 60 s",
+        turns=(
+            Turn(start=0, end=2, reward=None, malformed=False),
+            Turn(start=3, end=4, reward=-1.0, malformed=True),
+        ),
+        metrics={"tool_calls": 2.0},
+    )
+
+
 RECORDS: list[Any] = [
     Version(term=3, step=70),
     VersionSpan(term=1, step=2, start=3, end=4),
@@ -98,6 +114,9 @@ RECORDS: list[Any] = [
         components={},
         grader=None,
     ),
+    Turn(start=1, end=3, reward=0.5, malformed=True),
+    an_episode(),
+    a_sample(4, episode=an_episode()),
     a_group(a_sample(), a_sample(2)),
     GroupSubmission(request_id=9, group=a_group(a_sample())),
     GroupReceipt(
