@@ -36,6 +36,7 @@ COMMANDS: dict[str, str] = {
     "callbacks": "call a run's own callbacks, as `tandem start` does",
     "stop": "drain and checkpoint a run, as Ctrl-C in its terminal does",
     "rollout": "one rollout worker, by hand or on another host",
+    "environments": "one environment server, by hand or on another host",
     "reward": "one reward pool, by hand or on another host",
     "learner": "one learner rank, by hand",
     "join-file": "write the file that lets another host join a run",
