@@ -284,7 +284,8 @@ class EnvironmentClient:
             await link.close()
         self._links = {}
         if self._context is not None:
-            self._context.term()
+            # Also closes what a look that was interrupted has left open.
+            self._context.destroy(linger=0)
             self._context = None
 
     def knows(self, environment: str) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 from standin_endpoint import calling
 
 from tandem.common.records import Verdict
@@ -159,6 +162,7 @@ class TestTools:
 
 
 class TestAgent:
+    @pytest.mark.skipif(find_spec("openai") is None, reason="the package openai isn't installed")
     def test_an_openai_client_plays_it_and_returns_reward_and_figures(
         self, play_one: PlayOne
     ) -> None:
@@ -167,6 +171,7 @@ class TestAgent:
         assert (played.reward, dict(played.metrics)) == (1.5, {"length": 4.0})
         assert asked[0]["messages"] == [{"role": "user", "content": "6*7?"}]
 
+    @pytest.mark.skipif(find_spec("openai") is None, reason="the package openai isn't installed")
     def test_an_agent_whose_session_is_full_has_no_reward_and_has_not_failed(
         self, play_one: PlayOne
     ) -> None:
@@ -185,7 +190,9 @@ def test_an_environment_that_no_server_has_is_a_failure_that_names_it(play: Any)
     async def body(playing: Any) -> Any:
         assert not playing.client.knows("chess")
         assert playing.client.knows("guess")
-        assert playing.client.slots("guess") == 4
+        async with asyncio.timeout(20):
+            while playing.client.slots("guess") != 4:  # Others' episodes are counted once a second.
+                await asyncio.sleep(0.02)
         return await playing.play("chess", {})
 
     played = play(body, deadline=0.2, grace=0.1)
