@@ -105,7 +105,8 @@ def test_what_has_forked_away_into_sessions_of_its_own_is_ended_too(
 def test_a_process_gets_no_secret_and_nothing_that_is_open(
     play_one: PlayOne, run: Run, shared: Path
 ) -> None:
-    played, _ = play_one("bad", {"what": "tell", "path": str(shared / "told")})
+    row = {"what": "tell", "where": "reset", "path": str(shared / "told")}
+    played, _ = play_one("bad", row)
     assert "told" in played.detail
     told = json.loads((shared / "told").read_text())
     allowed = {
