@@ -451,7 +451,8 @@ def _failure(head: Head, traces: Sequence[_Trace]) -> Played | None:
     if head.ok and not head.errors and not late and not broke and all(t.ok for t in traces):
         return None
     verdict = Verdict.ENV_TIMEOUT if late else Verdict.ENV_FAILED
-    detail = next(filter(None, stops), "") or "the episode isn't ok"
+    stop = next(filter(None, stops), "nothing that it names")
+    detail = f"the episode isn't ok: it was stopped by {stop}"
     if errors:
         last = errors[-1]
         verdict = _VERDICTS.get(last.type, verdict)

@@ -36,8 +36,8 @@ class Answer:
     """Its text, empty if there is none."""
     calls: Sequence[Mapping[str, Any]]
     """Its tool calls."""
-    malformed: Sequence[str]
-    """What is wrong with calls that couldn't be parsed."""
+    malformed: int
+    """Number of tool calls that couldn't be parsed."""
     finish_reason: str | None
 
 
@@ -148,11 +148,12 @@ def _read(answer: Any) -> Answer:
     text = content if isinstance(content, str) else ""
     kept = {"role": "assistant", "content": content}
     kept |= {k: message[k] for k in ("tool_calls", "reasoning_content") if message.get(k)}
-    malformed = message.get("malformed_tool_calls") or []
+    told = choice.get("tandem")
+    malformed = told.get("malformed_tool_calls") if isinstance(told, dict) else 0
     return Answer(
         message=kept,
         text=text,
         calls=[call for call in calls if isinstance(call, dict)],
-        malformed=[str(one) for one in malformed],
+        malformed=malformed if isinstance(malformed, int) else 0,
         finish_reason=choice.get("finish_reason"),
     )

@@ -32,6 +32,11 @@ from .asking import Answer, Asker, EpisodeTooLong
 from .schemas import schema_of
 from .values import Awaiting, as_text, bounded, bounded_messages, messages, number, opening
 
+MALFORMED = (
+    "{} tool call(s) of your last message can't be parsed, so no tool was called. Write each call as one "
+    "JSON object with the keys name and arguments."
+)
+"""Told to the model after a turn with calls that the endpoint couldn't parse."""
 OWN = ("reset", "get_reward")
 """Public methods that are no tools."""
 
@@ -111,10 +116,8 @@ class ToolEpisodes:
                 {"role": "tool", "tool_call_id": call.get("id"), "name": name, "content": content}
             )
         if answer.malformed:
-            text = "\n".join(f"This tool call can't be parsed: {one}" for one in answer.malformed)
-            # Without a call that could be answered, it is the user who says it.
-            role = "tool" if results else "user"
-            results.append({"role": role, "content": bounded(text, tokens)})
+            # There is no call that a tool's message could answer, so it is the user who says it.
+            results.append({"role": "user", "content": MALFORMED.format(answer.malformed)})
         return results
 
     def _call(self, name: str, arguments: Any) -> Any:

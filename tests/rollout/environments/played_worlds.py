@@ -213,25 +213,16 @@ def _misbehave(row: dict[str, Any]) -> Any:
                 "environment": dict(os.environ),
                 "folder": os.getcwd(),
                 "limits": limits,
-                "descriptors": sorted(
+                "descriptors": [
                     os.readlink(f"/proc/self/fd/{one}")
                     for one in os.listdir("/proc/self/fd")
-                    if os.path.exists(f"/proc/self/fd/{one}") or True
-                    if int(one) < 100 and os.path.lexists(f"/proc/self/fd/{one}")
-                ),
+                    if os.path.lexists(f"/proc/self/fd/{one}")
+                ],
                 "session": os.getsid(0) == os.getpid(),
                 "memory": resource.getrlimit(resource.RLIMIT_AS)[0],
                 "user": os.geteuid(),
                 "modules": sorted(sys.modules),
             }
-            raise ValueError("told:" + json.dumps(found)) if row.get("raise") else _Told(found, row)
+            Path(row["path"]).write_text(json.dumps(found))
+            raise ValueError("told")
     return 1.0
-
-
-class _Told(Exception):
-    """Carries facts out through a file, since an error's text is short."""
-
-    def __init__(self, found: dict[str, Any], row: dict[str, Any]) -> None:
-        super().__init__("told")
-        with open(row["path"], "w") as file:
-            json.dump(found, file)

@@ -64,14 +64,19 @@ class StandInEndpoint:
             return 400, {"error": {"message": "the session is full", "code": code}}
         message = {"content": said} if isinstance(said, str) else dict(said)
         finish = "tool_calls" if message.get("tool_calls") else "stop"
+        told = message.pop("tandem", None)
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", **message},
+            "finish_reason": finish,
+            **({"tandem": told} if told else {}),
+        }
         return 200, {
             "id": "x",
             "object": "chat.completion",
             "created": 0,
             "model": body["model"],
-            "choices": [
-                {"index": 0, "message": {"role": "assistant", **message}, "finish_reason": finish}
-            ],
+            "choices": [choice],
         }
 
     def close(self) -> None:

@@ -139,9 +139,12 @@ class TestTools:
         assert "no tool '_hidden'" in told[4]
 
     def test_a_call_that_could_not_be_parsed_is_told_back_as_text(self, play_one: PlayOne) -> None:
-        said = {"content": "<tool_call>{", "malformed_tool_calls": ["not JSON: <tool_call>{"]}
-        _, asked = play_one("calculator", {"prompt": "x", "answer": 0}, scripted(said, ""))
-        assert "can't be parsed: not JSON" in asked[1]["messages"][-1]["content"]
+        said = {"content": "<tool_call>{", "tandem": {"malformed_tool_calls": 1}}
+        played, asked = play_one("calculator", {"prompt": "x", "answer": 0}, scripted(said, ""))
+        assert played.failure is None
+        last = asked[1]["messages"][-1]
+        assert (last["role"], "1 tool call" in last["content"]) == ("user", True)
+        assert asked[1]["messages"][-2]["content"] == "<tool_call>{"
 
     def test_no_reward_yet_is_no_zero(self, play_one: PlayOne) -> None:
         played, _ = play_one("calculator", {"prompt": "x", "answer": 0}, scripted("I give up"))
