@@ -18,6 +18,10 @@ from tandem.rollout.player import Player, shared_prompt
 
 CONTEXT = 1024
 TURNS = 3
+SETTINGS = build(
+    {"run": {"steps": 1}, "data": {"train": [{"path": "a.parquet"}], "max_prompt_tokens": 800}},
+    [f"environments.max_turns={TURNS}"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +64,9 @@ async def playing(run: Run, model: Any) -> AsyncIterator[Player]:
     await endpoint.start()
     client = run.client()
     await client.start()
-    settings = build(["data.max_prompt_tokens=800", f"environments.max_turns={TURNS}"])
     try:
         await connected(client)
-        yield Player(engine, endpoint, client, settings, tokenizer)
+        yield Player(engine, endpoint, client, SETTINGS, tokenizer)
     finally:
         await client.close()
         await endpoint.close()
