@@ -410,16 +410,16 @@ class VerifiersWorld:
                         answer.set_exception(error)
                 continue
             running = child.running.get(name)
-            answer = child.answers.get(name) if running is None else running.ended
-            if answer is None or answer.done():
+            waits = child.answers.get(name) if running is None else running.ended
+            if waits is None or waits.done():
                 continue
             if kind == "reply":
-                answer.set_result(data)
+                waits.set_result(data)
             elif running is not None:
                 try:
                     running.reading.add(data)
                 except WireError as error:
-                    answer.set_exception(error)
+                    waits.set_exception(error)
 
     def _died(self, child: _Child) -> None:
         """Called by the loop as soon as the process has ended."""

@@ -1,8 +1,8 @@
 """Starts verifiers' own server, or lists the tasks of one of its tasksets, in the virtual environment that has it.
 
 It is run as a file by that environment's Python, so it imports nothing of Tandem. The first line of its
-input is the order, as JSON; the input then stays open, and its end is the end of this process, so that none
-outlives the server that has started it.
+input is the order, as JSON. A server's input then stays open, and its end is the end of the server, so that
+none outlives the process that has started it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ LAST_SECONDS = 10.0
 def main() -> int:
     """Reads the order and does it."""
     order: dict[str, Any] = json.loads(sys.stdin.readline())
-    threading.Thread(target=end_with_input, daemon=True).start()
     ctypes.CDLL(None).prctl(ADOPTS_ORPHANS, 1, 0, 0, 0)
     # The harnesses call uv, which may be installed in this environment alone.
     os.environ["PATH"] = os.pathsep.join(
@@ -35,6 +34,7 @@ def main() -> int:
     )
     if order["do"] == "list":
         return list_tasks(order)
+    threading.Thread(target=end_with_input, daemon=True).start()
     from verifiers.v1.serve import serve_env
 
     serve_env(
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def list_tasks(order: dict[str, Any]) -> int:
-    """Writes the data of a taskset's tasks to a file, one JSON object a line, and prints their number."""
+    """Writes the data of a taskset's tasks to a file, one JSON object a line."""
     from verifiers.v1.utils.loaders import load_taskset, resolve_env_config
 
     config = resolve_env_config(order["config"])
@@ -55,12 +55,9 @@ def list_tasks(order: dict[str, Any]) -> int:
     if order["count"] is None and not taskset.bounded:
         print(f"the taskset {config.taskset.id} has no end: say how many tasks", file=sys.stderr)
         return 2
-    number = 0
     with open(order["file"], "w", encoding="utf-8") as file:
         for task in itertools.islice(taskset, order["count"]):
             file.write(json.dumps(task.data.model_dump(mode="json"), ensure_ascii=False) + "\n")
-            number += 1
-    print(number)
     return 0
 
 
