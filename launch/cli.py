@@ -27,6 +27,7 @@ COMMANDS: dict[str, str] = {
     "evaluate": "accuracy of a model on a held-out set",
     "get": "download a model or a data set into a local folder, and verify it",
     "ingest": "check data files, count what can't be used, write them in another form",
+    "tasks": "write the tasks of verifiers' tasksets or of AppWorld as data rows, once",
     "grade": "grade completions in a file, by any mode and reward",
     "status": "where a run stands: ledger, members, versions, restarts, memory, disk",
     "retry": "put groups that were given up back into the ledger",

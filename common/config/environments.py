@@ -70,6 +70,13 @@ class VerifiersEnvironment(_Environment):
     """Path of that environment's Python."""
     config: Mapping[str, Any]
     """``config_data`` of verifiers' ``serve_env``: taskset, harness, runtime, turns."""
+    client: Mapping[str, Any] = Field(default_factory=dict)
+    """Fields of verifiers' client config. Its ``type`` is ``eval`` (messages are sent, and the endpoint makes
+    tokens of them) unless it says ``train`` (verifiers' renderers make them, and send token ids)."""
+    path: tuple[str, ...] = ()
+    """Folders from which its Python imports besides that environment's own."""
+    variables: tuple[str, ...] = ()
+    """Names of variables of ours that it gets, such as a judge's key; it gets few others."""
     start_seconds: Seconds = 120.0
     """Deadline for its server to answer."""
 
@@ -84,7 +91,9 @@ class AppWorldEnvironment(_Environment):
     root: str | None = None
     """Folder with AppWorld's ``data``; None = the working directory."""
     max_interactions: Positive = 30
-    """Greatest number of code blocks that are run in an episode."""
+    """Greatest number of answers in an episode, each with a block of code that is run."""
+    single_turn: bool = False
+    """Whether an episode is a single answer with all of the code, which is evaluated in any case."""
 
 
 AnyEnvironment = Annotated[

@@ -9,13 +9,16 @@ and hands everything else back to be played elsewhere.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import socket as sockets_of_the_system
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -23,6 +26,11 @@ import zmq.asyncio
 
 from ...common import disk
 from ...common.config import Config
+from ...common.config.environments import (
+    AnyEnvironment,
+    AppWorldEnvironment,
+    VerifiersEnvironment,
+)
 from ...common.confinement import adopt_orphans, hide_memory
 from ...common.errors import ConfigError, WireError
 from ...common.records import Verdict
@@ -32,8 +40,8 @@ from ...replay.connection import Store, connect
 from ...replay.members import Members
 from ...replay.store import RunStore
 from .client import ROLE
-from .forms import FORMS
 from .hosts import Bounds, Hosts
+from .verifiers import VerifiersWorld
 from .wire import (
     CancelRequest,
     Played,
@@ -48,10 +56,12 @@ from .wire import (
     read_request,
     refused_reply,
 )
-from .worlds import HostWorld, World
+from .worlds import HostWorld, Lost, World
 
 log = logging.getLogger("tandem.environments")
 
+APPWORLD = "tandem.rollout.environments.appworld:AppWorld"
+"""Import path of the class that plays AppWorld."""
 BEAT_SECONDS = 1.0
 """Between heartbeats, which carry the figures."""
 MOST_WAITING = 10_000
@@ -189,6 +199,11 @@ class Server:
                     played = await self._play(self._worlds[name], run)
                 finally:
                     self.busy -= 1
+        except Lost as lost:
+            self.counts["lost"] += 1
+            log.warning(f"an episode of {name} is handed back: {lost}")
+            await self._answer(route, b"reply", lost_reply())
+            return
         except asyncio.CancelledError:
             self._waiting.discard(route)
             self.counts["cancelled"] += 1
@@ -212,6 +227,8 @@ class Server:
                 Verdict.ENV_TIMEOUT,
                 f"the episode took longer than environments.episode_seconds={self._episode_seconds:g}",
             )
+        except Lost:
+            raise
         except Exception as error:
             # One episode's fault is no reason to lose the others.
             log.exception(f"a fault while playing {run.task_data.environment}")
@@ -222,15 +239,26 @@ class Server:
         await self._router.send_multipart([identity, request_id.encode(), kind, data])
 
 
-def worlds_of(config: Config, hosts: Hosts) -> dict[str, World]:
-    """What plays each environment of the config."""
+def worlds_of(config: Config, hosts: Hosts, logs: Path) -> dict[str, World]:
+    """What plays each environment of the config; what foreign servers print goes into the folder ``logs``."""
     worlds: dict[str, World] = {}
     for name, spec in config.environments.use.items():
-        if spec.form in FORMS:
-            worlds[name] = HostWorld(name, hosts)
+        if isinstance(spec, VerifiersEnvironment):
+            worlds[name] = VerifiersWorld(name, spec, hosts.family, logs / f"{name}.log")
         else:
-            raise ConfigError(f"environments.use.{name}.form={spec.form} isn't built in here")
+            worlds[name] = HostWorld(name, hosts)
     return worlds
+
+
+def hosted(spec: AnyEnvironment) -> dict[str, Any] | None:
+    """What a process of ours loads for an environment; None if it isn't played in one."""
+    if isinstance(spec, VerifiersEnvironment):
+        return None
+    settings = spec.model_dump(mode="json")
+    if isinstance(spec, AppWorldEnvironment):
+        del settings["form"]
+        return {"form": "text", "target": APPWORLD, "params": settings}
+    return settings
 
 
 def hosts_of(config: Config) -> Hosts:
@@ -238,9 +266,9 @@ def hosts_of(config: Config) -> Hosts:
     settings = config.environments
     return Hosts(
         {
-            name: spec.model_dump(mode="json")
+            name: loaded
             for name, spec in settings.use.items()
-            if spec.form in FORMS
+            if (loaded := hosted(spec)) is not None
         },
         Bounds(
             reset_seconds=settings.reset_seconds,
@@ -261,7 +289,7 @@ def main(join: JoinInfo, config: Config, *, name: str, folder: RunFolder | None)
         join: the run.
         config: as Redis has it.
         name: member id.
-        folder: unused; a server needs nothing of the run's folder.
+        folder: the run's, where the logs of foreign servers go; without one they are kept until the end.
 
     Returns:
         0 after a drain.
@@ -270,7 +298,6 @@ def main(join: JoinInfo, config: Config, *, name: str, folder: RunFolder | None)
         ConfigError: there are no environments, or one of them can't be loaded here.
         TandemError: one of them doesn't start, or Redis is gone.
     """
-    del folder
     if not config.environments.use:
         raise ConfigError(
             "this run has no environments, so there is nothing to serve: name one in environments.use"
@@ -281,17 +308,23 @@ def main(join: JoinInfo, config: Config, *, name: str, folder: RunFolder | None)
         hide_memory()
     store = connect(join, name=name)
     try:
-        asyncio.run(_serve(join, config, store, name))
+        with contextlib.ExitStack() as stack:
+            if folder is not None:
+                logs = folder.logs / name
+                logs.mkdir(parents=True, exist_ok=True)
+            else:
+                logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-logs-")))
+            asyncio.run(_serve(join, config, store, name, logs))
     finally:
         store.close()
     return 0
 
 
-async def _serve(join: JoinInfo, config: Config, store: Store, name: str) -> None:
+async def _serve(join: JoinInfo, config: Config, store: Store, name: str, logs: Path) -> None:
     settings = config.environments
     run, members = RunStore(store), Members(store)
     hosts = hosts_of(config)
-    worlds = worlds_of(config, hosts)
+    worlds = worlds_of(config, hosts, logs)
     client = run.curve_client()
     keys = new_keys()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

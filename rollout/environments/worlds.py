@@ -10,6 +10,10 @@ from .pipes import Play
 from .wire import Played, RunRequest, failed
 
 
+class Lost(Exception):
+    """What played an episode was ended by no fault of that episode: it may be played again, in a new session."""
+
+
 class World(Protocol):
     """Plays the episodes of one environment."""
 
@@ -22,7 +26,11 @@ class World(Protocol):
         ...
 
     async def play(self, run: RunRequest, seconds: float) -> Played:
-        """Plays one episode within ``seconds``. A failure is a result; being cancelled ends the episode."""
+        """Plays one episode within ``seconds``. A failure is a result; being cancelled ends the episode.
+
+        Raises:
+            Lost: it should be played elsewhere.
+        """
         ...
 
     async def close(self) -> None:
