@@ -15,8 +15,6 @@ from tandem.launch.miniature.tools.problems import TOOLS_HEAD, result_message
 from tandem.launch.miniature.tools.tokenizer import build
 from tandem.replay import archive
 
-pytest.importorskip("tandem.rollout.player")
-
 FEW = (
     "run.steps=12",
     "log.archive=true",
