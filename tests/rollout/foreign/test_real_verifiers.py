@@ -88,7 +88,7 @@ def test_64_rollouts_of_blackjack_in_four_steps(tmp_path: Path, kind: str) -> No
         assert played.reward in (-1.0, 0.0, 1.0)
         assert recorded is not None
         assert recorded.retokenised == 0
-        own = int((recorded.source == Source.POLICY).sum())
+        own = int((recorded.source == Source.OWN).sum())
         assert own == sum(turn.end - turn.start for turn in recorded.turns)
     assert {len(recorded.turns) for _, recorded in found} >= {2}
 
