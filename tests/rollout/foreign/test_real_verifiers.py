@@ -51,8 +51,10 @@ def spec(harness: str, client: dict[str, Any]) -> VerifiersEnvironment:
 
 
 def clients(folder: Path) -> dict[str, dict[str, Any]]:
-    # A local folder is no name that renderers knows, so the renderer is named.
-    named = {"renderer": {"name": "qwen3"}, "renderer_model_name": str(folder)}
+    # A local folder is no name that renderers knows, so the renderer is named. Qwen3's own way is to leave earlier
+    # thoughts out once the user speaks again: rows would break there.
+    renderer = {"name": "qwen3", "thinking_retention": "all"}
+    named = {"renderer": renderer, "renderer_model_name": str(folder)}
     return {"eval": {"type": "eval"}, "train": {"type": "train", **named}}
 
 
