@@ -6,6 +6,7 @@ tokens, so a tokenizer without merges does.
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,6 +31,9 @@ def write(folder: Path) -> tuple[Any, Any]:
     tokenizer = build()
     tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.save_pretrained(folder)
+    # As Qwen3's own says; else transformers gives it the token for padding, which renderers then takes for unknown.
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"unk_token": None}))
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=32,

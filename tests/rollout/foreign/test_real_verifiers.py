@@ -51,8 +51,10 @@ def spec(harness: str, client: dict[str, Any]) -> VerifiersEnvironment:
 
 
 def clients(folder: Path) -> dict[str, dict[str, Any]]:
-    # A local folder is no name that renderers knows, so the renderer is named.
-    named = {"renderer": {"name": "qwen3"}, "renderer_model_name": str(folder)}
+    # A local folder is no name that renderers knows, so the renderer is named. Qwen3's own way is to leave earlier
+    # thoughts out once the user speaks again: rows would break there.
+    renderer = {"name": "qwen3", "thinking_retention": "all"}
+    named = {"renderer": renderer, "renderer_model_name": str(folder)}
     return {"eval": {"type": "eval"}, "train": {"type": "train", **named}}
 
 
@@ -88,7 +90,7 @@ def test_64_rollouts_of_blackjack_in_four_steps(tmp_path: Path, kind: str) -> No
         assert played.reward in (-1.0, 0.0, 1.0)
         assert recorded is not None
         assert recorded.retokenised == 0
-        own = int((recorded.source == Source.POLICY).sum())
+        own = int((recorded.source == Source.OWN).sum())
         assert own == sum(turn.end - turn.start for turn in recorded.turns)
     assert {len(recorded.turns) for _, recorded in found} >= {2}
 
