@@ -66,6 +66,8 @@ BEAT_SECONDS = 1.0
 """Between heartbeats, which carry the figures."""
 MOST_WAITING = 10_000
 """Episodes that may wait for a place."""
+TELL_SECONDS = 60.0
+"""Between two warnings of failures of one kind."""
 SLACK_SECONDS = 75.0
 """Time beyond an episode's deadline in which its environment must have ended it, its process's start included."""
 END_SECONDS = 10.0
@@ -106,6 +108,8 @@ class Server:
         self._runs: dict[Route, asyncio.Task[None]] = {}
         self._waiting: set[Route] = set()
         self._leaving = asyncio.Event()
+        self._untold: Counter[str] = Counter()
+        self._told: dict[str, float] = {}
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
         """Time that episodes have spent in their environments."""
@@ -214,9 +218,18 @@ class Server:
         self.counts["played" if played.failure is None else f"failed/{played.failure.value}"] += 1
         self.seconds += played.seconds
         if played.failure is not None:
-            log.info(f"an episode of {name}: {played.failure.value}: {played.detail}")
+            self._tell(f"{name}: {played.failure.value}", played.detail)
         await self._answer(route, b"delta", played_delta(trace, played))
         await self._answer(route, b"reply", played_reply(trace, name, played))
+
+    def _tell(self, kind: str, detail: str) -> None:
+        """Warns of failures of one kind at most once a minute, with their number."""
+        now = time.monotonic()
+        self._untold[kind] += 1
+        if now - self._told.get(kind, -TELL_SECONDS) >= TELL_SECONDS:
+            count = self._untold.pop(kind)
+            self._told[kind] = now
+            log.warning(f"{count} failed episode(s) of {kind}, the last one because: {detail}")
 
     async def _play(self, world: World, run: RunRequest) -> Played:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import Run, until
+from environment_runs import Run, until
 
 from tandem.common.confinement import readable_by_others
 from tandem.common.records import Verdict

@@ -12,7 +12,7 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from conftest import Playing, Run, connected, make_run, until
+from environment_runs import Playing, Run, connected, make_run, until
 
 from tandem.common.records import Verdict
 from tandem.common.sockets import CurveKeys, connect_dealer, new_keys
