@@ -406,10 +406,8 @@ def _traces(traces: list[ExpertTrace]) -> pa.StructArray:
         }
         for trace in traces
     ]
-    columns = {
-        "tokens": _ragged([trace.tokens for trace in traces], pa.int32()),
-        "logprobs": _ragged([trace.logprobs for trace in traces], pa.float32()),
-    }
+    arrays = {name: _ARRAYS[name] for name in ("tokens", "logprobs")}
+    columns = {n: _ragged([getattr(one, n) for one in traces], kind) for n, kind in arrays.items()}
     columns |= {name: _column(plain, name, kind) for name, kind in _TRACE.items()}
     return _struct(columns)
 
