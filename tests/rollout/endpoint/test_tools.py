@@ -1,0 +1,129 @@
+"""Tool calls in what a policy has written."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from chat_templates import tokenizer
+
+from tandem.rollout.endpoint.tools import MOST_CALLS, format_of, parse
+
+ADD = '{"name": "add", "arguments": {"a": 1, "b": [true, "x"]}}'
+SUB = '{"name": "sub", "parameters": {}}'
+ADDED = ("add", {"a": 1, "b": [True, "x"]})
+SUBBED = ("sub", {})
+
+
+def tagged(*calls: str) -> str:
+    return "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "calls", "content"),
+    [
+        ("hermes", f"Let me see.{tagged(ADD)}", [ADDED], "Let me see."),
+        ("hermes", tagged(ADD, SUB), [ADDED, SUBBED], ""),
+        ("hermes", f"<tool_call>{ADD}", [ADDED], ""),
+        ("hermes", ADD, [], ADD),
+        ("hermes", "no call", [], "no call"),
+        ("llama", SUB, [SUBBED], ""),
+        ("llama", f"<|python_tag|>{ADD}", [ADDED], ""),
+        ("llama", f"{ADD}; {SUB}", [ADDED, SUBBED], ""),
+        ("llama", f"It is {SUB}", [], f"It is {SUB}"),
+        ("json", ADD, [ADDED], ""),
+        ("json", f"[{ADD}, {SUB}]", [ADDED, SUBBED], ""),
+        ("json", f"So:\n```json\n{ADD}\n```", [ADDED], "So:"),
+        ("json", "So:\n```\nprint(1)\n```", [], "So:\n```\nprint(1)\n```"),
+        ("json", '{"answer": 3}', [], '{"answer": 3}'),
+        ("json", "3", [], "3"),
+    ],
+)
+def test_calls_are_found(style: Any, text: str, calls: Any, content: str) -> None:
+    found = parse(text, style)
+    assert [(call.name, call.arguments) for call in found.calls] == calls
+    assert (found.content, found.malformed) == (content, 0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{",
+        '{"name": "f", "arguments": {"a": 1}',
+        '{"name": 3, "arguments": {}}',
+        '{"name": "", "arguments": {}}',
+        '{"name": "f", "arguments": 3}',
+        '{"name": "f", "arguments": "no JSON"}',
+        '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": "f", "arguments": {"a": 1e999}}',
+        '{"name": "f", "arguments": "{\\"a\\": Infinity}"}',
+        '{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}",
+        '{"name": "f", "arguments": {"a": ' + "[" * 100_000,
+        "{'name': 'f', 'arguments': __import__('os').system('true')}",
+    ],
+)
+@pytest.mark.parametrize("style", ["hermes", "llama"])
+def test_a_malformed_call_is_told_and_the_text_kept(style: Any, call: str) -> None:
+    text = f"<tool_call>{call}</tool_call>" if style == "hermes" else f"<|python_tag|>{call}"
+    found = parse(text, style)
+    assert (found.content, found.calls, found.malformed) == (text, (), 1)
+
+
+def test_of_parallel_calls_none_is_made_where_one_is_malformed() -> None:
+    found = parse(tagged(ADD, "{", "["), "hermes")
+    assert (found.calls, found.malformed) == ((), 2)
+
+
+@pytest.mark.parametrize("style", ["hermes", "llama", "json"])
+def test_no_more_calls_are_read_than_a_turn_may_have(style: Any) -> None:
+    text = {
+        "hermes": tagged(*[ADD] * 100),
+        "llama": ";".join([ADD] * 100),
+        "json": json.dumps([json.loads(ADD)] * 100),
+    }[style]
+    assert len(parse(text, style).calls) == MOST_CALLS
+    assert len(parse(text, style, most=3).calls) == 3
+
+
+def test_arguments_as_text_are_read_too() -> None:
+    (call,) = parse('{"name": "f", "arguments": "{\\"a\\": 1}"}', "json").calls
+    assert call.arguments == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("form", "style"),
+    [("chatml", "hermes"), ("thinking", "hermes"), ("miniature", "hermes"), ("llama", "llama")],
+)
+def test_the_format_goes_by_the_chat_template(form: str, style: str) -> None:
+    assert format_of(tokenizer(form), "auto") == style
+    assert format_of(tokenizer(form), "json") == "json"
+
+
+def test_a_tokenizers_own_response_template_is_asked_first() -> None:
+    import copy
+
+    own = copy.deepcopy(tokenizer("chatml"))
+    own.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "content": {},
+            "tool_calls": {
+                "open": "[[",
+                "close": "]]",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+        },
+    }
+    text = f"Let me see.[[{ADD}]]"
+    found = parse(text, "hermes", own, prefix=lambda: "<|im_start|>assistant\n")
+    assert [(call.name, call.arguments) for call in found.calls] == [ADDED]
+    assert found.content == "Let me see."
+    broken = parse("[[{]]", "hermes", own, prefix=lambda: "<|im_start|>assistant\n")
+    assert (broken.content, broken.calls, broken.malformed) == ("[[{]]", (), 1)
