@@ -14,7 +14,7 @@ column                 content
 ``replaced``           samples that traces have replaced; they are in no loss
 =====================  ========================================================================
 
-Free-form values (``extra``) and episodes are JSON. The file's metadata has :data:`VERSION` as ``tandem.archive``.
+Free-form values (``extra``) and episodes, which older files lack, are JSON. The file's metadata has :data:`VERSION` as ``tandem.archive``.
 """
 
 from __future__ import annotations
@@ -406,10 +406,8 @@ def _traces(traces: list[ExpertTrace]) -> pa.StructArray:
         }
         for trace in traces
     ]
-    columns = {
-        "tokens": _ragged([trace.tokens for trace in traces], pa.int32()),
-        "logprobs": _ragged([trace.logprobs for trace in traces], pa.float32()),
-    }
+    arrays = {name: _ARRAYS[name] for name in ("tokens", "logprobs")}
+    columns = {n: _ragged([getattr(one, n) for one in traces], kind) for n, kind in arrays.items()}
     columns |= {name: _column(plain, name, kind) for name, kind in _TRACE.items()}
     return _struct(columns)
 
@@ -474,7 +472,6 @@ def _plain(column: pa.StructArray, names: Iterable[str]) -> Iterator[dict[str, A
 def _read_samples(column: pa.StructArray) -> Iterator[Sample]:
     known = {field.name for field in column.type}
     arrays = {name: _parts(column.field(name)) for name in _ARRAYS if name in known}
-    # Older archives have no episodes.
     for place, row in enumerate(_plain(column, [name for name in _SAMPLE if name in known])):
         verdict, episode = row.pop("verdict"), row.pop("episode", None)
         yield Sample(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,13 +30,21 @@ from ..common.records import (
 )
 from .endpoint.sessions import Recorded, Session, SessionSpec
 from .engine import Engine, FinishedGroup, GroupRequest, Task, no_tokens
-from .environments.wire import Played, failed
+from .environments.wire import (
+    Played,
+    failed,
+)
 
 if TYPE_CHECKING:
     from .endpoint.server import Endpoint
     from .environments.client import EnvironmentClient
 
 log = logging.getLogger("tandem.rollout")
+
+RECENT = 64
+"""Number of the latest episodes that an alarm looks at."""
+ALARM_SHARE = 0.2
+"""Share of failed ones over which there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,6 +100,7 @@ class Player:
         """Counters since the start, for the worker's report."""
         self.seconds = {"environment": 0.0, "model": 0.0}
         """Time of episodes that are over, by whom it was spent on."""
+        self._recent: deque[str] = deque(maxlen=RECENT)
 
     @property
     def episodes(self) -> int:
@@ -101,6 +111,17 @@ class Player:
     def busy(self) -> int:
         """Number of samples and episodes under way."""
         return self._plain + self.episodes
+
+    @property
+    def alarm(self) -> str:
+        """What a person should look at; empty if few of the latest episodes have failed."""
+        failed = [why for why in self._recent if why]
+        if len(self._recent) < RECENT // 2 or len(failed) <= ALARM_SHARE * len(self._recent):
+            return ""
+        return (
+            f"{len(failed)} of the last {len(self._recent)} episodes have failed, the latest with "
+            f"{failed[-1]}"
+        )
 
     def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[FinishedGroup]:
         """Yields each group once, as it finishes; see :class:`Engine`.
@@ -247,7 +268,9 @@ class Player:
     def _count(self, outcome: _Outcome) -> None:
         played, recorded = outcome.played, outcome.recorded
         self.counts["episodes"] += 1
-        self.counts["failed"] += played.failure is not None and not outcome.was_cut
+        if not outcome.was_cut:
+            self.counts["failed"] += played.failure is not None
+            self._recent.append(f"{played.failure}: {played.detail}" if played.failure else "")
         self.seconds["environment"] += played.seconds
         if recorded is not None:
             self.counts["turns"] += len(recorded.turns)

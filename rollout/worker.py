@@ -428,7 +428,8 @@ class Worker:
             "weights": {**self._receiver.stats(), "check": self._check.stats()},
             "memory": held(getattr(self._engine, "processes", ())),
             "episodes": None if self._playing is None else self._playing.report(),
-            "alarm": self._check.counts.alarm,
+            "alarm": self._check.counts.alarm
+            or ("" if self._playing is None else self._playing.player.alarm),
         }
 
     # Draining.

@@ -36,12 +36,17 @@ from ...common.records import Verdict
 from .bounded_log import BoundedLog
 from .descendants import Family
 from .forms.asking import CONTEXT_CODE
-from .hosts import EpisodeFailed, NotStarted
+from .process import (
+    EpisodeFailed,
+    NotStarted,
+)
+from .requests import (
+    RunRequest,
+)
 from .wire import (
     MAX_ANSWER_BYTES,
     Played,
     Reading,
-    RunRequest,
     failed,
     read_answer,
     read_reply,
@@ -439,11 +444,12 @@ class VerifiersWorld:
                 running.ended.set_exception(Lost(why))
                 running.ended.exception()  # If nobody waits, nothing is to be said about it.
         process = child.process
+        if not await asyncio.to_thread(self._family.end, process, REAP_SECONDS):
+            log.warning(f"verifiers' server {process.pid} was killed but is still there")
+        # Not before: it would end by itself, and what is below it couldn't be found from it any more.
         with contextlib.suppress(OSError):
             if process.stdin is not None:
                 process.stdin.close()
-        if not await asyncio.to_thread(self._family.end, process, REAP_SECONDS):
-            log.warning(f"verifiers' server {process.pid} was killed but is still there")
         if child.listening is not None:
             child.listening.cancel()
         child.socket.close()

@@ -5,36 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from endpoint_calls import CONTEXT, RUN_KEY, spec
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from endpoint_calls import CONTEXT, RUN_KEY, Served
 
 from tandem.common.records import Version
 from tandem.rollout.endpoint.server import Endpoint
-from tandem.rollout.endpoint.sessions import Session
-
-
-@dataclass(slots=True)
-class Served:
-    """An endpoint that listens."""
-
-    endpoint: Endpoint
-    engine: Any
-    model: Any
-    tokenizer: Any
-
-    def open(self, name: str = "g#0", **changes: Any) -> Session:
-        return self.endpoint.open(spec(name, **changes))
-
-    def client(self, session: Session) -> Any:
-        from openai import AsyncOpenAI
-
-        return AsyncOpenAI(base_url=session.base_url, api_key="unused", max_retries=0, timeout=60)
 
 
 @pytest.fixture(scope="session")

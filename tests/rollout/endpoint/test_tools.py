@@ -74,6 +74,20 @@ def test_a_malformed_call_is_told_and_the_text_kept(style: Any, call: str) -> No
     assert (found.content, found.calls, found.malformed) == (text, (), 1)
 
 
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("hermes", "<tool_call></tool_call>"),
+        ("llama", "<|python_tag|>import os"),
+        ("llama", '{"name": "add", '),
+        ("json", '```json\n{"name": add}\n```'),
+    ],
+)
+def test_what_looks_like_a_call_and_isnt_json_is_malformed(style: Any, text: str) -> None:
+    found = parse(text, style)
+    assert (found.content, found.calls, found.malformed) == (text, (), 1)
+
+
 def test_of_parallel_calls_none_is_made_where_one_is_malformed() -> None:
     found = parse(tagged(ADD, "{", "["), "hermes")
     assert (found.calls, found.malformed) == ((), 2)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,16 @@ def test_the_models_time_counts_for_the_episode_only(play: Any) -> None:
     played = play(body)
     assert played.failure is Verdict.ENV_TIMEOUT
     assert "episode_seconds=10" in played.detail
+
+
+def test_the_models_time_is_no_time_of_the_environment(play_one: PlayOne) -> None:
+    def think(_: Any) -> str:
+        threading.Event().wait(4.0)  # Longer than a step may take.
+        return "7"
+
+    played, _ = play_one("guess", {"number": 7}, think)
+    assert (played.failure, played.reward) == (None, 1.5)
+    assert played.seconds < 3.0
 
 
 @pytest.mark.parametrize("then", ["hang", "die"])

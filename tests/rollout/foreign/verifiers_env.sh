@@ -10,7 +10,8 @@ folder="$(cd "$folder" && pwd -P)"
 # The harnesses `null` and `bash` run a script in an environment that uv makes for it in the first episode of
 # each server, and would ask the index each time: a lock beside the script keeps it from that. Tandem starts
 # verifiers with this folder as its home, so that it finds both.
-mkdir -p -m 700 "$folder/home"
+mkdir -p "$folder/home"
+chmod 700 "$folder/home"
 export HOME="$folder/home" PATH="$folder/bin:$PATH"
 python - <<'PYTHON'
 import hashlib
