@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...common.records import FinishReason, Sample
-from .rendering import Message, Renderer, plain_message
+from .rendering import MOST_CHARACTERS, Message, Renderer, plain_message
 from .sessions import Answered, Branch, Session, Ticket
-from .tools import Parsed, format_of, parse
+from .tools import MOST_CALLS, Parsed, format_of, parse
+
+LONG_CHARACTERS = 32_768
+"""A longer conversation is rendered by a thread, while the worker's loop goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +34,18 @@ class Chat:
         tokenizer: with a chat template.
         tools: ``environments.tools``.
         observation_tokens: see :class:`.rendering.Renderer`.
+        max_calls: calls of one turn that are read.
     """
 
-    def __init__(self, tokenizer: Any, tools: str, observation_tokens: int) -> None:
+    def __init__(
+        self, tokenizer: Any, tools: str, observation_tokens: int, max_calls: int = MOST_CALLS
+    ) -> None:
         self.renderer = Renderer(tokenizer, observation_tokens)
         self._tokenizer = tokenizer
+        self._most_calls = max_calls
         self._format = format_of(tokenizer, tools)
 
-    def place(
+    async def place(
         self,
         session: Session,
         messages: Sequence[Message],
@@ -61,15 +69,20 @@ class Chat:
                 continue
             if branch.messages[:count] != plain[:count]:
                 continue
-            if any(message.get("role") == "assistant" for message in tail):
-                continue
             added = self.renderer.suffix(tail, branch.tokens[turn.end - 1], turn.ended)
             if added is None:
-                break
+                continue
             if turn is branch.turns[-1] and not branch.busy:
                 return session.extend(branch, added)
             return session.fork(branch, turn, added)
-        return session.place(self.renderer.render(messages, tools), self.renderer.decode)
+        characters = self.renderer.characters(messages)
+        session.check_characters(characters, MOST_CHARACTERS)
+        if characters > LONG_CHARACTERS:
+            prompt = await asyncio.to_thread(self.renderer.render, messages, tools)
+        else:
+            prompt = self.renderer.render(messages, tools)
+        repeats = any(one in plain for one in _answers(session))
+        return session.place(prompt, self.renderer.decode, repeats=repeats)
 
     def answer(
         self,
@@ -78,13 +91,21 @@ class Chat:
         sample: Sample,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        may_call: bool = True,
     ) -> Answer:
         """Records a turn and makes a message of it."""
         turn = session.record(ticket, sample)
         said = Parsed(content=sample.text, calls=(), malformed=0)
-        if tools:
+        if tools and may_call:
             tokens = sample.tokens[:-1] if turn.ended else sample.tokens
-            said = parse(self.renderer.decode(tokens.tolist()), self._format, self._tokenizer)
+            said = parse(
+                self.renderer.decode(tokens.tolist()),
+                self._format,
+                self._tokenizer,
+                prefix=lambda: self.renderer.decode(ticket.context.tolist()),
+                most=self._most_calls,
+            )
         content = said.content if said.calls else sample.text
         message: dict[str, Any] = {"role": "assistant", "content": content or None}
         if said.calls:
@@ -103,7 +124,12 @@ class Chat:
         session.malformed_calls += said.malformed
         turn.malformed = bool(said.malformed)
         branch = ticket.branch
-        branch.messages = [*(plain_message(one) for one in messages), plain_message(message)]
+        plain = [plain_message(one) for one in messages]
+        if plain[: len(branch.messages)] != branch.messages:
+            # The client has divided the same text among its messages in another way.
+            for earlier in branch.turns:
+                earlier.messages = 0
+        branch.messages = [*plain, plain_message(message)]
         branch.tools = _canonical(tools)
         turn.messages = len(branch.messages)
         cut = sample.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT)
@@ -116,6 +142,17 @@ def _latest(session: Session) -> list[tuple[Branch, Answered]]:
     return [
         (branch, turn) for branch in reversed(session.branches) for turn in reversed(branch.turns)
     ]
+
+
+def _answers(session: Session) -> list[dict[str, Any]]:
+    """The messages with which a session was answered, except empty ones."""
+    found = [
+        branch.messages[turn.messages - 1]
+        for branch in session.branches
+        for turn in branch.turns
+        if turn.messages
+    ]
+    return [one for one in found if one["content"].strip() or "tool_calls" in one]
 
 
 def _canonical(tools: Sequence[Mapping[str, Any]] | None) -> str | None:

@@ -26,14 +26,21 @@ def reply(body: Mapping[str, Any], status: int = 200) -> web.Response:
     """A JSON answer."""
     from aiohttp import web
 
-    return web.Response(
-        status=status, body=json.dumps(body).encode(), content_type="application/json"
-    )
+    return web.Response(status=status, body=_json(body), content_type="application/json")
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    """JSON with null for numbers that it can't write."""
+    try:
+        return json.dumps(value, allow_nan=False).encode()
+    except ValueError:
+        return json.dumps(finite(value)).encode()
 
 
 def error(status: int, message: str, code: str) -> web.Response:
     """An error in OpenAI's form."""
     kind = "authentication_error" if status == 401 else "invalid_request_error"
+    kind = "not_found_error" if status == 404 else kind
     kind = "server_error" if status >= 500 else kind
     return reply({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)
 
@@ -62,13 +69,13 @@ def _stamp(kind: str, model: str, prefix: str) -> dict[str, Any]:
     }
 
 
-def _content(sample: Sample, text: Text) -> list[dict[str, Any]]:
-    """Log-probs of a chat answer's tokens."""
+def _content(sample: Sample, text: Text, top: bool) -> list[dict[str, Any]]:
+    """Log-probs of a chat answer's tokens; with ``top``, each one is told as its own only alternative."""
     found = []
     for token, logprob in zip(sample.tokens.tolist(), sample.logprobs.tolist(), strict=True):
         said = text(token)
         one = {"token": said, "logprob": logprob, "bytes": list(said.encode())}
-        found.append({**one, "top_logprobs": [one]})
+        found.append({**one, "top_logprobs": [one] if top else []})
     return found
 
 
@@ -80,7 +87,7 @@ def chat(
         "index": 0,
         "message": answer.message,
         "finish_reason": answer.finish_reason,
-        "logprobs": {"content": _content(sample, text)} if want.logprobs else None,
+        "logprobs": {"content": _content(sample, text, want.top)} if want.logprobs else None,
     }
     if answer.malformed:
         choice["tandem"] = {"malformed_tool_calls": answer.malformed}
@@ -208,18 +215,17 @@ async def send(
     """Sends an answer whole, or as server-sent events."""
     from aiohttp import web
 
-    body = finite(body)
     if not want.stream:
         return reply(body)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     for chunk in chunks(body):
-        await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        await response.write(b"data: " + _json(chunk) + b"\n\n")
     if want.usage:
         last = {k: v for k, v in body.items() if k not in ("choices", "object")}
         kind = body["object"] + (".chunk" if body["object"] == "chat.completion" else "")
         last |= {"object": kind, "choices": []}
-        await response.write(b"data: " + json.dumps(last).encode() + b"\n\n")
+        await response.write(b"data: " + _json(last) + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response

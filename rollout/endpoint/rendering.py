@@ -6,21 +6,21 @@ or ``</tool_response>``, it is replaced by private characters before the templat
 tokenizer without added tokens afterwards. Other conversations are encoded as ``apply_chat_template`` does.
 
 Which families extend a stream of tokens exactly, that is, render a longer conversation as the shorter one with
-something behind it:
+something behind it (:func:`abilities` finds it out for a tokenizer):
 
 =================================  ===========  ==========================================================
 family, as published               extends it   otherwise
 =================================  ===========  ==========================================================
 ChatML, Qwen2, Qwen2.5             yes
 Qwen3, QwQ, DeepSeek-R1 distilled  not always   earlier thoughts are left out as soon as a user writes again
-Llama 3, 3.1, 3.2                  yes          arguments of calls are written anew
+Llama 3, 3.1, 3.2                  not always   contents are trimmed, arguments of calls are written anew
 Mistral, Mixtral                   not always   spaces around contents are trimmed
 Gemma                              not always   contents are trimmed
 =================================  ===========  ==========================================================
 
 It doesn't matter here where a client sends back the answers that it got: what comes after them is rendered behind
-a conversation of two words, and added to the tokens that were sampled (:meth:`Renderer.suffix`). A template with
-which that can't be done, because it renders the tail of a conversation by what is before it, is rendered whole.
+a conversation of two messages, and added to the tokens that were sampled (:meth:`Renderer.suffix`). Where a template
+has no special token at an answer's end, or refuses such a conversation, all of it is rendered.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -39,7 +40,26 @@ BRACKETS = ("<>", "[]")
 """How tags among a tokenizer's added tokens begin and end; other added tokens are words like any other."""
 MOST_CHARACTERS = 64
 """Characters a token that an observation may have, before it is cut without counting its tokens."""
+MARK = "\ue002"
+"""Stands for the answer in the conversation behind which a tail is rendered."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles that a message may have. Templates write them as they are, so that no other text may be one."""
+TAIL = frozenset(ROLES) - {"assistant"}
+"""Roles of messages that go on behind an answer without rendering the conversation anew."""
 Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """What a tokenizer's chat template does with a conversation that goes on."""
+
+    extends: bool
+    """Whether a longer conversation is rendered as the shorter one with something behind it, thoughts, calls and
+    spaces around contents included: then clients may render it themselves."""
+    bridges_users: bool
+    """Whether a user's message can be rendered on its own, to go behind the recorded tokens."""
+    bridges_tools: bool
+    """Whether the results of tools can."""
 
 
 def plain_message(message: Message) -> dict[str, Any]:
@@ -47,17 +67,28 @@ def plain_message(message: Message) -> dict[str, Any]:
     made: dict[str, Any] = {"role": message.get("role"), "content": text_of(message)}
     calls = []
     for call in message.get("tool_calls") or ():
-        function = call.get("function", call) if isinstance(call, Mapping) else {}
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
-                pass
-        calls.append([function.get("name"), arguments])
+        function = _function_of(call)
+        calls.append([function.get("name"), _arguments_of(function)])
     if calls:
         made["tool_calls"] = calls
     return made
+
+
+def _function_of(call: Any) -> Mapping[str, Any]:
+    """The function's name and arguments in a call of either spelling."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    return function if isinstance(function, Mapping) else {}
+
+
+def _arguments_of(function: Mapping[str, Any]) -> Any:
+    """A call's arguments as values, where they are JSON."""
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments)
+        except (ValueError, RecursionError):
+            pass
+    return arguments
 
 
 def text_of(message: Message) -> str:
@@ -90,7 +121,10 @@ class Renderer:
         self._tokenizer = tokenizer
         self._longest = observation_tokens
         added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
-        special = set(tokenizer.all_special_tokens)
+        special = {
+            *tokenizer.all_special_tokens,
+            *(one.content for one in tokenizer.added_tokens_decoder.values() if one.special),
+        }
         tags = [name for name in added if name in special or name[:1] + name[-1:] in BRACKETS]
         # The private characters themselves, so that a text that holds them comes back as it was.
         self._names = [*tags, OPEN, CLOSE]
@@ -99,28 +133,50 @@ class Renderer:
         self._special = re.compile(
             "|".join(map(re.escape, [*(tag for tag in tags if tag in special), OPEN, CLOSE]))
         )
+        self._ends = re.compile(
+            "|".join(re.escape(tag) for tag in tags if tag in special) or "(?!)"
+        )
         self._hidden = re.compile(f"({OPEN}.{CLOSE})", re.DOTALL)
-        self._suffixes: dict[Any, str | None] = {}
+
+    @cached_property
+    def _backend(self) -> Any:
+        """A copy of the tokenizer's backend: cheaper to ask, and not shared with the engine's threads."""
+        from tokenizers import Tokenizer
+
+        backend = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
 
     @cached_property
     def _plain(self) -> Any:
-        """The tokenizer without its added tokens."""
+        """The same without its added tokens."""
         from tokenizers import Tokenizer
 
         content = json.loads(self._tokenizer.backend_tokenizer.to_str())
-        content["added_tokens"] = []
-        content["post_processor"] = None
+        content |= {
+            "added_tokens": [],
+            "post_processor": None,
+            "truncation": None,
+            "padding": None,
+        }
         return Tokenizer.from_str(json.dumps(content))
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text whose special tokens count, as of a prompt of ``/v1/completions``."""
-        return list(self._tokenizer.encode(_utf8(text), add_special_tokens=False))
+        tokens: list[int] = self._backend.encode(_utf8(text), add_special_tokens=False).ids
+        return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, special ones included."""
-        text: str = self._tokenizer.decode(
-            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        """Text of tokens, special ones included.
+
+        Raises:
+            DataError: one of them can't be a token.
+        """
+        try:
+            text: str = self._backend.decode(list(tokens), skip_special_tokens=False)
+        except OverflowError:
+            raise DataError("token ids should be whole numbers from 0") from None
         return text
 
     def render(
@@ -142,43 +198,53 @@ class Renderer:
         """
         return self._encoded(self._text(messages, tools, opened))
 
+    def characters(self, messages: Sequence[Message]) -> int:
+        """About how many characters of a conversation would be rendered, long observations cut."""
+        most, found, answered = MOST_CHARACTERS * self._longest, 0, False
+        for message in messages:
+            role, length = message.get("role"), len(text_of(message))
+            is_observation = role == "tool" or (answered and role == "user")
+            found += min(length, most) if is_observation else length
+            answered = answered or role in ("assistant", "tool")
+        return found
+
     def suffix(self, tail: Sequence[Message], last: int, ended: bool) -> list[int] | None:
-        """Tokens that a conversation gains by messages of users and tools behind an answer.
+        """Tokens that a conversation gains by messages of others behind an answer.
 
         Args:
             tail: the messages.
             last: the answer's last token.
-            ended: whether the policy has ended the answer with that token.
+            ended: whether the policy has ended the answer. If it did so by a special token, this one stands for
+                the template's own end of a turn; otherwise the latter is added.
 
         Returns:
             None if the template doesn't render them apart from what is before.
         """
-        called = tail[0].get("role") == "tool"
-        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
-        before: list[Message] = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": [call]}
-            if called
-            else {"role": "assistant", "content": "y"},
-        ]
-        end = self.decode([last]) if ended else str(self._tokenizer.eos_token or "")
+        if not tail or any(message.get("role") not in TAIL for message in tail):
+            return None
         try:
-            short = self._text(before, None, False)
-            long = self._text([*before, *self._bounded(tail)], None, True, bounded=True)
+            text = self._text(
+                [*_before(tail[0]), *self._bounded(tail, answered=True)], None, True, bounded=True
+            )
         except DataError:
             return None
-        place = short.rfind(end) if end else -1
-        if place < 0 or not long.startswith(short[: place + len(end)]):
+        # The first one: what a client wrote comes after it.
+        answer = text.find(MARK)
+        end = self._ends.search(text, answer) if answer >= 0 else None
+        if end is None:
             return None
-        return self._encoded(long[place + (len(end) if ended else 0) :])
+        has_end = ended and self._ends.fullmatch(self.decode([last])) is not None
+        return self._encoded(text[end.end() if has_end else end.start() :])
 
-    def _bounded(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def _bounded(
+        self, messages: Sequence[Message], *, answered: bool = False
+    ) -> list[dict[str, Any]]:
         """Messages with texts alone, long observations cut."""
-        made, answered = [], False
+        made = []
         for message in messages:
             role = message.get("role")
-            if not isinstance(role, str):
-                raise DataError("a message has no role")
+            if role not in ROLES:
+                raise DataError(f"a message's role should be one of {', '.join(ROLES)}")
             one: dict[str, Any] = {**message, "content": text_of(message)}
             if role == "tool" or (answered and role == "user"):
                 one["content"] = self._observation(one["content"])
@@ -212,17 +278,11 @@ class Renderer:
         hidden = []
         for message in messages if bounded else self._bounded(messages):
             pattern = self._special if message.get("role") == "assistant" else self._any
-            one = {
-                key: self._hide(value, pattern) for key, value in message.items() if key != "role"
-            }
-            for call in one.get("tool_calls") or ():
-                function = call.get("function", call)
-                if isinstance(function.get("arguments"), str):
-                    # Templates write the arguments as JSON, which a text would be a second time.
-                    try:
-                        function["arguments"] = json.loads(function["arguments"])
-                    except ValueError:
-                        pass
+            one = {key: value for key, value in message.items() if key != "role"}
+            if one.get("tool_calls"):
+                one["tool_calls"] = [_with_values(call) for call in one["tool_calls"]]
+            # After the arguments were read: JSON can spell the text of a special token in other letters.
+            one = {key: self._hide(value, pattern) for key, value in one.items()}
             hidden.append({"role": message["role"], **one})
         offered = [self._hide(tool, self._any) for tool in tools] if tools else None
         try:
@@ -242,8 +302,7 @@ class Renderer:
             )
         if isinstance(value, Mapping):
             return {
-                self._hide(key, self._special): self._hide(one, pattern)
-                for key, one in value.items()
+                self._hide(key, pattern): self._hide(one, pattern) for key, one in value.items()
             }
         if isinstance(value, list):
             return [self._hide(one, pattern) for one in value]
@@ -261,6 +320,54 @@ class Renderer:
             elif part:
                 tokens += self.encode(part)
         return tokens
+
+
+def _with_values(call: Any) -> dict[str, Any]:
+    """A call whose arguments are values: templates write them as JSON, which a text would be a second time."""
+    function = _function_of(call)
+    made = {**function, "arguments": _arguments_of(function)}
+    return {**call, "function": made} if "function" in call else made
+
+
+def _before(first: Message) -> list[Message]:
+    """A question and an answer behind which messages can be rendered that begin with this one."""
+    question = {"role": "user", "content": "x"}
+    if first.get("role") != "tool":
+        return [question, {"role": "assistant", "content": MARK}]
+    # The mark is the call's name: some templates leave out the text of an answer that calls.
+    call = {
+        "id": str(first.get("tool_call_id") or "call00000"),
+        "type": "function",
+        "function": {"name": MARK, "arguments": {}},
+    }
+    return [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
+def abilities(tokenizer: Any) -> Abilities:
+    """Finds out, on a few conversations, what a tokenizer's chat template does with one that goes on."""
+    renderer = Renderer(tokenizer, 1 << 20)
+    call = {"type": "function", "function": {"name": "f", "arguments": {"b": 1, "a": [True]}}}
+    question: list[Message] = [{"role": "user", "content": "x"}]
+    user, tool = {"role": "user", "content": "z"}, {"role": "tool", "content": "z"}
+    said: Message = {"role": "assistant", "content": "<think>\nw\n</think>\n\n y "}
+    called: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    def extends(answer: Message, tail: Message) -> bool:
+        try:
+            short = renderer.render(question, opened=True)
+            with_answer = renderer.render([*question, answer], opened=False)
+            long = renderer.render([*question, answer, tail], opened=True)
+        except DataError:
+            return False
+        begun = long[: len(short)] == short and long[: len(with_answer)] == with_answer
+        text = renderer.decode(long)
+        return begun and (not answer["content"] or answer["content"] in text)
+
+    return Abilities(
+        extends=extends(said, user) and extends(called, tool),
+        bridges_users=renderer.suffix([user], 0, False) is not None,
+        bridges_tools=renderer.suffix([tool], 0, False) is not None,
+    )
 
 
 def _utf8(text: str) -> str:

@@ -9,7 +9,18 @@ from typing import Any
 from ...common.errors import DataError
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
-REFUSED = ("logit_bias", "best_of", "suffix", "guided_json", "structured_outputs")
+REFUSED = (
+    "logit_bias",
+    "best_of",
+    "suffix",
+    "guided_json",
+    "structured_outputs",
+    "functions",
+    "function_call",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+)
 """Fields that would have an effect which the endpoint doesn't have."""
 
 
@@ -23,6 +34,8 @@ class Wanted:
     sampling: Mapping[str, float]
     """The parameters of :data:`SAMPLING` that were given."""
     logprobs: bool
+    top: bool
+    """Whether each token's only known alternative, itself, is told too."""
     token_ids: bool
     """``return_token_ids``."""
     stream: bool
@@ -63,12 +76,18 @@ def wanted(body: Mapping[str, Any]) -> Wanted:
             raise DataError(f"{name}={value!r} should be a number")
         sampling[name] = float(value)
     options = body.get("stream_options")
-    logprobs = body.get("logprobs")
+    logprobs, top = body.get("logprobs"), body.get("top_logprobs")
+    for name, value in (("logprobs", logprobs), ("top_logprobs", top)):
+        if value not in (None, False, True, 0, 1):
+            raise DataError(
+                f"{name}={value!r}: only a token's own log-prob is known, ask for 1 at most"
+            )
     return Wanted(
         max_tokens=most,
         stop=stops,
         sampling=sampling,
         logprobs=logprobs is not None and logprobs is not False,
+        top=bool(top),
         token_ids=body.get("return_token_ids") is True,
         stream=body.get("stream") is True,
         usage=isinstance(options, Mapping) and options.get("include_usage") is True,
@@ -96,8 +115,13 @@ def messages_of(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return given
 
 
+def may_call(body: Mapping[str, Any]) -> bool:
+    """Whether calls are to be read in the answer. Without it the tools stay in the prompt, which is thus extended."""
+    return bool(body.get("tools")) and body.get("tool_choice") != "none"
+
+
 def tools_of(body: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    """The tools that are offered; None without any.
+    """The tools that are told of in the prompt; None without any.
 
     Raises:
         DataError: they aren't functions, or the choice among them is forced.
@@ -105,7 +129,7 @@ def tools_of(body: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
     given, choice = body.get("tools"), body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise DataError(f"tool_choice={choice!r} isn't supported: set auto or none")
-    if given is None or given == [] or choice == "none":
+    if given is None or given == []:
         return None
     if not isinstance(given, list):
         raise DataError("tools should be a list")

@@ -29,8 +29,10 @@ from ...common.records import FinishReason, Sample, SamplingParams
 from ..engine import Engine, GroupRequest
 from . import forms
 from .chat import Chat
-from .requests import Wanted, ids_of, messages_of, tools_of, wanted
+from .rendering import MOST_CHARACTERS
+from .requests import Wanted, ids_of, may_call, messages_of, tools_of, wanted
 from .sessions import NoRoomError, Recorded, Session, SessionSpec, Ticket
+from .tools import MOST_CALLS
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -45,6 +47,8 @@ ABORT_SECONDS = 30.0
 """How long the engine may take to end a turn at its next token."""
 LOOK_SECONDS = 0.005
 """Time between two looks whether it has."""
+FINISHED_KEYS = 4096
+"""Keys of finished sessions that are remembered, so that a late client learns that its session is over."""
 OPEN_SESSION = 1 << 20
 """Requests of a session that isn't recorded, of which there is one a request."""
 
@@ -68,7 +72,7 @@ class Endpoint:
         key: the run's own key; empty = sessions only.
         tools: how calls are written (``environments.tools``).
         observation_tokens: longer observations are cut in the middle.
-        sampling: the distribution of requests with the run's own key that name none.
+        max_calls: tool calls of one turn that are read.
     """
 
     def __init__(
@@ -83,15 +87,18 @@ class Endpoint:
         key: str = "",
         tools: str = "auto",
         observation_tokens: int = 2048,
+        max_calls: int = MOST_CALLS,
     ) -> None:
         self._engine = engine
-        self._chat = Chat(tokenizer, tools, observation_tokens)
+        self._vocabulary = len(tokenizer)
+        self._chat = Chat(tokenizer, tools, observation_tokens, max_calls)
         self._context = context
         self.model = model
         """The name of the model in answers."""
         self._host, self._port = host, port
         self._key = key
         self._sessions: dict[str, Session] = {}
+        self._finished: dict[str, None] = {}
         self._runner: web.AppRunner | None = None
         self._overridden = False
         self._number = 0
@@ -115,6 +122,9 @@ class Endpoint:
     async def finish(self, session: Session) -> Recorded | None:
         """Ends a session; returns what is trained on, or None if nothing was sampled."""
         self._sessions.pop(session.key, None)
+        self._finished[session.key] = None
+        if len(self._finished) > FINISHED_KEYS:
+            del self._finished[next(iter(self._finished))]
         session.is_over = True
         if session.running:
             await self.abort(session)
@@ -171,12 +181,17 @@ class Endpoint:
 
         @web.middleware
         async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
-            session = self._session(request)
+            key = _key_of(request)
+            session = self._session(key)
+            if session is None and key in self._finished:
+                return forms.error(404, "the session is over", "session_over")
             if session is None:
                 return forms.error(401, "no session or run has this key", "invalid_api_key")
             request["session"] = session
             try:
                 return await handler(request)
+            except web.HTTPException as refused:
+                return forms.error(refused.status, refused.reason, "invalid_request_error")
             except NoRoomError as error:
                 return forms.error(400, str(error), "context_length_exceeded")
             except DataError as error:
@@ -187,17 +202,15 @@ class Endpoint:
 
         return answered
 
-    def _session(self, request: web.Request) -> Session | None:
-        """The session of a request; a new one that isn't recorded for the run's own key; None without either."""
-        key = request.match_info.get("key")
-        if key is None:
-            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-            if scheme.lower() != "bearer":
-                return None
+    def _session(self, key: str) -> Session | None:
+        """The session of a key; a new one that isn't recorded for the run's own key; None without either."""
         session = self._sessions.get(key)
         if session is not None:
-            return None if session.is_over else session
-        if self._key and hmac.compare_digest(key.encode(), self._key.encode()):
+            if session.is_over:
+                self._finished[key] = None
+                return None
+            return session
+        if self._key and hmac.compare_digest(_bytes(key), _bytes(self._key)):
             self._number += 1
             spec = SessionSpec(
                 name=f"open/{self._number}",
@@ -219,10 +232,14 @@ class Endpoint:
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
         want, messages, tools = wanted(body), messages_of(body), tools_of(body)
+        if want.max_tokens == 0:
+            raise DataError("max_tokens=0 leaves nothing to sample: set 1 or more")
         session: Session = request["session"]
-        ticket = self._chat.place(session, messages, tools)
+        ticket = await self._chat.place(session, messages, tools)
         sample = await self._sample(session, ticket, want)
-        answer = self._chat.answer(session, ticket, sample, messages, tools)
+        answer = self._chat.answer(
+            session, ticket, sample, messages, tools, may_call=may_call(body)
+        )
         reply = forms.chat(self.model, ticket, sample, answer, want, self._token)
         return await forms.send(request, reply, want, forms.chat_chunks)
 
@@ -231,11 +248,12 @@ class Endpoint:
         want, prompt = wanted(body), body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
+        session: Session = request["session"]
         if isinstance(prompt, str):
+            session.check_characters(len(prompt), MOST_CHARACTERS)
             tokens = self._chat.renderer.encode(prompt)
         else:
             tokens = ids_of(prompt, "prompt")
-        session: Session = request["session"]
         if want.echo and session.key:
             raise DataError("echo isn't supported within a session: leave it out")
         if want.max_tokens == 0 and not want.echo:
@@ -243,7 +261,7 @@ class Endpoint:
         scores = await self._scores(tokens) if want.echo and want.logprobs else None
         ticket, sample = None, None
         if want.max_tokens != 0:
-            ticket = session.place(tokens, self._chat.renderer.decode)
+            ticket = self._place(session, tokens)
             sample = await self._sample(session, ticket, want)
             session.record(ticket, sample)
             tokens = ticket.context.tolist()
@@ -258,13 +276,28 @@ class Endpoint:
         # Clients set these two to what they read in any case.
         known = {k: v for k, v in (params or {}).items() if k not in ("logprobs", "n")}
         want = wanted({**known, "return_token_ids": body.get("return_token_ids")})
+        if want.max_tokens == 0:
+            raise DataError("max_tokens=0 leaves nothing to sample: set 1 or more")
         session: Session = request["session"]
-        ticket = session.place(
-            ids_of(body.get("token_ids"), "token_ids"), self._chat.renderer.decode
-        )
+        ticket = self._place(session, ids_of(body.get("token_ids"), "token_ids"))
         sample = await self._sample(session, ticket, want)
         session.record(ticket, sample)
         return forms.generated(ticket, sample, want)
+
+    def _place(self, session: Session, tokens: list[int]) -> Ticket:
+        """Places a prompt of tokens.
+
+        Raises:
+            DataError: the client has added one that the model hasn't got, which would end the engine. What was
+                sampled may be one that the tokenizer has no text for.
+        """
+        ticket = session.place(tokens, self._chat.renderer.decode)
+        added = ticket.added if ticket.branch.turns else ticket.context.tolist()
+        unknown = max(added, default=0)
+        if unknown >= self._vocabulary:
+            session.drop(ticket)
+            raise DataError(f"token id {unknown} isn't one of the model's {self._vocabulary:,}")
+        return ticket
 
     async def _scores(self, tokens: list[int]) -> list[float]:
         """Log-probs of all tokens of a prompt but the first."""
@@ -288,31 +321,30 @@ class Endpoint:
         """
         spec = session.spec
         sampling, room = spec.sampling, ticket.room
-        if session.key:
-            if want.sampling and not self._overridden:
-                self._overridden = True
-                log.info(
-                    f"requests in sessions ask for {dict(want.sampling)}; the run's own sampling counts"
-                )
-        else:
-            sampling = _of_request(sampling, want)
+        if session.key and want.sampling and not self._overridden:
+            self._overridden = True
+            log.info(
+                f"requests in sessions ask for {dict(want.sampling)}; the run's own sampling counts"
+            )
         if want.max_tokens is not None:
             room = min(room, want.max_tokens)
         name = f"{spec.name}/{ticket.order}"
-        request = GroupRequest(
-            group_id=name,
-            prompt_tokens=ticket.context,
-            count=1,
-            sampling=replace(sampling, max_new_tokens=room),
-            seed=spec.seed,
-            stop=(*spec.stop, *want.stop),
-        )
         session.running.add(name)
         sample: Sample | None = None
         error: str | None = None
         try:
             if session.is_over:
                 raise NoRoomError("the session is over")
+            if not session.key:
+                sampling = _of_request(sampling, want)
+            request = GroupRequest(
+                group_id=name,
+                prompt_tokens=ticket.context,
+                count=1,
+                sampling=replace(sampling, max_new_tokens=room),
+                seed=spec.seed,
+                stop=(*spec.stop, *want.stop),
+            )
             async for group in self._engine.generate([request]):
                 error = group.error
                 sample = group.samples[0] if group.samples else None
@@ -353,6 +385,20 @@ def _of_request(sampling: SamplingParams, want: Wanted) -> SamplingParams:
         )
     except ValueError as error:
         raise DataError(str(error)) from None
+
+
+def _key_of(request: web.Request) -> str:
+    """The key in a request's path, else in its header; empty without one."""
+    key = request.match_info.get("key")
+    if key is not None:
+        return key
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _bytes(key: str) -> bytes:
+    """A key as it was sent, bytes that are no text included."""
+    return key.encode("utf-8", "surrogatepass")
 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:

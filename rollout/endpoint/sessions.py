@@ -9,8 +9,8 @@ stream, so that nothing that was sampled is ever encoded from text again:
    client asks once more, or tries two ways.
 3. Its text begins with the text of a stream, but the client has tokenised it another way: the recorded tokens stay,
    and the rest of the prompt is added.
-4. Otherwise it is a new branch. If it begins with text that the session has sampled, a client has rendered it
-   differently: it is counted as retokenised.
+4. Otherwise it is a new branch. If it goes on behind a prompt that the session has answered, or holds an answer of
+   the session's, a client has rendered this answer differently: it is counted as retokenised.
 
 Which branch is trained on: the one with most own tokens, and of equals the last. Plain values, no I/O.
 """
@@ -38,6 +38,8 @@ from ...common.records import (
     VersionSpan,
 )
 
+OPENING = 4
+"""Number of tokens before an answer by which it is known; templates open an answer with about as many."""
 Decode = Callable[[Sequence[int]], str]
 """Text of some tokens, special ones included."""
 
@@ -137,6 +139,8 @@ class Ticket:
     branch: Branch
     order: int
     """Number of the request in the session."""
+    is_new: bool
+    """Whether the branch was made for this turn."""
     added: list[int]
     """Tokens that the client has added to the branch."""
     context: Int32Array
@@ -206,12 +210,15 @@ class Session:
 
     # A turn begins.
 
-    def place(self, prompt: Sequence[int], decode: Decode | None = None) -> Ticket:
+    def place(
+        self, prompt: Sequence[int], decode: Decode | None = None, *, repeats: bool = False
+    ) -> Ticket:
         """Finds where a prompt of tokens continues the session; see the module's text.
 
         Args:
             prompt: all tokens of the request.
             decode: gives the text of tokens; None = compare tokens alone.
+            repeats: whether the client's messages are known to hold an answer of the session's.
 
         Raises:
             NoRoomError: no token could be sampled after it.
@@ -227,14 +234,32 @@ class Session:
         if decode is not None and any(branch.turns for branch in self.branches):
             text = decode(prompt)
             for branch in reversed(self.branches):
-                said = decode(branch.tokens)
-                if branch.busy or not branch.turns or not text.startswith(said):
+                if branch.busy or not branch.turns:
                     continue
-                cut = _cut(prompt, said, decode)
+                said = decode(branch.tokens)
+                cut = _cut(prompt, said, decode) if text.startswith(said) else None
                 if cut is not None:
                     return self.extend(branch, prompt[cut:])
-            self._count(text, decode)
-        return self.begin(prompt)
+            repeats = repeats or self._repeats(text, decode)
+        ticket = self.begin(prompt)
+        self.retokenised += repeats
+        return ticket
+
+    def check_characters(self, characters: int, a_token: int) -> None:
+        """Refuses a text that can't fit, before anybody tokenises it.
+
+        Args:
+            characters: of the text.
+            a_token: greatest number of them that a token is taken to have.
+
+        Raises:
+            NoRoomError: it has more characters than there is room for.
+        """
+        most = min(self.spec.longest, self._context) * a_token
+        if characters > most:
+            raise NoRoomError(
+                f"the prompt has {characters:,} characters, and there is room for {most:,} at most"
+            )
 
     def begin(self, prompt: Sequence[int]) -> Ticket:
         """A new branch.
@@ -281,18 +306,25 @@ class Session:
         end, branch, turn = best
         return self.fork(branch, turn, prompt[end:])
 
-    def _count(self, text: str, decode: Decode) -> None:
-        """Counts a prompt that holds text which the session has sampled, in other tokens."""
-        sampled = (
-            decode(branch.tokens[turn.start : turn.end])
-            for branch in self.branches
-            for turn in branch.turns[:1]
-        )
-        self.retokenised += any(one.strip() and one.strip() in text for one in sampled)
+    def _repeats(self, text: str, decode: Decode) -> bool:
+        """Whether a prompt's text goes on behind a prompt that was answered, or holds an answer."""
+        for branch in self.branches:
+            if not branch.turns:
+                continue
+            asked = decode(branch.tokens[: branch.turns[0].start])
+            if len(text) > len(asked) and text.startswith(asked):
+                return True
+            for turn in branch.turns:
+                # With the words before it, so that a short answer isn't found in any text that has it.
+                before = decode(branch.tokens[max(0, turn.start - OPENING) : turn.start])
+                if turn.text.strip() and before + turn.text.strip() in text:
+                    return True
+        return False
 
     def _ticket(self, branch: Branch, added: list[int]) -> Ticket:
         if self._requests >= self.spec.max_turns:
-            branch.cut = True
+            for one in self.branches:
+                one.cut = True
             raise NoRoomError(f"the session has had its {self.spec.max_turns} turns")
         context = np.array(branch.tokens + added, dtype=np.int32)
         most = min(self.spec.longest, self._context)
@@ -302,13 +334,16 @@ class Session:
                 f"the conversation has {len(context):,} tokens, and there is room for {most:,} with "
                 f"the answer"
             )
-        if branch not in self.branches:
+        is_new = branch not in self.branches
+        if is_new:
             self.branches.append(branch)
         branch.busy = True
         order, self._requests = self._requests, self._requests + 1
         self._began[order] = time.monotonic()
         room = min(self.spec.sampling.max_new_tokens, most - len(context))
-        return Ticket(branch=branch, order=order, added=added, context=context, room=room)
+        return Ticket(
+            branch=branch, is_new=is_new, order=order, added=added, context=context, room=room
+        )
 
     # A turn ends.
 
@@ -341,8 +376,10 @@ class Session:
 
     def drop(self, ticket: Ticket) -> None:
         """Gives up a turn that wasn't sampled; its client may ask again."""
+        if not ticket.branch.busy:
+            return
         self._release(ticket)
-        if not ticket.branch.turns and ticket.branch in self.branches:
+        if ticket.is_new:
             self.branches.remove(ticket.branch)
 
     def _release(self, ticket: Ticket) -> None:

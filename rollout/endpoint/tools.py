@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,13 +60,22 @@ def format_of(tokenizer: Any, wanted: str) -> Format:
     return "json"
 
 
-def parse(text: str, style: Format, tokenizer: Any = None) -> Parsed:
+def parse(
+    text: str,
+    style: Format,
+    tokenizer: Any = None,
+    *,
+    prefix: Callable[[], str] = str,
+    most: int = MOST_CALLS,
+) -> Parsed:
     """Finds the calls in a turn.
 
     Args:
         text: the turn, special tokens that aren't the end token included.
         style: how calls are written.
         tokenizer: one with a response template of its own is asked first.
+        prefix: gives the text before the turn, which such a template reads.
+        most: calls that are read.
 
     >>> parse('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "hermes").calls[
     ...     0
@@ -74,9 +83,9 @@ def parse(text: str, style: Format, tokenizer: Any = None) -> Parsed:
     'add'
     """
     if getattr(tokenizer, "response_template", None) is not None:
-        return _by_template(text, tokenizer)
+        return _by_template(text, tokenizer, prefix(), most)
     if style == "hermes":
-        found = _HERMES.findall(text)[:MOST_CALLS]
+        found = _HERMES.findall(text)[:most]
         return _parsed(text, found, _HERMES.sub("", text))
     body = text.strip()
     if style == "llama":
@@ -84,14 +93,14 @@ def parse(text: str, style: Format, tokenizer: Any = None) -> Parsed:
         body = body.removeprefix("<|python_tag|>").strip()
         if not tagged and not body.startswith("{"):
             return Parsed(content=text, calls=(), malformed=0)
-        return _parsed(text, _several(body), "")
+        return _parsed(text, _several(body, most), "")
     fenced = _FENCE.findall(text)
     if fenced:
-        wanted = [one for one in fenced if _names_a_call(one)]
+        wanted = [one for one in fenced if _names_a_call(one)][:most]
         return _parsed(text, wanted, _FENCE.sub("", text)) if wanted else _no_call(text)
     if not body.startswith(("{", "[")) or not _names_a_call(body):
         return _no_call(text)
-    return _parsed(text, _several(body), "")
+    return _parsed(text, _several(body, most), "")
 
 
 def _no_call(text: str) -> Parsed:
@@ -102,11 +111,11 @@ def _names_a_call(text: str) -> bool:
     return '"name"' in text
 
 
-def _several(body: str) -> list[str]:
+def _several(body: str, most: int) -> list[str]:
     """JSON objects one after another, as texts; what can't be read stays as one text."""
     found: list[str] = []
     place = 0
-    while place < len(body) and len(found) < MOST_CALLS:
+    while place < len(body) and len(found) < most:
         try:
             value, end = _DECODER.raw_decode(body, place)
         except (ValueError, RecursionError):
@@ -117,7 +126,7 @@ def _several(body: str) -> list[str]:
         place = end
         while place < len(body) and body[place] in " \n\r\t;,":
             place += 1
-    return found
+    return found[:most]
 
 
 def _parsed(text: str, found: list[str], rest: str) -> Parsed:
@@ -136,6 +145,8 @@ def _parsed(text: str, found: list[str], rest: str) -> Parsed:
 def _call(text: str) -> Call | None:
     try:
         value = json.loads(text)
+        # Infinite numbers, and nesting that can be read but not written.
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict):
@@ -145,6 +156,7 @@ def _call(text: str) -> Call | None:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
+            json.dumps(arguments, allow_nan=False)
         except (ValueError, RecursionError):
             return None
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
@@ -152,13 +164,10 @@ def _call(text: str) -> Call | None:
     return Call(name=name, arguments=arguments)
 
 
-def _by_template(text: str, tokenizer: Any) -> Parsed:
+def _by_template(text: str, tokenizer: Any, prefix: str, most: int) -> Parsed:
     try:
-        message = tokenizer.parse_response(text, prefix="")
-        calls = tuple(
-            Call(name=str(one["function"]["name"]), arguments=dict(one["function"]["arguments"]))
-            for one in message.get("tool_calls") or ()
-        )
+        message = tokenizer.parse_response(text, prefix=prefix)
+        found = [json.dumps(one["function"]) for one in message.get("tool_calls") or ()]
     except (ValueError, TypeError, KeyError, RecursionError):
         return Parsed(content=text, calls=(), malformed=1)
-    return Parsed(content=str(message.get("content") or ""), calls=calls[:MOST_CALLS], malformed=0)
+    return _parsed(text, found[:most], str(message.get("content") or ""))

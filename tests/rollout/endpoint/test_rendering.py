@@ -175,12 +175,12 @@ def test_thoughts_that_a_template_forgets_stay_in_the_stream() -> None:
     )
 
 
-def test_a_template_that_looks_back_has_no_suffix() -> None:
+def test_what_a_template_writes_before_an_answer_is_no_part_of_a_suffix() -> None:
     counts = "{{- messages | length -}}" + FORGETS
-    assert (
-        Renderer(with_template(counts), 99).suffix([{"role": "user", "content": "x"}], 2, True)
-        is None
-    )
+    tail = [{"role": "user", "content": "x"}]
+    assert Renderer(with_template(counts), 99).suffix(tail, 2, True) == Renderer(
+        with_template(FORGETS), 99
+    ).suffix(tail, 2, True)
 
 
 def test_a_long_observation_is_cut_in_the_middle(chat_tokenizer: Any) -> None:

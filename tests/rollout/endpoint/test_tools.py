@@ -2,66 +2,142 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from tandem.rollout.endpoint.tools import parse
+sys.path.insert(0, str(Path(__file__).parent))
+from chat_templates import tokenizer
 
-CALL = '{"name": "add", "arguments": {"a": 1, "b": [2]}}'
-ARGUMENTS = {"a": 1, "b": [2]}
+from tandem.rollout.endpoint.tools import MOST_CALLS, format_of, parse
+
+ADD = '{"name": "add", "arguments": {"a": 1, "b": [true, "x"]}}'
+SUB = '{"name": "sub", "parameters": {}}'
+ADDED = ("add", {"a": 1, "b": [True, "x"]})
+SUBBED = ("sub", {})
+
+
+def tagged(*calls: str) -> str:
+    return "".join(f"\n<tool_call>\n{call}\n</tool_call>" for call in calls)
 
 
 @pytest.mark.parametrize(
-    ("style", "text", "content", "names"),
+    ("style", "text", "calls", "content"),
     [
-        ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", ["add"]),
-        ("hermes", f"I add. <tool_call>{CALL}</tool_call>", "I add.", ["add"]),
-        (
-            "hermes",
-            f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>",
-            "",
-            ["add"] * 2,
-        ),
-        ("hermes", f"<tool_call>{CALL}", "", ["add"]),
-        ("hermes", "It is 3.", "It is 3.", []),
-        ("hermes", CALL, CALL, []),
-        ("llama", CALL.replace("arguments", "parameters"), "", ["add"]),
-        ("llama", f"<|python_tag|>{CALL}; {CALL}", "", ["add"] * 2),
-        ("llama", "It is 3.", "It is 3.", []),
-        ("json", f"[{CALL}, {CALL}]", "", ["add"] * 2),
-        ("json", f"Let me:\n```json\n{CALL}\n```", "Let me:", ["add"]),
-        ("json", '{"answer": 3}', '{"answer": 3}', []),
+        ("hermes", f"Let me see.{tagged(ADD)}", [ADDED], "Let me see."),
+        ("hermes", tagged(ADD, SUB), [ADDED, SUBBED], ""),
+        ("hermes", f"<tool_call>{ADD}", [ADDED], ""),
+        ("hermes", ADD, [], ADD),
+        ("hermes", "no call", [], "no call"),
+        ("llama", SUB, [SUBBED], ""),
+        ("llama", f"<|python_tag|>{ADD}", [ADDED], ""),
+        ("llama", f"{ADD}; {SUB}", [ADDED, SUBBED], ""),
+        ("llama", f"It is {SUB}", [], f"It is {SUB}"),
+        ("json", ADD, [ADDED], ""),
+        ("json", f"[{ADD}, {SUB}]", [ADDED, SUBBED], ""),
+        ("json", f"So:\n```json\n{ADD}\n```", [ADDED], "So:"),
+        ("json", "So:\n```\nprint(1)\n```", [], "So:\n```\nprint(1)\n```"),
+        ("json", '{"answer": 3}', [], '{"answer": 3}'),
+        ("json", "3", [], "3"),
     ],
 )
-def test_calls_are_found(style: str, text: str, content: str, names: list[str]) -> None:
-    found = parse(text, style)  # type: ignore[arg-type]
-    assert (found.content, [call.name for call in found.calls], found.malformed) == (
-        content,
-        names,
-        0,
-    )
-    assert all(call.arguments == ARGUMENTS for call in found.calls)
+def test_calls_are_found(style: Any, text: str, calls: Any, content: str) -> None:
+    found = parse(text, style)
+    assert [(call.name, call.arguments) for call in found.calls] == calls
+    assert (found.content, found.malformed) == (content, 0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{",
+        '{"name": "f", "arguments": {"a": 1}',
+        '{"name": 3, "arguments": {}}',
+        '{"name": "", "arguments": {}}',
+        '{"name": "f", "arguments": 3}',
+        '{"name": "f", "arguments": "no JSON"}',
+        '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": "f", "arguments": {"a": 1e999}}',
+        '{"name": "f", "arguments": "{\\"a\\": Infinity}"}',
+        '{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}",
+        '{"name": "f", "arguments": {"a": ' + "[" * 100_000,
+        "{'name': 'f', 'arguments': __import__('os').system('true')}",
+    ],
+)
+@pytest.mark.parametrize("style", ["hermes", "llama"])
+def test_a_malformed_call_is_told_and_the_text_kept(style: Any, call: str) -> None:
+    text = f"<tool_call>{call}</tool_call>" if style == "hermes" else f"<|python_tag|>{call}"
+    found = parse(text, style)
+    assert (found.content, found.calls, found.malformed) == (text, (), 1)
 
 
 @pytest.mark.parametrize(
     ("style", "text"),
     [
-        ("hermes", "<tool_call>{'name': 'add'}</tool_call>"),
-        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
-        ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>'),
         ("hermes", "<tool_call></tool_call>"),
-        ("hermes", f"<tool_call>{CALL}</tool_call><tool_call>oops</tool_call>"),
-        ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>"),
         ("llama", "<|python_tag|>import os"),
         ("llama", '{"name": "add", '),
         ("json", '```json\n{"name": add}\n```'),
     ],
 )
-def test_a_call_that_cant_be_parsed_is_counted_and_stays_text(style: str, text: str) -> None:
-    found = parse(text, style)  # type: ignore[arg-type]
-    assert (found.content, found.calls) == (text, ())
-    assert found.malformed >= 1
+def test_what_looks_like_a_call_and_isnt_json_is_malformed(style: Any, text: str) -> None:
+    found = parse(text, style)
+    assert (found.content, found.calls, found.malformed) == (text, (), 1)
 
 
-def test_arguments_may_be_json_in_a_text() -> None:
-    found = parse('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "hermes")
-    assert found.calls[0].arguments == {"a": 1}
+def test_of_parallel_calls_none_is_made_where_one_is_malformed() -> None:
+    found = parse(tagged(ADD, "{", "["), "hermes")
+    assert (found.calls, found.malformed) == ((), 2)
+
+
+@pytest.mark.parametrize("style", ["hermes", "llama", "json"])
+def test_no_more_calls_are_read_than_a_turn_may_have(style: Any) -> None:
+    text = {
+        "hermes": tagged(*[ADD] * 100),
+        "llama": ";".join([ADD] * 100),
+        "json": json.dumps([json.loads(ADD)] * 100),
+    }[style]
+    assert len(parse(text, style).calls) == MOST_CALLS
+    assert len(parse(text, style, most=3).calls) == 3
+
+
+def test_arguments_as_text_are_read_too() -> None:
+    (call,) = parse('{"name": "f", "arguments": "{\\"a\\": 1}"}', "json").calls
+    assert call.arguments == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("form", "style"),
+    [("chatml", "hermes"), ("thinking", "hermes"), ("miniature", "hermes"), ("llama", "llama")],
+)
+def test_the_format_goes_by_the_chat_template(form: str, style: str) -> None:
+    assert format_of(tokenizer(form), "auto") == style
+    assert format_of(tokenizer(form), "json") == "json"
+
+
+def test_a_tokenizers_own_response_template_is_asked_first() -> None:
+    import copy
+
+    own = copy.deepcopy(tokenizer("chatml"))
+    own.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "content": {},
+            "tool_calls": {
+                "open": "[[",
+                "close": "]]",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+        },
+    }
+    text = f"Let me see.[[{ADD}]]"
+    found = parse(text, "hermes", own, prefix=lambda: "<|im_start|>assistant\n")
+    assert [(call.name, call.arguments) for call in found.calls] == [ADDED]
+    assert found.content == "Let me see."
+    broken = parse("[[{]]", "hermes", own, prefix=lambda: "<|im_start|>assistant\n")
+    assert (broken.content, broken.calls, broken.malformed) == ("[[{]]", (), 1)

@@ -1,0 +1,132 @@
+"""Tokenizers with chat templates of the common forms, for tests of rendering and of tool calls."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] }}
+    {%- else %}{{- 'You are a helpful assistant.' }}{%- endif %}
+    {{- "\\n\\n# Tools\\n\\n<tools>" }}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- elif messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "user" or (message.role == "system" and not loop.first) or \
+(message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role }}
+        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for tool_call in message.tool_calls %}
+            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
+            {{- '\\n<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}
+            {{- tool_call.arguments | tojson }}{{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if (loop.index0 == 0) or (messages[loop.index0 - 1].role != "tool") %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' }}{{- message.content }}{{- '\\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""The form of Qwen2.5's and Hermes'."""
+
+THINKING = (
+    CHATML.replace('(message.role == "assistant" and not message.tool_calls)', "false")
+    .replace(
+        """{%- if message.content %}{{- '\\n' + message.content }}{%- endif %}""",
+        """{%- set said = message.content %}
+        {%- set last = namespace(user=0) %}
+        {%- for one in messages %}{%- if one.role == 'user' %}{%- set last.user = loop.index0 %}{%- endif %}{%- endfor %}
+        {%- if '</think>' in said and loop.index0 < last.user %}{%- set said = said.split('</think>')[-1].lstrip('\\n') %}
+        {%- elif '</think>' not in said and loop.last %}{%- set said = '<think>\\n\\n</think>\\n\\n' + said %}{%- endif %}
+        {{- '\\n' + said }}""",
+    )
+    .replace("in message.tool_calls", "in message.tool_calls or []")
+)
+"""The form of Qwen3's: thoughts before the last question are left out, and an empty one is put in at the end."""
+
+LLAMA = """\
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content']|trim %}{%- set messages = messages[1:] %}
+{%- else %}{%- set system = "" %}{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: 26 Jul 2024\\n\\n" }}
+{%- if tools %}
+    {{- 'Respond in the format {"name": function name, "parameters": dictionary}.\\n\\n' }}
+    {%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\\n\\n" }}{%- endfor %}
+{%- endif %}
+{{- system }}{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {%- if not (message.role == 'tool' or message.tool_calls) %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+    {%- elif message.tool_calls %}
+        {%- if not message.tool_calls|length == 1 %}
+            {{- raise_exception("This model only supports single tool-calls at once!") }}
+        {%- endif %}
+        {%- set tool_call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+        {{- '{"name": "' + tool_call.name + '", "parameters": ' }}{{- tool_call.arguments | tojson }}{{- "}" }}
+        {{- "<|eot_id|>" }}
+    {%- else %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}{{- message.content | tojson }}{{- "<|eot_id|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+"""The form of Llama 3.1's and 3.2's."""
+
+_TEXT = (
+    "user assistant system tool the name is and arguments of a call with words that merge: "
+    '{"name": "multiply", "arguments": {"a": 1, "b": 22}}\n\n the end of it, e.g. 137*258=?\n'
+) * 3
+
+
+@cache
+def tokenizer(form: str) -> Any:
+    """A byte-level BPE with a few merges, and a family's special tokens, tags and template."""
+    if form == "miniature":
+        from tandem.launch.miniature.tools.tokenizer import build
+
+        return build()
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers.trainers import BpeTrainer
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        [_TEXT], BpeTrainer(vocab_size=360, initial_alphabet=alphabet, show_progress=False)
+    )
+    if form == "llama":
+        names, eos, template = ["<|begin_of_text|>", "<|eot_id|>"], "<|eot_id|>", LLAMA
+        names += ["<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|python_tag|>"]
+        tags: list[str] = []
+    else:
+        names, eos = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_end|>"
+        template = {"chatml": CHATML, "thinking": THINKING}[form]
+        tags = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+        tags += ["<think>", "</think>"] if form == "thinking" else []
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    backend.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=eos,
+        pad_token=names[0],
+        bos_token=names[0] if form == "llama" else None,
+    )
+    made.chat_template = template
+    return made
