@@ -14,7 +14,7 @@ column                 content
 ``replaced``           samples that traces have replaced; they are in no loss
 =====================  ========================================================================
 
-Free-form values (``extra``) are JSON. The file's metadata has :data:`VERSION` as ``tandem.archive``.
+Free-form values (``extra``) and a sample's ``episode`` are JSON. The file's metadata has :data:`VERSION` as ``tandem.archive``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,12 +36,12 @@ from numpy.typing import NDArray
 
 from ..common.errors import DataError
 from ..common.records import (
+    Episode,
     ExpertTrace,
     FinishReason,
     Group,
     Sample,
     SamplingParams,
-    Source,
     Verdict,
     VersionSpan,
 )
@@ -76,6 +77,7 @@ _SAMPLE = {
     "components": _COMPONENTS,
     "extracted": _TEXT,
     "grader": _TEXT,
+    "episode": _TEXT,
 }
 _TRACE = {
     "trace_id": _TEXT,
@@ -142,14 +144,19 @@ def read(path: Path, part: int | None = None) -> Iterator[ArchivedGroup]:
     Raises:
         DataError: it isn't an archive, of a newer version, or damaged.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         parts = None if part is None else [part]
         for batch in file.iter_batches(batch_size=READ_GROUPS, row_groups=parts):
             yield from _groups(batch)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[pq.ParquetFile]:
+def opened(path: Path) -> Iterator[pq.ParquetFile]:
+    """A file of an archive, open for as long as the context lasts.
+
+    Raises:
+        DataError: it isn't an archive, of a newer version, or damaged.
+    """
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:
             version = (file.schema_arrow.metadata or {}).get(_KEY)
@@ -192,72 +199,10 @@ def steps(folder: Path) -> Iterator[ArchivedStep]:
     if not files:
         raise DataError(f"{folder} has no archive: `tandem archive RUN --out DIR` writes one")
     for path in files:
-        with _opened(path) as file:
+        with opened(path) as file:
             for part in range(file.num_row_groups):
                 found = file.read_row_group(part, columns=["step"])["step"].unique().to_pylist()
                 yield from (ArchivedStep(step=step, path=path, part=part) for step in found)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRewards:
-    """What a group's rows were paid; rows without a verdict are left out."""
-
-    own: tuple[tuple[float, FinishReason], ...]
-    """Rewards of the own samples, and why each ended."""
-    expert: tuple[float, ...]
-    """Rewards of the traces."""
-
-
-_REWARDS = (
-    "step",
-    *(
-        f"{kind}.list.element.{name}"
-        for kind, name in (
-            ("samples", "reward"),
-            ("samples", "verdict"),
-            ("samples", "finish_reason"),
-            ("traces", "reward"),
-            ("traces", "verdict"),
-        )
-    ),
-)
-
-
-def rewards(where: ArchivedStep) -> tuple[list[GroupRewards], bool]:
-    """Rewards of a step's groups, without reading tokens or texts.
-
-    Returns:
-        The groups' rewards, and whether a sample may hold tokens that it didn't sample itself, by the
-        statistics of the file's column.
-
-    Raises:
-        DataError: the file isn't an archive, or is damaged.
-    """
-    with _opened(where.path) as file:
-        part = file.metadata.row_group(where.part)
-        columns = {c.path_in_schema: c for c in map(part.column, range(part.num_columns))}
-        source = columns["samples.list.element.source.list.element"].statistics
-        foreign = source is None or not source.has_min_max or source.max != Source.OWN
-        found = file.read_row_group(where.part, columns=list(_REWARDS)).to_pylist()
-    return [
-        GroupRewards(
-            own=tuple(
-                (one["reward"], FinishReason(one["finish_reason"]))
-                for one in row["samples"]
-                if _has_verdict(one)
-            ),
-            expert=tuple(one["reward"] for one in row["traces"] if _has_verdict(one)),
-        )
-        for row in found
-        if row["step"] == where.step
-    ], foreign
-
-
-def _has_verdict(row: Mapping[str, Any]) -> bool:
-    verdict = row["verdict"]
-    return (
-        verdict is not None and row["reward"] is not None and not Verdict(verdict).leaves_baseline
-    )
 
 
 def is_archive(path: Path) -> bool:
@@ -301,7 +246,7 @@ def join(
     groups = number = 0
     writer, path = None, to
     for source in files:
-        with _opened(source) as file:
+        with opened(source) as file:
             part = file.read()
         if change is not None:
             every = [one for batch in part.to_batches(READ_GROUPS) for one in _groups(batch)]
@@ -385,6 +330,7 @@ def _samples(samples: list[Sample]) -> pa.StructArray:
             "components": list(sample.components.items()),
             "extracted": sample.extracted,
             "grader": sample.grader,
+            "episode": None if sample.episode is None else _as_json(sample.episode),
         }
         for sample in samples
     ]
@@ -394,6 +340,11 @@ def _samples(samples: list[Sample]) -> pa.StructArray:
     }
     columns |= {name: _column(plain, name, kind) for name, kind in _SAMPLE.items()}
     return _struct(columns)
+
+
+def _as_json(episode: Episode) -> str:
+    # The standard library's, since an environment's own figure may be infinite.
+    return json.dumps(msgspec.to_builtins(episode))
 
 
 def _traces(traces: list[ExpertTrace]) -> pa.StructArray:
@@ -473,8 +424,9 @@ def _plain(column: pa.StructArray, names: Iterable[str]) -> Iterator[dict[str, A
 def _read_samples(column: pa.StructArray) -> Iterator[Sample]:
     known = {field.name for field in column.type}
     arrays = {name: _parts(column.field(name)) for name in _ARRAYS if name in known}
-    for place, row in enumerate(_plain(column, _SAMPLE)):
-        verdict = row.pop("verdict")
+    plain = (name for name in _SAMPLE if name in known)
+    for place, row in enumerate(_plain(column, plain)):
+        verdict, episode = row.pop("verdict"), row.pop("episode", None)
         yield Sample(
             **{name: parts[place] for name, parts in arrays.items()},
             sampling=SamplingParams(
@@ -484,6 +436,7 @@ def _read_samples(column: pa.StructArray) -> Iterator[Sample]:
             finish_reason=FinishReason(row.pop("finish_reason")),
             verdict=None if verdict is None else Verdict(verdict),
             components=dict(row.pop("components")),
+            episode=None if episode is None else msgspec.convert(json.loads(episode), Episode),
             **row,
         )
 

@@ -20,6 +20,7 @@ from tandem.common.errors import WireError
 from tandem.common.plain import Record
 from tandem.common.records import (
     CommitResult,
+    Episode,
     ExpertTrace,
     FinishReason,
     Group,
@@ -28,6 +29,7 @@ from tandem.common.records import (
     Problem,
     Sample,
     SamplingParams,
+    Turn,
     Verdict,
     Version,
     VersionSpan,
@@ -50,6 +52,22 @@ def a_sample(length: int = 5, **changes: Any) -> Sample:
         "grader": "boxed@1",
     }
     return Sample(**{**values, **changes})
+
+
+def an_episode(length: int = 5, **changes: Any) -> Episode:
+    """Two turns, of which the second has a call that can't be parsed."""
+    values: dict[str, Any] = {
+        "environment": "sums",
+        "reward": 0.75,
+        "failure": None,
+        "detail": "solved",
+        "turns": (
+            Turn(start=0, end=length // 2, reward=0.25, malformed=False),
+            Turn(start=length // 2, end=length, reward=None, malformed=True),
+        ),
+        "metrics": {"tool_calls": 2.0, "environment_seconds": 0.5},
+    }
+    return Episode(**{**values, **changes})
 
 
 def a_group(*samples: Sample, **changes: Any) -> Group:
@@ -76,6 +94,10 @@ RECORDS: list[Any] = [
     a_sample(),
     a_sample(0, spans=(), reward=None, verdict=None, components={}),
     *(a_sample(finish_reason=reason) for reason in FinishReason),
+    Turn(start=0, end=3, reward=-0.5, malformed=True),
+    an_episode(),
+    an_episode(0, turns=(), reward=None, failure=Verdict.ENV_RESET, metrics={}),
+    a_sample(episode=an_episode()),
     Problem(
         problem_id="a/1",
         prompt_text="p",

@@ -8,12 +8,13 @@ import msgpack
 import pytest
 
 from tandem.common.errors import WireError
-from tandem.common.records import Verdict
+from tandem.common.records import EPISODE_FAILURES, Verdict
 from tandem.reward.graders import pipes
 
 
 def test_the_verdicts_are_those_of_the_records():
-    assert set(get_args(pipes.RESULTS["compare"])) == {v.value for v in Verdict} - {"judge_failed"}
+    elsewhere = EPISODE_FAILURES | {Verdict.JUDGE_FAILED}
+    assert set(get_args(pipes.RESULTS["compare"])) == {v.value for v in Verdict} - elsewhere
 
 
 @pytest.mark.parametrize(
