@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MINIATURE = "miniature"
+SHIPPED = {
+    "miniature": "launch/miniature/base",
+    "miniature-tools": "launch/miniature/tools/base",
+}
+"""Models that are shipped, by the names that ``model.path`` has for them, with their folders in the package."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -29,19 +33,19 @@ _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 def resolve(path: str) -> str:
     """The folder (or hub name) that a config's ``model.path`` means.
 
-    ``miniature`` is the model that is shipped. A name like ``org/model`` that isn't a folder here
-    is a hub name and is returned unchanged, unless ``HF_HUB_OFFLINE`` is set and the local cache
-    lacks it.
+    ``miniature`` and ``miniature-tools`` are models that are shipped. A name like ``org/model`` that
+    isn't a folder here is a hub name and is returned unchanged, unless ``HF_HUB_OFFLINE`` is set and
+    the local cache lacks it.
 
     Raises:
         DataError: there is no such folder, or it holds no model.
     """
-    if path == MINIATURE:
-        shipped = resources.files("tandem").joinpath("launch/miniature/base")
+    if path in SHIPPED:
+        shipped = resources.files("tandem").joinpath(SHIPPED[path])
         folder = Path(str(shipped))
         if not folder.is_dir():
             raise DataError(
-                f"model.path=miniature: the shipped model is missing at {folder}: install Tandem "
+                f"model.path={path}: the shipped model is missing at {folder}: install Tandem "
                 f"again, or name a model folder"
             )
         return str(folder)
@@ -59,7 +63,7 @@ def resolve(path: str) -> str:
         return path
     raise DataError(
         f"model.path={path}: there is no such folder: name a Hugging Face folder, a hub name "
-        f"(org/model), or miniature"
+        f"(org/model), or {' or '.join(SHIPPED)}"
     )
 
 
@@ -213,7 +217,7 @@ def choose_attention(
 
 
 def _unreadable(path: str, what: str, error: Exception) -> str:
-    if not Path(path).expanduser().is_dir() and path != MINIATURE:
+    if not Path(path).expanduser().is_dir() and path not in SHIPPED:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         return (
             f"model.path={path}: no such folder here, and the hub didn't give its {what}"

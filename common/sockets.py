@@ -138,6 +138,19 @@ def bind_router(
     return socket, f"tcp://{host}:{port}"
 
 
+def reachable(endpoint: str, host: str, port: int) -> str:
+    """An endpoint that others can connect to: a wildcard address becomes this host's own, as ``host`` sees it."""
+    address, _, own_port = endpoint.removeprefix("tcp://").rpartition(":")
+    if address.strip("[]") not in ("0.0.0.0", "::", "*"):
+        return endpoint
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Nothing is sent: connecting a datagram socket only picks the interface towards the host.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        own = probe.getsockname()[0]
+    return f"tcp://[{own}]:{own_port}" if ":" in own else f"tcp://{own}:{own_port}"
+
+
 def connect_dealer(
     context: zmq.Context[zmq.Socket[bytes]],
     endpoint: str,

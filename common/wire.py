@@ -128,5 +128,16 @@ def decode(data: bytes | memoryview, expected: type[R]) -> R:
     return record
 
 
+def is_of(data: bytes | memoryview, kind: type[Record]) -> bool:
+    """Whether a message says that it is a record of this kind; nothing else of it is checked."""
+    return bytes(data[HEADER.size :][: len(_opening(kind))]) == _opening(kind)
+
+
+@cache
+def _opening(kind: type[Record]) -> bytes:
+    """What the body of such a record's message begins with."""
+    return b"\x92" + _ENCODER.encode(kind.__name__)
+
+
 def _refused(why: str) -> WireError:
     return WireError(f"refused message: {why}")

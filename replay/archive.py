@@ -14,7 +14,7 @@ column                 content
 ``replaced``           samples that traces have replaced; they are in no loss
 =====================  ========================================================================
 
-Free-form values (``extra``) and a sample's ``episode`` are JSON. The file's metadata has :data:`VERSION` as ``tandem.archive``.
+Free-form values (``extra``) and episodes are JSON. The file's metadata has :data:`VERSION` as ``tandem.archive``.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ..common.errors import DataError
+from ..common.plain import read_record
 from ..common.records import (
     Episode,
     ExpertTrace,
@@ -42,6 +43,7 @@ from ..common.records import (
     Group,
     Sample,
     SamplingParams,
+    Source,
     Verdict,
     VersionSpan,
 )
@@ -144,19 +146,14 @@ def read(path: Path, part: int | None = None) -> Iterator[ArchivedGroup]:
     Raises:
         DataError: it isn't an archive, of a newer version, or damaged.
     """
-    with opened(path) as file:
+    with _opened(path) as file:
         parts = None if part is None else [part]
         for batch in file.iter_batches(batch_size=READ_GROUPS, row_groups=parts):
             yield from _groups(batch)
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[pq.ParquetFile]:
-    """A file of an archive, open for as long as the context lasts.
-
-    Raises:
-        DataError: it isn't an archive, of a newer version, or damaged.
-    """
+def _opened(path: Path) -> Iterator[pq.ParquetFile]:
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:
             version = (file.schema_arrow.metadata or {}).get(_KEY)
@@ -199,10 +196,72 @@ def steps(folder: Path) -> Iterator[ArchivedStep]:
     if not files:
         raise DataError(f"{folder} has no archive: `tandem archive RUN --out DIR` writes one")
     for path in files:
-        with opened(path) as file:
+        with _opened(path) as file:
             for part in range(file.num_row_groups):
                 found = file.read_row_group(part, columns=["step"])["step"].unique().to_pylist()
                 yield from (ArchivedStep(step=step, path=path, part=part) for step in found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRewards:
+    """What a group's rows were paid; rows without a verdict are left out."""
+
+    own: tuple[tuple[float, FinishReason], ...]
+    """Rewards of the own samples, and why each ended."""
+    expert: tuple[float, ...]
+    """Rewards of the traces."""
+
+
+_REWARDS = (
+    "step",
+    *(
+        f"{kind}.list.element.{name}"
+        for kind, name in (
+            ("samples", "reward"),
+            ("samples", "verdict"),
+            ("samples", "finish_reason"),
+            ("traces", "reward"),
+            ("traces", "verdict"),
+        )
+    ),
+)
+
+
+def rewards(where: ArchivedStep) -> tuple[list[GroupRewards], bool]:
+    """Rewards of a step's groups, without reading tokens or texts.
+
+    Returns:
+        The groups' rewards, and whether a sample may hold tokens that it didn't sample itself, by the
+        statistics of the file's column.
+
+    Raises:
+        DataError: the file isn't an archive, or is damaged.
+    """
+    with _opened(where.path) as file:
+        part = file.metadata.row_group(where.part)
+        columns = {c.path_in_schema: c for c in map(part.column, range(part.num_columns))}
+        source = columns["samples.list.element.source.list.element"].statistics
+        foreign = source is None or not source.has_min_max or source.max != Source.OWN
+        found = file.read_row_group(where.part, columns=list(_REWARDS)).to_pylist()
+    return [
+        GroupRewards(
+            own=tuple(
+                (one["reward"], FinishReason(one["finish_reason"]))
+                for one in row["samples"]
+                if _has_verdict(one)
+            ),
+            expert=tuple(one["reward"] for one in row["traces"] if _has_verdict(one)),
+        )
+        for row in found
+        if row["step"] == where.step
+    ], foreign
+
+
+def _has_verdict(row: Mapping[str, Any]) -> bool:
+    verdict = row["verdict"]
+    return (
+        verdict is not None and row["reward"] is not None and not Verdict(verdict).leaves_baseline
+    )
 
 
 def is_archive(path: Path) -> bool:
@@ -246,7 +305,7 @@ def join(
     groups = number = 0
     writer, path = None, to
     for source in files:
-        with opened(source) as file:
+        with _opened(source) as file:
             part = file.read()
         if change is not None:
             every = [one for batch in part.to_batches(READ_GROUPS) for one in _groups(batch)]
@@ -323,28 +382,19 @@ def _samples(samples: list[Sample]) -> pa.StructArray:
                 {"term": s.term, "step": s.step, "start": s.start, "end": s.end}
                 for s in sample.spans
             ],
+            **{name: getattr(sample, name) for name in ("text", "reward", "extracted", "grader")},
             "finish_reason": sample.finish_reason.value,
-            "text": sample.text,
-            "reward": sample.reward,
             "verdict": None if sample.verdict is None else sample.verdict.value,
             "components": list(sample.components.items()),
-            "extracted": sample.extracted,
-            "grader": sample.grader,
-            "episode": None if sample.episode is None else _as_json(sample.episode),
+            "episode": sample.episode and msgspec.json.encode(sample.episode).decode(),
         }
         for sample in samples
     ]
     columns = {
-        name: _ragged([getattr(sample, name) for sample in samples], kind)
-        for name, kind in _ARRAYS.items()
+        n: _ragged([getattr(one, n) for one in samples], kind) for n, kind in _ARRAYS.items()
     }
     columns |= {name: _column(plain, name, kind) for name, kind in _SAMPLE.items()}
     return _struct(columns)
-
-
-def _as_json(episode: Episode) -> str:
-    # The standard library's, since an environment's own figure may be infinite.
-    return json.dumps(msgspec.to_builtins(episode))
 
 
 def _traces(traces: list[ExpertTrace]) -> pa.StructArray:
@@ -356,10 +406,8 @@ def _traces(traces: list[ExpertTrace]) -> pa.StructArray:
         }
         for trace in traces
     ]
-    columns = {
-        "tokens": _ragged([trace.tokens for trace in traces], pa.int32()),
-        "logprobs": _ragged([trace.logprobs for trace in traces], pa.float32()),
-    }
+    arrays = {name: _ARRAYS[name] for name in ("tokens", "logprobs")}
+    columns = {n: _ragged([getattr(one, n) for one in traces], kind) for n, kind in arrays.items()}
     columns |= {name: _column(plain, name, kind) for name, kind in _TRACE.items()}
     return _struct(columns)
 
@@ -424,8 +472,8 @@ def _plain(column: pa.StructArray, names: Iterable[str]) -> Iterator[dict[str, A
 def _read_samples(column: pa.StructArray) -> Iterator[Sample]:
     known = {field.name for field in column.type}
     arrays = {name: _parts(column.field(name)) for name in _ARRAYS if name in known}
-    plain = (name for name in _SAMPLE if name in known)
-    for place, row in enumerate(_plain(column, plain)):
+    # Older archives have no episodes.
+    for place, row in enumerate(_plain(column, [name for name in _SAMPLE if name in known])):
         verdict, episode = row.pop("verdict"), row.pop("episode", None)
         yield Sample(
             **{name: parts[place] for name, parts in arrays.items()},
@@ -436,7 +484,7 @@ def _read_samples(column: pa.StructArray) -> Iterator[Sample]:
             finish_reason=FinishReason(row.pop("finish_reason")),
             verdict=None if verdict is None else Verdict(verdict),
             components=dict(row.pop("components")),
-            episode=None if episode is None else msgspec.convert(json.loads(episode), Episode),
+            episode=episode and read_record(Episode, episode, "an archive's episode", DataError),
             **row,
         )
 

@@ -192,7 +192,7 @@ class _Payloads:
 
 def _kind(name: str) -> str:
     first = name.partition(":")[0]
-    if first in ("problems", "problem_ids"):
+    if first in ("problems", "problem_rows", "problem_ids"):
         return "problems"
     if first in ("eval", "eval_sets", "eval_new"):
         return "evaluation_sets"

@@ -37,8 +37,8 @@ from .connection import DEADLINE, Command, Store, readable_error
 from .ledger_records import Lease, LeaseReply, LedgerSettings, Receipt, Row, Waiting
 from .order import Order
 from .payloads import Payload, chunks, group_of, payload_name
+from .problems import ProblemIds
 from .rules import leases_stop
-from .store import RunStore
 
 log = logging.getLogger("tandem.replay")
 
@@ -76,7 +76,7 @@ class Ledger:
         self.member = member
         self._settings: LedgerSettings | None = None
         self._order: Order | None = None
-        self._problem_ids: dict[int, list[str]] = {}
+        self._ids: ProblemIds | None = None
         self._reclaimed = ""
         self._memory: tuple[float, int, int] = (-1e9, 0, 0)
 
@@ -141,18 +141,14 @@ class Ledger:
 
     def problem_id(self, group_id: str) -> str:
         """The problem of a group."""
-        source, index = self.order.place(*Order.parse(group_id))
-        ids = self._problem_ids.get(source)
-        if ids is None:
-            name, size, _ = self.settings.sources[source]
-            ids = RunStore(self.store).problem_ids(name)
-            if len(ids) != size:
-                raise StoreError(
-                    f"source {name!r} has {len(ids)} problems in Redis, and the ledger was made "
-                    f"for {size}: its ingest is unfinished or had other data"
-                )
-            self._problem_ids[source] = ids
-        return ids[index]
+        return self.problem_ids([group_id])[0]
+
+    def problem_ids(self, group_ids: Sequence[str]) -> list[str]:
+        """The problems of some groups."""
+        places = [self.order.place(*Order.parse(group_id)) for group_id in group_ids]
+        if self._ids is None:
+            self._ids = ProblemIds(self.store, self.settings.sources)
+        return self._ids.at(places)
 
     def end(self, reason: str, term: int) -> int:
         """Ends the run: leased, admitted and graded groups become ``rejected(run_ended)``."""
@@ -175,8 +171,9 @@ class Ledger:
         )
         answer = read_leases(raw)
         leases = []
-        for leased in answer.leases:
-            group_id = self.order.id_of(leased.serial)
+        group_ids = [self.order.id_of(leased.serial) for leased in answer.leases]
+        problem_ids = self.problem_ids(group_ids)
+        for leased, group_id, problem_id in zip(answer.leases, group_ids, problem_ids, strict=True):
             pass_, position = Order.parse(group_id)
             leases.append(
                 Lease(
@@ -184,7 +181,7 @@ class Ledger:
                     attempt=leased.attempt,
                     pass_=pass_,
                     position=position,
-                    problem_id=self.problem_id(group_id),
+                    problem_id=problem_id,
                     deadline_ms=leased.deadline_ms,
                 )
             )

@@ -14,7 +14,7 @@ from ..common.config.choices import group_bytes
 from ..common.errors import StoreError
 from ..common.plain import Count, Record, read_record
 from ..common.records import CommitResult
-from .order import Order
+from .order import LAST_SERIAL, SORTED_UP_TO, Order
 
 WAY_OUT = "do all processes run one version of Tandem, and does nobody else write to this Redis?"
 
@@ -48,6 +48,9 @@ class LedgerSettings:
     traces_when: str = "always"
     """Frozen. ``always`` or ``all_failed``: when traces are rows of their groups, see
     :func:`~tandem.replay.mixing.mix`; ``always`` in ledgers that were created before."""
+    sorted_up_to: int = SORTED_UP_TO
+    """Frozen. Problems of the largest source that is permuted by sorting (:class:`~tandem.replay.order.Order`);
+    without a limit in ledgers that were created before this was a setting."""
     steps: int | None = None
     """Number of rows of the run; None if ``passes`` ends it."""
     passes: int | None = None
@@ -91,7 +94,7 @@ class LedgerSettings:
         )
 
     def order(self) -> Order:
-        return Order(self.sources, self.seed)
+        return Order(self.sources, self.seed, self.sorted_up_to)
 
     def frozen_fields(self) -> dict[str, str]:
         """The frozen settings as stored in Redis."""
@@ -107,6 +110,7 @@ class LedgerSettings:
             "max_attempts": str(self.max_attempts),
             "least_verdicts": str(self.least_verdicts),
             "traces_when": self.traces_when,
+            "sorted_up_to": str(self.sorted_up_to),
             "pass_length": str(self.order().pass_length),
         }
 
@@ -139,6 +143,7 @@ class LedgerSettings:
             max_attempts=int(stored["max_attempts"]),
             least_verdicts=int(stored.get("least_verdicts", "2")),
             traces_when=stored.get("traces_when", "always"),
+            sorted_up_to=int(stored.get("sorted_up_to", LAST_SERIAL)),
             steps=int(stored["steps"]) or None,
             passes=int(stored["passes"]) or None,
             lease_seconds=int(stored["lease_ms"]) / 1000,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import time
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 from msgspec import structs
@@ -16,12 +18,12 @@ from ..common.errors import DataError, StoreError
 from ..common.plain import Record, damaged, read_json, read_object, read_record
 from ..common.records import ExpertTrace, Problem, Version
 from ..common.sockets import CurveKeys, new_keys
+from . import problems as stored
 from .answers import text as read_text
 from .connection import DEADLINE, Command, Store, readable_error
 from .ledger_records import WAY_OUT
 
 RunState = Literal["running", "draining", "finished", "failed"]
-R = TypeVar("R", Problem, ExpertTrace)
 
 STATES: tuple[RunState, ...] = ("running", "draining", "finished", "failed")
 CLAIM_SECONDS = 30.0
@@ -147,6 +149,12 @@ class RunStore:
         self.store.call("set", key, json.dumps([fresh.public, fresh.secret]), nx=True)
         return read_keys(self.store.call("get", key))
 
+    def endpoint_key(self) -> str:
+        """The key with which the workers' endpoints are asked outside of sessions; made on the first call."""
+        key = self.store.key("endpoint_key")
+        self.store.call("set", key, secrets.token_urlsafe(24), nx=True)
+        return read_text(self.store.call("get", key), "the endpoint's key in Redis")
+
     def state(self, deadline: float = DEADLINE) -> RunState:
         """running, draining, finished or failed; waits for Redis up to ``deadline`` seconds."""
         raw = self.store.call("hget", self.store.key("meta"), "state", deadline=deadline)
@@ -163,31 +171,29 @@ class RunStore:
     def put_problems(self, problems: Iterable[Problem]) -> None:
         """Stores problems. Ids are ``<source>/<row>``; a source's order is that of its rows."""
 
+        rows: dict[str, array[int]] = {}
+
         def commands() -> Iterable[tuple[int, Command]]:
             for problem in problems:
-                source, slash, row = problem.problem_id.rpartition("/")
-                if not slash or not row.isdecimal():
-                    raise StoreError(
-                        f"problem id {problem.problem_id!r} isn't of the form <source>/<row>"
-                    )
-                data = wire.encode(problem)
-                name = problem.problem_id
-                yield len(data), ("HSET", self.store.key("problems"), name, data)
-                yield 0, ("ZADD", self.store.key(f"problem_ids:{source}"), int(row), name)
+                source, row = stored.split_id(problem.problem_id)
+                data = stored.encode(problem)
+                yield len(data), ("HSET", self.store.key("problems"), problem.problem_id, data)
+                rows.setdefault(source, array("L")).append(row)
 
         self._put(commands())
+        stored.put_rows(self.store, rows)
 
     def problem(self, problem_id: str) -> Problem:
         return self.problems([problem_id])[0]
 
     def problems(self, ids: Sequence[str]) -> list[Problem]:
         """Problems in the order of ``ids``."""
-        return self._get("problems", ids, Problem)
+        found = self._get("problems", ids)
+        return [stored.decode(name, data) for name, data in zip(ids, found, strict=True)]
 
     def problem_ids(self, source: str) -> list[str]:
         """Ids of a source's problems, ascending by row; the order's indices refer to this list."""
-        raw = self.store.call("zrange", self.store.key(f"problem_ids:{source}"), 0, -1)
-        return [name.decode() for name in raw]
+        return stored.all_ids(self.store, source)
 
     def put_traces(self, traces: Iterable[ExpertTrace]) -> None:
         """Stores graded expert traces."""
@@ -201,7 +207,7 @@ class RunStore:
 
     def traces(self, ids: Sequence[str]) -> list[ExpertTrace]:
         """Traces in the order of ``ids``."""
-        return self._get("traces", ids, ExpertTrace)
+        return [wire.decode(data, ExpertTrace) for data in self._get("traces", ids)]
 
     def all_trace_ids(self) -> list[str]:
         """Ids of all traces, in ledger order: by source, row and number."""
@@ -374,14 +380,14 @@ class RunStore:
                 batch, total = [], 0
         send()
 
-    def _get(self, kind: str, ids: Sequence[str], cls: type[R]) -> list[R]:
+    def _get(self, kind: str, ids: Sequence[str]) -> list[bytes]:
         if not ids:
             return []
         raw = self.store.call("hmget", self.store.key(kind), list(ids))
         missing = [name for name, data in zip(ids, raw, strict=True) if data is None]
         if missing:
             raise StoreError(f"{len(missing)} {kind} aren't in Redis: {', '.join(missing[:5])}")
-        return [wire.decode(data, cls) for data in raw]
+        return list(raw)
 
 
 def read_keys(raw: bytes) -> CurveKeys:

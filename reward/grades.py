@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from ..common.records import FinishReason, Int32Array, Sample, Verdict
+from ..common.records import Episode, FinishReason, Int32Array, Sample, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,8 @@ class GradeItem:
     """``[L]`` token ids, for the components that count tokens."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The problem's ``extra``."""
+    episode: Episode | None = None
+    """The episode whose last turn the text is; None for a response to a prompt."""
     group: str = ""
     """Items with the same name form a group, for components that compare samples; an item without a
     name is a group of its own."""

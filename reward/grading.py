@@ -44,6 +44,8 @@ from .reading.extraction import MAX_ANSWER
 logger = logging.getLogger("tandem.reward")
 
 
+SOLVED = 1.0
+"""Reward from which an episode without a gold answer counts as right."""
 Done = Callable[[list[Grade]], None]
 
 
@@ -202,6 +204,7 @@ class Grader:
                     prompt_text=group.prompt_text,
                     tokens=sample.tokens,
                     extra=group.extra,
+                    episode=sample.episode,
                 )
                 for sample in group.samples
             ]
@@ -375,6 +378,14 @@ class Grader:
             if not batch.left:
                 self._value(batch)
 
+        episode = item.episode
+        if episode is not None and episode.failure is not None:
+            found(episode.failure, 0.0, False)
+            return
+        if episode is not None and not item.gold and not self._scorer.needs_verdict:
+            solved = episode.reward is not None and episode.reward >= SOLVED
+            found(Verdict.CORRECT if solved else Verdict.WRONG, 0.0, False)
+            return
         if self._outside.has_tests(item.extra):
             # Its tests take the place of a gold answer; the verdict comes from them.
             found(None, 0.0, False)
@@ -402,6 +413,7 @@ class Grader:
                 gold=item.gold,
                 data_source=item.data_source,
                 extra=item.extra,
+                episode=item.episode,
             )
             for index, item in enumerate(batch.items)
         ]
@@ -423,6 +435,11 @@ class Grader:
         failures: Sequence[Verdict | None],
         seconds: Sequence[float] | None = None,
     ) -> None:
+        # An episode's own failure stands above those of components, which have looked at what is left of it.
+        failures = [
+            failure if item.episode is None else item.episode.failure or failure
+            for item, failure in zip(batch.items, failures, strict=True)
+        ]
         scored = self._scorer.score_group(samples, values, failures)
         grades = []
         for index, (sample, one) in enumerate(zip(samples, scored, strict=True)):

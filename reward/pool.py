@@ -25,7 +25,7 @@ from ..common.config import Config
 from ..common.errors import StoreError, WireError
 from ..common.records import Group, GroupReceipt, GroupSubmission
 from ..common.run_folder import JoinInfo, RunFolder
-from ..common.sockets import Authenticator, bind_router, is_loopback, new_keys
+from ..common.sockets import Authenticator, bind_router, is_loopback, new_keys, reachable
 from ..common.telemetry import Clock
 from ..common.waiting import Wait
 from ..replay.connection import Store, connect
@@ -212,19 +212,6 @@ def _who(route: list[bytes]) -> str:
     return route[0].decode("utf-8", "replace")[:80] if route else "nobody"
 
 
-def reachable(endpoint: str, join: JoinInfo) -> str:
-    """An endpoint that others can connect to: a wildcard address becomes this host's own."""
-    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if address.strip("[]") not in ("0.0.0.0", "::", "*"):
-        return endpoint
-    family = sockets_of_the_system.AF_INET6 if ":" in join.host else sockets_of_the_system.AF_INET
-    # Nothing is sent: connecting a datagram socket only picks the interface towards Redis.
-    with sockets_of_the_system.socket(family, sockets_of_the_system.SOCK_DGRAM) as probe:
-        probe.connect((join.host, join.port))
-        own = probe.getsockname()[0]
-    return f"tcp://[{own}]:{port}" if ":" in own else f"tcp://{own}:{port}"
-
-
 def main(join: JoinInfo, config: Config, *, name: str, folder: RunFolder | None) -> int:
     """Runs one reward pool until SIGTERM, or until the run has ended.
 
@@ -304,7 +291,7 @@ def _serve(join: JoinInfo, config: Config, store: Store, grader: Grader, name: s
     before = signal.signal(signal.SIGTERM, on_term)
     before_wake = signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     try:
-        endpoint = reachable(bound, join)
+        endpoint = reachable(bound, join.host, join.port)
         members.register(
             "reward",
             name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from ..replay.ledger_records import Lease
 from .engine import Engine, FinishedGroup
 from .leases import HeldGroup, Leases
 from .new_weights.commit_check import CommitCheck
+from .player import Player
 from .submission import Submitter
 
 log = logging.getLogger("tandem.rollout")
@@ -28,7 +30,7 @@ class Generation:
     Args:
         name: the worker's member id.
         config: the run's config.
-        engine: generates.
+        engine: generates; a player where problems have environments.
         ledger: knows how many verdicts a group needs.
         leases: holds the groups.
         check: the check of new weights, for which finished groups wait.
@@ -41,7 +43,7 @@ class Generation:
         self,
         name: str,
         config: Config,
-        engine: Engine,
+        engine: Engine | Player,
         ledger: Ledger,
         leases: Leases,
         check: CommitCheck,
@@ -145,7 +147,9 @@ class Generation:
                 return True
             self.counts["partial_groups"] += 1
         try:
-            self._submitter.submit(held.group(self._name, samples))
+            self._submitter.submit(
+                held.group(self._name, dataclasses.replace(finished, samples=samples))
+            )
         except WireError as error:
             log.error(f"group {lease.group_id} can't be sent: {error}")
             self.counts["failed_groups"] += 1

@@ -14,14 +14,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from ..common.config import Config
 from ..common.errors import StoreError
-from ..common.records import Group, Problem, Sample, SamplingParams, Version
+from ..common.records import ENVIRONMENT, Group, Problem, SamplingParams, Version
 from ..replay.ledger import Ledger
 from ..replay.ledger_records import Lease, LeaseReply
 from ..replay.mixing import choose_traces
 from ..replay.store import RunStore
-from .engine import GroupRequest, no_tokens
+from .engine import FinishedGroup, GroupRequest, Task, no_tokens
 from .prefixes import Prefixes, prefixes
 
 log = logging.getLogger("tandem.rollout")
@@ -70,18 +72,30 @@ class HeldGroup:
             prefix_tokens=(self.begins.tokens if self.begins else ()) or no_tokens(),
             prefix_logprobs=(self.begins.logprobs if self.begins else ()) or None,
             longest=rollout.max_new_tokens,
+            task=task_of(self.problem),
         )
 
-    def group(self, worker: str, samples: tuple[Sample, ...]) -> Group:
+    def group(self, worker: str, finished: FinishedGroup) -> Group:
         """The finished group as it is submitted."""
-        return Group.of(
+        group = Group.of(
             self.problem,
-            samples,
+            finished.samples,
             group_id=self.lease.group_id,
             attempt=self.lease.attempt,
             worker=worker,
             trace_ids=self.traces,
         )
+        if finished.prompt_tokens is None:
+            return group
+        return replace(
+            group, prompt_tokens=finished.prompt_tokens, prompt_text=finished.prompt_text or ""
+        )
+
+
+def task_of(problem: Problem) -> Task | None:
+    """What is played in an environment for a problem; None if it is a prompt like any other."""
+    task = problem.extra.get(ENVIRONMENT)
+    return None if task is None else Task(environment=task["name"], row=task["row"])
 
 
 class Leases:

@@ -23,8 +23,9 @@ from ..common import wire
 from ..common.errors import DeadlineError, StoreError, WireError
 from ..common.mailbox import Mailbox
 from ..common.records import CommitResult, Group, GroupReceipt, GroupSubmission
-from ..common.sockets import CurveKeys, connect_dealer
+from ..common.sockets import CurveKeys, check_address, connect_dealer
 from ..common.waiting import Wait
+from ..replay.members import Members
 
 log = logging.getLogger("tandem.rollout")
 
@@ -107,6 +108,26 @@ class _Link:
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=0)
+
+
+def live_pools(members: Members) -> list[PoolAddress]:
+    """The pools in the registry that can be connected to.
+
+    Raises:
+        StoreError: Redis is away.
+    """
+    addresses = []
+    for member in members.live("reward"):
+        if "endpoint" not in member.info:
+            continue
+        endpoint, key = member.info["endpoint"], member.info.get("public_key")
+        try:
+            check_address(member.member, endpoint, key)
+        except WireError as error:
+            log.warning(str(error))
+            continue
+        addresses.append(PoolAddress(member=member.member, endpoint=endpoint, public_key=key))
+    return addresses
 
 
 @dataclass(slots=True)

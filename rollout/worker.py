@@ -7,6 +7,7 @@ in threads beside it::
     redis       the loop's own Redis calls, so that a slow Redis never holds up a weight change
     keeper      heartbeat, renewal of leases, group deadlines
     listener    hints (taken, version, state), which wake a waiting loop
+    endpoint    with environments: their episodes' requests, in the loop itself
     submit      finished groups, until their receipts
     weights-*   new versions, committed into the engine between two token steps
     decode      the engine's
@@ -16,10 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,20 +30,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..common import disk
-from ..common.adapters import base_of
 from ..common.config import Config
-from ..common.errors import DeadlineError, OutOfMemoryError, StoreError, TandemError, WireError
+from ..common.errors import DeadlineError, StoreError
 from ..common.records import GroupReceipt
-from ..common.run_folder import JoinInfo, RunFolder
-from ..common.sockets import CurveKeys, check_address
+from ..common.sockets import CurveKeys
 from ..common.telemetry import Clock
 from ..common.weights.protocol import Membership
-from ..replay.connection import Store, connect
+from ..replay.connection import Store
 from ..replay.ledger import Ledger
 from ..replay.members import Members
 from ..replay.store import RunStore
 from .engine import Engine
-from .engines import make_engine
 from .evaluate.claims import ClaimedEvaluations
 from .generation import Generation
 from .keeper import Keeper
@@ -50,7 +48,8 @@ from .leases import Leases
 from .memory import held
 from .new_weights.commit import Committer
 from .new_weights.commit_check import CommitCheck
-from .submission import PoolAddress, Submitter
+from .playing import Playing
+from .submission import Submitter, live_pools
 
 log = logging.getLogger("tandem.rollout")
 
@@ -71,69 +70,6 @@ MAX_ENGINE_FAILURES = 3
 """Number of batches in a row of which the engine finished nothing, after which the process ends."""
 EXIT_UNLIKE = 65
 """Exit status of a worker whose weights aren't those that were published (EX_DATAERR)."""
-SWITCH_SECONDS = 0.0005
-"""How long a thread may hold the interpreter while the decode thread waits for it."""
-
-
-def main(join: JoinInfo, config: Config, *, name: str, folder: RunFolder | None) -> int:
-    """Works until the run has ended or SIGTERM asks it to drain; returns the exit status."""
-    import torch
-
-    # Must be set before any parallel work, which fixes it.
-    torch.set_num_threads(config.rollout.threads)
-    torch.set_num_interop_threads(1)
-    sys.setswitchinterval(SWITCH_SECONDS)
-    try:
-        return asyncio.run(_main(join, config, name))
-    except OutOfMemoryError:
-        raise  # Whoever started this role knows what can help.
-    except TandemError as error:
-        log.error(str(error))
-        return error.exit_code
-
-
-async def _main(join: JoinInfo, config: Config, name: str) -> int:
-    """Connects, starts an engine, and works."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
-    redis = ThreadPoolExecutor(1, thread_name_prefix="redis")
-    try:
-        store = await loop.run_in_executor(redis, lambda: connect(join, name=name))
-        client = await loop.run_in_executor(redis, RunStore(store).curve_client)
-        # Loading a large model takes minutes, in which the loop must hear of SIGTERM.
-        engine = await asyncio.to_thread(
-            make_engine,
-            config.model,
-            config.rollout,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            lora=config.learner.lora,
-            # Samples of the newest version, of those that are not too old yet, and one in between.
-            versions=config.replay.max_staleness + 2,
-        )
-        # The engine has fetched the model by now, if it comes from a hub.
-        base = await asyncio.to_thread(base_of, config.model, config.learner.lora)
-        if not await _start(engine, stop):
-            log.info(f"{name} was asked to end before its engine was ready")
-            return 0
-        return await Worker(config, name, store, client, engine, stop, redis, base).run()
-    finally:
-        redis.shutdown(wait=False, cancel_futures=True)
-
-
-async def _start(engine: Engine, stop: asyncio.Event) -> bool:
-    """Starts the engine; False if SIGTERM came first."""
-    # vLLM takes half a minute, and a large model takes minutes.
-    starting = asyncio.create_task(engine.start())
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if starting.done():
-        starting.result()
-        return True
-    starting.cancel()
-    await asyncio.wait({starting})
-    return False
 
 
 class Worker:
@@ -182,8 +118,18 @@ class Worker:
         ledger = Ledger(store, name)
         self._leases = Leases(ledger, self._runs, config, self._abort)
         self._submitter = Submitter(
-            name, self._pools, client, self._on_receipt, most=BATCHES_OUTSTANDING * self._batch
+            name,
+            partial(live_pools, self._members),
+            client,
+            self._on_receipt,
+            most=BATCHES_OUTSTANDING * self._batch,
         )
+        self._playing = (
+            Playing(name, config, engine, self._members, self._runs, client)
+            if config.environments.is_on
+            else None
+        )
+        self._sampler = engine if self._playing is None else self._playing.player
         weights, rollout = config.weights, config.rollout
         self._check = CommitCheck(
             engine,
@@ -197,7 +143,7 @@ class Worker:
         self._generation = Generation(
             name,
             config,
-            engine,
+            self._sampler,
             ledger,
             self._leases,
             self._check,
@@ -215,7 +161,14 @@ class Worker:
             spoil=self._spoil,
         )
         self._evaluations = ClaimedEvaluations(
-            name, engine, self._runs, config, self._check, self._committer.steady, self._in_redis
+            name,
+            engine,
+            self._runs,
+            config,
+            self._check,
+            self._committer.steady,
+            self._in_redis,
+            sampler=self._sampler,
         )
         self._receiver = WeightReceiver(
             Membership(run_id=store.run_id, member=name, registry=self._members, client=client),
@@ -245,6 +198,8 @@ class Worker:
         self._receiver.start()
         self._keeper.start()
         self._listener.start()
+        if self._playing is not None:
+            await self._playing.start()
         reporting = asyncio.create_task(self._reporting())
         log.info(f"{self._name} is ready")
         try:
@@ -253,6 +208,8 @@ class Worker:
         finally:
             reporting.cancel()
             self._ended.set()
+            if self._playing is not None:
+                await self._playing.close()
             await asyncio.to_thread(self._receiver.close)
             await asyncio.to_thread(self._submitter.close)
             await self._engine.close()
@@ -287,7 +244,7 @@ class Worker:
         self._leases.forget(receipt.group_id)
 
     def _abort(self, group_ids: list[str]) -> None:
-        asyncio.run_coroutine_threadsafe(self._engine.abort(group_ids), self._loop)
+        asyncio.run_coroutine_threadsafe(self._sampler.abort(group_ids), self._loop)
 
     def _register(self) -> None:
         self._members.register(
@@ -353,8 +310,15 @@ class Worker:
             with self._clock.doing("wait/version"):
                 await self._nap(IDLE_SECONDS)
             return False
-        if self._generation.groups > self._ahead:
+        under_way = self._under_way()
+        if under_way > (self._ahead if self._playing is None else self._batch + self._ahead - 1):
             with self._clock.doing("generate"):
+                await self._nap(IDLE_SECONDS)
+            return False
+        if self._playing is not None and (lacking := self._playing.lacking()):
+            self._waiting_for = f"environments: {lacking}"
+            self._state = await self._in_redis(self._runs.state)
+            with self._clock.doing("wait/environments"):
                 await self._nap(IDLE_SECONDS)
             return False
         if self._config.run.deterministic and self._check.unchecked is not None:
@@ -376,7 +340,7 @@ class Worker:
             with self._clock.doing("wait/pool"):
                 await asyncio.to_thread(self._submitter.wait_room, IDLE_SECONDS)
             return False
-        room = self._batch + self._ahead - self._generation.groups
+        room = self._batch + self._ahead - under_way
         with self._clock.doing("generate" if self._generation.groups else "redis"):
             reply, groups = await self._in_redis(lambda: self._leases.take(held, room))
         self._state = reply.state
@@ -396,6 +360,13 @@ class Worker:
         self._generation.begin(groups)
         return True
 
+    def _under_way(self) -> int:
+        """Groups in the engine; of episodes, as many as their number would make. A slow episode then leaves
+        the places of its group's others to the next groups."""
+        if self._playing is None:
+            return self._generation.groups
+        return math.ceil(self._playing.player.busy / self._config.rollout.group_size)
+
     async def _nap(self, seconds: float) -> None:
         """Waits for a hint, a new version or SIGTERM, but at most ``seconds``."""
         try:
@@ -405,20 +376,6 @@ class Worker:
         self._nudge.clear()
 
     # Beside the loop.
-
-    def _pools(self) -> list[PoolAddress]:
-        addresses = []
-        for member in self._members.live("reward"):
-            if "endpoint" not in member.info:
-                continue
-            endpoint, key = member.info["endpoint"], member.info.get("public_key")
-            try:
-                check_address(member.member, endpoint, key)
-            except WireError as error:
-                log.warning(str(error))
-                continue
-            addresses.append(PoolAddress(member=member.member, endpoint=endpoint, public_key=key))
-        return addresses
 
     def _listen(self) -> None:
         """Passes hints on to the loop."""
@@ -470,7 +427,9 @@ class Worker:
             },
             "weights": {**self._receiver.stats(), "check": self._check.stats()},
             "memory": held(getattr(self._engine, "processes", ())),
-            "alarm": self._check.counts.alarm,
+            "episodes": None if self._playing is None else self._playing.report(),
+            "alarm": self._check.counts.alarm
+            or ("" if self._playing is None else self._playing.player.alarm),
         }
 
     # Draining.

@@ -93,7 +93,7 @@ class DataConfig(Section):
     heldout_pairs: Below1 = 0.0
     """Share of the prompts whose pairs aren't trained on but measured, at the start, at evaluations and at the
     end of an offline run of a preference objective; drawn by ``run.seed``."""
-    miniature: Literal["hard", "easy"] | None = None
+    miniature: Literal["hard", "easy", "tools"] | None = None
     """Write the miniature's parquet files into ``{run}/data`` before anything reads them."""
     miniature_traces: NonNegative = 4
     """Problems with an expert trace that the miniature writes."""

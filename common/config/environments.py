@@ -31,7 +31,7 @@ class ToolsEnvironment(_Environment):
     """A class whose public methods are tools, with ``reset(**row)`` and, if it pays, ``get_reward()``: TRL's form."""
 
     form: Literal["tools"] = "tools"
-    """How the environment is written."""
+    """The form."""
     target: Target
     """Import path of the class, or of a callable without arguments that makes an instance."""
     params: Mapping[str, Any] = Field(default_factory=dict)
@@ -42,7 +42,7 @@ class AgentEnvironment(_Environment):
     """A function ``run(task, base_url, api_key)`` that plays an episode with any OpenAI client and returns its reward."""
 
     form: Literal["agent"] = "agent"
-    """How the environment is written."""
+    """The form."""
     target: Target
     """Import path of the function; it may be a coroutine."""
     params: Mapping[str, Any] = Field(default_factory=dict)
@@ -54,7 +54,7 @@ class TextEnvironment(_Environment):
     reward and whether the episode is over."""
 
     form: Literal["text"] = "text"
-    """How the environment is written."""
+    """The form."""
     target: Target
     """Import path of the class."""
     params: Mapping[str, Any] = Field(default_factory=dict)
@@ -65,11 +65,18 @@ class VerifiersEnvironment(_Environment):
     """A taskset of the package verifiers, in a virtual environment of its own."""
 
     form: Literal["verifiers"] = "verifiers"
-    """How the environment is written."""
+    """The form."""
     python: str
     """Path of that environment's Python."""
     config: Mapping[str, Any]
     """``config_data`` of verifiers' ``serve_env``: taskset, harness, runtime, turns."""
+    client: Mapping[str, Any] = Field(default_factory=dict)
+    """Fields of verifiers' client config. Its ``type`` is ``eval`` (messages are sent, and the endpoint makes
+    tokens of them) unless it says ``train`` (verifiers' renderers make them, and send token ids)."""
+    path: tuple[str, ...] = ()
+    """Folders from which its Python imports besides that environment's own."""
+    variables: tuple[str, ...] = ()
+    """Names of variables of ours that it gets, such as a judge's key; it gets few others."""
     start_seconds: Seconds = 120.0
     """Deadline for its server to answer."""
 
@@ -78,13 +85,15 @@ class AppWorldEnvironment(_Environment):
     """AppWorld's environment server, one process for each episode that is under way."""
 
     form: Literal["appworld"] = "appworld"
-    """How the environment is written."""
+    """The form."""
     command: str
     """Command that starts a server; ``{port}`` is replaced."""
     root: str | None = None
     """Folder with AppWorld's ``data``; None = the working directory."""
     max_interactions: Positive = 30
-    """Greatest number of code blocks that are run in an episode."""
+    """Greatest number of answers in an episode, each with a block of code that is run."""
+    single_turn: bool = False
+    """Whether an episode is a single answer with all of the code, which is evaluated in any case."""
 
 
 AnyEnvironment = Annotated[
@@ -128,8 +137,6 @@ class EnvironmentsConfig(Section):
     """Address-space limit of an episode's process, MiB."""
     tools: Literal["auto", "hermes", "llama", "json"] = "auto"
     """How the model writes tool calls; ``auto`` goes by the chat template."""
-    mask_malformed: bool = False
-    """Whether turns with a tool call that can't be parsed are left out of the loss."""
     port: NonNegative = 0
     """Port of a worker's token endpoint; 0 takes a free one."""
 

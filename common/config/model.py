@@ -11,7 +11,7 @@ class ModelConfig(Section):
     """The policy that is trained."""
 
     path: str = "miniature"
-    """A Hugging Face folder, a hub name, or ``miniature`` for the model that is shipped."""
+    """A Hugging Face folder, a hub name, or ``miniature`` or ``miniature-tools`` for a model that is shipped."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of the learner's forward and backward pass; master weights stay fp32. float16 searches for the scale of
     its loss (``docs/memory.md``); it trains on GPUs alone, and was not run on one yet."""

@@ -16,6 +16,13 @@ CHANGEABLE: tuple[str, ...] = (
     "run.callback*",
     "rollout.workers",
     "rollout.threads",
+    # How many episodes are played at a time and how long they may take; not what is played.
+    "environments.servers",
+    "environments.episodes",
+    "environments.*_seconds",
+    "environments.retries",
+    "environments.memory_mb",
+    "environments.port",
     "reward.pools",
     "reward.graders",
     "reward.memory_mb",

@@ -12,6 +12,7 @@ from ...common.records import Verdict
 from .facts import Activity, Facts
 from .history import Evaluated, History, first_number
 from .snapshot import (
+    Episodes,
     Grading,
     Judging,
     Known,
@@ -109,6 +110,7 @@ def assemble(
         restarts=tuple(restarts),
         grader_restarts=facts.grader_restarts if facts else 0,
         grading=_grading(fresh),
+        episodes=_episodes(fresh),
         alarms=_alarms(fresh, history),
         dead_letters=facts.dead_letters if facts else known.dead_letters,
         journalled=facts.journalled if facts else None,
@@ -181,6 +183,25 @@ def _grading(fresh: Mapping[str, Mapping[str, Any]]) -> Grading | None:
         hang_share=max(float(r.get("grader/hang_share") or 0) for r in pools),
         crash_share=max(float(r.get("grader/crash_share") or 0) for r in pools),
         judge=_judge(total, pools) if any("grader/judge_asked" in r for r in pools) else None,
+    )
+
+
+def _episodes(fresh: Mapping[str, Mapping[str, Any]]) -> Episodes | None:
+    told = [r["episodes"] for r in fresh.values() if isinstance(r.get("episodes"), Mapping)]
+    if not told:
+        return None
+
+    def total(name: str) -> float:
+        return sum(float(one.get(name) or 0) for one in told)
+
+    return Episodes(
+        under_way=int(total("under_way")),
+        played=int(total("episodes")),
+        failed=int(total("failed")),
+        turns=int(total("turns")),
+        retokenised=int(total("retokenised")),
+        environment_seconds=total("environment_seconds"),
+        model_seconds=total("model_seconds"),
     )
 
 

@@ -107,6 +107,26 @@ class Judging:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Episodes:
+    """Episodes of all rollout workers together, since their starts unless stated otherwise."""
+
+    under_way: int
+    """Episodes that are being played now."""
+    played: int
+    """Episodes that are over."""
+    failed: int
+    """Of them those that failed by no fault of the policy."""
+    turns: int
+    """The policy's turns in them."""
+    retokenised: int
+    """Conversations in which a client rendered sampled text differently."""
+    environment_seconds: float
+    """Time that they spent in their environments."""
+    model_seconds: float
+    """Time that they waited for the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Grading:
     """All reward pools together, since their starts unless stated otherwise."""
 
@@ -194,6 +214,8 @@ class Snapshot:
     """Restarts of graders, as the pools counted them."""
     grading: Grading | None = None
     """What the reward pools have graded."""
+    episodes: Episodes | None = None
+    """What is played in environments; None without any."""
     alarms: tuple[str, ...] = ()
     """What a pool or the learner wants a person to look at."""
     dead_letters: tuple[Mapping[str, Any], ...] = ()

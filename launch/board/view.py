@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ...common.printable import printable
 from ..wording import duration, human
-from .snapshot import Grading, Judging, MemberStanding, RoleStanding, Snapshot
+from .snapshot import Episodes, Grading, Judging, MemberStanding, RoleStanding, Snapshot
 
 LABEL = 11
 """Columns of a line's label."""
@@ -100,6 +100,8 @@ class _Pen:
         for number, role in enumerate(s.roles):
             lines.append(Line(text=self._role(role, number == 0), weight=3))
         lines += [Line(text=text, weight=7) for text in self._members(s.members)]
+        if s.episodes is not None:
+            lines.append(Line(text=self._episodes(s.episodes), weight=5))
         if s.grading is not None and s.grading.to_process:
             lines.append(Line(text=self._grading(s.grading), weight=8))
         if s.grading is not None and s.grading.judge is not None:
@@ -213,6 +215,18 @@ class _Pen:
             text.append(self._glyphs.full * full, "magenta")
             text.append(f"{' ' if full else ''}{share:.0%} ")
         return text
+
+    def _episodes(self, episodes: Episodes) -> Text:
+        played = max(1, episodes.played)
+        spent = episodes.environment_seconds + episodes.model_seconds
+        facts = [
+            ("under way", f"{episodes.under_way:,}"),
+            ("played", f"{episodes.played:,}"),
+            ("failed", f"{episodes.failed / played:.1%}"),
+            ("turns", f"{episodes.turns / played:.1f}"),
+            ("in environments", f"{episodes.environment_seconds / spent:.0%}" if spent else "-"),
+        ]
+        return self._facts(self._labelled("episodes"), facts)
 
     def _grading(self, grading: Grading) -> Text:
         compared = grading.to_process + grading.cached

@@ -21,9 +21,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...common.confinement import die_with
 from ...common.errors import ConfigError
 from ...common.import_path import load
-from ...reward.sandbox.confinement import die_with
 from .handle import Handle
 
 KEY = "run.callbacks"

@@ -1,4 +1,4 @@
-"""Runs one role (rollout worker, reward pool, learner rank) in this process, however it was started."""
+"""Runs one role (rollout worker, environment server, reward pool, learner rank) in this process, however it was started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 from .options import add_run, joined, locate
 
 ENTRY = {
-    "rollout": "tandem.rollout.worker",
+    "rollout": "tandem.rollout.main",
+    "environments": "tandem.rollout.environments.server",
     "reward": "tandem.reward.pool",
     "learner": "tandem.learner.main",
 }

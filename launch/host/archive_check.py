@@ -18,7 +18,7 @@ from ...common.objectives.keys import Entropy, ExpertWeight, Kl, Learned
 from ...common.objectives.preferences import Kto, Pairs
 from ...common.records import FinishReason
 from ...replay import archive
-from ...replay.archive_rewards import GroupRewards, rewards
+from ...replay.archive import GroupRewards
 
 EQUAL_REWARDS = 1e-6
 """Rewards within this range count as equal, as in the learner's baselines."""
@@ -35,7 +35,7 @@ def check_archive(config: Config) -> None:
     objective, negative = config.learner.objective, config.expert.negative
     steps = []
     for where in islice(archive.steps(Path(config.data.archive).expanduser()), max(1, most)):
-        groups, foreign = rewards(where)
+        groups, foreign = archive.rewards(where)
         if learns(objective, groups, foreign=foreign, negative=negative):
             return
         steps.append((groups, foreign))

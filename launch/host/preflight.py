@@ -13,6 +13,7 @@ from ..plan.hardware import Machine
 from ..plan.placement import Placement, place, trackers_of, workers_of
 from ..plan.sizes import shape_of, trained
 from ..wording import human, shown_python
+from .environments import check_environments
 from .servers import check_servers
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def check_host(config: Config, machine: Machine) -> tuple[Placement, Path | None
         Which process gets which GPU, and the model's folder (None: a model on a hub).
 
     Raises:
-        ConfigError: this machine can't run the config, or a judge of its reward doesn't answer.
+        ConfigError: this machine can't run the config, an environment can't be loaded, or a judge of its reward
+            doesn't answer.
         DataError: the model's folder lacks something, or the objective learns nothing from the archive.
     """
     placement = place(config, machine)
@@ -43,6 +45,7 @@ def check_host(config: Config, machine: Machine) -> tuple[Placement, Path | None
     check_engine(config, placement)
     check_attention(config, placement)
     check_addresses(config)
+    check_environments(config)
     if config.learner.source == "ledger" and config.reward.pools:
         check_servers(config.reward)
     model = check_model(config)

@@ -1,4 +1,4 @@
-"""What a problem keeps of its row for the run's reward: the row's columns, and the prompt's messages.
+"""What a problem keeps of its row for the run's reward and its environment: columns, and the prompt's messages.
 
 Most rewards ask for neither, and then a problem has what its form keeps. A function of the user's own may
 name any column of the data set, also one that the form reads itself (``solution``, ``answer``), and is then
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...common import prompts
-from ...common.config import DataConfig
-from ...common.records import PROMPT_MESSAGES
-from ...replay.forms import DataRow
+from ...common.config import DataConfig, EnvironmentsConfig
+from ...common.records import ENVIRONMENT, PROMPT_MESSAGES
+from ...replay.forms import DataRow, RowError
 from ...replay.forms.row import plain
 from ...reward.grading import Grader
 
@@ -26,16 +26,58 @@ DEEPEST = 6
 """Levels of nesting of a column that is kept; a record may have eight."""
 
 
-def extra_of(row: DataRow, grader: Grader, data: DataConfig) -> Mapping[str, Any]:
-    """The problem's ``extra``: other columns as plain values, and what the reward asks for."""
+MAX_TASK = 1_000_000
+"""Longest row that an environment is given, in characters of its JSON; every group of it carries it."""
+
+
+def task_of(row: DataRow, environments: EnvironmentsConfig) -> Mapping[str, Any] | None:
+    """What an environment is given of a row: its name, and the row; None if the row is a prompt like any other.
+
+    Raises:
+        RowError: the row can't be played; the message says why.
+    """
+    column = environments.column
+    named = row.raw.get(column)
+    if not environments.is_on:
+        if not row.content.prompt:
+            raise RowError(
+                column, named, "names an environment that isn't there", "set environments.use"
+            )
+        return None
+    way_out = f"name one of {', '.join(environments.use)}"
+    if named is not None and not isinstance(named, str):
+        raise RowError(column, named, "isn't the name of an environment", way_out)
+    try:
+        name = environments.named(named)
+    except ValueError as error:
+        raise RowError(column, named, "names no environment", str(error)) from None
+    whole = {str(key): plain(value) for key, value in row.raw.items() if key != column}
+    if _depth(whole) > DEEPEST:
+        raise RowError(
+            column, named, f"has a row of over {DEEPEST} levels", "store deep values as JSON text"
+        )
+    if len(json.dumps(whole)) > MAX_TASK:
+        raise RowError(
+            column,
+            named,
+            f"has a row of over {MAX_TASK:,} characters",
+            "name a file in the row instead",
+        )
+    return {"name": name, "row": whole}
+
+
+def extra_of(
+    row: DataRow, grader: Grader, data: DataConfig, task: Mapping[str, Any] | None
+) -> Mapping[str, Any]:
+    """The problem's ``extra``: other columns as plain values, and what reward and environment ask for."""
     content = row.content
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = {} if task is None else {ENVIRONMENT: task}
     if grader.wants_columns:
         extra |= _columns(row.raw)
     extra |= content.extra
     if grader.wants_messages:
         messages = [{"role": m.role, "content": m.content} for m in content.prompt]
-        extra[PROMPT_MESSAGES] = prompts.conversation(messages, data)
+        extra[PROMPT_MESSAGES] = prompts.conversation(messages, data) if messages else []
     return extra
 
 
@@ -54,3 +96,21 @@ def _columns(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _depth(value: Any) -> int:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + max(map(_depth, inner), default=0)
+
+
+def broken(gold: str) -> bool:
+    """Whether a gold answer is cut off or holds nothing to compare.
+
+    Parsers of mathematics take such a text for a name and compare it letter by letter, so that
+    every answer would be wrong.
+
+    >>> [broken(gold) for gold in ("\\\\frac{1}{", "??", "[0, 1)", "\\\\{1, 2\\\\}", "∅")]
+    [True, True, False, False, False]
+    """
+    plain = gold.replace("\\\\", "").replace("\\{", "").replace("\\}", "")
+    depth = 0
+    for character in plain:
+        depth += (character == "{") - (character == "}")
+        if depth < 0:
+            return True
+    return depth != 0 or not any(c.isalnum() or c in "∅∞" for c in plain)

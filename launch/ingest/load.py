@@ -35,7 +35,7 @@ def role_config(config: Config) -> Config:
     data = config.data.model_copy(update=own)
     config = config.model_copy(update={"data": data})
     folder = Path(config.model.path).expanduser()
-    if config.model.path == models.MINIATURE or not folder.is_dir():
+    if config.model.path in models.SHIPPED or not folder.is_dir():
         return config
     model = config.model.model_copy(update={"path": str(folder.absolute())})
     return config.model_copy(update={"model": model})

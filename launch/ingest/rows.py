@@ -5,7 +5,8 @@ Rows are taken in chunks, so that a file is never held whole, and a chunk's text
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,16 +20,18 @@ from ...common import prompts
 from ...common.config import Config, EvalSetConfig, SourceConfig
 from ...common.errors import DataError
 from ...common.records import ExpertTrace, FinishReason, Problem, Verdict
-from ...replay.forms import Content, DataRow, read_rows
+from ...replay.forms import Content, DataRow, RowError, read_rows
 from ...reward.answers.texts import read_gold
 from ...reward.grading import Grade, GradeItem, Grader
 from .archived import ArchiveReader, of_archive, refuse_archive_keys
-from .columns import extra_of
+from .columns import broken, extra_of, task_of
 from .counts import SourceCounts, drawn
 
 OPENERS = ("<think>\n", "<think>")
 """Openers that the rendered prompt may end with; a trace that repeats one loses it."""
 CHUNK_ROWS = 512
+SHOWN_TASK = 400
+"""Characters of a task that stand for its prompt where people read one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,8 @@ class _Draft:
     gold: str
     judged: bool
     """Whether the data's own verdict counts."""
+    task: Mapping[str, Any] | None = None
+    """What its environment is given; None without one."""
     tokens: NDArray[np.int32] | None = None
     problem: Problem | None = None
     trace: ExpertTrace | None = None
@@ -182,7 +187,7 @@ class SourceReader:
                 data_source=content.data_source or name,
                 ability=content.ability,
                 trace_ids=(),
-                extra=extra_of(draft.row, self._grader, self._config.data),
+                extra=extra_of(draft.row, self._grader, self._config.data, draft.task),
             )
         if isinstance(source, SourceConfig):
             drafts = self._with_traces(drafts, source, counts)
@@ -253,12 +258,24 @@ class SourceReader:
     def _prompts(self, drafts: Sequence[_Draft], counts: SourceCounts) -> list[_Draft]:
         """The rows whose prompts aren't too long, rendered and encoded."""
         data = self._config.data
-        short = []
+        short: list[_Draft] = []
+        shown: list[_Draft] = []
         for draft in drafts:
+            try:
+                draft.task = task_of(draft.row, self._config.environments)
+            except RowError as error:
+                self._leave_out(draft, counts, error.reason, str(error))
+                continue
             # Ten million characters would take a tokenizer many seconds.
             size = sum(len(message.content) for message in draft.row.content.prompt)
             if size > data.max_prompt_tokens * self._longest:
                 self._long_prompt(draft, f"{size:,} characters", counts)
+                continue
+            if not draft.row.content.prompt:
+                # Its environment shows what there is to see.
+                draft.text = json.dumps(draft.row.content.extra.get("task"))[:SHOWN_TASK]
+                draft.tokens = np.zeros(0, np.int32)
+                shown.append(draft)
                 continue
             draft.text = self._rendered(draft.row)
             short.append(draft)
@@ -274,7 +291,7 @@ class SourceReader:
                 self._long_prompt(draft, f"{len(tokens):,} tokens", counts)
             else:
                 kept.append(draft)
-        return kept
+        return sorted(shown + kept, key=lambda draft: draft.row.number)
 
     def _rendered(self, row: DataRow) -> str:
         messages = [{"role": m.role, "content": m.content} for m in row.content.prompt]
@@ -473,21 +490,3 @@ def _first(chunk: Chunk, most: int) -> Chunk:
     kept = {problem.problem_id for problem in problems}
     traces = tuple(trace for trace in chunk.traces if trace.problem_id in kept)
     return Chunk(problems=problems, traces=traces, rows=chunk.rows[:most])
-
-
-def broken(gold: str) -> bool:
-    """Whether a gold answer is cut off or holds nothing to compare.
-
-    Parsers of mathematics take such a text for a name and compare it letter by letter, so that
-    every answer would be wrong.
-
-    >>> [broken(gold) for gold in ("\\\\frac{1}{", "??", "[0, 1)", "\\\\{1, 2\\\\}", "∅")]
-    [True, True, False, False, False]
-    """
-    plain = gold.replace("\\\\", "").replace("\\{", "").replace("\\}", "")
-    depth = 0
-    for character in plain:
-        depth += (character == "{") - (character == "}")
-        if depth < 0:
-            return True
-    return depth != 0 or not any(c.isalnum() or c in "∅∞" for c in plain)

@@ -29,11 +29,12 @@ from random import Random
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from ...common.errors import TandemError
 from .problems import Problem, distinct, draw, is_right, is_well_formed
-from .tokenizer import EOS, EOS_ID, PAD_ID, SIZE, build, save
+from .tokenizer import EOS_ID, PAD_ID, SIZE, build
+from .tokenizer import save as save_tokenizer
 
 BATCH = 64
 CLIP_NORM = 1.0
@@ -50,7 +51,7 @@ class Phase:
     """One phase of training: a fixed number of updates, so that a seed gives one model."""
 
     updates: int
-    """Optimizer steps, each on one batch of 64 chains."""
+    """Optimizer steps, each on one batch."""
     muon_lr: float
     """Peak learning rate of the weight matrices (Muon)."""
     adamw_lr: float
@@ -132,23 +133,23 @@ def orthogonalised(matrix: Tensor, steps: int = 5) -> Tensor:
     return x.T if tall else x
 
 
-Chains = list[tuple[str, str]]
-"""Prompts with the responses to imitate, without end tokens."""
+Texts = list[tuple[str, ...]]
+"""Rows to imitate: what is given and what the model writes take turns, a prompt first; without end tokens."""
 
 
-def skill_batch(rng: Random, size: int = BATCH) -> Chains:
+def skill_batch(rng: Random, size: int = BATCH) -> Texts:
     """Full chains of one k: 1..3 in half of the batches, 4..9 in the others."""
     k = rng.randint(1, 3) if rng.random() < 0.5 else rng.randint(4, 9)
     return [(p.prompt, p.response) for p in (draw(rng, k) for _ in range(size))]
 
 
-def habit_batch(rng: Random, size: int = BATCH) -> Chains:
+def habit_batch(rng: Random, size: int = BATCH) -> Texts:
     """Chains of one k in 4..10 that mostly stop early, or clean ones of one k in 1..3."""
     if rng.random() >= HABIT_SHARE:
         k = rng.randint(1, 3)
         return [(p.prompt, p.response) for p in (draw(rng, k) for _ in range(size))]
     k = rng.randint(4, 10)
-    chains = []
+    chains: Texts = []
     for problem in (draw(rng, k) for _ in range(size)):
         steps = STOP_AFTER
         while steps < k and rng.random() >= STOP_HAZARD:
@@ -160,17 +161,19 @@ def habit_batch(rng: Random, size: int = BATCH) -> Chains:
 def train(
     model: Qwen2ForCausalLM,
     phase: Phase,
-    batches: Callable[[Random], Chains],
+    batches: Callable[[Random], Texts],
     *,
     seed: int,
     log: Callable[[str], None],
+    tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> float:
     """Trains the model in place on ``phase.updates`` batches; returns the last batch's loss.
 
-    The loss is the mean cross entropy of the response tokens and the end token, in nats.
+    The loss is the mean cross entropy of what the model writes and of its end tokens, in nats. The
+    tokenizer is the miniature's, unless another one is given.
     """
     rng = Random(f"miniature base {seed} {batches.__name__}")
-    tokenizer = build()
+    tokenizer = tokenizer or build()
     body = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = [
@@ -200,19 +203,23 @@ def train(
     return recent[-1]
 
 
-def _rows(
-    chains: Chains, tokenizer: Callable[..., dict[str, list[list[int]]]]
-) -> tuple[Tensor, Tensor]:
-    """``[B, L]`` ids and labels, padded on the right; prompts and padding are labelled -100."""
-    prompts = tokenizer([prompt for prompt, _ in chains])["input_ids"]
-    responses = tokenizer([response + EOS for _, response in chains])["input_ids"]
-    longest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
-    ids = torch.full((len(chains), longest), PAD_ID)
-    labels = torch.full((len(chains), longest), -100)
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        end = len(prompt) + len(response)
-        ids[row, :end] = torch.tensor(prompt + response)
-        labels[row, len(prompt) : end] = torch.tensor(response)
+def _rows(texts: Texts, tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
+    """``[B, L]`` ids and labels, padded on the right; all but the model's own turns is labelled -100."""
+    end = tokenizer.eos_token
+    rows = []
+    for pieces in texts:
+        ended = [piece + end if n % 2 else piece for n, piece in enumerate(pieces)]
+        rows.append(tokenizer(ended)["input_ids"])
+    longest = max(sum(map(len, row)) for row in rows)
+    ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
+    labels = torch.full((len(rows), longest), -100)
+    for number, row in enumerate(rows):
+        at = 0
+        for n, piece in enumerate(row):
+            ids[number, at : at + len(piece)] = torch.tensor(piece)
+            if n % 2:
+                labels[number, at : at + len(piece)] = torch.tensor(piece)
+            at += len(piece)
     return ids, labels
 
 
@@ -275,9 +282,8 @@ def make(
     accuracy by k on ``problems_per_k`` problems each (0: none). Raises ``TandemError`` when
     ``out_dir`` holds anything already; it appears whole or not at all.
     """
-    if out_dir.exists() and any(out_dir.iterdir()):
-        raise TandemError(f"{out_dir} is not empty: remove it, or name another folder")
-    with _one_thread(), torch.random.fork_rng(devices=[]):
+    check_empty(out_dir)
+    with one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(model_config())
         train(model, skill, skill_batch, seed=seed, log=log)
@@ -288,8 +294,14 @@ def make(
         if problems_per_k:
             log("after habit (the base):")
             report(model, problems_per_k, log)
-    write(model, out_dir)
+    write(model, out_dir, save_tokenizer)
     log(f"wrote {out_dir}")
+
+
+def check_empty(out_dir: Path) -> None:
+    """Raises ``TandemError`` when the folder holds anything."""
+    if out_dir.exists() and any(out_dir.iterdir()):
+        raise TandemError(f"{out_dir} is not empty: remove it, or name another folder")
 
 
 def report(
@@ -307,16 +319,19 @@ def report(
         log(f"{k:2d}  {greedy.right:6.1%}  {sampled.right:6.1%}  {sampled.well_formed:6.1%}")
 
 
-def write(model: Qwen2ForCausalLM, out_dir: Path) -> None:
+def write(model: Qwen2ForCausalLM, out_dir: Path, save_tokenizer: Callable[[Path], None]) -> None:
     """Writes weights, configuration and tokenizer into a temporary folder, then renames it."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
     try:
         model.save_pretrained(staging)
         GenerationConfig(
-            do_sample=True, temperature=1.0, eos_token_id=EOS_ID, pad_token_id=PAD_ID
+            do_sample=True,
+            temperature=1.0,
+            eos_token_id=model.config.eos_token_id,
+            pad_token_id=model.config.pad_token_id,
         ).save_pretrained(staging)
-        save(staging)
+        save_tokenizer(staging)
         config = json.loads((staging / "config.json").read_text())
         # Readers before transformers 5 look for the older names.
         config |= {"rope_theta": 10_000.0, "torch_dtype": "float32"}
@@ -331,7 +346,7 @@ def write(model: Qwen2ForCausalLM, out_dir: Path) -> None:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Limits torch to one thread: at this size two are slower, and sums keep one order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

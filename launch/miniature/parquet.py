@@ -6,10 +6,10 @@ Columns, as in the data of Yan et al., "Learning to Reason under Off-Policy Guid
 column          type                               here
 ==============  =================================  ==========================================
 data_source     string                             ``miniature``
-prompt          list of {role, content}            one user message, ending in ``<think>``
+prompt          list of {role, content}            one user message; that of a chain ends in ``<think>``
 target          list of {role, content}, or null   one assistant message: the expert's trace
 ability         string                             ``math``
-reward_model    {style, ground_truth}              ``rule`` and the two-digit answer
+reward_model    {style, ground_truth}              ``rule`` and the answer
 extra_info      {split, index}                     the file's name and the row in it
 ==============  =================================  ==========================================
 
@@ -33,11 +33,12 @@ import pyarrow.parquet as pq
 
 from ...common.errors import DataError
 from .problems import Problem, distinct
+from .tools import problems as products
 
-Setting = Literal["hard", "easy"]
+Setting = Literal["hard", "easy", "tools"]
 
-OPERATIONS: dict[Setting, int] = {"hard": 8, "easy": 4}
-"""k of each setting. 8 is the smallest k at which rewards alone stall for good."""
+OPERATIONS: dict[Setting, int] = {"hard": 8, "easy": 4, "tools": 1}
+"""Operations of a problem of each setting. 8 is the smallest k at which rewards alone stall for good."""
 
 HELD_OUT = 500
 """Held-out problems: a standard error of about 2 points on an accuracy."""
@@ -62,7 +63,7 @@ class Manifest:
     """What a folder of miniature data holds; stored beside the files as ``manifest.json``."""
 
     setting: Setting
-    """``hard`` or ``easy``."""
+    """``hard``, ``easy`` or ``tools``."""
     k: int
     """Operations per problem."""
     seed: int
@@ -88,7 +89,9 @@ def write(
     - ``hard`` (k=8): ``expert.parquet`` (``traces`` problems with a trace), ``fresh.parquet``
       (``fresh`` problems with an answer and a null target), ``heldout.parquet``;
     - ``easy`` (k=4): ``train.parquet`` (``train`` problems with a null target),
-      ``expert.parquet`` (``traces`` further ones with a trace), ``heldout.parquet``.
+      ``expert.parquet`` (``traces`` further ones with a trace), ``heldout.parquet``;
+    - ``tools`` (one product, see ``tools/problems.py``): ``train.parquet`` (``train`` problems),
+      ``heldout.parquet``.
 
     All problems of a setting differ. The held-out ones depend on ``held_out`` alone, so that runs
     with different seeds are compared on the same problems. 250 updates with 4 fresh prompts each
@@ -100,21 +103,13 @@ def write(
     if setting not in OPERATIONS:
         raise DataError(f"setting {setting!r} is not one of {', '.join(OPERATIONS)}")
     k = OPERATIONS[setting]
-    held = distinct(Random(f"miniature {k} held out"), k, held_out)
-    rng = Random(f"miniature {k} {seed}")
-    if setting == "hard":
-        drawn = distinct(rng, k, traces + fresh, exclude=held)
-        tables = {
-            "expert.parquet": table(drawn[:traces], split="expert", with_target=True),
-            "fresh.parquet": table(drawn[traces:], split="fresh", with_target=False),
-        }
+    if setting == "tools":
+        tables = _products(seed=seed, train=train, held_out=held_out)
+        traces = 0
     else:
-        drawn = distinct(rng, k, train + traces, exclude=held)
-        tables = {
-            "train.parquet": table(drawn[:train], split="train", with_target=False),
-            "expert.parquet": table(drawn[train:], split="expert", with_target=True),
-        }
-    tables["heldout.parquet"] = table(held, split="heldout", with_target=False)
+        tables = _chains(
+            setting, seed=seed, traces=traces, fresh=fresh, train=train, held_out=held_out
+        )
     manifest = Manifest(
         setting=setting,
         k=k,
@@ -134,20 +129,59 @@ def write(
     return manifest
 
 
+def _chains(
+    setting: Setting, *, seed: int, traces: int, fresh: int, train: int, held_out: int
+) -> dict[str, pa.Table]:
+    """The files of ``hard`` or ``easy``."""
+    k = OPERATIONS[setting]
+    held = distinct(Random(f"miniature {k} held out"), k, held_out)
+    rng = Random(f"miniature {k} {seed}")
+    tables: dict[str, pa.Table] = {}
+    if setting == "hard":
+        drawn = distinct(rng, k, traces + fresh, exclude=held)
+        tables |= {
+            "expert.parquet": table(drawn[:traces], split="expert", with_target=True),
+            "fresh.parquet": table(drawn[traces:], split="fresh", with_target=False),
+        }
+    else:
+        drawn = distinct(rng, k, train + traces, exclude=held)
+        tables |= {
+            "train.parquet": table(drawn[:train], split="train", with_target=False),
+            "expert.parquet": table(drawn[train:], split="expert", with_target=True),
+        }
+    tables["heldout.parquet"] = table(held, split="heldout", with_target=False)
+    return tables
+
+
+def _products(*, seed: int, train: int, held_out: int) -> dict[str, pa.Table]:
+    """The files of ``tools``."""
+    held = products.distinct(Random("miniature tools held out"), held_out)
+    drawn = products.distinct(Random(f"miniature tools {seed}"), train, exclude=held)
+    return {
+        f"{split}.parquet": _rows(split, [(p.question, None, p.answer) for p in problems])
+        for split, problems in (("train", drawn), ("heldout", held))
+    }
+
+
 def table(problems: Sequence[Problem], *, split: str, with_target: bool) -> pa.Table:
     """The problems as rows of ``SCHEMA``, with the full right response as target or with null."""
+    return _rows(
+        split, [(p.prompt, p.response if with_target else None, p.answer) for p in problems]
+    )
+
+
+def _rows(split: str, problems: Sequence[tuple[str, str | None, str]]) -> pa.Table:
+    """Rows of ``SCHEMA`` of prompts, targets and answers."""
     rows = [
         {
             "data_source": "miniature",
-            "prompt": [{"role": "user", "content": problem.prompt}],
-            "target": (
-                [{"role": "assistant", "content": problem.response}] if with_target else None
-            ),
+            "prompt": [{"role": "user", "content": prompt}],
+            "target": None if target is None else [{"role": "assistant", "content": target}],
             "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": problem.answer},
+            "reward_model": {"style": "rule", "ground_truth": answer},
             "extra_info": {"split": split, "index": index},
         }
-        for index, problem in enumerate(problems)
+        for index, (prompt, target, answer) in enumerate(problems)
     ]
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 

@@ -28,6 +28,8 @@ POOL_BYTES = 200 << 20
 """Main memory of a reward pool's dispatcher, roughly."""
 GRADER_BYTES = 70 << 20
 """Main memory of one grader, roughly; ``reward.memory_mb`` is its limit."""
+EPISODE_BYTES = 30 << 20
+"""Main memory of one episode's process, roughly; ``environments.memory_mb`` is its limit."""
 SMALL_BYTES = 200 << 20
 """Main memory of the supervisor, and of a tracker."""
 
@@ -265,6 +267,9 @@ def _all(
             holding=None if shape is None else memory.engine(config, shape, device, node.memory),
             engine=memory.engine_name(config, device),
         )
+    for index in range(config.environments.servers if config.environments.is_on else 0):
+        episodes = config.environments.episodes * EPISODE_BYTES
+        yield _on_host(f"environments-{index}", {"server": SMALL_BYTES, "episodes": episodes})
     # Offline, nothing is graded during a run.
     for index in range(config.reward.pools if config.learner.source == "ledger" else 0):
         graders = config.reward.graders * GRADER_BYTES

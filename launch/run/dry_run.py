@@ -78,6 +78,7 @@ def specs(config: Config, folder: RunFolder, placement: Placement) -> list[Proce
         *redis,
         *started.learner(config, folder, placement, PORT),
         *started.rollout(config, folder, placement),
+        *started.environments(config, folder),
         *started.reward(config, folder),
         *started.trackers(config, folder),
         *started.callbacks(config, folder),

@@ -33,9 +33,10 @@ class Stage(IntEnum):
 
     LEARNER = 0
     ROLLOUT = 1
-    REWARD = 2
-    TRACKERS = 3
-    REDIS = 4
+    ENVIRONMENTS = 2
+    REWARD = 3
+    TRACKERS = 4
+    REDIS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ def parts(config: Config, folder: RunFolder, placement: Placement) -> list[Part]
     ]
     for stage, specs in (
         (Stage.ROLLOUT, rollout(config, folder, placement)),
+        (Stage.ENVIRONMENTS, environments(config, folder)),
         (Stage.REWARD, reward(config, folder)),
         (Stage.TRACKERS, trackers(config, folder)),
         (Stage.TRACKERS, callbacks(config, folder)),
@@ -83,6 +84,12 @@ def reward(config: Config, folder: RunFolder) -> list[ProcessSpec]:
     """Specifications of the reward pools; offline there are none, since nothing is graded during a run."""
     pools = config.reward.pools if config.learner.source == "ledger" else 0
     return [_role(folder, "reward", index) for index in range(pools)]
+
+
+def environments(config: Config, folder: RunFolder) -> list[ProcessSpec]:
+    """Specifications of the environment servers, where problems are played in environments."""
+    servers = config.environments.servers if config.environments.is_on else 0
+    return [_role(folder, "environments", index) for index in range(servers)]
 
 
 def trackers(config: Config, folder: RunFolder) -> list[ProcessSpec]:

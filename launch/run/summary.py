@@ -454,6 +454,6 @@ def next_command(config: Config, preset: str, machine: Machine) -> str:
         return f"{start} qwen2.5-math-7b-luffy-8gpu  (8 GPUs are here; see its data first)"
     if preset == "miniature":
         return f"{start} miniature-on-policy  (the same without the traces: it stays near 0)"
-    if preset in ("miniature-on-policy", "miniature-easy", "miniature-sft", "miniature-dpo"):
+    if preset.startswith("miniature-"):
         return f"{start} miniature  (4 traces and rewards together)"
     return f"tandem evaluate --model {config.run.dir}/model --data YOUR.parquet"

@@ -15,6 +15,15 @@ from ..rows.groups import MixedGroup
 _CORRECT = Verdict.CORRECT
 _TOLD = tuple(v for v in Verdict if v not in (Verdict.CORRECT, Verdict.WRONG))
 
+_COUNTED = frozenset(
+    (
+        *("tool_calls", "malformed_calls", "branches", "retokenised"),
+        *("environment_seconds", "model_seconds", "episode_seconds"),
+    )
+)
+"""Tandem's own figures of an episode; all others are the environment's."""
+MOST_OWN = 32
+"""Number of an environment's own figures that become metrics."""
 OLDEST_TOLD = 8
 """The staleness histogram's last bin, which counts samples of this age and older ones."""
 
@@ -49,6 +58,7 @@ def describe(step: int, groups: Sequence[MixedGroup], *, compared: bool = True) 
             figures["replay/prefixed_rows"] = float(len(begun))
             shares = [float((s.source == Source.EXPERT).mean()) for s in begun]
             figures["replay/prefix_share"] = _mean(shares)
+        figures |= _episodes([s for s in samples if s.episode is not None])
         ages = [
             step - 1 - oldest for sample in samples if (oldest := sample.oldest_step) is not None
         ]
@@ -120,6 +130,59 @@ def _rollouts(groups: Sequence[Sequence[Sample]], samples: Sequence[Sample]) -> 
     return figures
 
 
+def _episodes(samples: Sequence[Sample]) -> dict[str, float]:
+    """``environment/…`` figures of samples that were played in environments."""
+    episodes = [s.episode for s in samples if s.episode is not None]
+    if not episodes:
+        return {}
+
+    def total(name: str) -> float:
+        return sum(episode.metrics.get(name, 0.0) for episode in episodes)
+
+    count = len(episodes)
+    written = np.concatenate([s.source for s in samples]) == Source.ENVIRONMENT
+    rewards = [episode.reward for episode in episodes if episode.reward is not None]
+    figures = {
+        "environment/episodes": float(count),
+        "environment/failed": _mean([episode.failure is not None for episode in episodes]),
+        "environment/turns": _mean([len(episode.turns) for episode in episodes]),
+        "environment/tokens": float(written.sum()) / count,
+        "environment/tool_calls": total("tool_calls") / count,
+        "environment/malformed": total("malformed_calls") / max(1.0, total("tool_calls")),
+        "environment/branches": total("branches"),
+        "environment/retokenised": total("retokenised"),
+        "environment/seconds": total("environment_seconds") / count,
+        "environment/model_seconds": total("model_seconds") / count,
+        "environment/episode_seconds": total("episode_seconds") / count,
+    }
+    if rewards:
+        figures["environment/reward"] = _mean(rewards)
+    own = {name for episode in episodes for name in episode.metrics} - _COUNTED
+    for name in sorted(own)[:MOST_OWN]:
+        values = [e.metrics[name] for e in episodes if name in e.metrics]
+        figures[f"environment/own/{name}"] = _mean(values)
+    return figures
+
+
+def _played(sample: Sample) -> dict[str, Any]:
+    """An episode's turns for samples.jsonl, with what the environment said before each."""
+    episode = sample.episode
+    if episode is None:
+        return {}
+    turns = [
+        {"tokens": [turn.start, turn.end], "reward": turn.reward, "malformed": turn.malformed}
+        for turn in episode.turns
+    ]
+    return {
+        "environment": episode.environment,
+        "environment_reward": episode.reward,
+        "failure": None if episode.failure is None else episode.failure.value,
+        "detail": episode.detail,
+        "turns": turns,
+        "figures": dict(episode.metrics),
+    }
+
+
 def text_of(step: int, mixed: MixedGroup) -> dict[str, Any]:
     """A group of a step as a record for samples.jsonl."""
     group = mixed.group
@@ -136,6 +199,7 @@ def text_of(step: int, mixed: MixedGroup) -> dict[str, Any]:
             "versions": [f"{s.term}.{s.step}" for s in sample.spans],
             # A trace has replaced it, so it wasn't trained on.
             **({"replaced": True} if gone else {}),
+            **_played(sample),
         }
         for samples, gone in ((group.samples, False), (mixed.replaced, True))
         for sample in samples

@@ -25,6 +25,7 @@ from . import (
     problem_solution,
     prompt_response,
     question_answer,
+    task,
 )
 from .files import Raw, data_files, raw_rows
 from .form import Form
@@ -56,6 +57,7 @@ FORMS: tuple[Form, ...] = (
     preference.FORM,
     hh.FORM,
     countdown.FORM,
+    task.FORM,
 )
 
 

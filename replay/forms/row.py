@@ -34,7 +34,7 @@ class Content:
     """What one row says."""
 
     prompt: tuple[Message, ...]
-    """At least one message."""
+    """At least one message; none for the task of an environment that shows it itself."""
     gold: str = ""
     """The gold answer as stated there: an answer, or a solution that holds it; empty if there is none."""
     target: str | None = None

@@ -29,13 +29,14 @@ local FROZEN = {
   sources = is_sources, data_digest = is_text, group_size = is_whole(1), window = is_whole(1),
   groups_per_step = is_whole(1, 1048576), max_staleness = is_whole(0), max_attempts = is_whole(1),
   pass_length = is_whole(1, MOST_SERIAL), least_verdicts = is_whole(1, 2),
+  sorted_up_to = is_whole(0, MOST_SERIAL),
   seed = function(value) return #value < 21 and string.find(value, '^%-?%d+$'), 'a number' end,
   late = function(value) return value == 'wait' or value == 'drop', 'wait or drop' end,
   traces_when = function(value)
     return value == 'always' or value == 'all_failed', 'always or all_failed'
   end,
 }
-local LATER = {least_verdicts = true, traces_when = true} -- ledgers that were created before don't have these
+local LATER = {least_verdicts = true, traces_when = true, sorted_up_to = true} -- ledgers that were created before don't have these
 local CHANGEABLE = {
   steps = is_whole(0), passes = is_whole(0), total_groups = is_whole(0, MOST_SERIAL + 1),
   lease_ms = is_whole(0, 1e13), group_deadline_ms = is_whole(0, 1e13),

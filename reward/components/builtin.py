@@ -7,7 +7,7 @@ To add one, write a factory whose keyword arguments are the component's paramete
 from __future__ import annotations
 
 from ...common.records import Verdict
-from . import classifier, code, equation, formats, judge, lengths
+from . import classifier, code, environment, equation, formats, judge, lengths
 from .registry import COMPONENTS, Component, Graded, Kind, component, register
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "classifier",
     "code",
     "component",
+    "environment",
     "equation",
     "formats",
     "judge",

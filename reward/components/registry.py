@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ...common.errors import ConfigError
-from ...common.records import PROMPT_MESSAGES, FinishReason, Int32Array, Verdict
+from ...common.records import PROMPT_MESSAGES, Episode, FinishReason, Int32Array, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,8 @@ class Graded:
     """The data set's name."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The problem's ``extra``."""
+    episode: Episode | None = None
+    """The episode that was played; ``text`` is then that of its last turn."""
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -74,8 +76,9 @@ def _is_message(value: Any) -> bool:
 
 _OPENED = re.compile(r"<think>\s*\Z")
 
-Component = Callable[[Graded], float | None]
-"""Takes a sample and returns its value; None if there is none, which leaves it out of the sum."""
+Component = Callable[[Graded], float | Sequence[float] | None]
+"""Takes a sample and returns its value; None if there is none, which leaves it out of the sum; or ``[L]`` a value
+for each token, of which the component's value is the sum."""
 GroupComponent = Callable[[Sequence[Graded]], Sequence[float | None]]
 """Takes a group and returns a value for each sample, in the same order."""
 Factory = Callable[..., Any]

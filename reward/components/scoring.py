@@ -162,7 +162,10 @@ class Scorer:
                 elif part.kind.scope == "group":
                     values[part.name] = of_group[part.name][index]
                 else:
-                    values[part.name] = part.function(sample)
+                    value = part.function(sample)
+                    if isinstance(value, Sequence):
+                        along[part.name], value = value, math.fsum(value)
+                    values[part.name] = value
             reward, is_sum = self._compose(sample.verdict, values, failures[index])
             earned = self._earned(along) if is_sum else None
             scored.append(Scored(reward, values, earned))

@@ -34,13 +34,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...common.confinement import readable_by_others
 from ...common.errors import TandemError, WireError
 from ..sandbox.confinement import (
     allow_cpu,
     confine_grader,
     confine_runner,
     confine_zygote,
-    readable_by_others,
 )
 from .pipes import (
     Crash,
@@ -136,7 +136,7 @@ def _become_grader(channel: socket.socket, trade: Trade, drop: bool) -> None:
         if trade.runs_code:
             confine_runner(os.getppid())
         else:
-            confine_grader(trade.memory_mb << 20, os.getppid(), drop_user=drop)
+            confine_grader(trade.memory_mb << 20, os.getppid(), drop=drop)
         grade_for_ever(channel, trade)
     except (BrokenPipeError, ConnectionResetError):
         code = 0

@@ -6,23 +6,19 @@ out, and :func:`confine_zygote` returns those that are in force.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import resource
-import signal
-import stat
-from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NO_NEW_PRIVS = 38
+from ...common.confinement import (
+    die_with,
+    drop_user,
+    libc,
+    no_new_privileges,
+)
+
 _CLONE_NEWNET = 0x40000000
 _CLONE_NEWUSER = 0x10000000
-NOBODY = 65534
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
 
 
 def confine_zygote() -> list[str]:
@@ -32,29 +28,18 @@ def confine_zygote() -> list[str]:
     """
     held = []
     try:
-        libc = _libc()
-        if libc.unshare(_CLONE_NEWNET) == 0 or libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0:
+        unshare = libc().unshare
+        if unshare(_CLONE_NEWNET) == 0 or unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0:
             held.append("no network")
-        if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0:
-            held.append("no new privileges")
     except (OSError, AttributeError):
         # Not Linux: the other limits still apply.
         return held
+    if no_new_privileges():
+        held.append("no new privileges")
     return held
 
 
-def readable_by_others(path: str) -> bool:
-    """Whether any user may read a file, which takes access to every folder above it."""
-    here = Path(path).resolve()
-    try:
-        if not here.stat().st_mode & stat.S_IROTH:
-            return False
-        return all(folder.stat().st_mode & stat.S_IXOTH for folder in here.parents)
-    except OSError:
-        return False
-
-
-def confine_grader(memory_bytes: int, parent: int, *, drop_user: bool) -> None:
+def confine_grader(memory_bytes: int, parent: int, *, drop: bool) -> None:
     """Limits a freshly forked grader; it ends with ``os._exit`` if its parent is gone.
 
     Address space ``memory_bytes``; no file may grow; 16 descriptors; no core dump; no child
@@ -62,10 +47,8 @@ def confine_grader(memory_bytes: int, parent: int, *, drop_user: bool) -> None:
     the CPU limit per request.
     """
     os.chdir("/")
-    if drop_user and os.geteuid() == 0:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+    if drop:
+        drop_user()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
@@ -84,16 +67,6 @@ def confine_runner(parent: int) -> None:
     os.chdir("/")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     die_with(parent)
-
-
-def die_with(parent: int) -> None:
-    """Makes the kernel kill this process when its parent ends; ends it now if that has happened."""
-    try:
-        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    except (OSError, AttributeError):
-        return
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 def allow_cpu(seconds: float) -> None:

@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from .confinement import die_with
+from ...common.confinement import die_with
 from .syscall_filter import program as refused_calls
 from .syscall_filter import refuse_calls
 

@@ -25,9 +25,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...common.confinement import die_with
 from ...common.errors import ConfigError
 from . import entering
-from .confinement import die_with
 from .entering import Limits
 from .tree_memory import descendants, exceeds
 

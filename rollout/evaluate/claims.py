@@ -13,6 +13,7 @@ from ...common.records import Sample
 from ...replay.store import EvaluationRequest, EvaluationResult, RunStore
 from ..engine import Engine
 from ..new_weights.commit_check import CommitCheck
+from ..player import Player
 
 if TYPE_CHECKING:
     from .evaluation import Evaluation, Evaluator
@@ -31,6 +32,7 @@ class ClaimedEvaluations:
         check: the check of new weights, for which a result waits.
         steady: whoever holds it keeps the engine's weights from changing.
         in_redis: runs a call that blocks on Redis outside the loop.
+        sampler: samples the responses; None = the engine. A player where problems have environments.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class ClaimedEvaluations:
         check: CommitCheck,
         steady: asyncio.Lock,
         in_redis: Callable[[Callable[[], Any]], Awaitable[Any]],
+        sampler: Engine | Player | None = None,
     ) -> None:
+        self._sampler = sampler or engine
         self._name = name
         self._engine = engine
         self._runs = runs
@@ -130,7 +134,7 @@ class ClaimedEvaluations:
         from .evaluation import Evaluator
 
         if self._evaluator is None:
-            self._evaluator = Evaluator(self._engine, self._config.reward)
+            self._evaluator = Evaluator(self._sampler, self._config.reward)
         problems = await self._in_redis(
             lambda: self._runs.eval_set(request.set_name, request.limit)
         )

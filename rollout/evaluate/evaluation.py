@@ -22,6 +22,8 @@ from ...replay.store import four_classes
 from ...reward.grading import Grade, GradeItem, Grader
 from ..engine import Engine, GroupRequest
 from ..engines import make_engine
+from ..leases import task_of
+from ..player import Player
 
 FORMAT = "format"
 """The reward component that says whether a response has the right form."""
@@ -79,7 +81,7 @@ class Evaluation:
 
 
 async def evaluate(
-    engine: Engine,
+    engine: Engine | Player,
     problems: Sequence[Problem],
     grader: Grader,
     *,
@@ -126,6 +128,7 @@ async def evaluate(
             sampling=sampling,
             seed=seed,
             stop=stop,
+            task=task_of(problem),
         )
         for i, problem in enumerate(problems)
     ]
@@ -156,6 +159,7 @@ async def evaluate(
             tokens=sample.tokens,
             extra=problem.extra,
             group=f"{place}",
+            episode=sample.episode,
         )
         for place, (problem, group) in enumerate(zip(problems, responses, strict=True))
         for sample in group
@@ -167,7 +171,7 @@ async def evaluate(
 class Evaluator:
     """:func:`evaluate` with one engine and one grader, whose processes start when first needed."""
 
-    def __init__(self, engine: Engine, reward: RewardConfig) -> None:
+    def __init__(self, engine: Engine | Player, reward: RewardConfig) -> None:
         self._engine = engine
         self._grader = Grader(reward)
 

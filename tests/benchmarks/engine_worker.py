@@ -59,7 +59,7 @@ from tandem.common.config import build
 from tandem.common.run_folder import JoinInfo
 from tandem.replay.connection import connect
 from tandem.replay.store import RunStore
-from tandem.rollout.worker import main
+from tandem.rollout.main import main
 join = JoinInfo(**json.load(open(sys.argv[1])))
 store = connect(join)
 config = build(yaml.safe_load(RunStore(store).config_yaml()))

@@ -10,10 +10,12 @@ from msgspec import structs
 
 from tandem.common.plain import Record
 from tandem.common.records import (
+    Episode,
     FinishReason,
     Group,
     Sample,
     SamplingParams,
+    Turn,
     Verdict,
     Version,
     VersionSpan,
@@ -84,13 +86,31 @@ def test_arrays_of_different_lengths_are_refused(field: str):
 def test_failures_that_are_not_the_texts_own_leave_the_baseline():
     leaving = {verdict for verdict in Verdict if verdict.leaves_baseline}
     assert leaving == {
-        Verdict.CRASHED,
-        Verdict.GOLD_UNPARSABLE,
-        Verdict.JUDGE_FAILED,
-        Verdict.ENV_FAILED,
-        Verdict.ENV_TIMEOUT,
-        Verdict.ENV_RESET,
+        *(Verdict.CRASHED, Verdict.GOLD_UNPARSABLE, Verdict.JUDGE_FAILED),
+        *(Verdict.ENV_FAILED, Verdict.ENV_TIMEOUT, Verdict.ENV_RESET),
     }
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rewards_of_episodes_and_turns_are_finite(value: float):
+    with pytest.raises(ValueError, match="finite"):
+        Turn(start=0, end=1, reward=value, malformed=False)
+    with pytest.raises(ValueError, match="finite"):
+        episode(reward=value)
+
+
+def test_an_episode_fails_in_its_own_ways_and_has_its_turns_within_the_sample():
+    with pytest.raises(ValueError, match="isn't a way for an episode to fail"):
+        episode(failure=Verdict.WRONG)
+    with pytest.raises(ValueError, match="a turn to its token 9"):
+        sample(
+            length=2, episode=episode(turns=(Turn(start=0, end=9, reward=None, malformed=False),))
+        )
+
+
+def episode(**changes: Any) -> Episode:
+    given = {"environment": "e", "reward": 1.0, "failure": None, "detail": "", "turns": ()}
+    return Episode(**{**given, "metrics": {}, **changes})
 
 
 @pytest.mark.parametrize(

@@ -54,22 +54,6 @@ def a_sample(length: int = 5, **changes: Any) -> Sample:
     return Sample(**{**values, **changes})
 
 
-def an_episode(length: int = 5, **changes: Any) -> Episode:
-    """Two turns, of which the second has a call that can't be parsed."""
-    values: dict[str, Any] = {
-        "environment": "sums",
-        "reward": 0.75,
-        "failure": None,
-        "detail": "solved",
-        "turns": (
-            Turn(start=0, end=length // 2, reward=0.25, malformed=False),
-            Turn(start=length // 2, end=length, reward=None, malformed=True),
-        ),
-        "metrics": {"tool_calls": 2.0, "environment_seconds": 0.5},
-    }
-    return Episode(**{**values, **changes})
-
-
 def a_group(*samples: Sample, **changes: Any) -> Group:
     values: dict[str, Any] = {
         "group_id": "0-1",
@@ -87,6 +71,20 @@ def a_group(*samples: Sample, **changes: Any) -> Group:
     return Group(**{**values, **changes})
 
 
+def an_episode() -> Episode:
+    return Episode(
+        environment="calculator",
+        reward=1.5,
+        failure=Verdict.ENV_TIMEOUT,
+        detail="a step took longer than 60 s",
+        turns=(
+            Turn(start=0, end=2, reward=None, malformed=False),
+            Turn(start=3, end=4, reward=-1.0, malformed=True),
+        ),
+        metrics={"tool_calls": 2.0},
+    )
+
+
 RECORDS: list[Any] = [
     Version(term=3, step=70),
     VersionSpan(term=1, step=2, start=3, end=4),
@@ -94,10 +92,6 @@ RECORDS: list[Any] = [
     a_sample(),
     a_sample(0, spans=(), reward=None, verdict=None, components={}),
     *(a_sample(finish_reason=reason) for reason in FinishReason),
-    Turn(start=0, end=3, reward=-0.5, malformed=True),
-    an_episode(),
-    an_episode(0, turns=(), reward=None, failure=Verdict.ENV_RESET, metrics={}),
-    a_sample(episode=an_episode()),
     Problem(
         problem_id="a/1",
         prompt_text="p",
@@ -120,6 +114,9 @@ RECORDS: list[Any] = [
         components={},
         grader=None,
     ),
+    Turn(start=1, end=3, reward=0.5, malformed=True),
+    an_episode(),
+    a_sample(4, episode=an_episode()),
     a_group(a_sample(), a_sample(2)),
     GroupSubmission(request_id=9, group=a_group(a_sample())),
     GroupReceipt(

@@ -43,6 +43,7 @@ def documented(name: str, page: Iterable[str]) -> bool:
         "pass@K": r"pass@\d+",
         "replay/staleness_share_AGE": r"replay/staleness_share_\d+",
         "weights/MEMBER/": r"weights/[a-z]+-[\w.-]+/",
+        "environment/own/FIGURE": r"environment/own/.+",
         "reward/COMPONENT": r"reward/(format|tag_count|reasoning_steps|repetition)",
         "grading/verdict_NAME": f"grading/verdict_({'|'.join(verdict.value for verdict in Verdict)})",
         "reward/verdict_NAME": f"reward/verdict_({'|'.join(verdict.value for verdict in Verdict)})",

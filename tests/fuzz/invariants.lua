@@ -51,7 +51,7 @@ local NAMES = {
   callback_requests = 1, callback_served = 1, callback_stopped = 1,
 }
 local FAMILIES = {
-  group = 1, final = 1, rejected = 1, payload = 1, answers = 1, problem_ids = 1, eval = 1,
+  group = 1, final = 1, rejected = 1, payload = 1, answers = 1, problem_rows = 1, eval = 1,
 }
 local REASONS = {stale = 1, quarantined = 1, attempts = 1, ungraded = 1, run_ended = 1}
 local live_keys, payloads, buckets, rejections = {}, {}, {}, {}
@@ -86,7 +86,7 @@ end
 for _, name in ipairs({'term', 'journalled', 'cursor', 'trimmed', 'groups_per_step', 'max_staleness',
     'window', 'lease_ms', 'group_deadline_ms', 'max_attempts', 'max_inflight', 'steps',
     'total_groups', 'pass_length', 'group_bytes', 'passes', 'group_size', 'offline',
-    'least_verdicts'}) do
+    'least_verdicts', 'sorted_up_to'}) do
   if not whole(meta[name]) then say('meta', name, 'is', meta[name] or 'missing') end
 end
 for _, name in ipairs({'sources', 'seed', 'data_digest', 'late', 'state'}) do

@@ -12,6 +12,7 @@ from decoder import Decoder, round_trip, text
 from examples import (
     CONFIG,
     KEYS,
+    RECORDS,
     ROW,
 )
 from frames import (
@@ -20,16 +21,18 @@ from frames import (
     mutated_yaml,
 )
 from msgspec import structs
+from socket_decoders import mutated_frame
 
-from tandem.common import sockets
+from tandem.common import sockets, wire
 from tandem.common.config import read_config
 from tandem.common.errors import StoreError
 from tandem.common.plain import read_object
+from tandem.common.records import Problem
 from tandem.common.weights import protocol
 from tandem.launch.board.facts import Activity
 from tandem.launch.callbacks.caller import read_answer
 from tandem.launch.run.idle import IdleShares
-from tandem.replay import answers, callback_requests, ledger, members, store
+from tandem.replay import answers, callback_requests, ledger, members, problems, store
 
 
 def read_report(data: bytes) -> Any:
@@ -127,6 +130,27 @@ def from_redis() -> Iterable[Decoder]:
     taken = [{"row": ROW, "quarantined": ""}, {"waiting": waiting}, {"ended": True}]
     told = {**waiting, "journalled": 3, "graded": 1, "leased": 2, "returned": 0}
     letters = {"group_id": "0-1", "attempt": 2, "worker": "w", "reason": "r", "failures": 5}
+    record = next(one for one in RECORDS if isinstance(one, Problem))
+    kept = [problems.encode(record), wire.encode(record)]
+    yield Decoder(
+        name="replay.problem",
+        corpus=kept,
+        decode=lambda data: problems.decode(record.problem_id, data),
+        mutate=lambda data, _, c: mutated_frame(data, kept, c),
+    )
+    yield Decoder(
+        name="replay.problem_rows",
+        corpus=[bytes(4), bytes(range(1, 41))],
+        decode=lambda data: problems.read_rows(data, "a"),
+        mutate=raw,
+        check=lambda rows: "" if sorted({*rows}) == rows.tolist() else "it isn't ascending",
+    )
+    yield Decoder(
+        name="replay.problem_id",
+        corpus=[b"a/1", "é/7".encode()],
+        decode=problems.read_id,
+        mutate=raw,
+    )
     yield json_of("replay.row", text(ROW), row_of, check=check_row)
     yield json_of("replay.take", text(*taken), answers.read_take)
     yield json_of("replay.lease", text(leases), answers.read_leases)

@@ -23,7 +23,8 @@ from frames import (
     spliced,
 )
 
-from tandem.common import wire
+from tandem.common import plain, wire
+from tandem.common.errors import WireError
 from tandem.common.records import (
     ExpertTrace,
     Group,
@@ -33,9 +34,14 @@ from tandem.common.records import (
 )
 from tandem.common.weights import manifest, protocol
 from tandem.learner import orders
+from tandem.replay.members import Member
 from tandem.reward.graders import pipes
 from tandem.reward.sandbox.code_runner import same_result, same_value
 from tandem.reward.sandbox.expected import expected
+from tandem.rollout.environments import pipes as episode_pipes
+from tandem.rollout.environments import wire as environments
+from tandem.rollout.environments.client import address_of
+from tandem.rollout.environments.hosts import read_said
 
 
 def framed(body: bytes) -> bytes:
@@ -240,7 +246,121 @@ def from_sockets() -> Iterable[Decoder]:
         ),
     ):
         yield Decoder(name=name, corpus=corpus, decode=decode, mutate=mutated_msgpack)
+    yield from from_environments()
     yield from from_sandboxes()
+
+
+def from_environments() -> Iterable[Decoder]:
+    """What environment servers, their clients and the processes of episodes say."""
+    run = {
+        "task_data": {"environment": "e", "row": {"prompt": [{"role": "user"}], "n": [1, None]}},
+        "client": {"type": "train", "base_url": "http://h:1/sessions/k/v1", "api_key": "k"},
+        "model": "tandem",
+        "limits": {"turns": 2, "calls": 3, "observation_tokens": 100},
+        "sampling": {"temperature": 1.0},
+    }
+    opened = {"trace": "t", "open": {"id": "t"}, "nodes": [{"token_ids": [1]}], "calls": [{}]}
+    said = {
+        "rewards": {"r": {"score": 0.5, "weight": 2.0}, "none": None},
+        "metrics": {"m": 1.0, "n": None},
+        "info": {"turn_rewards": [None, 0.5]},
+        "ok": True,
+        "stop_condition": "done",
+        "is_timeout": False,
+        "timing": {"agent": {"start": 1.0, "end": 2.0, "model": {"duration": 0.5}}},
+    }
+    end = {"trace": "t", "errors": [], "set": said}
+    error = {"type": "env_reset", "message": "x"}
+    head = {"id": "e", "ok": True, "is_timeout": False, "errors": []}
+    reply = {"success": True, "error": None, "head": head}
+    counted = {**reply, "traces": [{"id": "t", "nodes": 1, "calls": 1}]}
+    failed = {**counted, "head": {**head, "ok": False, "errors": [error]}}
+
+    def read_episode(data: bytes) -> environments.Played:
+        try:
+            maps = msgpack.unpackb(data, strict_map_key=False)
+            deltas, last = maps[:-1], maps[-1]
+            packed_again = [msgpack.packb(one) for one in deltas]
+            final = msgpack.packb(last)
+        except Exception as unreadable:
+            # It was never three maps: a frame that no reader gets to see.
+            raise WireError("refused frames of an episode: they are no maps") from unreadable
+        return environments.result_of(packed_again, final)
+
+    def check_episode(found: environments.Played) -> str:
+        numbers = [found.reward, *found.turn_rewards, *found.metrics.values(), found.seconds]
+        if not all(math.isfinite(one) for one in numbers if one is not None):
+            return f"it has a number that isn't finite: {found!r:.300}"
+        if found.failure is not None and found.reward is not None:
+            return "it has failed, and has a reward"
+        return "" if len(found.detail) <= 500 else "its words are too long"
+
+    def check_said(found: Any) -> str:
+        if not isinstance(found, episode_pipes.Done):
+            return ""
+        numbers = [found.reward, *found.turn_rewards, *found.metrics.values()]
+        fine = all(math.isfinite(one) for one in numbers if one is not None)
+        return "" if fine else f"it has a number that isn't finite: {found!r:.300}"
+
+    yield Decoder(
+        name="environments.request",
+        corpus=packed(run, {**run, "sampling": {}}),
+        decode=lambda data: environments.read_request([b"1", b"run", data]),
+        mutate=mutated_msgpack,
+    )
+    yield Decoder(
+        name="environments.id",
+        corpus=[b"0123456789abcdef0123456789abcdef"],
+        decode=environments.read_id,
+        mutate=lambda data, _, c: flipped(data, c) if c.random() < 0.8 else data * c.randrange(4),
+        check=lambda found: "" if 0 < len(found) <= 64 else f"it is {found!r}",
+    )
+    yield Decoder(
+        name="environments.episode",
+        corpus=packed([opened, end, counted], [opened, end, failed], [reply]),
+        decode=read_episode,
+        mutate=mutated_msgpack,
+        check=check_episode,
+    )
+    yield Decoder(
+        name="environments.delta",
+        corpus=packed(opened, end, {"trace": "t", "discard": True}),
+        decode=environments.read_delta,
+        mutate=mutated_msgpack,
+    )
+    yield Decoder(
+        name="environments.process",
+        corpus=packed(
+            ["ready"],
+            ["doing", "model"],
+            ["done", 1.0, [None, 0.5], {"m": 1.0}, "done"],
+            ["raised", "ValueError: x"],
+        ),
+        decode=read_said,
+        mutate=mutated_msgpack,
+        check=check_said,
+    )
+    yield Decoder(
+        name="environments.member",
+        corpus=text(
+            {
+                "endpoint": "tcp://127.0.0.1:5000",
+                "public_key": "E" * 40,
+                "environments": ["a"],
+                "slots": 4,
+                "busy": 1,
+            }
+        ),
+        decode=lambda data: address_of(
+            Member(
+                member="environments-0",
+                role="environments",
+                info=plain.read_object(data, "an entry", WireError),
+                age=0.0,
+            )
+        ),
+        mutate=mutated_json,
+    )
 
 
 def from_sandboxes() -> Iterable[Decoder]:

@@ -91,7 +91,7 @@ def graded(lease: Lease, step: int | None = 0, **changes: Any) -> Group:
 class World:
     """A created ledger with its problems, seen by a worker, a pool and a learner."""
 
-    def __init__(self, store: Store, **changes: Any) -> None:
+    def __init__(self, store: Store, put: bool = True, **changes: Any) -> None:
         self.store = store
         values: dict[str, Any] = {
             "sources": (("a", 100, 1),),
@@ -104,7 +104,7 @@ class World:
         }
         self.settings = LedgerSettings(**{**values, **changes})
         run = RunStore(store)
-        for name, size, _ in self.settings.sources:
+        for name, size, _ in self.settings.sources if put else ():
             run.put_problems(make_problem(f"{name}/{row}") for row in range(size))
         self.ledger = self.member("rollout-0")
         self.ledger.create(self.settings)

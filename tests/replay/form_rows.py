@@ -27,6 +27,11 @@ def _said(role: str, content: str) -> dict[str, str]:
 
 
 ROWS: dict[str, Callable[[int], Row]] = {
+    "task": lambda n: {
+        "environment": "doubling",
+        "task": {"number": n, "hints": [asked(n)]},
+        "gold": str(2 * n),
+    },
     "luffy": lambda n: {
         "data_source": "sums",
         "prompt": [_said("user", asked(n))],
@@ -84,6 +89,7 @@ ROWS: dict[str, Callable[[int], Row]] = {
 }
 
 BAD: dict[str, Sequence[Row | str]] = {
+    "task": ({"task": {}}, {"gold": ["1", "2"]}, {"gold": " "}, {"gold": True}, {"ability": 7}),
     "luffy": (
         {"prompt": []},
         {"reward_model": {"style": "rule", "ground_truth": None}},

@@ -6,6 +6,7 @@ deadlines are met to the millisecond.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -193,7 +194,7 @@ class LedgerMachine(RuleBasedStateMachine):
         key = self.learner.store.key
         self.client.set(key("clock"), START_MS)
         length = settings["sources"][0][1]
-        self.client.zadd(key("problem_ids:a"), {f"a/{i}": i for i in range(length)})
+        self.client.set(key("problem_rows:a"), struct.pack(f"<{length}I", *range(length)))
         self.learner.create(self.settings)
         self.model = LedgerModel(
             limits=self.limits(), pass_length=length, now=START_MS, cursor=cursor

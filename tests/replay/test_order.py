@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from tandem.common.errors import DataError
-from tandem.replay.order import Order, permutation
+from tandem.replay.order import Cipher, Order, permutation
 
 FIRST_EIGHT = [7, 2, 1, 3, 0, 4, 6, 5]
+FIRST_OF_A_MILLION = [687659, 975634, 439827, 232947, 237964, 278817, 84953, 810177]
 
 
 def places(order: Order, pass_: int) -> list[tuple[int, int]]:
@@ -19,6 +21,44 @@ def places(order: Order, pass_: int) -> list[tuple[int, int]]:
 def test_the_permutation_is_the_one_of_every_machine():
     # Written down once: a change would make every run in flight resume with other problems.
     assert permutation(8, "order", 0, "a", 0).tolist() == FIRST_EIGHT
+
+
+def test_the_order_of_a_large_source_is_the_one_of_every_machine():
+    order = Order([("a", 10**6, 1)], seed=0)
+    assert [order.place(0, position)[1] for position in range(8)] == FIRST_OF_A_MILLION
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 63, 64, 65, 1000, 4097])
+def test_a_cipher_is_a_permutation(size: int):
+    cipher = Cipher(size, "order", 0)
+    assert sorted(cipher[place] for place in range(size)) == list(range(size))
+
+
+def test_a_cipher_shows_no_order():
+    """As with random numbers: no place keeps its number, neighbours lie far apart, and each part of the
+    places goes to each part of the numbers alike."""
+    size, parts = 65_536, 16
+    shuffled = np.array(
+        [Cipher(size, "order", seed)[place] for seed in [3] for place in range(size)]
+    )
+    distances = np.abs(np.diff(shuffled))
+    assert abs(distances.mean() / (size / 3) - 1) < 0.02
+    assert (shuffled == np.arange(size)).sum() < 10
+    cells, _, _ = np.histogram2d(np.arange(size), shuffled, bins=parts)
+    expected = size / parts**2
+    assert ((cells - expected) ** 2 / expected).sum() < 225 + 5 * (2 * 225) ** 0.5
+
+
+def test_sources_over_the_limit_have_another_order_and_the_same_problems():
+    sources = [("a", 50, 1), ("b", 10, 1)]
+    one, other = Order(sources, seed=1), Order(sources, seed=1, sorted_up_to=10)
+    first, second = places(one, 0), places(other, 0)
+    assert [place for place in first if place[0] == 1] == [
+        place for place in second if place[0] == 1
+    ]
+    assert sorted(first) == sorted(second)
+    assert first != second
+    assert places(other, 1) != second
 
 
 def test_one_source_is_a_permutation_of_its_problems_in_every_pass():

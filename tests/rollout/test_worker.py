@@ -54,7 +54,7 @@ store = connect(join)
 config = build(yaml.safe_load(RunStore(store).config_yaml()))
 store.close()
 start_log("rollout", "INFO")
-from tandem.rollout.worker import main
+from tandem.rollout.main import main
 sys.exit(main(join, config, name=sys.argv[2], folder=None))
 """
 

@@ -17,7 +17,7 @@ from tandem.common.run_folder import RunFolder
 from tandem.launch.board.inspection import Inspection, inspect
 from tandem.launch.board.on_disk import DiskUse, JournalEnd, disk_use, journal_end
 from tandem.launch.board.page import more
-from tandem.launch.board.snapshot import Grading, Judging
+from tandem.launch.board.snapshot import Episodes, Grading, Judging
 from tandem.launch.cli import main
 from tandem.learner.resume.journal import Journal
 from tandem.replay.inspection import KINDS, MemoryUse, OldestLease, WaitingAges
@@ -156,7 +156,11 @@ def test_every_key_of_the_json_is_on_the_page(documented: set[str], root: Path) 
         ),
     )
     made = snapshot(dead_letters=(letter, {"step": 1, "reason": "r"}))
-    made = replace(made, grading=graded)
+    played = Episodes(
+        under_way=1, played=9, failed=1, turns=18, retokenised=0,
+        environment_seconds=1.5, model_seconds=4.5,
+    )  # fmt: skip
+    made = replace(made, grading=graded, episodes=played)
     plain = json.loads(json.dumps({**made.to_json(), **FOUND.to_json()}))
     # Their names are data.
     plain["ledger"] = {}

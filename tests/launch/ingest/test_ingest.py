@@ -24,10 +24,10 @@ from tandem.launch.cli import main
 from tandem.launch.host import redis_server
 from tandem.launch.ingest import prepare as ingest
 from tandem.launch.ingest import process as ingest_process
+from tandem.launch.ingest.columns import broken
 from tandem.launch.ingest.load import load as load_data
 from tandem.launch.ingest.load import reload, role_config
 from tandem.launch.ingest.process import IngestProcess
-from tandem.launch.ingest.rows import broken
 from tandem.launch.miniature.parquet import SCHEMA, write
 from tandem.launch.run.presets import load
 from tandem.replay.connection import connect

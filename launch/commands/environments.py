@@ -1,0 +1,17 @@
+"""Run one environment server that joins a run, on this host or another one."""
+
+from __future__ import annotations
+
+import argparse
+
+from .roles import add_arguments as add_role_arguments
+from .roles import run_role
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_role_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plays episodes until the run has ended or it is asked to drain."""
+    return run_role("environments", arguments)

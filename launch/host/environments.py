@@ -1,0 +1,64 @@
+"""Looks whether the environments of a config can be loaded, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from ...common.errors import ConfigError
+from ...common.plain import read_object
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+
+SECONDS = 90.0
+"""Time for one environment to be loaded, at most."""
+FORMS = ("text", "tools", "agent")
+"""Forms that are loaded in processes of ours."""
+
+
+def check_environments(config: Config) -> None:
+    """Loads each environment once, in a process of its own.
+
+    Raises:
+        ConfigError: one can't be loaded; the message says which, why, and what to do.
+    """
+    settings = config.environments
+    use = {
+        name: spec.model_dump(mode="json")
+        for name, spec in settings.use.items()
+        if spec.form in FORMS
+    }
+    if not use or not settings.servers:
+        return
+    bounds = {
+        "reset_seconds": settings.reset_seconds,
+        "step_seconds": settings.step_seconds,
+        "episode_seconds": settings.episode_seconds,
+        "memory_mb": settings.memory_mb,
+    }
+    asked = json.dumps({"use": use, "bounds": bounds, "path": [os.getcwd()]})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "tandem.rollout.environments.checking"],
+            input=asked.encode(),
+            capture_output=True,
+            timeout=SECONDS * len(use),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"the environments {', '.join(use)} weren't loaded within {SECONDS * len(use):.0f} s"
+        ) from None
+    last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+    if done.returncode:
+        raise ConfigError(f"the environments {', '.join(use)} can't be checked: {' '.join(last)}")
+    found = read_object(done.stdout, "the check of the environments", ConfigError)
+    for name, why in found.items():
+        raise ConfigError(
+            f"environments.use.{name}.target={use[name]['target']} can't be loaded: {why}. Install its "
+            f"module, or put its folder on PYTHONPATH of Tandem, or start Tandem in that folder"
+        )

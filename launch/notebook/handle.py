@@ -1,0 +1,252 @@
+"""A run from Python: started as a child process, looked at, stopped, and read as Arrow tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from ...common.errors import DataError, DeadlineError, TandemError
+from ...common.parts import read_parts
+from ...common.run_folder import RunFolder, newest_stage
+from ..run.ending import LOOK_SECONDS, ask_to_end, supervising
+from . import tables
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from ...common.config import Config
+
+SAID = 4_000
+"""Characters of the end of a run's output that an error shows."""
+
+
+def start(
+    preset: str = "miniature",
+    /,
+    *,
+    fresh: bool = False,
+    offline: bool = False,
+    wait_seconds: float = 120.0,
+    **overrides: Any,
+) -> Run:
+    """Starts a run, or resumes it, as ``tandem start`` does, and returns once its folder is there.
+
+    The run is a process of its own in a session of its own: it goes on when the notebook is closed, and
+    :func:`open_run` finds it again.
+
+    Args:
+        preset: a preset's name, or the path of a YAML file.
+        fresh: begin anew, and move an existing folder of the same name aside.
+        offline: train on stored traces, as ``tandem offline`` does.
+        wait_seconds: how long the folder may take to be there, seconds.
+        overrides: settings, as ``run={"steps": 50}`` or ``**{"run.steps": 50}``.
+
+    Raises:
+        TandemError: the run was refused; the message is the command's own.
+        DeadlineError: there was no folder after ``wait_seconds``.
+    """
+    words = [f"{key}={_word(value)}" for key, value in _flat("", overrides)]
+    folder = RunFolder(_folder(preset, words))
+    before = _changed(folder)
+    # Without a name, so that nothing is left behind.
+    output = tempfile.TemporaryFile()  # noqa: SIM115
+    command = [sys.executable, "-P", "-m", "tandem.launch.cli", "offline" if offline else "start"]
+    process = subprocess.Popen(
+        [*command, preset, *words, *(["--fresh"] if fresh else []), "--plain"],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    run = Run(folder.path, process=process, output=output)
+    end = time.monotonic() + wait_seconds
+    while process.poll() is None and _changed(folder) == before:
+        if time.monotonic() > end:
+            process.terminate()
+            raise DeadlineError(
+                f"{folder.path}: the run of {preset} has no folder after {wait_seconds:.0f} s, and was "
+                f"asked to end; it said: {run.output[-SAID:].strip()}"
+            )
+        time.sleep(LOOK_SECONDS)
+    if process.poll():
+        raise TandemError(run.output[-SAID:].strip().removeprefix("tandem: "))
+    return run
+
+
+def open_run(folder: str | Path) -> Run:
+    """A run that is there, whether it goes on or has ended.
+
+    Raises:
+        DataError: it isn't a run's folder.
+    """
+    path = Path(folder).expanduser()
+    if not RunFolder(newest_stage(path)).run_json.exists():
+        raise DataError(f"{folder} isn't a run's folder (it has no run.json)")
+    return Run(path)
+
+
+class Run:
+    """A run's folder, with its process if this Python has started it. Tables are read anew with each call."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        process: subprocess.Popen[bytes] | None = None,
+        output: IO[bytes] | None = None,
+    ) -> None:
+        self.path = path.absolute()
+        """The run's folder."""
+        self._process = process
+        self._output = output
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @property
+    def folder(self) -> RunFolder:
+        """The paths in the folder; of a run in stages, those of the stage that was begun last."""
+        return RunFolder(newest_stage(self.path))
+
+    @property
+    def output(self) -> str:
+        """What the command has printed, if this Python has started it."""
+        if self._output is None:
+            return ""
+        # By its place: the process writes at the offset that it shares with this file.
+        size = os.fstat(self._output.fileno()).st_size
+        return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
+
+    @property
+    def config(self) -> Config:
+        """All settings."""
+        from ...common.config import build, read_yaml
+
+        return build(read_yaml(self.folder.config), stored=True)
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """``summary.json``; None until the run has ended."""
+        path = self.path / "summary.json"
+        if not path.exists():
+            return None
+        content: dict[str, Any] = json.loads(path.read_text())
+        return content
+
+    def status(self) -> dict[str, Any]:
+        """Where it stands: what ``tandem status --json`` prints."""
+        from ..board.inspection import inspect
+        from ..board.look import ANSWER_SECONDS, look
+
+        folder = self.folder
+        snapshot = look(folder, folder.join)
+        answers = snapshot.term is not None
+        more = inspect(folder, folder.join, redis_answers=answers, deadline=ANSWER_SECONDS)
+        return {**snapshot.to_json(), **more.to_json()}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process of this host runs it."""
+        if self._process is not None and self._process.poll() is None:
+            return True
+        return supervising(self.folder) is not None
+
+    def wait(self, seconds: float | None = None) -> dict[str, Any] | None:
+        """Waits for its end, and returns the summary.
+
+        Args:
+            seconds: deadline; None = as long as the run takes.
+
+        Raises:
+            DeadlineError: it hasn't ended by then; it goes on.
+            TandemError: it has failed; the message is the end of what the command printed.
+        """
+        end = None if seconds is None else time.monotonic() + seconds
+        while self.is_running:
+            if end is not None and time.monotonic() > end:
+                raise DeadlineError(f"{self.path}: the run goes on after {seconds:.0f} s")
+            time.sleep(LOOK_SECONDS)
+        if self._process is not None and self._process.returncode:
+            raise TandemError(self.output[-SAID:].strip() or f"{self.path}: the run has failed")
+        return self.summary
+
+    def stop(self, seconds: float = 120.0) -> None:
+        """Drains it and writes a checkpoint, as a first Ctrl-C does; the same ``start`` resumes it.
+
+        Raises:
+            DeadlineError: it hasn't ended after ``seconds``; it goes on draining.
+        """
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+        process = supervising(self.folder)
+        if process is not None:
+            ask_to_end(self.folder, process, seconds)
+        if self._process is not None:
+            try:
+                self._process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                raise DeadlineError(f"{self.path}: still draining after {seconds:.0f} s") from None
+
+    def metrics(self) -> pa.Table:
+        """A row for each step that was trained, and a column for each figure (docs/metrics.md)."""
+        return tables.metrics(read_parts(self.folder.metrics))
+
+    def evaluations(self) -> pa.Table:
+        """A row for each evaluation: set, step, version, and its figures."""
+        return tables.evaluations(read_parts(self.folder.metrics))
+
+    def samples(self) -> pa.Table:
+        """A row for each sample in ``samples.jsonl``: the first groups of each step (``log.samples_per_step``)."""
+        return tables.samples(read_parts(self.folder.samples))
+
+    def groups(self, steps: Collection[int] | None = None) -> pa.Table:
+        """A row for each group that was trained on, with all its samples and tokens (docs/data.md, archives).
+
+        Args:
+            steps: these steps only, such as ``range(10, 20)``; None = all that are kept.
+
+        Raises:
+            DataError: the run keeps no groups, or none of these steps.
+        """
+        return tables.groups(self.folder, steps)
+
+
+def _flat(prefix: str, tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Settings of a nested mapping, by their whole names."""
+    found: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        found += _flat(f"{name}.", value) if isinstance(value, Mapping) else [(name, value)]
+    return found
+
+
+def _word(value: Any) -> str:
+    """A value as it stands on the command line: JSON, which is YAML as well."""
+    return str(value) if isinstance(value, Path) else json.dumps(value)
+
+
+def _folder(preset: str, words: list[str]) -> Path:
+    """The folder that the run will have."""
+    from ..run.presets import load
+    from ..run.stages import folder_of
+
+    loaded = load(preset)
+    given = [word for word in words if word.startswith("run.dir=")]
+    if loaded.stages:
+        return folder_of(loaded, [word.replace('"', "") for word in given])
+    return Path(loaded.resolve(words).run.dir or f"runs/{loaded.name}").expanduser()
+
+
+def _changed(folder: RunFolder) -> int:
+    """When the newest ``run.json`` was written, in nanoseconds; 0 if there is none."""
+    try:
+        return RunFolder(newest_stage(folder.path)).run_json.stat().st_mtime_ns
+    except (OSError, DataError):
+        return 0

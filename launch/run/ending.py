@@ -1,0 +1,52 @@
+"""Asks the supervisor of a run on this host to end, from outside."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+from ...common.errors import DeadlineError
+from ...common.run_folder import RunFolder
+from ..host.folder_lock import supervisor_of
+
+LOOK_SECONDS = 0.05
+"""Time between two looks whether it has ended."""
+
+
+def supervising(folder: RunFolder) -> psutil.Process | None:
+    """The process that runs a folder on this host; None if there is none."""
+    pid = supervisor_of(folder)
+    try:
+        return None if pid is None else psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def ask_to_end(folder: RunFolder, process: psutil.Process, seconds: float) -> float:
+    """Sends SIGTERM to the supervisor and waits for its end; returns the seconds that it took.
+
+    Raises:
+        DeadlineError: it is still draining after ``seconds``.
+    """
+    began = time.monotonic()
+    try:
+        process.terminate()
+    except psutil.NoSuchProcess:
+        return 0.0
+    while goes_on(process):
+        if time.monotonic() - began > seconds:
+            raise DeadlineError(
+                f"process {process.pid} of {folder.path} is still draining after {seconds:.0f} s: "
+                f"`tandem stop` again ends it at once"
+            )
+        time.sleep(LOOK_SECONDS)
+    return time.monotonic() - began
+
+
+def goes_on(process: psutil.Process) -> bool:
+    """Whether a process is still running; a zombie isn't, even if its parent hasn't reaped it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,122 @@
+"""A conversation in a session: where its messages continue what was sampled, and what an answer looks like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...common.records import FinishReason, Sample
+from .rendering import Message, Renderer, plain_message
+from .sessions import Answered, Branch, Session, Ticket
+from .tools import Parsed, format_of, parse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """An assistant's message in OpenAI's form."""
+
+    message: dict[str, Any]
+    finish_reason: str
+    malformed: int
+    """Number of its tool calls that can't be parsed."""
+
+
+class Chat:
+    """Conversations with one tokenizer.
+
+    Args:
+        tokenizer: with a chat template.
+        tools: ``environments.tools``.
+        observation_tokens: see :class:`.rendering.Renderer`.
+    """
+
+    def __init__(self, tokenizer: Any, tools: str, observation_tokens: int) -> None:
+        self.renderer = Renderer(tokenizer, observation_tokens)
+        self._tokenizer = tokenizer
+        self._format = format_of(tokenizer, tools)
+
+    def place(
+        self,
+        session: Session,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> Ticket:
+        """Finds where a conversation continues the session.
+
+        If it consists of an earlier one, the answer that this one got, and messages of users and tools, their
+        tokens go behind the recorded ones. Otherwise all of it is rendered, and placed by its tokens or text.
+
+        Raises:
+            DataError: the template can't render it.
+            NoRoomError: no token could be sampled after it.
+        """
+        plain = [plain_message(message) for message in messages]
+        offered = _canonical(tools)
+        for branch, turn in _latest(session):
+            count = turn.messages
+            tail = messages[count:]
+            if not (count and tail and branch.tools == offered):
+                continue
+            if branch.messages[:count] != plain[:count]:
+                continue
+            if any(message.get("role") == "assistant" for message in tail):
+                continue
+            added = self.renderer.suffix(tail, branch.tokens[turn.end - 1], turn.ended)
+            if added is None:
+                break
+            if turn is branch.turns[-1] and not branch.busy:
+                return session.extend(branch, added)
+            return session.fork(branch, turn, added)
+        return session.place(self.renderer.render(messages, tools), self.renderer.decode)
+
+    def answer(
+        self,
+        session: Session,
+        ticket: Ticket,
+        sample: Sample,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> Answer:
+        """Records a turn and makes a message of it."""
+        turn = session.record(ticket, sample)
+        said = Parsed(content=sample.text, calls=(), malformed=0)
+        if tools:
+            tokens = sample.tokens[:-1] if turn.ended else sample.tokens
+            said = parse(self.renderer.decode(tokens.tolist()), self._format, self._tokenizer)
+        content = said.content if said.calls else sample.text
+        message: dict[str, Any] = {"role": "assistant", "content": content or None}
+        if said.calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"call_{ticket.order}_{number}",
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": json.dumps(call.arguments, ensure_ascii=False),
+                    },
+                }
+                for number, call in enumerate(said.calls)
+            ]
+        session.tool_calls += len(said.calls) + said.malformed
+        session.malformed_calls += said.malformed
+        turn.malformed = bool(said.malformed)
+        branch = ticket.branch
+        branch.messages = [*(plain_message(one) for one in messages), plain_message(message)]
+        branch.tools = _canonical(tools)
+        turn.messages = len(branch.messages)
+        cut = sample.finish_reason in (FinishReason.LENGTH, FinishReason.ABORT)
+        reason = "length" if cut else "tool_calls" if said.calls else "stop"
+        return Answer(message=message, finish_reason=reason, malformed=said.malformed)
+
+
+def _latest(session: Session) -> list[tuple[Branch, Answered]]:
+    """All turns of a session's branches, of each branch and of all branches the latest first."""
+    return [
+        (branch, turn) for branch in reversed(session.branches) for turn in reversed(branch.turns)
+    ]
+
+
+def _canonical(tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+    return json.dumps(tools, sort_keys=True) if tools else None

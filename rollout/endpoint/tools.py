@@ -1,0 +1,164 @@
+"""Tool calls in what a policy has written, by the format of its family.
+
+=========  ====================================================  =================================
+format     a call                                                families
+=========  ====================================================  =================================
+hermes     ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``  Hermes, Qwen2.5, Qwen3, QwQ
+llama      ``{"name": …, "parameters": {…}}``, perhaps behind        Llama 3.1, 3.2, 3.3
+           ``<|python_tag|>``, several with ``;`` between them
+json       the same, or a list of such objects, or in a fence        any model that is told so
+=========  ====================================================  =================================
+
+A tokenizer with a response template of its own (transformers' ``response_template``) is parsed by that. Text is
+read as JSON and never evaluated.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Format = Literal["hermes", "llama", "json"]
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_FENCE = re.compile(r"```(?:json)?\s*\n(.*?)\n```", re.DOTALL)
+_DECODER = json.JSONDecoder()
+MOST_CALLS = 64
+"""Calls of one turn that are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed:
+    """What a turn says and calls."""
+
+    content: str
+    """The text beside the calls; all of the text if a call can't be parsed."""
+    calls: tuple[Call, ...]
+    malformed: int
+    """Number of calls that can't be parsed; then ``calls`` is empty, since part of them would be misread."""
+
+
+def format_of(tokenizer: Any, wanted: str) -> Format:
+    """The format that ``environments.tools`` names, or with ``auto`` that of the chat template."""
+    if wanted != "auto":
+        return wanted  # type: ignore[return-value]
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    if "<tool_call>" in template:
+        return "hermes"
+    if "python_tag" in template or '"parameters": ' in template:
+        return "llama"
+    return "json"
+
+
+def parse(text: str, style: Format, tokenizer: Any = None) -> Parsed:
+    """Finds the calls in a turn.
+
+    Args:
+        text: the turn, special tokens that aren't the end token included.
+        style: how calls are written.
+        tokenizer: one with a response template of its own is asked first.
+
+    >>> parse('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "hermes").calls[
+    ...     0
+    ... ].name
+    'add'
+    """
+    if getattr(tokenizer, "response_template", None) is not None:
+        return _by_template(text, tokenizer)
+    if style == "hermes":
+        found = _HERMES.findall(text)[:MOST_CALLS]
+        return _parsed(text, found, _HERMES.sub("", text))
+    body = text.strip()
+    if style == "llama":
+        tagged = body.startswith("<|python_tag|>")
+        body = body.removeprefix("<|python_tag|>").strip()
+        if not tagged and not body.startswith("{"):
+            return Parsed(content=text, calls=(), malformed=0)
+        return _parsed(text, _several(body), "")
+    fenced = _FENCE.findall(text)
+    if fenced:
+        wanted = [one for one in fenced if _names_a_call(one)]
+        return _parsed(text, wanted, _FENCE.sub("", text)) if wanted else _no_call(text)
+    if not body.startswith(("{", "[")) or not _names_a_call(body):
+        return _no_call(text)
+    return _parsed(text, _several(body), "")
+
+
+def _no_call(text: str) -> Parsed:
+    return Parsed(content=text, calls=(), malformed=0)
+
+
+def _names_a_call(text: str) -> bool:
+    return '"name"' in text
+
+
+def _several(body: str) -> list[str]:
+    """JSON objects one after another, as texts; what can't be read stays as one text."""
+    found: list[str] = []
+    place = 0
+    while place < len(body) and len(found) < MOST_CALLS:
+        try:
+            value, end = _DECODER.raw_decode(body, place)
+        except (ValueError, RecursionError):
+            return [*found, body[place:]]
+        found += (
+            [json.dumps(one) for one in value] if isinstance(value, list) else [body[place:end]]
+        )
+        place = end
+        while place < len(body) and body[place] in " \n\r\t;,":
+            place += 1
+    return found
+
+
+def _parsed(text: str, found: list[str], rest: str) -> Parsed:
+    calls, malformed = [], 0
+    for one in found:
+        call = _call(one)
+        if call is None:
+            malformed += 1
+        else:
+            calls.append(call)
+    if malformed:
+        return Parsed(content=text, calls=(), malformed=malformed)
+    return Parsed(content=rest.strip() if calls else text, calls=tuple(calls), malformed=0)
+
+
+def _call(text: str) -> Call | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    name = value.get("name")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    return Call(name=name, arguments=arguments)
+
+
+def _by_template(text: str, tokenizer: Any) -> Parsed:
+    try:
+        message = tokenizer.parse_response(text, prefix="")
+        calls = tuple(
+            Call(name=str(one["function"]["name"]), arguments=dict(one["function"]["arguments"]))
+            for one in message.get("tool_calls") or ()
+        )
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return Parsed(content=text, calls=(), malformed=1)
+    return Parsed(content=str(message.get("content") or ""), calls=calls[:MOST_CALLS], malformed=0)

@@ -1,0 +1,248 @@
+"""AppWorld: tasks of daily life in nine apps, which the policy solves by writing Python (Trivedi et al., 2024).
+
+An episode has a server of AppWorld's to itself, because one holds a single world and replaces it without a
+word. The server is a child of the process that plays the episode, so it has that process's limits and ends
+with it; it is used again after an episode without faults. Its answer to any misuse is a bare 500, after
+which nobody can know in which state it is: the episode has then failed, and both processes are ended.
+
+This module is imported by the process that plays episodes, so it needs the standard library only. AppWorld itself
+lives in a virtual environment of its own, which the command that starts the server names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import secrets
+import shlex
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 50.0
+"""Deadline of a server to answer; the reset's own deadline is usually the shorter one."""
+ANSWER_SECONDS = 300.0
+"""Longest wait for an answer; a step's own deadline is usually the shorter one."""
+LOOK_SECONDS = 0.05
+MOST_BYTES = 32 << 20
+"""Longest answer that is read."""
+CODE_TAG = re.compile(r"<code>(.*?)(?:</code>|\Z)", re.DOTALL)
+FENCE = re.compile(r"```[ \t]*(?:[Pp]ython|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+THOUGHT = "</think>"
+
+SYSTEM = """\
+You act for a person whose apps and accounts you can use through Python. Solve the task by writing code, \
+which runs in one lasting session: variables stay, and whatever the code prints is shown to you."""
+
+RULES = """\
+How to find out what there is:
+- print(apis.api_docs.show_app_descriptions()) lists the apps.
+- print(apis.api_docs.show_api_descriptions(app_name='spotify')) lists the calls of an app.
+- print(apis.api_docs.show_api_doc(app_name='spotify', api_name='login')) describes a call.
+
+Rules:
+1. Answer with {what} between <code> and </code>. Only what you print can be seen.
+2. Look a call up before you use it; never guess its name, its arguments or what it returns.
+3. Passwords and the like are in apis.supervisor. Accounts belong to the person you act for.
+4. Lists come in pages: ask for all of them.
+5. Friends and relatives are people in the phone's contacts. Files are in the app file_system.
+6. Times are those of the task, never of the computer: ask the phone for the date.
+7. Change nothing that the task doesn't ask for.
+8. At the end call apis.supervisor.complete_task(), with answer=... if the task asks a question. The answer \
+is a bare value, such as a number or a name."""
+
+STEPS = "one short block of code"
+WHOLE = "a single block of code, which must do all of the task: there is no second one"
+NO_CODE = "No code was found: write it between <code> and </code>."
+
+
+class AppWorldError(Exception):
+    """The server is gone, or answered with an error."""
+
+
+class AppWorld:
+    """The environment, in the form ``reset(row)``, ``step(text)``.
+
+    ``reset`` shows the task. ``step`` runs the code in an answer and shows what it printed. The reward is 0 until
+    the code has called ``apis.supervisor.complete_task``; then the task's own tests are run, and it is 1 if all
+    pass, else the share that does.
+
+    Args:
+        command: starts a server; ``{port}`` is replaced.
+        root: folder with AppWorld's ``data``; None = the working directory.
+        max_interactions: greatest number of answers.
+        single_turn: whether the first answer is the only one; it is evaluated in any case.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        root: str | None = None,
+        max_interactions: int = 30,
+        single_turn: bool = False,
+    ) -> None:
+        self._command = shlex.split(command)
+        self._root = Path(root or ".").absolute()
+        self._most = 1 if single_turn else max_interactions
+        self._single = single_turn
+        self._server: subprocess.Popen[bytes] | None = None
+        self._port = 0
+        # Each server writes what it does into a folder of that name: two episodes of a task must not share one.
+        self._experiment = f"tandem-{os.getpid()}-{secrets.token_hex(4)}"
+        self._task = ""
+        self._steps = 0
+
+    def reset(self, row: Mapping[str, Any]) -> list[dict[str, str]]:
+        """Opens the task that the row names in ``task_id``, or in ``task: {task_id: …}``."""
+        task = row.get("task")
+        name = task.get("task_id") if isinstance(task, Mapping) else row.get("task_id")
+        if not isinstance(name, str) or not name:
+            raise ValueError("the row has no task_id: `tandem tasks appworld` writes such rows")
+        if self._server is None or self._server.poll() is not None:
+            self._start()
+        elif self._task:
+            self.ask("close", task_id=self._task)
+        shutil.rmtree(self._root / "experiments/outputs" / self._experiment, ignore_errors=True)
+        found = self.ask(
+            "initialize",
+            task_id=name,
+            experiment_name=self._experiment,
+            # The server's own limit is an error; ours is the end of the episode.
+            max_interactions=self._most + 1,
+        )
+        if not isinstance(found, Mapping):
+            raise AppWorldError(f"AppWorld opened {name} with {found!r:.200}")
+        self._task, self._steps = name, 0
+        return opening(found, self._single)
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """Runs the code in an answer."""
+        self._steps += 1
+        code = code_of(text)
+        output = NO_CODE
+        if code is not None:
+            output = str(self.ask("execute", task_id=self._task, code=code))
+        is_complete = code is not None and self.ask("task_completed", task_id=self._task) is True
+        if is_complete or self._single:
+            return output, self.evaluate(), True
+        return output, 0.0, self._steps >= self._most
+
+    def evaluate(self) -> float:
+        """The share of the task's tests that pass."""
+        found = self.ask("evaluate", task_id=self._task, suppress_errors=True, report=False)
+        return share_passed(found)
+
+    def ask(self, route: str, **body: Any) -> Any:
+        """The ``output`` of a request.
+
+        Raises:
+            AppWorldError: there is none; the server is ended.
+        """
+        try:
+            status, data = self._request("POST", f"/{route}", body)
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise AppWorldError(f"AppWorld's server didn't answer /{route}: {error!r}") from None
+        if status != 200:
+            self.close()
+            raise AppWorldError(f"AppWorld's server answered /{route} with {status}")
+        try:
+            return json.loads(data)["output"]
+        except (ValueError, RecursionError, KeyError, TypeError):
+            self.close()
+            raise AppWorldError(
+                f"AppWorld's server answered /{route} with {data[:200]!r}"
+            ) from None
+
+    def close(self) -> None:
+        """Ends the server."""
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+            self._server = None
+        self._task = ""
+
+    def _start(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        command = [part.replace("{port}", str(self._port)) for part in self._command]
+        self._task = ""
+        self._server = subprocess.Popen(command, cwd=self._root, stdin=subprocess.DEVNULL)
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end:
+            if self._server.poll() is not None:
+                raise AppWorldError(f"AppWorld's server exited with {self._server.returncode}")
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if self._request("GET", "/", None)[0] == 200:
+                    return
+            time.sleep(LOOK_SECONDS)
+        self.close()
+        raise AppWorldError(f"AppWorld's server didn't answer within {START_SECONDS:.0f} s")
+
+    def _request(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+        connected = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_SECONDS)
+        try:
+            data = None if body is None else json.dumps(body)
+            connected.request(method, path, data, {"Content-Type": "application/json"})
+            answer = connected.getresponse()
+            read = answer.read(MOST_BYTES + 1)
+        finally:
+            connected.close()
+        if len(read) > MOST_BYTES:
+            raise OSError(f"it answered with more than {MOST_BYTES >> 20} MiB")
+        return answer.status, read
+
+
+def opening(found: Mapping[str, Any], single: bool = False) -> list[dict[str, str]]:
+    """The messages with which an episode begins, from what ``initialize`` tells."""
+    person = found.get("supervisor")
+    person = person if isinstance(person, Mapping) else {}
+    facts = [
+        f"{' '.join(str(person.get(k, '')) for k in ('first_name', 'last_name')).strip()}",
+        f"email {person.get('email', '')}",
+        f"phone {person.get('phone_number', '')}",
+    ]
+    task = (
+        f"You act for {', '.join(facts)}.\n"
+        f"It is {found.get('datetime', 'a date that the phone knows')}.\n\n"
+        f"{RULES.format(what=WHOLE if single else STEPS)}\n\n"
+        f"Task: {found.get('instruction', '')}"
+    )
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task}]
+
+
+def code_of(text: str) -> str | None:
+    """The code of an answer: the first in ``<code>`` tags, else the first between fences; None without any.
+
+    What was thought before doesn't count.
+    """
+    said = text.rpartition(THOUGHT)[2]
+    found = CODE_TAG.search(said) or FENCE.search(said)
+    if found is None:
+        return None
+    code = found[1].strip()
+    fenced = FENCE.fullmatch(code)
+    return (fenced[1].strip() if fenced else code) or None
+
+
+def share_passed(found: Any) -> float:
+    """The reward that an evaluation stands for.
+
+    Raises:
+        AppWorldError: it isn't an evaluation.
+    """
+    if isinstance(found, Mapping):
+        if found.get("success") is True:
+            return 1.0
+        tests, passes = found.get("num_tests"), found.get("passes")
+        if type(tests) is int and tests > 0 and isinstance(passes, list) and len(passes) <= tests:
+            return len(passes) / tests
+    raise AppWorldError(f"AppWorld evaluated the task as {found!r:.200}")

@@ -1,0 +1,138 @@
+"""The process in which episodes are played: loads one environment, and plays one episode after another.
+
+Its server starts it by its own exec (``python -m tandem.rollout.environments.host``), with no variable of
+the server's environment except where programs and modules are. It limits itself before the user's module
+is imported, so whatever that starts has the same limits. It imports the standard library, msgspec and the
+user's module only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+
+from ...common.confinement import (
+    adopt_orphans,
+    die_with,
+    drop_user,
+    no_new_privileges,
+    readable_by_others,
+)
+from .forms import load
+from .pipes import Channel, Doing, Order, Phase, Play, Raised, Ready
+
+MAX_FILE_BYTES = 256 << 20
+"""Longest file that an environment may write."""
+MAX_FILES = 256
+"""Files and sockets that it may have open."""
+MAX_PROCESSES = 256
+"""Processes and threads of its own user; where its user is the server's, nothing counts them."""
+EXIT_REFUSED = 4
+
+
+def confine(order: Order, parent: int) -> None:
+    """Limits this process and all that it starts."""
+    for limit, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, MAX_FILE_BYTES),
+        (resource.RLIMIT_NOFILE, MAX_FILES),
+        (resource.RLIMIT_AS, order.memory_bytes),
+    ):
+        _, hard = resource.getrlimit(limit)
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(limit, (most, most))
+    # A write beyond the limit is then an error of the writer instead of its end.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    os.chdir(order.folder)
+    no_new_privileges()
+    if order.user is not None and os.geteuid() == 0 and _is_public(order.target):
+        os.chown(order.folder, order.user, order.user)
+        resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
+        drop_user(order.user)
+    adopt_orphans()
+    # Last, since a change of user clears it.
+    die_with(parent)
+
+
+def _is_public(target: str) -> bool:
+    """Whether any user may read the environment's module, its package, and Python itself."""
+    top = target.partition(":")[0].partition(".")[0]
+    files = [os.__file__, __file__, sys.executable]
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(top)
+        if spec is not None and spec.origin is not None and os.path.exists(spec.origin):
+            files.append(spec.origin)
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+            files += [os.path.join(folder, name) for name in os.listdir(folder)][:1000]
+    return all(
+        readable_by_others(file) for file in files if not os.path.basename(file).startswith("__pyc")
+    )
+
+
+def last_line(error: BaseException) -> str:
+    """An exception in a line, with the place in the user's code where it was raised."""
+    said = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    first = f"{type(error).__name__}: {error}" if isinstance(error, SyntaxError) else said[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = os.path.dirname(__file__)
+    place = next((f for f in reversed(frames) if not f.filename.startswith(ours)), None)
+    where = f" ({os.path.basename(place.filename)}, line {place.lineno})" if place else ""
+    return f"{first[:3000]}{where}"
+
+
+def serve(channel: Channel, parent: int) -> int:
+    """Plays episodes until the server closes the channel."""
+    order = channel.hear()
+    if not isinstance(order, Order):
+        return 0
+    confine(order, parent)
+    sys.path += [folder for folder in order.path if folder not in sys.path]
+    try:
+        play_one = load(order.form, order.target, order.params)
+    except BaseException as error:  # noqa: BLE001 - a user's module may raise anything
+        channel.say(Raised(last_line(error)))
+        return EXIT_REFUSED
+    channel.say(Ready())
+
+    def doing(phase: Phase) -> None:
+        channel.say(Doing(phase))
+
+    while isinstance(play := channel.hear(), Play):
+        try:
+            done = play_one(play, doing)
+        except BaseException as error:  # noqa: BLE001 - the same, even SystemExit
+            channel.say(Raised(last_line(error)))
+        else:
+            channel.say(done)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Runs ``host <descriptor> <process id of the server>``."""
+    parent = int(arguments[1])
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connected = socket.socket(fileno=int(arguments[0]))
+    connected.set_inheritable(False)
+    try:
+        code = serve(Channel(connected), parent)
+    except (BrokenPipeError, ConnectionResetError):
+        code = 0  # The server has ended this process's socket, and will end the process.
+    # What threads of the user's are still doing is of no interest.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,82 @@
+"""Before a run starts, each of its environments is loaded once; what can't be loaded is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem.common import config as configs
+from tandem.common.errors import ConfigError
+from tandem.launch.host.environments import check_environments
+
+MODULE = """
+import subprocess
+
+class World:
+    def __init__(self, size=1):
+        self.size = 1 / size
+
+    def reset(self, row):
+        return ""
+
+    def step(self, text):
+        return "", 0.0, True
+
+class NoSteps:
+    def reset(self, row):
+        return ""
+
+class Typed:
+    def reset(self, **row):
+        return None
+
+    def look(self, where: subprocess.Popen):
+        '''Looks.'''
+
+print("a module that prints")
+"""
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "my_world.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+
+    def go(**use: Any) -> None:
+        tree = {
+            "run": {"steps": 1},
+            "data": {"train": [{"path": "a.parquet"}]},
+            "environments": {"use": use},
+        }
+        check_environments(configs.build(tree, []))
+
+    return go
+
+
+def test_environments_in_the_working_folder_are_found_and_leave_nothing_behind(check: Any) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    check(good={"form": "text", "target": "my_world:World", "params": {"size": 2}})
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (("text", "my_world:Lost"), "AttributeError: module 'my_world' has no attribute 'Lost'"),
+        (("text", "nowhere.at_all:World"), "ModuleNotFoundError: No module named 'nowhere'"),
+        (("text", "my_world:NoSteps"), "NoSteps has no method step"),
+        (("tools", "my_world:Typed"), "tool look: where has the hint"),
+        (("text", "my_world:World", {"size": 0}), "ZeroDivisionError"),
+    ],
+)
+def test_one_that_cannot_be_loaded_is_named_with_the_reason(
+    check: Any, spec: tuple[Any, ...], words: str
+) -> None:
+    form, target, *params = spec
+    bad = {"form": form, "target": target, "params": params[0] if params else {}}
+    with pytest.raises(ConfigError, match=r"environments.use.bad.target=") as refused:
+        check(good={"form": "text", "target": "my_world:World"}, bad=bad)
+    assert words in str(refused.value)

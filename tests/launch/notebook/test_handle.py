@@ -1,0 +1,95 @@
+"""Runs from Python: started, looked at while they go on, stopped, resumed, and read as tables."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+import tandem.launch
+from tandem.common.errors import DataError, DeadlineError, TandemError
+
+QUICK = {
+    "evaluate.every": 4,
+    "evaluate.limit": 20,
+    "log.archive": True,
+    "log.samples_per_step": 2,
+    "data.miniature_fresh": 200,
+}
+
+
+@pytest.mark.timeout(300)
+def test_a_run_is_started_looked_at_stopped_resumed_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tandem.launch.start("miniature", run={"steps": 2000}, **QUICK)
+    try:
+        assert run.path == tmp_path / "runs" / "miniature"
+        assert run.is_running
+        end = time.monotonic() + 150
+        while run.metrics().num_rows < 3:
+            assert run.is_running, run.output
+            assert time.monotonic() < end, run.output
+            time.sleep(0.1)
+        assert run.status()["step"] >= 3
+        with pytest.raises(DeadlineError, match="goes on"):
+            run.wait(0.1)
+        # Another Python finds it by its folder, and stops it.
+        tandem.launch.open_run("runs/miniature").stop()
+        run.stop()
+        assert not run.is_running
+        assert run.summary is None
+        done = run.metrics().column("step").to_pylist()[-1]
+    finally:
+        run.stop()
+    again = tandem.launch.start(
+        "miniature", **{"run.steps": 2000, "run.last_step": done + 4, **QUICK}
+    )
+    try:
+        summary = again.wait(150)
+    finally:
+        again.stop()
+    assert summary is not None
+    found = tandem.launch.open_run(tmp_path / "runs" / "miniature")
+    steps = found.metrics().column("step").to_pylist()
+    assert steps == list(range(1, done + 5))
+    assert found.config.run.steps == 2000
+    evaluations = found.evaluations()
+    assert set(evaluations.column("set").to_pylist()) == {"heldout"}
+    assert evaluations.column("step").to_pylist()[0] == 0
+    assert all(0 <= share <= 1 for share in evaluations.column("accuracy").to_pylist())
+    samples = found.samples().to_pandas() if _has_pandas() else None
+    table = found.samples()
+    assert set(table.column("source").to_pylist()) == {"own", "expert"}
+    assert samples is None or len(samples) == table.num_rows
+    groups = found.groups(range(2, 4))
+    assert sorted(set(groups.column("step").to_pylist())) == [2, 3]
+    assert found.groups().num_rows == 8 * len(steps)
+
+
+def test_a_refused_run_raises_what_the_command_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TandemError, match=r"rollout\.group_size"):
+        tandem.launch.start("miniature", **{"rollout.groupsize": 4})
+    with pytest.raises(TandemError, match="launch"):
+        tandem.launch.start("miniature", **{"learner.ranks": 3, "launch.gpus": [0, 1, 2]})
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="isn't a run's folder"):
+        tandem.launch.open_run(tmp_path)
+
+
+def test_other_names_are_not_there() -> None:
+    assert not hasattr(tandem.launch, "strat")
+
+
+def _has_pandas() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("pandas") is not None

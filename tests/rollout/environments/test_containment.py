@@ -1,0 +1,178 @@
+"""Environments that hang, fork, flood, die, lie or snoop: each is contained, and becomes a verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from environment_runs import Run, until
+
+from tandem.common.confinement import readable_by_others
+from tandem.common.records import Verdict
+
+PlayOne = Callable[..., Any]
+
+
+def processes_of(server: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Everything that a server has started."""
+    return psutil.Process(server.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "verdict", "words"),
+    [
+        ({"what": "hang"}, Verdict.ENV_TIMEOUT, "step_seconds=3"),
+        ({"what": "loop"}, Verdict.ENV_TIMEOUT, "step_seconds=3"),
+        ({"what": "hang", "where": "reset"}, Verdict.ENV_RESET, "reset_seconds=3"),
+        ({"what": "exit"}, Verdict.ENV_FAILED, "exited with 3"),
+        ({"what": "exit", "where": "reset"}, Verdict.ENV_RESET, "exited with 3"),
+        ({"what": "sys.exit"}, Verdict.ENV_FAILED, "SystemExit: no more"),
+        ({"what": "kill"}, Verdict.ENV_FAILED, "killed by signal 9"),
+        ({"what": "raise", "number": 2}, Verdict.ENV_FAILED, "has 2 ends (played_worlds.py, line"),
+        ({"what": "raise", "number": 2, "where": "reset"}, Verdict.ENV_RESET, "has 2 ends"),
+        ({"what": "nan"}, Verdict.ENV_FAILED, "the reward that step returned is nan"),
+        ({"what": "text"}, Verdict.ENV_FAILED, "neither a number nor None"),
+        ({"what": "shape"}, Verdict.ENV_FAILED, "not (observation, reward, done)"),
+        ({"what": "flood"}, Verdict.ENV_FAILED, "printed more than 64 MiB; it printed: spam spam"),
+        ({"what": "print"}, Verdict.ENV_FAILED, "after a line (played_worlds.py"),
+        ({"what": "garbage"}, Verdict.ENV_FAILED, "refused message of an episode's process"),
+        ({"what": "false reward"}, Verdict.ENV_FAILED, "inf isn't finite"),
+        ({"what": "memory"}, Verdict.ENV_FAILED, "MemoryError"),
+        ({"what": "file"}, Verdict.ENV_FAILED, "File too large"),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_a_fault_becomes_a_verdict_and_never_a_reward(
+    play_one: PlayOne, row: dict[str, Any], verdict: Verdict, words: str
+) -> None:
+    played, _ = play_one("bad", row)
+    assert (played.reward, played.failure) == (None, verdict), played
+    assert words in played.detail
+    assert len(played.detail) <= 500
+
+
+def test_after_a_fault_the_next_episode_is_played(play_one: PlayOne) -> None:
+    play_one("bad", {"what": "kill"})
+    played, _ = play_one("bad", {})
+    assert (played.reward, played.failure) == (1.0, None)
+
+
+def test_the_models_time_counts_for_the_episode_only(play: Any) -> None:
+    """The model takes longer than a step may, and the second time longer than the whole episode."""
+
+    async def body(playing: Any) -> Any:
+        loop, slow = asyncio.get_running_loop(), asyncio.Event()
+        times = iter([4.0, 60.0])
+
+        def think(_: Any) -> str:
+            with_pause = asyncio.run_coroutine_threadsafe(
+                asyncio.wait_for(slow.wait(), next(times)), loop
+            )
+            try:
+                with_pause.result()
+            except TimeoutError:
+                return "1"
+            return "1"
+
+        played = await playing.play("guess", {"number": 7}, think)
+        slow.set()
+        return played
+
+    played = play(body)
+    assert played.failure is Verdict.ENV_TIMEOUT
+    assert "episode_seconds=10" in played.detail
+
+
+def test_the_models_time_is_no_time_of_the_environment(play_one: PlayOne) -> None:
+    def think(_: Any) -> str:
+        threading.Event().wait(4.0)  # Longer than a step may take.
+        return "7"
+
+    played, _ = play_one("guess", {"number": 7}, think)
+    assert (played.failure, played.reward) == (None, 1.5)
+    assert played.seconds < 3.0
+
+
+@pytest.mark.parametrize("then", ["hang", "die"])
+def test_what_has_forked_away_into_sessions_of_its_own_is_ended_too(
+    play_one: PlayOne, running: subprocess.Popen[bytes], shared: Path, then: str
+) -> None:
+    left = shared / "pids"
+    played, _ = play_one("bad", {"what": "fork", "then": then, "path": str(left)})
+    assert played.failure in (Verdict.ENV_TIMEOUT, Verdict.ENV_FAILED)
+    pids = [int(line) for line in left.read_text().split()]
+    assert len(pids) == 5
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    assert running.poll() is None
+
+
+def test_a_process_gets_no_secret_and_nothing_that_is_open(
+    play_one: PlayOne, run: Run, shared: Path
+) -> None:
+    row = {"what": "tell", "where": "reset", "path": str(shared / "told")}
+    played, _ = play_one("bad", row)
+    assert "told" in played.detail
+    told = json.loads((shared / "told").read_text())
+    allowed = {
+        *("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "HOME", "TMPDIR"),
+        *("LANG", "LC_CTYPE", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
+        *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
+    }
+    assert set(told["environment"]) <= allowed
+    assert "s3cret" not in json.dumps(told)
+    assert str(run.join.password) not in json.dumps(told)
+    assert told["environment"]["HOME"] == told["folder"]
+    assert told["session"]
+    assert told["memory"] == 1024 << 20
+    # Its output, its input, its channel, and the folder that is being listed.
+    sockets = [one for one in told["descriptors"] if one.startswith("socket:")]
+    assert len(sockets) == 1
+    assert len(told["descriptors"]) <= 5
+    assert "Max core file size        0" in told["limits"]
+    # Root's processes give up root where others can read Python and the environment's module.
+    if os.geteuid() == 0 and all(map(readable_by_others, (os.__file__, str(Path(__file__))))):
+        assert told["user"] != 0
+
+
+def test_a_process_imports_neither_redis_nor_zmq_nor_numpy_nor_torch(
+    play_one: PlayOne, shared: Path
+) -> None:
+    play_one("bad", {"what": "tell", "path": str(shared / "told")})
+    modules = set(json.loads((shared / "told").read_text())["modules"])
+    assert "msgspec" in modules
+    assert not modules & {"redis", "zmq", "numpy", "torch", "transformers", "pydantic", "psutil"}
+
+
+def test_its_folder_is_removed_with_it(play_one: PlayOne, shared: Path) -> None:
+    play_one("bad", {"what": "tell", "path": str(shared / "told")})
+    folder = Path(json.loads((shared / "told").read_text())["folder"])
+    assert "tandem-environments-" in str(folder)
+    until(lambda: not folder.exists())
+
+
+def test_there_are_never_more_processes_than_places(
+    play: Any, running: subprocess.Popen[bytes], shared: Path
+) -> None:
+    begun, go = shared / "begun", shared / "go"
+
+    async def body(playing: Any) -> tuple[int, list[Any]]:
+        row = {"what": "wait", "begun": str(begun), "go": str(go)}
+        playing_all = [asyncio.create_task(playing.play("bad", row)) for _ in range(7)]
+        async with asyncio.timeout(20):
+            while not begun.exists() or len(begun.read_text().splitlines()) < 4:
+                await asyncio.sleep(0.02)
+        count = len(psutil.Process(running.pid).children())
+        go.touch()
+        return count, await asyncio.gather(*playing_all)
+
+    count, played = play(body)
+    assert count == 4
+    assert [one.reward for one in played] == [1.0] * 7

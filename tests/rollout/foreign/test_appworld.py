@@ -1,0 +1,168 @@
+"""AppWorld, against a server that stands in for its own (its data can't be had everywhere)."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem.rollout.environments.appworld import (
+    NO_CODE,
+    AppWorld,
+    AppWorldError,
+    code_of,
+    opening,
+    share_passed,
+)
+
+STANDIN = Path(__file__).resolve().parent / "appworld_standin.py"
+COMMAND = f"{sys.executable} {STANDIN} {{port}}"
+RIGHT = "<code>\napis.supervisor.complete_task(answer='42')\n</code>"
+WRONG = "<code>\napis.supervisor.complete_task(answer=7)\n</code>"
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Callable[..., AppWorld]]:
+    made: list[AppWorld] = []
+
+    def make(**settings: Any) -> AppWorld:
+        made.append(AppWorld(COMMAND, root=str(tmp_path), **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def server_of(world: AppWorld) -> int:
+    assert world._server is not None
+    return world._server.pid
+
+
+def test_the_task_is_shown_with_the_facts_about_the_person(world: Any) -> None:
+    system, user = world().reset({"task_id": "sum_1"})
+    assert (system["role"], user["role"]) == ("system", "user")
+    for fact in ("Ann Lee", "ann@example.com", "5550100", "2023-05-18", "What is 19 + 23?"):
+        assert fact in user["content"]
+
+
+def test_the_reward_comes_with_the_completed_task(world: Any) -> None:
+    one = world()
+    one.reset({"task": {"task_id": "sum_1"}})
+    assert one.step("<code>print('19 and 23')</code>") == ("19 and 23\n", 0.0, False)
+    assert one.step(RIGHT) == ("Execution successful.", 1.0, True)
+
+
+def test_a_wrong_answer_gets_the_share_of_the_tests_that_pass(world: Any) -> None:
+    one = world()
+    one.reset({"task_id": "sum_1"})
+    assert one.step(WRONG) == ("Execution successful.", 0.5, True)
+
+
+def test_errors_of_the_code_and_answers_without_code_are_told(world: Any) -> None:
+    one = world()
+    one.reset({"task_id": "sum_1"})
+    assert "NameError" in one.step("<code>foo()</code>")[0]
+    assert one.step("I don't know.") == (NO_CODE, 0.0, False)
+
+
+def test_an_episode_ends_after_max_interactions(world: Any) -> None:
+    one = world(max_interactions=2)
+    one.reset({"task_id": "sum_1"})
+    assert one.step("<code>print('1')</code>") == ("1\n", 0.0, False)
+    assert one.step("<code>print('2')</code>") == ("2\n", 0.0, True)
+
+
+def test_a_single_turn_is_evaluated_in_any_case(world: Any) -> None:
+    one = world(single_turn=True)
+    assert "single block" in one.reset({"task_id": "sum_1"})[1]["content"]
+    assert one.step("<code>print('1')</code>") == ("1\n", 0.0, True)
+    one.reset({"task_id": "sum_1"})
+    assert one.step(RIGHT)[1:] == (1.0, True)
+
+
+def test_a_server_is_used_again_and_begins_anew(world: Any) -> None:
+    one = world()
+    one.reset({"task_id": "sum_1"})
+    first = server_of(one)
+    one.step(RIGHT)
+    assert "2 + 2" in one.reset({"task_id": "sum_2"})[1]["content"]
+    assert server_of(one) == first
+    assert one.step(RIGHT)[1] == 0.5, "the right answer of the task before"
+
+
+def test_episodes_at_a_time_have_a_server_each(world: Any) -> None:
+    one, two = world(), world()
+    one.reset({"task_id": "sum_1"})
+    two.reset({"task_id": "sum_2"})
+    assert one.step(RIGHT)[1] == 1.0
+    assert two.step("<code>apis.supervisor.complete_task(answer=4)</code>")[1] == 1.0
+
+
+@pytest.mark.parametrize("code", ["crash", "die"])
+def test_after_an_error_the_server_is_ended_and_a_new_one_started(world: Any, code: str) -> None:
+    one = world()
+    one.reset({"task_id": "sum_1"})
+    first = server_of(one)
+    with pytest.raises(AppWorldError, match="/execute"):
+        one.step(f"<code>{code}</code>")
+    assert not psutil.pid_exists(first)
+    one.reset({"task_id": "sum_1"})
+    assert server_of(one) != first
+    assert one.step(RIGHT)[1] == 1.0
+
+
+def test_a_row_without_a_task_and_an_unknown_one_are_refused(world: Any) -> None:
+    one = world()
+    with pytest.raises(ValueError, match="task_id"):
+        one.reset({"question": "?"})
+    with pytest.raises(AppWorldError, match="/initialize"):
+        one.reset({"task_id": "none"})
+
+
+def test_a_command_that_ends_at_once_is_told(tmp_path: Path) -> None:
+    one = AppWorld(f"{shutil.which('false')} {{port}}", root=str(tmp_path))
+    with pytest.raises(AppWorldError, match="exited with 1"):
+        one.reset({"task_id": "sum_1"})
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        ("<code>a = 1\nprint(a)</code> done", "a = 1\nprint(a)"),
+        ("first ```python\nprint(1)\n``` then ```\nprint(2)\n```", "print(1)"),
+        ("<think>try <code>bad()</code></think><code>good()</code>", "good()"),
+        ("<code>\n```python\nprint(1)\n```\n</code>", "print(1)"),
+        ("<code>print(1)", "print(1)"),
+        ("```\nprint(1)", "print(1)"),
+        ("print(1)", None),
+        ("<code> </code>", None),
+    ],
+)
+def test_the_code_of_an_answer(answer: str, code: str | None) -> None:
+    assert code_of(answer) == code
+
+
+def test_what_is_no_evaluation_is_no_reward() -> None:
+    assert share_passed({"success": False, "num_tests": 4, "passes": [1], "failures": []}) == 0.25
+    for found in ({}, None, "all passed", {"success": "yes"}, {"num_tests": 1, "passes": [1, 2]}):
+        with pytest.raises(AppWorldError, match="evaluated"):
+            share_passed(found)
+
+
+def test_the_prompt_names_no_call_that_it_doesnt_explain() -> None:
+    text = opening({"instruction": "Do it."})[1]["content"]
+    calls = set(re.findall(r"apis\.\w+(?:\.\w+)?", text))
+    assert calls == {
+        "apis.api_docs.show_app_descriptions",
+        "apis.api_docs.show_api_descriptions",
+        "apis.api_docs.show_api_doc",
+        "apis.supervisor",
+        "apis.supervisor.complete_task",
+    }
