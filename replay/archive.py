@@ -14,7 +14,7 @@ column                 content
 ``replaced``           samples that traces have replaced; they are in no loss
 =====================  ========================================================================
 
-Free-form values (``extra``) and episodes are JSON. The file's metadata has :data:`VERSION` as ``tandem.archive``.
+Free-form values (``extra``) and episodes, which older files lack, are JSON. The file's metadata has :data:`VERSION` as ``tandem.archive``.
 """
 
 from __future__ import annotations
@@ -472,7 +472,6 @@ def _plain(column: pa.StructArray, names: Iterable[str]) -> Iterator[dict[str, A
 def _read_samples(column: pa.StructArray) -> Iterator[Sample]:
     known = {field.name for field in column.type}
     arrays = {name: _parts(column.field(name)) for name in _ARRAYS if name in known}
-    # Older archives have no episodes.
     for place, row in enumerate(_plain(column, [name for name in _SAMPLE if name in known])):
         verdict, episode = row.pop("verdict"), row.pop("episode", None)
         yield Sample(

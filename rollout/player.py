@@ -30,7 +30,10 @@ from ..common.records import (
 )
 from .endpoint.sessions import Recorded, Session, SessionSpec
 from .engine import Engine, FinishedGroup, GroupRequest, Task, no_tokens
-from .environments.wire import Played, failed
+from .environments.wire import (
+    Played,
+    failed,
+)
 
 if TYPE_CHECKING:
     from .endpoint.server import Endpoint

@@ -14,7 +14,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...common.confinement import adopt_orphans, die_with
-from .hosts import Bounds, Hosts, NotStarted
+from .hosts import (
+    Hosts,
+)
+from .process import (
+    Bounds,
+    NotStarted,
+)
 
 
 async def problems(

@@ -29,19 +29,21 @@ from ...common.records import Verdict
 from ...common.sockets import CurveKeys, check_address, connect_dealer
 from ...replay.members import Member, Members
 from ..engine import Task
-from .wire import (
+from .requests import (
     CancelRequest,
     EnvironmentTask,
     Limits,
     ModelClient,
-    Played,
-    Reading,
     Request,
     RunRequest,
+    request_frames,
+)
+from .wire import (
+    Played,
+    Reading,
     failed,
     is_lost,
     read_answer,
-    request_frames,
 )
 
 log = logging.getLogger("tandem.rollout")

@@ -40,20 +40,27 @@ from ...replay.connection import Store, connect
 from ...replay.members import Members
 from ...replay.store import RunStore
 from .client import ROLE
-from .hosts import Bounds, Hosts
+from .hosts import (
+    Hosts,
+)
+from .process import (
+    Bounds,
+)
+from .requests import (
+    CancelRequest,
+    RunRequest,
+    read_id,
+    read_request,
+)
 from .verifiers import VerifiersWorld
 from .wire import (
-    CancelRequest,
     Played,
-    RunRequest,
     done_reply,
     failed,
     lost_reply,
     opened,
     played_delta,
     played_reply,
-    read_id,
-    read_request,
     refused_reply,
 )
 from .worlds import HostWorld, Lost, World

@@ -36,12 +36,17 @@ from ...common.records import Verdict
 from .bounded_log import BoundedLog
 from .descendants import Family
 from .forms.asking import CONTEXT_CODE
-from .hosts import EpisodeFailed, NotStarted
+from .process import (
+    EpisodeFailed,
+    NotStarted,
+)
+from .requests import (
+    RunRequest,
+)
 from .wire import (
     MAX_ANSWER_BYTES,
     Played,
     Reading,
-    RunRequest,
     failed,
     read_answer,
     read_reply,

@@ -5,9 +5,21 @@ from __future__ import annotations
 from typing import Protocol
 
 from ...common.errors import ConfigError, TandemError
-from .hosts import EpisodeFailed, Hosts, NotStarted
+from .hosts import (
+    Hosts,
+)
 from .pipes import Play
-from .wire import Played, RunRequest, failed
+from .process import (
+    EpisodeFailed,
+    NotStarted,
+)
+from .requests import (
+    RunRequest,
+)
+from .wire import (
+    Played,
+    failed,
+)
 
 
 class Lost(Exception):

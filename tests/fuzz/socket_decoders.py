@@ -39,9 +39,12 @@ from tandem.reward.graders import pipes
 from tandem.reward.sandbox.code_runner import same_result, same_value
 from tandem.reward.sandbox.expected import expected
 from tandem.rollout.environments import pipes as episode_pipes
+from tandem.rollout.environments import requests
 from tandem.rollout.environments import wire as environments
 from tandem.rollout.environments.client import address_of
-from tandem.rollout.environments.hosts import read_said
+from tandem.rollout.environments.process import (
+    read_said,
+)
 
 
 def framed(body: bytes) -> bytes:
@@ -305,13 +308,13 @@ def from_environments() -> Iterable[Decoder]:
     yield Decoder(
         name="environments.request",
         corpus=packed(run, {**run, "sampling": {}}),
-        decode=lambda data: environments.read_request([b"1", b"run", data]),
+        decode=lambda data: requests.read_request([b"1", b"run", data]),
         mutate=mutated_msgpack,
     )
     yield Decoder(
         name="environments.id",
         corpus=[b"0123456789abcdef0123456789abcdef"],
-        decode=environments.read_id,
+        decode=requests.read_id,
         mutate=lambda data, _, c: flipped(data, c) if c.random() < 0.8 else data * c.randrange(4),
         check=lambda found: "" if 0 < len(found) <= 64 else f"it is {found!r}",
     )

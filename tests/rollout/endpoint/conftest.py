@@ -2,61 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.common.records import SamplingParams, Version
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from endpoint_calls import CONTEXT, RUN_KEY, Served
+
+from tandem.common.records import Version
 from tandem.rollout.endpoint.server import Endpoint
-from tandem.rollout.endpoint.sessions import Session, SessionSpec
-
-CONTEXT = 4096
-RUN_KEY = "the-run's-own-key"
-
-
-def sampling(**changes: Any) -> SamplingParams:
-    given = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 24}
-    return SamplingParams(**{**given, **changes})
-
-
-def spec(name: str = "g#0", **changes: Any) -> SessionSpec:
-    given = {
-        "name": name,
-        "sampling": sampling(),
-        "seed": 3,
-        "longest": CONTEXT,
-        "max_turns": 1000,
-    }
-    return SessionSpec(**{**given, **changes})
-
-
-def tool(name: str = "multiply") -> dict[str, Any]:
-    numbers = {"a": {"type": "integer"}, "b": {"type": "integer"}}
-    parameters = {"type": "object", "properties": numbers, "required": ["a", "b"]}
-    about = {"name": name, "description": "Multiplies.", "parameters": parameters}
-    return {"type": "function", "function": about}
-
-
-@dataclass(slots=True)
-class Served:
-    """An endpoint that listens."""
-
-    endpoint: Endpoint
-    engine: Any
-    model: Any
-    tokenizer: Any
-
-    def open(self, name: str = "g#0", **changes: Any) -> Session:
-        return self.endpoint.open(spec(name, **changes))
-
-    def client(self, session: Session) -> Any:
-        from openai import AsyncOpenAI
-
-        return AsyncOpenAI(base_url=session.base_url, api_key="unused", max_retries=0, timeout=60)
 
 
 @pytest.fixture(scope="session")
@@ -122,7 +81,3 @@ def serving(chat_model: Any, chat_tokenizer: Any) -> Any:
             await engine.close()
 
     return make
-
-
-def run(coroutine: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, 110))

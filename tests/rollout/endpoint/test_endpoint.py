@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import CONTEXT, RUN_KEY, run, sampling, tool
+from endpoint_calls import CONTEXT, RUN_KEY, run, sampling, tool
 
 from tandem.common.records import FinishReason, Source, Version
 

@@ -18,7 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from environment_runs import Playing, Run, connected, make_run, until
 from standin_endpoint import Script, StandInEndpoint
 
-from tandem.rollout.environments.wire import Played
+from tandem.rollout.environments.wire import (
+    Played,
+)
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,9 @@ from tandem.rollout.environments.client import (
     EnvironmentClient,
     servers_in,
 )
-from tandem.rollout.environments.wire import Played
+from tandem.rollout.environments.wire import (
+    Played,
+)
 
 HERE = Path(__file__).resolve().parent
 PROGRAM = """

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import Playing, Run, make_run
+from environment_runs import Playing, Run, make_run
 
 from tandem.common.records import Verdict
 

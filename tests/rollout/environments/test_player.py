@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Run, connected
+from environment_runs import Run, connected
 
 from tandem.common.config import build
 from tandem.common.records import FinishReason, SamplingParams, Source, Verdict, Version

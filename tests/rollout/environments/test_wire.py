@@ -10,10 +10,16 @@ import pytest
 
 from tandem.common.errors import WireError
 from tandem.common.records import Verdict
-from tandem.rollout.environments import wire
-from tandem.rollout.environments.hosts import read_said
+from tandem.rollout.environments import requests, wire
 from tandem.rollout.environments.pipes import Doing, Done
-from tandem.rollout.environments.wire import Played, failed, result_of
+from tandem.rollout.environments.process import (
+    read_said,
+)
+from tandem.rollout.environments.wire import (
+    Played,
+    failed,
+    result_of,
+)
 
 pack = msgspec.msgpack.encode
 
@@ -161,19 +167,19 @@ def test_two_agents_are_refused_by_name() -> None:
 
 
 def test_a_request_keeps_its_key_to_itself() -> None:
-    client = wire.ModelClient(type="train", base_url="http://x/sessions/k3y/v1", api_key="k3y")
+    client = requests.ModelClient(type="train", base_url="http://x/sessions/k3y/v1", api_key="k3y")
     assert "k3y" not in repr(client)
 
 
 def test_a_row_that_is_too_long_is_refused_before_it_is_sent() -> None:
-    run = wire.RunRequest(
-        task_data=wire.EnvironmentTask(environment="e", row={"text": "x" * (33 << 20)}),
-        client=wire.ModelClient(type="train", base_url="u", api_key="k"),
+    run = requests.RunRequest(
+        task_data=requests.EnvironmentTask(environment="e", row={"text": "x" * (33 << 20)}),
+        client=requests.ModelClient(type="train", base_url="u", api_key="k"),
         model="m",
-        limits=wire.Limits(turns=1, calls=1, observation_tokens=1),
+        limits=requests.Limits(turns=1, calls=1, observation_tokens=1),
     )
     with pytest.raises(WireError, match="leave columns"):
-        wire.request_frames("1", run)
+        requests.request_frames("1", run)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,12 @@ from typing import Any
 from tandem.common.records import SamplingParams, Version
 from tandem.rollout.endpoint.server import Endpoint
 from tandem.rollout.endpoint.sessions import Session, SessionSpec
-from tandem.rollout.environments.wire import EnvironmentTask, Limits, ModelClient, RunRequest
+from tandem.rollout.environments.requests import (
+    EnvironmentTask,
+    Limits,
+    ModelClient,
+    RunRequest,
+)
 
 CONTEXT = 8192
 MODEL = "tiny"

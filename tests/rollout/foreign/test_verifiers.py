@@ -23,13 +23,15 @@ from tandem.common.records import Verdict
 from tandem.rollout.environments import verifiers
 from tandem.rollout.environments.bounded_log import BoundedLog
 from tandem.rollout.environments.descendants import Family
-from tandem.rollout.environments.verifiers import CallReading, VerifiersWorld
-from tandem.rollout.environments.wire import (
+from tandem.rollout.environments.requests import (
     EnvironmentTask,
     Limits,
     ModelClient,
-    Played,
     RunRequest,
+)
+from tandem.rollout.environments.verifiers import CallReading, VerifiersWorld
+from tandem.rollout.environments.wire import (
+    Played,
     result_of,
 )
 from tandem.rollout.environments.worlds import Lost
