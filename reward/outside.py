@@ -134,15 +134,17 @@ class Outside:
             if not left:
                 done(result)
 
-        for part in self._parts:
+        # Of an episode that failed nothing is asked.
+        alive = [index for index, sample in enumerate(samples) if not sample.has_failed]
+        for part in self._parts if alive else ():
             if part.kind.place == "sandbox":
-                for index in range(count):
+                for index in alive:
                     self._run_code(part, result, index, begun, ended)
             elif part.kind.place == "remote":
-                for index in range(count):
+                for index in alive:
                     self._ask(part, result, index, begun, ended)
             else:
-                self._call(part, result, list(range(count)), begun, ended)
+                self._call(part, result, alive, begun, ended)
         ended()
 
     def _call(

@@ -135,7 +135,13 @@ class Generation:
                 return True
             samples = at_deadline(samples)
             keeps_late = self._config.learner.objective.stragglers != "leave_out"
-            enough = (len(samples) if keeps_late else ended) >= self._ledger.settings.least_verdicts
+            # An episode that failed, or was cut before its environment paid it, has no verdict to come.
+            counted = sum(
+                s.episode is None or s.episode.failure is None
+                for s in samples
+                if keeps_late or s.finish_reason is not FinishReason.DEADLINE
+            )
+            enough = counted >= self._ledger.settings.least_verdicts
             # The ledger would reject a group with too few verdicts (its settings were read for the
             # lease), and a group in which no sample has ended teaches nothing.
             if not (ended and enough):

@@ -321,6 +321,9 @@ def _sample(request: GroupRequest, task: Task, outcome: _Outcome, prompt: Int32A
         # The learner's rows of a group share their first tokens.
         why = "its prompt has nothing in common with that of the group's first episode"
         played, recorded = failed(Verdict.ENV_FAILED, why, played.seconds), None
+    if recorded is None and played.failure is None:
+        # Whatever it was paid, there is nothing of the policy's to learn from.
+        played = failed(Verdict.ENV_FAILED, "it ended without asking the model", played.seconds)
     episode = Episode(
         environment=task.environment,
         reward=played.reward,

@@ -18,6 +18,7 @@ import math
 from ..objectives import OBJECTIVES, WITHOUT_GROUP
 from ..objectives.keys import Entropy, Expert
 from ..records import Verdict
+from .environment_choices import environments
 from .tree import Config
 from .update_choices import UPDATE_RULES, Rule
 
@@ -117,31 +118,9 @@ def _traces_after_grading(config: Config) -> str | None:
     return None
 
 
-def _environments(config: Config) -> str | None:
-    pays = [c.name for c in config.reward.components if c.name == "environment"]
-    if not config.environments.is_on:
-        if not pays:
-            return None
-        return (
-            "reward.components names environment, which pays what an environment gives an episode, and "
-            "environments.use is empty: describe an environment there, or leave the component out"
-        )
-    if not _online(config):
-        return (
-            f"environments.use is played by rollout workers, and learner.source={config.learner.source} has "
-            f"none: set environments.use={{}}"
-        )
-    if config.expert.per_group:
-        return (
-            f"expert.per_group={config.expert.per_group}: an expert's trace continues a row's prompt, and an "
-            f"episode begins with what its environment shows: set expert.per_group=0, or environments.use={{}}"
-        )
-    return None
-
-
 RULES: tuple[Rule, ...] = (
     _missing,
-    _environments,
+    environments,
     _traces_after_grading,
     _group_baseline,
     _whitened_alone,

@@ -137,6 +137,8 @@ class EnvironmentsConfig(Section):
     """Address-space limit of an episode's process, MiB."""
     tools: Literal["auto", "hermes", "llama", "json"] = "auto"
     """How the model writes tool calls; ``auto`` goes by the chat template."""
+    mask_malformed: bool = False
+    """Whether turns with a tool call that can't be parsed are left out of the loss; denominators keep them."""
     port: NonNegative = 0
     """Port of a worker's token endpoint; 0 takes a free one."""
 

@@ -292,6 +292,9 @@ class OwnTokens(Policy):
 
     own_advantage_weight: float = 1.0
     """Factor of the advantages of own tokens (LUFFY's prefix_reward_weight_beta)."""
+    turn_discount: PositiveShare | None = None
+    """γ of an episode's turns: the advantage of turn k is that of G_k = Σ_{l ≥ k} γ^(l − k) r_l among the group's
+    episodes that have a turn k (GTPO, arXiv 2511.14846). None = all turns have their episode's advantage."""
 
 
 @dataclass(frozen=True, kw_only=True)

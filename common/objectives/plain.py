@@ -189,6 +189,8 @@ class Ppo(Clipped):
     name: Literal["ppo"] = "ppo"
     advantage: Literal["none"] = "none"
     aggregation: Aggregation = "token_mean"
+    turn_discount: None = None
+    """A critic gives every token an advantage of its own."""
     discount: PositiveShare = 1.0
     """γ of returns: what a reward is worth one own token earlier."""
     gae_lambda: Share = 0.95

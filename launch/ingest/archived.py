@@ -221,6 +221,7 @@ class ArchiveReader:
                 prompt_text=group.prompt_text,
                 tokens=sample.tokens,
                 extra=group.extra,
+                episode=sample.episode,
             )
             for sample in samples
         ]

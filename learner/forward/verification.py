@@ -75,5 +75,7 @@ def _rows(probe: Sequence[ProbeRow]) -> Rows:
         masked=nothing.bool(),
         silent=nothing.bool(),
         lengths=responses,
+        turn=none.int(),
+        muted=none.bool(),
         groups=len(probe),
     )

@@ -12,8 +12,9 @@ from typing import Any
 
 from ...common import disk
 from ...common.config import Config
+from ...common.models import load_tokenizer
 from ...common.parts import PartedLines
-from ...common.records import Version
+from ...common.records import Int32Array, Version
 from ...common.run_folder import RunFolder
 from ...common.telemetry import Clock
 from ...replay import archive
@@ -74,6 +75,7 @@ class Reporter:
         """Figures that every step's record has."""
         self._metrics: PartedLines | None = None
         self._samples: PartedLines | None = None
+        self._tokenizer: Any = None
         self._rates = GradingRates()
         self._transfers = TransferRates()
         self._asked = 0.0
@@ -109,7 +111,17 @@ class Reporter:
         """Writes the step's first groups into samples.jsonl."""
         assert self._samples is not None, "cut_back opens the files"
         for mixed in groups[: self._config.log.samples_per_step]:
-            self._samples.write(text_of(step, mixed))
+            played = any(sample.episode is not None for sample in mixed.group.samples)
+            self._samples.write(text_of(step, mixed, self._decode if played else None))
+
+    def _decode(self, tokens: Int32Array) -> str:
+        """The text of an episode's tokens, special ones included: they show where a turn ends."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._config.model.path)
+        text: str = self._tokenizer.decode(
+            tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
 
     def archive(self, batch: StepBatch) -> None:
         """Keeps the step's groups. A step that is trained again has the same ones."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ...common.records import FinishReason, Sample, Source, Verdict
+from ...common.records import FinishReason, Int32Array, Sample, Source, Verdict
 from ..losses.advantages import EQUAL_REWARDS
 from ..rows.groups import MixedGroup
 
@@ -24,6 +24,8 @@ _COUNTED = frozenset(
 """Tandem's own figures of an episode; all others are the environment's."""
 MOST_OWN = 32
 """Number of an environment's own figures that become metrics."""
+Decode = Callable[[Int32Array], str]
+"""Gives the text of tokens, special ones included."""
 OLDEST_TOLD = 8
 """The staleness histogram's last bin, which counts samples of this age and older ones."""
 
@@ -164,15 +166,28 @@ def _episodes(samples: Sequence[Sample]) -> dict[str, float]:
     return figures
 
 
-def _played(sample: Sample) -> dict[str, Any]:
+def _played(sample: Sample, decode: Decode | None) -> dict[str, Any]:
     """An episode's turns for samples.jsonl, with what the environment said before each."""
     episode = sample.episode
     if episode is None:
         return {}
-    turns = [
-        {"tokens": [turn.start, turn.end], "reward": turn.reward, "malformed": turn.malformed}
-        for turn in episode.turns
-    ]
+    turns: list[dict[str, Any]] = []
+    ends = [0, *(turn.end for turn in episode.turns)]
+    for before, turn in zip(ends, episode.turns, strict=False):
+        texts = {}
+        if decode is not None:
+            texts["shown"] = decode(sample.tokens[before : turn.start])
+            texts["text"] = decode(sample.tokens[turn.start : turn.end])
+        turns.append(
+            {
+                "tokens": [turn.start, turn.end],
+                "reward": turn.reward,
+                "malformed": turn.malformed,
+                **texts,
+            }
+        )
+    if decode is not None and len(sample.tokens) > ends[-1]:
+        turns.append({"shown": decode(sample.tokens[ends[-1] :])})
     return {
         "environment": episode.environment,
         "environment_reward": episode.reward,
@@ -183,8 +198,14 @@ def _played(sample: Sample) -> dict[str, Any]:
     }
 
 
-def text_of(step: int, mixed: MixedGroup) -> dict[str, Any]:
-    """A group of a step as a record for samples.jsonl."""
+def text_of(step: int, mixed: MixedGroup, decode: Decode | None = None) -> dict[str, Any]:
+    """A group of a step as a record for samples.jsonl.
+
+    Args:
+        step: the step.
+        mixed: the group.
+        decode: gives the text of the turns of episodes; None = they are told without it.
+    """
     group = mixed.group
     rows: list[dict[str, Any]] = [
         {
@@ -199,7 +220,7 @@ def text_of(step: int, mixed: MixedGroup) -> dict[str, Any]:
             "versions": [f"{s.term}.{s.step}" for s in sample.spans],
             # A trace has replaced it, so it wasn't trained on.
             **({"replaced": True} if gone else {}),
-            **_played(sample),
+            **_played(sample, decode),
         }
         for samples, gone in ((group.samples, False), (mixed.replaced, True))
         for sample in samples

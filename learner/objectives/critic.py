@@ -15,7 +15,6 @@ from ..losses.returns import (
     explained_variance,
     gae,
     kl_penalised_tokens,
-    last_token_rewards,
     whitened,
 )
 from ..rows.rows import Rows
@@ -53,11 +52,7 @@ class Ppo(PolicyGradient):
         settings = self.settings
         masked = rows.masked | rows.silent | rows.expert_row
         counted = ~masked[rows.row]
-        rewards = last_token_rewards(rows.rewards, rows.row)
-        if rows.token_rewards is not None:
-            # What tokens have earned along the way is theirs; the last one gets the rest.
-            along = rows.by_row(rows.token_rewards)
-            rewards = last_token_rewards(rows.rewards - along, rows.row) + rows.token_rewards
+        rewards = rows.earned(rows.rewards)
         figures: dict[str, float] = {}
         if coefficient:
             assert rows.reference is not None
@@ -104,7 +99,7 @@ class Ppo(PolicyGradient):
         if rows.values is None or rows.old_values is None or rows.returns is None:
             raise ConfigError("a critic's loss needs rows.values, old_values and returns")
         settings = self.settings
-        own = ~rows.expert & ~rows.by_token(rows.masked)
+        own = ~rows.expert & rows.kept
         values = finite("rows.values", where(own, rows.values))
         old_values = where(own, rows.old_values)
         returns = finite("rows.returns", where(own, rows.returns))

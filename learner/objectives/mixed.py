@@ -202,7 +202,7 @@ class Srft(Luffy):
         total, sums = super().loss(rows, scalars)
         own_tokens = max(scalars["own_tokens"], 1.0)
         expert_tokens = max(scalars["expert_tokens"], 1.0)
-        kept = ~rows.by_token(rows.masked)
+        kept = rows.kept
         logprobs = widened(scored(rows, kept))
         positive = rows.by_token(rows.rewards > 0)
         raised = _bounded_exp(scalars["entropy_own"] / own_tokens)

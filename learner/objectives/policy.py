@@ -55,7 +55,10 @@ class PolicyGradient(Objective):
     def active(self, rows: Rows) -> Tensor:
         if self.needs_entropy or self.settings.kl_coefficient:
             return torch.ones_like(rows.masked)
-        return (rows.advantages != 0) & ~rows.masked
+        moving = rows.advantages
+        if rows.token_advantages is not None:
+            moving = rows.by_row(rows.token_advantages.abs())
+        return (moving != 0) & ~rows.masked
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
         sums = super().statistics(rows)
@@ -104,7 +107,7 @@ class PolicyGradient(Objective):
 
         Those with A < 0 would make the expert's own text less likely; they are left out by default.
         """
-        kept = rows.expert & ~rows.by_token(rows.masked)
+        kept = rows.expert & rows.kept
         return kept if self.expert_negative else kept & (advantages >= 0)
 
     # Shared by all.
@@ -123,7 +126,7 @@ class PolicyGradient(Objective):
         assert rows.logprobs is not None
         settings = self.settings
         per_token = self.token_advantages(rows)
-        kept = ~rows.by_token(rows.masked)
+        kept = rows.kept
         own = kept & ~rows.expert
         logprobs = widened(scored(rows, own))
         behaviour = where(own, rows.behaviour)
@@ -222,7 +225,7 @@ class PolicyGradient(Objective):
         return part
 
     def _entropy_mask(self, rows: Rows) -> Tensor:
-        kept = ~rows.by_token(rows.masked)
+        kept = rows.kept
         return kept if self.settings.entropy_over == "all" else kept & ~rows.expert
 
     def _entropy_bonus(self, rows: Rows, scalars: Mapping[str, float]) -> Tensor:
@@ -241,7 +244,9 @@ class PolicyGradient(Objective):
         return coefficient * mean
 
     def clipped(self, rows: Rows, log_ratios: Tensor) -> Tensor:
-        advantages = rows.by_token(rows.advantages)
+        advantages = rows.token_advantages
+        if advantages is None:
+            advantages = rows.by_token(rows.advantages)
         above, below, far = self._clip_decides(log_ratios, advantages, ~rows.expert)
         return above | below | far
 
@@ -396,7 +401,7 @@ class Corrected(PolicyGradient):
 
     def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
         total, sums = super().loss(rows, scalars)
-        own = ~rows.expert & ~rows.by_token(rows.masked)
+        own = ~rows.expert & rows.kept
         anchor = self.anchor(rows, own)
         _, correction_sums = self.weights(rows, anchor, where(own, rows.behaviour), own)
         return total, sums | correction_sums

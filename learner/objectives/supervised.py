@@ -34,7 +34,7 @@ class Sft(Objective):
         return sums
 
     def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
-        kept = rows.expert & ~rows.by_token(rows.masked)
+        kept = rows.expert & rows.kept
         losses = -widened(scored(rows, kept))
         total = aggregate(
             losses,
@@ -71,7 +71,7 @@ class RlSftLoss(PolicyGradient):
     def loss(self, rows: Rows, scalars: Mapping[str, float]) -> tuple[Tensor, Sums]:
         total, sums = super().loss(rows, scalars)
         policy, sft = self.coefficients(scalars)
-        kept = rows.expert & ~rows.by_token(rows.masked)
+        kept = rows.expert & rows.kept
         losses = self.supervised(widened(scored(rows, kept)))
         part = where(kept, losses).sum() / max(scalars["expert_tokens"], 1.0)
         part = sft * part

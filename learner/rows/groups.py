@@ -55,6 +55,7 @@ def rows_of(
     truncation: str = "wrong",
     stragglers: str = "mask",
     plain_temperature: Collection[str] = (),
+    mask_malformed: bool = False,
 ) -> Rows:
     """The rows of a step.
 
@@ -71,6 +72,7 @@ def rows_of(
             through A = 0.
         stragglers: the same for rows that were cut at their group's deadline; or ``leave_out``:
             they aren't rows.
+        mask_malformed: whether turns with a malformed call stay out of the loss.
         plain_temperature: sources (``own``, ``expert``) whose tokens are scored at temperature 1.
 
     Raises:
@@ -121,6 +123,10 @@ def rows_of(
         "masked": treated("mask"),
         "silent": treated("zero_advantage"),
         "lengths": np.bincount(row, minlength=count).astype(np.int64),
+        "turn": _joined([_turns(sample) for sample in samples], np.int32)[counted],
+        "muted": _joined([_malformed(sample, mask_malformed) for sample in samples], np.bool_)[
+            counted
+        ],
     }
     rows = Rows(
         **{name: torch.from_numpy(column) for name, column in columns.items()},
@@ -179,6 +185,22 @@ def _steps(sample: Sample) -> NDArray[np.int64]:
     for span in sample.spans:
         steps[span.start : span.end] = span.step
     return steps
+
+
+def _turns(sample: Sample) -> NDArray[np.int32]:
+    """``[L]`` number of the turn that each token is of, or comes before; that of the last turn after it."""
+    turns = np.zeros(len(sample.tokens), np.int32)
+    for turn in sample.episode.turns[:-1] if sample.episode is not None else ():
+        turns[turn.end :] += 1
+    return turns
+
+
+def _malformed(sample: Sample, is_masked: bool) -> NDArray[np.bool_]:
+    """``[L]`` whether each token is of a turn that stays out of the loss."""
+    muted = np.zeros(len(sample.tokens), np.bool_)
+    for turn in sample.episode.turns if is_masked and sample.episode is not None else ():
+        muted[turn.start : turn.end] = turn.malformed
+    return muted
 
 
 def _token_rewards(

@@ -29,6 +29,8 @@ from torch import Tensor
 
 from ...common.objectives.keys import Baseline
 from ..losses.advantages import advantages
+from ..losses.returns import last_token_rewards
+from ..losses.turns import turn_advantages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,6 +72,10 @@ class Rows:
     """``[R]`` bool, rows whose advantage is 0 whatever their reward (cut ones)."""
     lengths: Tensor
     """``[R]`` int64, own and expert tokens of the row."""
+    turn: Tensor
+    """``[N]`` int32, number of the episode's turn that the token is of, from 0; 0 in rows that are no episode."""
+    muted: Tensor
+    """``[N]`` bool, tokens that count in denominators and stay out of the loss (turns with a malformed call)."""
     groups: int
     """Number of groups of the step; a group may have no row left."""
     logprobs: Tensor | None = None
@@ -107,6 +113,11 @@ class Rows:
         sizes = self.prompt_lengths + self.response_lengths
         return sizes.cumsum(0) - sizes
 
+    @property
+    def kept(self) -> Tensor:
+        """``[N]`` bool, tokens that may be in a loss: neither muted nor of a masked row."""
+        return ~(self.masked[self.row] | self.muted)
+
     def by_token(self, per_row: Tensor) -> Tensor:
         """``[R]`` to ``[N]``: every token gets its row's value."""
         return per_row[self.row]
@@ -120,10 +131,40 @@ class Rows:
         """A copy with some columns set."""
         return replace(self, **columns)  # type: ignore[arg-type]
 
-    def with_advantages(self, rewards: Tensor, baseline: Baseline) -> Rows:
-        """A copy with the advantages of these rewards ``[R]``; ``rewards`` stay as they were."""
+    def with_advantages(
+        self, rewards: Tensor, baseline: Baseline, turn_discount: float | None = None
+    ) -> Rows:
+        """A copy with the advantages of these rewards ``[R]``; ``rewards`` stay as they were.
+
+        Args:
+            rewards: what the rows are paid.
+            baseline: the baseline.
+            turn_discount: γ of the turns' returns, of which tokens then have advantages of their own; None =
+                every token has its row's.
+        """
         new = advantages(rewards, self.group, self.groups, self.expert_row, baseline, self.lengths)
-        return replace(self, advantages=new.masked_fill(self.silent, 0.0))
+        rows = replace(self, advantages=new.masked_fill(self.silent, 0.0))
+        if turn_discount is None:
+            return rows
+        of_tokens = turn_advantages(
+            self.earned(rewards),
+            row=self.row,
+            turn=self.turn,
+            group=self.group,
+            groups=self.groups,
+            expert_row=self.expert_row,
+            baseline=baseline,
+            discount=turn_discount,
+        )
+        return replace(rows, token_advantages=of_tokens.masked_fill(self.silent[self.row], 0.0))
+
+    def earned(self, rewards: Tensor) -> Tensor:
+        """``[N]`` these rewards ``[R]``, token by token: what tokens have earned along the way is theirs, and the
+        last one of each row gets the rest."""
+        if self.token_rewards is None:
+            return last_token_rewards(rewards, self.row)
+        along = self.by_row(self.token_rewards)
+        return last_token_rewards(rewards - along, self.row) + self.token_rewards
 
     def select(self, which: Tensor) -> Rows:
         """The rows with these indices (``[r]`` int64), in that order, with their tokens."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...common.config import Config
+from ...common.objectives.keys import OwnTokens
 from ..engine.deepspeed_engine import DeepSpeedEngine
 from ..losses.finite import widened
 from ..losses.penalties import kl_penalised
@@ -51,6 +52,9 @@ class Columns:
         self.engine = engine
         self.config = config
         self.objective = objective
+        settings = config.learner.objective
+        self.turn_discount = settings.turn_discount if isinstance(settings, OwnTokens) else None
+        """γ of the turns of episodes; None = tokens have the advantages of their rows."""
         self.reference: Reference | None = None
         if "reference" in objective.columns or penalised:
             self.reference = Reference(config, engine, reference_folder)
@@ -157,6 +161,11 @@ class Columns:
             dist.all_reduce(values)
         return values
 
+    def compared(self, rows: Rows, rewards: Tensor) -> Rows:
+        """All rows with the advantages of these rewards ``[R]``, of their turns where the objective asks for that."""
+        baseline = self.config.learner.objective.baseline
+        return rows.with_advantages(rewards, baseline, self.turn_discount)
+
     def penalised(self, rows: Rows, coefficient: float) -> tuple[Rows, dict[str, float]]:
         """Rows whose advantages include the KL in the reward: every rank scores its share under π_ref, and
         all ranks get all rows' sums."""
@@ -177,7 +186,7 @@ class Columns:
             )
         gaps = torch.tensor(sum_over_ranks(gaps.tolist()), dtype=torch.float64)
         paid = rows.rewards - coefficient * gaps
-        changed = rows.with_advantages(paid, self.config.learner.objective.baseline)
+        changed = self.compared(rows, paid)
         tokens = int((~rows.expert).sum())
         return changed, {"k1_reference": float(gaps.sum()) / max(tokens, 1)}
 

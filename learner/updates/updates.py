@@ -287,6 +287,8 @@ class Updates:
         An archive's groups are scored as they were in the run that made it, bit for bit.
         """
         rows = share_rows(None if groups is None else self._rows(step, groups))
+        if self.columns.turn_discount is not None:
+            rows = self.columns.compared(rows, rows.rewards)
         stored = self.config.learner.source == "offline" and self.config.data.archive is None
         if self.columns.reference is None or not stored:
             return rows, {}
@@ -302,6 +304,7 @@ class Updates:
             truncation=objective.truncation,
             stragglers=objective.stragglers,
             plain_temperature=self.objective.plain_temperature,
+            mask_malformed=self.config.environments.mask_malformed,
         )
 
     def _passes(

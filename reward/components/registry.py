@@ -46,6 +46,11 @@ class Graded:
     """The episode that was played; ``text`` is then that of its last turn."""
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it is an episode that failed by no fault of the text: there is nothing to pay or to compare."""
+        return self.episode is not None and self.episode.failure is not None
+
+    @property
     def messages(self) -> list[dict[str, str]]:
         """The prompt as messages: those that it was rendered from, or else one user's message."""
         known = self.extra.get(PROMPT_MESSAGES)

@@ -144,11 +144,15 @@ class Scorer:
             found: ``[G]`` values of the components in :attr:`outside`.
             failures: ``[G]`` how such a component that matters failed; None unless one did.
         """
-        of_group = {
-            part.name: part.function(samples)
-            for part in self.parts
-            if part.kind.place == "dispatcher" and part.kind.scope == "group"
-        }
+        # Episodes that failed are compared with nothing, so that the others' values don't depend on them.
+        alive = [sample for sample in samples if not sample.has_failed]
+        of_group: dict[str, list[float | None]] = {}
+        for part in self.parts:
+            if part.kind.place == "dispatcher" and part.kind.scope == "group":
+                values_of = iter(part.function(alive) if alive else ())
+                of_group[part.name] = [
+                    None if sample.has_failed else next(values_of) for sample in samples
+                ]
         scored = []
         for index, sample in enumerate(samples):
             values: dict[str, float | None] = {}

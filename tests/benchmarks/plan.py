@@ -41,7 +41,7 @@ def slow(rows: Any, scalars: Any, settings: Any) -> Any:
     """A policy gradient that takes a while, for ``learner.objective.name=plan:slow``."""
     time.sleep(float(os.environ[SECONDS]))
     ratio = (rows.logprobs - rows.behaviour.nan_to_num(0.0)).clamp(-1, 1).exp()
-    counted = ~rows.expert & ~rows.by_token(rows.masked)
+    counted = ~rows.expert & rows.kept
     losses = -rows.by_token(rows.advantages.to(ratio.dtype)) * ratio
     return losses.where(counted, 0.0).sum() / max(1.0, scalars["constant"])
 

@@ -10,6 +10,7 @@ import numpy as np
 from tandem.common import sockets
 from tandem.common.records import (
     CommitResult,
+    Episode,
     ExpertTrace,
     FinishReason,
     Group,
@@ -18,6 +19,7 @@ from tandem.common.records import (
     Problem,
     Sample,
     SamplingParams,
+    Turn,
     Verdict,
     Version,
     VersionSpan,
@@ -51,6 +53,22 @@ def a_sample(length: int = 5, **changes: Any) -> Sample:
     return Sample(**{**values, **changes})
 
 
+def an_episode(length: int = 5, **changes: Any) -> Episode:
+    """Two turns, of which the second has a call that can't be parsed."""
+    values: dict[str, Any] = {
+        "environment": "sums",
+        "reward": 0.75,
+        "failure": None,
+        "detail": "solved",
+        "turns": (
+            Turn(start=0, end=length // 2, reward=0.25, malformed=False),
+            Turn(start=length // 2, end=length, reward=None, malformed=True),
+        ),
+        "metrics": {"tool_calls": 2.0, "environment_seconds": 0.5},
+    }
+    return Episode(**{**values, **changes})
+
+
 def a_late_sample() -> Sample:
     """Cut at its group's deadline."""
     return a_sample(3, finish_reason=FinishReason.DEADLINE)
@@ -72,6 +90,7 @@ def a_group(**changes: Any) -> Group:
             a_sample(0, spans=()),
             a_sample(70, reward=None, verdict=None),
             a_late_sample(),
+            a_sample(4, episode=an_episode(4, failure=Verdict.ENV_TIMEOUT)),
         ),
         "trace_ids": ("a/1#0",),
         "extra": {
@@ -111,6 +130,8 @@ RECORDS: list[Any] = [
     VersionSpan(term=1, step=2, start=3, end=4),
     SamplingParams(temperature=0.6, top_k=5, max_new_tokens=7, top_p=1.0),
     a_sample(),
+    an_episode(5),
+    a_sample(5, episode=an_episode(5)),
     Problem(
         problem_id="a/1",
         prompt_text="p",

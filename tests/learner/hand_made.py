@@ -51,6 +51,8 @@ def rows(
         "masked": torch.zeros(count, dtype=torch.bool),
         "silent": torch.zeros(count, dtype=torch.bool),
         "lengths": lengths,
+        "turn": torch.zeros(len(row), dtype=torch.int32),
+        "muted": torch.zeros(len(row), dtype=torch.bool),
         "groups": 1,
     }
     return Rows(**(values | changes))

@@ -7,7 +7,7 @@ from tandem.learner.losses.ratios import log_ratio
 def unclipped(rows, scalars, settings):
     ratio = log_ratio(rows.logprobs, rows.behaviour).exp()
     losses = -rows.by_token(rows.advantages.to(ratio.dtype)) * ratio
-    counted = ~rows.expert & ~rows.by_token(rows.masked)
+    counted = ~rows.expert & rows.kept
     return aggregate(
         losses.where(counted, 0.0),
         row=rows.row,

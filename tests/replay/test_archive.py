@@ -16,11 +16,14 @@ import pytest
 from tandem.common import wire
 from tandem.common.errors import DataError
 from tandem.common.records import (
+    EPISODE_FAILURES,
+    Episode,
     ExpertTrace,
     FinishReason,
     Group,
     Sample,
     SamplingParams,
+    Turn,
     Verdict,
     VersionSpan,
 )
@@ -58,6 +61,23 @@ def sample(noise: Random) -> Sample:
         extracted=noise.choice((None, *TEXTS)),
         grader=noise.choice((None, "math@3")),
         token_rewards=noise.choice((None, numbers.normal(size=length).astype(np.float32))),
+        episode=noise.choice((None, episode(noise, length))),
+    )
+
+
+def episode(noise: Random, length: int) -> Episode:
+    failure = noise.choice((None, *sorted(EPISODE_FAILURES)))
+    cut = noise.randint(0, length)
+    return Episode(
+        environment=noise.choice(("sums", "ü")),
+        reward=None if failure is not None else noise.choice((None, 1 / 3)),
+        failure=failure,
+        detail=noise.choice(TEXTS),
+        turns=(
+            Turn(start=0, end=cut, reward=noise.choice((None, 0.1)), malformed=False),
+            Turn(start=cut, end=length, reward=None, malformed=True),
+        )[: noise.randint(0, 2)],
+        metrics=noise.choice(({}, {"tool_calls": 2.0, "own": math.inf})),
     )
 
 
@@ -115,7 +135,9 @@ def test_what_is_written_is_read_again(seed: int, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
 
 
-def test_an_archive_from_before_tokens_had_rewards_is_read(tmp_path: Path) -> None:
+def test_an_archive_from_before_tokens_had_rewards_and_samples_episodes_is_read(
+    tmp_path: Path,
+) -> None:
     noise = Random(1)
     groups = [archived(noise, 1, place) for place in range(5)]
     archive.write(tmp_path / "a.parquet", groups)
@@ -123,7 +145,9 @@ def test_an_archive_from_before_tokens_had_rewards_is_read(tmp_path: Path) -> No
     for name in ("samples", "replaced"):
         column = table[name].combine_chunks()
         inner = column.values
-        kept = [field.name for field in inner.type if field.name != "token_rewards"]
+        kept = [
+            field.name for field in inner.type if field.name not in ("token_rewards", "episode")
+        ]
         inner = pa.StructArray.from_arrays([inner.field(one) for one in kept], kept)
         column = pa.ListArray.from_arrays(column.offsets, inner)
         table = table.set_column(table.column_names.index(name), name, column)
@@ -135,7 +159,8 @@ def test_an_archive_from_before_tokens_had_rewards_is_read(tmp_path: Path) -> No
         for s in (*one.group.samples, *one.replaced)
     ]
     assert any(one.token_rewards is not None for one in samples)
-    bare = [msgspec.structs.replace(one, token_rewards=None) for one in samples]
+    assert any(one.episode is not None for one in samples)
+    bare = [msgspec.structs.replace(one, token_rewards=None, episode=None) for one in samples]
     assert list(map(wire.encode, found)) == list(map(wire.encode, bare))
 
 
