@@ -61,10 +61,12 @@ def _below(top: psutil.Process) -> list[psutil.Process]:
 class Family:
     """The children that this process has started itself; all others are orphans, and are ended.
 
-    Everything that a server starts must be started with :meth:`start`.
+    Children that there were before aren't touched. Everything that a server starts afterwards must be
+    started with :meth:`start`.
     """
 
     def __init__(self) -> None:
+        self._before = {child.pid for child in psutil.Process().children()}
         self._known: dict[int, subprocess.Popen[bytes]] = {}
         # Held while a child is started: before it is known it would look like an orphan.
         self._lock = threading.Lock()
@@ -95,7 +97,7 @@ class Family:
         with self._lock:
             children = psutil.Process().children()
             for child in children:
-                if child.pid in self._known:
+                if child.pid in self._known or child.pid in self._before:
                     continue
                 with contextlib.suppress(psutil.Error):
                     if child.status() != psutil.STATUS_ZOMBIE:
