@@ -103,7 +103,11 @@ def run(arguments: argparse.Namespace) -> int:
     reports = []
     try:
         with Grader(config.reward) as grader:
-            reader = SourceReader(config, tokenizer, grader, lambda text: None, grades=False)
+            # Without a preset or a setting nobody says which environments there are.
+            plays = bool(arguments.preset) or config.environments.is_on
+            reader = SourceReader(
+                config, tokenizer, grader, lambda text: None, grades=False, plays=plays
+            )
             for file in files:
                 reports.append(_read(reader, file, arguments, without, writer))
         if writer is not None:

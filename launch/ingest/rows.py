@@ -90,6 +90,7 @@ class SourceReader:
         doing: Callable[[str], None],
         *,
         grades: bool = True,
+        plays: bool = True,
     ) -> None:
         """Nothing is read yet.
 
@@ -99,6 +100,7 @@ class SourceReader:
             grader: reads gold answers, and grades traces.
             doing: called for every chunk with what is being done.
             grades: whether traces are graded; if not, all of them are kept, and rows need no gold answer.
+            plays: whether rows without a prompt need an environment of the config's.
         """
         self._config = config
         self._doing = doing
@@ -106,6 +108,7 @@ class SourceReader:
         self._tokenizer = tokenizer
         self._grader = grader
         self._grades = grades
+        self._plays = plays
         self._digest = prompts.tokenizer_digest(tokenizer)
 
     def read(
@@ -262,7 +265,8 @@ class SourceReader:
         shown: list[_Draft] = []
         for draft in drafts:
             try:
-                draft.task = task_of(draft.row, self._config.environments)
+                if self._plays:
+                    draft.task = task_of(draft.row, self._config.environments)
             except RowError as error:
                 self._leave_out(draft, counts, error.reason, str(error))
                 continue

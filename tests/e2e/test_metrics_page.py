@@ -87,7 +87,7 @@ def test_every_metric_on_the_page_is_written_by_the_run_or_stands_in_the_code(
             continue
         last = entry.rpartition("/")[2]
         literals = (f'"{entry}"', f'"{last}"', f'"{entry.removeprefix("time/")}"')
-        stem = entry.removesuffix("AGE").removesuffix("NAME").removesuffix("COMPONENT")
+        stem = re.sub("(AGE|NAME|COMPONENT|FIGURE)$", "", entry)
         # `f"{name}/class_{k}"` writes several that the page names one by one.
         made = (f'f"{stem}{{', f"}}/{last.rpartition('_')[0]}_{{")
         made += (f"/{last.replace('@K', '@{')}",) if "@K" in last else ()

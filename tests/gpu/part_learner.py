@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
 from engines import save_model
 from measure import free, product_flops, settle
 from record import NotRunError, Recorder, refusals
@@ -84,6 +85,8 @@ def _all(
             with record.case(name):
                 if device.type == "cpu" and name in NOT_ON_CPUS:
                     raise NotRunError(NOT_ON_CPUS[name])
+                if name == "float16" and not get_accelerator().is_fp16_supported():
+                    raise NotRunError(f"this {device.type.upper()} has no float16")
                 found = _one(device, sizes, Path(folder), budget, settings)
                 record.figures(name, **found)
                 if name in PACKING and found["layout"] != "packed":
