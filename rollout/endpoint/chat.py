@@ -98,7 +98,9 @@ class Chat:
         turn = session.record(ticket, sample)
         said = Parsed(content=sample.text, calls=(), malformed=0)
         if tools and may_call:
-            tokens = sample.tokens[:-1] if turn.ended else sample.tokens
+            # A stop string that ends an answer may also end a call.
+            has_end = turn.ended and self.renderer.special(int(sample.tokens[-1])) is not None
+            tokens = sample.tokens[:-1] if has_end else sample.tokens
             said = parse(
                 self.renderer.decode(tokens.tolist()),
                 self._format,

@@ -179,6 +179,11 @@ class Renderer:
             raise DataError("token ids should be whole numbers from 0") from None
         return text
 
+    def special(self, token: int) -> str | None:
+        """The text of a special token; None if the token is another one."""
+        text = self.decode([token])
+        return text if self._ends.fullmatch(text) else None
+
     def render(
         self,
         messages: Sequence[Message],
@@ -233,7 +238,7 @@ class Renderer:
         end = self._ends.search(text, answer) if answer >= 0 else None
         if end is None:
             return None
-        has_end = ended and self._ends.fullmatch(self.decode([last])) is not None
+        has_end = ended and self.special(last) is not None
         return self._encoded(text[end.end() if has_end else end.start() :])
 
     def _bounded(

@@ -31,6 +31,8 @@ class Wanted:
     max_tokens: int | None
     """Greatest number of tokens; None = as many as there is room for."""
     stop: tuple[str, ...]
+    stop_tokens: tuple[int, ...]
+    """Special tokens that end an answer besides the model's own end tokens."""
     sampling: Mapping[str, float]
     """The parameters of :data:`SAMPLING` that were given."""
     logprobs: bool
@@ -85,6 +87,9 @@ def wanted(body: Mapping[str, Any]) -> Wanted:
     return Wanted(
         max_tokens=most,
         stop=stops,
+        stop_tokens=tuple(ids_of(body["stop_token_ids"], "stop_token_ids"))
+        if body.get("stop_token_ids")
+        else (),
         sampling=sampling,
         logprobs=logprobs is not None and logprobs is not False,
         top=bool(top),

@@ -19,7 +19,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -284,6 +284,22 @@ class Endpoint:
         session.record(ticket, sample)
         return forms.generated(ticket, sample, want)
 
+    def _texts(self, tokens: Sequence[int]) -> list[str]:
+        """The texts of special tokens at which a client wants an answer to end.
+
+        Raises:
+            DataError: one is a token that isn't special.
+        """
+        found = []
+        for token in tokens:
+            text = self._chat.renderer.special(token)
+            if text is None:
+                raise DataError(
+                    f"stop_token_ids: {token} isn't a special token: name its text in stop instead"
+                )
+            found.append(text)
+        return found
+
     def _place(self, session: Session, tokens: list[int]) -> Ticket:
         """Places a prompt of tokens.
 
@@ -343,7 +359,7 @@ class Endpoint:
                 count=1,
                 sampling=replace(sampling, max_new_tokens=room),
                 seed=spec.seed,
-                stop=(*spec.stop, *want.stop),
+                stop=(*spec.stop, *want.stop, *self._texts(want.stop_tokens)),
             )
             async for group in self._engine.generate([request]):
                 error = group.error

@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from endpoint_calls import CONTEXT, RUN_KEY, run, sampling, tool
 
-from tandem.common.records import FinishReason, Source, Version
+from tandem.common.records import FinishReason, Sample, Source, Version, VersionSpan
 
 QUESTION = [{"role": "user", "content": "137*258=?"}]
 
@@ -184,6 +184,71 @@ def test_token_ids_go_in_and_out_and_both_spellings_are_there(serving: Any) -> N
             assert found.prompt_tokens.tolist() == ids
             # What the client added after the last turn is no part of the stream.
             assert [*ids, *found.tokens.tolist()] == seen[: len(ids) + len(found.tokens)]
+
+    run(scenario())
+
+
+def test_special_tokens_that_a_client_names_end_an_answer(serving: Any) -> None:
+    import aiohttp
+
+    async def scenario() -> None:
+        async with serving() as served, aiohttp.ClientSession() as http:
+            start, end = served.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+
+            async def ask(number: int, stops: list[int]) -> tuple[int, Any]:
+                session = served.open(f"g#{number}", sampling=sampling(max_new_tokens=400))
+                root = session.base_url.removesuffix("/v1")
+                params = {"max_tokens": 400, "stop_token_ids": stops}
+                body = {"token_ids": [10, 11, 12], "sampling_params": params}
+                async with http.post(f"{root}/inference/v1/generate", json=body) as answer:
+                    return answer.status, await answer.json()
+
+            found = await asyncio.gather(*(ask(n, [end, start]) for n in range(16)))
+            answers = [said["choices"][0] for status, said in found if status == 200]
+            assert len(answers) == 16
+            lasts = [one["token_ids"][-1] for one in answers]
+            assert {start, end} <= set(lasts)
+            for one in answers:
+                assert not {start, end} & set(one["token_ids"][:-1])
+                is_cut = one["token_ids"][-1] not in (start, end)
+                assert one["finish_reason"] == ("length" if is_cut else "stop")
+            status, said = await ask(16, [5000])
+            assert (status, said["error"]["type"]) == (400, "invalid_request_error")
+            status, said = await ask(17, [served.tokenizer.convert_tokens_to_ids("a")])
+            assert status == 400
+            assert "isn't a special token" in said["error"]["message"]
+
+    run(scenario())
+
+
+def test_a_call_that_ends_with_a_stop_string_is_read(serving: Any) -> None:
+    text = '<tool_call>\n{"name": "multiply", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+    async def scenario() -> None:
+        async with serving() as served:
+            session = served.open()
+            chat = served.endpoint._chat
+            tokens = np.array(served.tokenizer.encode(text), dtype=np.int32)
+            for ending in ([], [served.tokenizer.eos_token_id]):
+                sampled = np.array([*tokens, *ending], dtype=np.int32)
+                ticket = await chat.place(session, QUESTION, [tool()])
+                sample = Sample(
+                    tokens=sampled,
+                    source=np.zeros(len(sampled), np.uint8),
+                    logprobs=np.full(len(sampled), -0.1, np.float32),
+                    spans=(VersionSpan(term=1, step=0, start=0, end=len(sampled)),),
+                    finish_reason=FinishReason.STOP,
+                    text=text,
+                    sampling=sampling(),
+                    reward=None,
+                    components={},
+                    verdict=None,
+                    extracted=None,
+                    grader=None,
+                )
+                answer = chat.answer(session, ticket, sample, QUESTION, [tool()])
+                (call,) = answer.message["tool_calls"]
+                assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
 
     run(scenario())
 
