@@ -245,6 +245,8 @@ def run_pytest(
         env=env,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
+        # A shell has its background jobs ignore Ctrl-C, and tests send it to what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     code = wait_as_init(tests, deadline)
     if code is None:

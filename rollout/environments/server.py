@@ -122,11 +122,24 @@ class Server:
         """Time that episodes have spent in their environments."""
         self.busy = 0
         """Number of episodes that are being played."""
+        self._held, self._since = 0.0, time.monotonic()
 
     @property
     def slots(self) -> int:
         """Places that it offers."""
         return 0 if self._leaving.is_set() else self._places
+
+    @property
+    def held_seconds(self) -> float:
+        """Time for which places were held by episodes since the start, added up, waiting for the model included."""
+        self._hold(0)
+        return self._held
+
+    def _hold(self, change: int) -> None:
+        """So many more episodes are being played from now on."""
+        now = time.monotonic()
+        self._held += self.busy * (now - self._since)
+        self.busy, self._since = self.busy + change, now
 
     def stop(self) -> None:
         """Begins no more episodes, lets those that are being played end, then ends :meth:`run`."""
@@ -204,12 +217,12 @@ class Server:
             self._waiting.add(route)
             async with self._free:
                 self._waiting.discard(route)
-                self.busy += 1
+                self._hold(1)
                 try:
                     await self._answer(route, b"delta", opened(trace, name))
                     played = await self._play(self._worlds[name], run)
                 finally:
-                    self.busy -= 1
+                    self._hold(-1)
         except Lost as lost:
             self.counts["lost"] += 1
             log.warning(f"an episode of {name} is handed back: {lost}")
@@ -428,6 +441,7 @@ def figures_of(server: Server, hosts: Hosts) -> dict[str, Any]:
     return {
         **{f"environments/{name}": count for name, count in server.counts.items()},
         "environments/seconds": server.seconds,
+        "environments/held_seconds": server.held_seconds,
         "environments/busy": server.busy,
         "environments/slots": server.slots,
         "environments/processes": hosts.count,

@@ -20,13 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import redis
 import xxhash
 import yaml
 from safetensors import safe_open
 
 from tandem.common import wire
-from tandem.common.records import Group, Verdict
+from tandem.common.records import Group, Sample, Source, Verdict
 
 MOST_REJECTED = 0.02
 NOT_BY_KILLS = ("attempts", "ungraded", "quarantined", "run_ended")
@@ -207,6 +208,7 @@ def examine(evidence: Evidence) -> Findings:
     _every_group(evidence, rows, found)
     _nothing_live(evidence, found)
     _staleness(evidence, rows, found)
+    _episodes(evidence, found)
     _redis_agrees(evidence, rows, found)
     _evaluations(evidence, rows, found)
     return found
@@ -393,7 +395,8 @@ def _staleness(evidence: Evidence, rows: dict[int, dict[str, Any]], found: Findi
             for sample in told or ():
                 if sample.get("source") == "expert":
                     continue
-                if not sample["versions"]:
+                # An episode that failed before it asked the model has nothing that was sampled.
+                if not sample["versions"] and not sample.get("failure"):
                     say(f"group {entry['id']} has a sample of no version")
                 versions += [int(version.partition(".")[2]) for version in sample["versions"]]
             for version in versions:
@@ -406,6 +409,30 @@ def _staleness(evidence: Evidence, rows: dict[int, dict[str, Any]], found: Findi
                     )
                     break
     found.figures["greatest age of a token"] = worst
+
+
+def _episodes(evidence: Evidence, found: Findings) -> None:
+    """Groups of a run with environments are episodes, and those that failed have no reward."""
+    if not evidence.config.get("environments", {}).get("use"):
+        return
+    failed: Counter[str] = Counter()
+    episodes = 0
+    for step, groups in evidence.samples.items():
+        for name, rows in groups.items():
+            for row in rows:
+                if "environment" not in row:
+                    found.breaches.append(f"group {name} of step {step} has a row of no episode")
+                    continue
+                episodes += 1
+                if row["failure"] is not None:
+                    failed[row["failure"]] += 1
+                    if row["reward"] is not None:
+                        found.breaches.append(
+                            f"group {name} of step {step} has a reward for an episode that failed"
+                        )
+    found.figures["episodes"] = episodes
+    for kind, count in sorted(failed.items()):
+        found.figures[f"  {kind}"] = count
 
 
 def _replaced(payload: bytes, entry: dict[str, Any], size: int, say: Any) -> None:
@@ -431,10 +458,33 @@ def _spans(payload: bytes, name: str, digest: str, size: int, say: Any) -> list[
         say(f"group {group.group_id} has {len(group.samples)} samples and should have {size}")
     steps = []
     for sample in group.samples:
-        if sum(span.end - span.start for span in sample.spans) != len(sample.tokens):
-            say(f"group {group.group_id} has tokens of no version")
+        covered = np.zeros(len(sample.tokens), np.int64)
+        for span in sample.spans:
+            covered[span.start : span.end] += 1
+        if not np.array_equal(covered, sample.source == Source.OWN):
+            say(f"group {group.group_id} has tokens of no version, or versions of others' tokens")
+        if sample.episode is not None:
+            _episode(group.group_id, sample, say)
         steps += [span.step for span in sample.spans]
     return steps
+
+
+def _episode(name: str, sample: Sample, say: Any) -> None:
+    """Own tokens are those of the turns; an episode that failed is paid nothing, not even a zero."""
+    episode = sample.episode
+    assert episode is not None
+    turns = np.zeros(len(sample.tokens), np.int64)
+    for turn in episode.turns:
+        turns[turn.start : turn.end] += 1
+    if not np.array_equal(turns, sample.source == Source.OWN):
+        say(f"group {name} has own tokens that aren't of one turn")
+    if not np.array_equal(np.isnan(sample.logprobs), sample.source != Source.OWN):
+        say(f"group {name} has log-probs of other tokens than its own")
+    failed = episode.failure is not None
+    if failed and (sample.reward is not None or sample.verdict is not episode.failure):
+        say(f"group {name} has an episode that failed, and {sample.verdict} with {sample.reward}")
+    if not failed and (sample.reward is None or not episode.turns):
+        say(f"group {name} has an episode without a reward or a turn, and it hasn't failed")
 
 
 def _redis_agrees(evidence: Evidence, rows: dict[int, dict[str, Any]], found: Findings) -> None:

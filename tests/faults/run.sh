@@ -5,11 +5,12 @@ set -u
 usage() {
   cat <<'TEXT'
 usage: bash tests/faults/run.sh [--seed N] [--kills K] [--staleness ETA] [--groups N] [--keep DIR]
-                                [KEY=VALUE …]
+                                [--environments] [KEY=VALUE …]
 
 Starts a run (rollout workers with a scripted engine, reward pools with graders, the learner,
 redis-server), kills K of its processes at instants that the seed settles, waits for its end, and
-audits Redis, the journal and the checkpoint. KEY=VALUE overrides a setting of the run. Prints a
+audits Redis, the journal and the checkpoint. With --environments groups are episodes with a tool,
+and environment servers and the processes of episodes are killed too. KEY=VALUE overrides a setting of the run. Prints a
 table; exits with 1 on any breach. Needs what `bash launch/setup.sh --dev` installs.
 TEXT
 }

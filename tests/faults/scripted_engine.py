@@ -6,7 +6,8 @@ which version "sampled" which, weights are received and checked for real, pause 
 effect between two token steps.
 
 A response is the chain that answers a problem of the miniature, right or off by one, in a form
-that only a grader process can read (a fraction) half of the time. The environment variable
+that only a grader process can read (a fraction) half of the time. To a problem of the miniature with a tool it is a
+call, sometimes a broken one, or an answer: what a result says, or off by one. The environment variable
 ``TANDEM_SCRIPTED_STEP_SECONDS`` is the time of one token step, ``TANDEM_SCRIPTED_ROWS`` how many rows run at
 a time, and ``TANDEM_SCRIPTED_LENGTHS`` (``mean:limit:spread``) draws the lengths of responses from a
 distribution of :class:`tandem.launch.plan.lengths.Lengths`. When it is closed it leaves the mean time that a token
@@ -49,6 +50,8 @@ LENGTHS = "TANDEM_SCRIPTED_LENGTHS"
 TIMES = "TANDEM_SCRIPTED_TIMES"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CHAIN = re.compile(r"(\d\d)((?:[+-]\d)+)=")
+_PRODUCT = re.compile(r"(\d+)\*(\d+)=\?")
+_RESULT = re.compile(r"<tool_response>\s*(\d+)")
 
 
 def make(
@@ -165,7 +168,7 @@ class ScriptedEngine:
     ) -> None:
         self._specs = specs
         self._tokenizer = tokenizer
-        self._end = int(tokenizer.token_to_id("<eos>"))
+        self._end = int(tokenizer.token_to_id("<eos>") or tokenizer.token_to_id("<|im_end|>"))
         self._step_seconds = step_seconds
         self._max_rows = max_rows
         self._lengths = lengths
@@ -396,6 +399,9 @@ class ScriptedEngine:
 
 def respond(prompt: str, noise: np.random.Generator) -> tuple[str, str]:
     """A response as the tokenizer can say it, and as the grader is to read it."""
+    if product := _PRODUCT.search(prompt):
+        said = _turn(prompt, product, noise)
+        return said, said
     match = _CHAIN.search(prompt)
     total = int(match[1]) if match else 0
     chain = f"{total:02d}"
@@ -409,6 +415,16 @@ def respond(prompt: str, noise: np.random.Generator) -> tuple[str, str]:
         f"{answer:02d}" if noise.random() < 0.5 else f"\\frac{{{answer * factor}}}{{{factor}}}"
     )
     return f"{head}{answer:02d}}} </answer>", f"{head}{in_words}}} </answer>"
+
+
+def _turn(prompt: str, product: re.Match[str], noise: np.random.Generator) -> str:
+    """A turn of an episode with a calculator."""
+    if result := _RESULT.search(prompt):
+        return f"\n\\boxed{{{int(result[1]) + int(noise.integers(0, 2))}}}"
+    if noise.random() < 0.2:
+        return f"\n\\boxed{{{noise.integers(10_000, 100_000)}}}"
+    call = f'{{"name": "multiply", "arguments": {{"a": {product[1]}, "b": {product[2]}}}}}'
+    return f"\n<tool_call>\n{call if noise.random() < 0.9 else call[:-1]}\n</tool_call>"
 
 
 def _dtype(tensor: Any) -> str:

@@ -38,6 +38,9 @@ WORKERS = 3
 GROUPS_PER_STEP = 4
 TARGETS = {"rollout": 10, "reward": 5, "grader": 4, "learner": 5, "redis": 4}
 """How often each is hit, relatively."""
+ENVIRONMENTS = {**TARGETS, "environments": 5, "episode": 8}
+"""The same with environment servers, and the processes in which they play episodes."""
+SERVERS = 2
 STALL_SECONDS = 150.0
 """Without a new row for so long the run counts as wedged; a Redis call may last 60 s."""
 LAST_KILL = 0.8
@@ -45,6 +48,7 @@ LAST_KILL = 0.8
 HURRY = 0.9
 """Share of the run's steps after which kills don't wait: all are made before its end."""
 LEAST_STEPS_PER_KILL = 1.5
+CALCULATOR = "tandem.launch.miniature.tools.environments:Calculator"
 LAST_TARGETS = ("learner", "learner", "redis", "rollout", "reward")
 """What one more kill hits once the last row is journalled; the run may end before it comes."""
 
@@ -58,7 +62,7 @@ class Kill:
     pause: float
     """and then so many seconds."""
     target: str
-    """A key of :data:`TARGETS`."""
+    """A key of :data:`ENVIRONMENTS`."""
     pick: float
     """Which of several processes, in [0, 1)."""
 
@@ -91,6 +95,8 @@ class Plan:
     """Steps between evaluations; there is one before the first and one after the last besides."""
     rewrites: int
     """How often the append-only file is rewritten, spread over the run's rows."""
+    environments: bool
+    """Whether groups are episodes with a tool."""
     kills: tuple[Kill, ...]
     last: Kill
     """Beyond the others: into the run's end, if that still lasts then."""
@@ -99,11 +105,31 @@ class Plan:
         """Overrides of the preset."""
         fresh = {"path": "{run}/data/fresh.parquet", "name": "fresh", "weight": 1}
         expert = {"path": "{run}/data/expert.parquet", "name": "expert", "weight": 1}
+        played = [
+            "model.path=miniature-tools",
+            "data.miniature=tools",
+            'data.train=[{path: "{run}/data/train.parquet", name: train}]',
+            "data.max_prompt_tokens=128",
+            "rollout.max_new_tokens=96",
+            f"environments.use={{calculator: {{form: tools, target: {CALCULATOR}}}}}",
+            f"environments.servers={SERVERS}",
+            "environments.episodes=8",
+            "environments.max_turns=4",
+            "environments.reset_seconds=30",
+            "environments.step_seconds=30",
+            # A storm may end the servers of one episode several times.
+            "environments.retries=20",
+        ]
         return [
+            *(played if self.environments else []),
             f"run.seed={self.seed}",
             f"run.passes={self.passes}",
             f"data.miniature_fresh={self.problems}",
-            f"data.train={json.dumps([fresh, expert] if self.traces else [fresh])}",
+            *(
+                []
+                if self.environments
+                else [f"data.train={json.dumps([fresh, expert] if self.traces else [fresh])}"]
+            ),
             f"expert.per_group={int(self.traces)}",
             f"expert.when={self.when if self.traces else 'always'}",
             f"rollout.workers={WORKERS}",
@@ -126,15 +152,17 @@ def plan(
     staleness: int | None = None,
     groups: int | None = None,
     ranks: int | None = None,
+    environments: bool = False,
 ) -> Plan:
     """The plan of a seed."""
+    targets = ENVIRONMENTS if environments else TARGETS
     draw = random.Random(f"storm {seed}")
     eta = draw.choice((0, 0, 1, 2, 3))
     eta = eta if staleness is None else staleness
     window = draw.randint(1, eta + 1)
     late = draw.choice(("wait", "drop"))
     pools = draw.choice((1, 2))
-    passes, traces = draw.choice((1, 1, 2)), draw.random() < 0.4
+    passes, traces = draw.choice((1, 1, 2)), draw.random() < 0.4 and not environments
     ahead, every = draw.randint(0, 2), draw.randint(1, eta + 1)
     checkpoints = draw.choice((2, 5, 9))
     groups = groups or max(120, int(kills * LEAST_STEPS_PER_KILL) * GROUPS_PER_STEP)
@@ -151,7 +179,7 @@ def plan(
             Kill(
                 step=planned[-1].step if burst else steps[index],
                 pause=draw.uniform(0.05, 4.0) if burst else draw.uniform(0.0, 0.6),
-                target=draw.choices(list(TARGETS), list(TARGETS.values()))[0],
+                target=draw.choices(list(targets), list(targets.values()))[0],
                 pick=draw.random(),
             )
         )
@@ -173,6 +201,7 @@ def plan(
         ranks=drawn if ranks is None else ranks,
         rewrites=more.randint(0, 6),
         evaluations=more.choice((1, 3, 5)),
+        environments=environments,
         kills=tuple(planned),
         last=Kill(
             step=rows,
@@ -320,6 +349,11 @@ class Storm:
                 except psutil.NoSuchProcess:
                     continue
                 found += [(f"grader of {name}", process) for process in below]
+            elif target == "episode" and role == "environments":
+                try:
+                    found += [(f"episode of {name}", process) for process in child.children()]
+                except psutil.NoSuchProcess:
+                    continue
         return sorted(found, key=lambda pair: (pair[0], pair[1].pid))
 
 
@@ -346,8 +380,8 @@ def report(storm: Storm, trouble: str | None, found: audit.Findings | None) -> l
         "  ".join(f"{name} {getattr(plan, name)}" for name in settings),
         f"{'target':<10}{'kills':>8}{'restarts':>10}",
     ]
-    for target in TARGETS:
-        started = "-" if target == "grader" else str(again[target])
+    for target in ENVIRONMENTS if plan.environments else TARGETS:
+        started = "-" if target in ("grader", "episode") else str(again[target])
         lines.append(f"{target:<10}{storm.hit[target]:>8}{started:>10}")
     lines.append(f"{'all':<10}{sum(storm.hit.values()):>8}{sum(again.values()):>10}")
     if found is not None:
@@ -369,6 +403,11 @@ def main(arguments: Sequence[str]) -> int:
         "--groups", type=int, help="groups of the run, about (default: by the kills)"
     )
     parser.add_argument("--ranks", type=int, help="learner.ranks (default: by the seed)")
+    parser.add_argument(
+        "--environments",
+        action="store_true",
+        help="groups are episodes with a tool, and their servers and processes are killed too",
+    )
     parser.add_argument("--keep", metavar="DIR", help="keep the run's folder there")
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="further settings of the run"
@@ -382,6 +421,7 @@ def main(arguments: Sequence[str]) -> int:
         staleness=options.staleness,
         groups=options.groups,
         ranks=options.ranks,
+        environments=options.environments,
     )
     storm = Storm(wanted, here, *options.overrides)
     trouble = storm.through()
