@@ -36,8 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import engines
 
@@ -52,6 +51,7 @@ from tandem.rollout.endpoint.sessions import SessionSpec
 from tandem.rollout.engine import GroupRequest
 from tandem.rollout.engines import make_engine
 
+HERE = Path(__file__).resolve().parent
 SESSIONS = 64
 CONTEXT = 1024
 OBSERVATION = "The result is {number}, and the next number is {other}. Go on, please."
@@ -85,7 +85,7 @@ def save_model(case: engines.Case, folder: Path) -> int:
         del vocabulary[word]
     tokenizer["added_tokens"] = [
         {
-            **{name: False for name in ("single_word", "lstrip", "rstrip", "normalized")},
+            **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
             "id": case.vocabulary - len(SPECIAL) + place,
             "content": content,
             "special": True,
