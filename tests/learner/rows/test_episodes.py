@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
+from tandem.common.objectives.keys import Baseline
 from tandem.common.records import (
     Episode,
     FinishReason,
@@ -66,9 +69,9 @@ def episode(first: float, second: float, *, malformed: bool = False, **changes: 
     return Sample(**(values | changes))
 
 
-def rows(*samples: Sample, **changes: Any) -> Rows:
+def group_of(samples: Sequence[Sample], name: str = "0-0") -> MixedGroup:
     made = Group(
-        group_id="0-0",
+        group_id=name,
         attempt=1,
         worker="rollout-0",
         problem_id="a/0",
@@ -76,12 +79,40 @@ def rows(*samples: Sample, **changes: Any) -> Rows:
         prompt_text="",
         gold="",
         data_source="",
-        samples=samples,
+        samples=tuple(samples),
         trace_ids=(),
         extra={},
     )
+    return MixedGroup(group=made)
+
+
+def rows(*samples: Sample, **changes: Any) -> Rows:
+    return rows_of_groups([group_of(samples)], **changes)
+
+
+def rows_of_groups(groups: Sequence[MixedGroup], **changes: Any) -> Rows:
     settings: dict[str, Any] = {"step": 1, "temperature": 1.0, "baseline": "group_mean"}
-    return rows_of([MixedGroup(group=made)], **(settings | changes))
+    return rows_of(groups, **(settings | changes))
+
+
+def dead(sample: Sample, verdict: Verdict, *, has_tokens: bool) -> Sample:
+    """The same episode, killed: before it asked the model, or after it had sampled."""
+    assert sample.episode is not None
+    killed = replace(sample.episode, reward=None, failure=verdict, detail="killed")
+    if has_tokens:
+        return replace(sample, reward=None, verdict=verdict, token_rewards=None, episode=killed)
+    nothing = np.zeros(0, np.int32)
+    return replace(
+        sample,
+        tokens=nothing,
+        source=nothing.astype(np.uint8),
+        spans=(),
+        logprobs=nothing.astype(np.float32),
+        token_rewards=None,
+        reward=None,
+        verdict=verdict,
+        episode=replace(killed, turns=()),
+    )
 
 
 def gradient(these: Rows, name: str, **settings: Any) -> torch.Tensor:
@@ -160,3 +191,45 @@ def test_a_critics_credit_goes_from_a_turn_to_the_one_before_across_the_environm
     torch.testing.assert_close(
         filled.token_advantages[:4], torch.tensor(expected).double(), atol=1e-6, rtol=0
     )
+
+
+@pytest.mark.parametrize("discount", [None, 0.9])
+@pytest.mark.parametrize("baseline", sorted(get_args(Baseline)))
+def test_killed_episodes_change_no_others_advantages(
+    baseline: Baseline, discount: float | None
+) -> None:
+    """15% of them in 40 groups of eight, before and after they have sampled."""
+    drawn = np.random.default_rng(3)
+    whole, without = [], []
+    killed = 0
+    for number in range(40):
+        group = [episode(*drawn.integers(0, 3, 2).astype(float)) for _ in range(8)]
+        hit = drawn.random(8) < 0.15
+        killed += int(hit.sum())
+        verdicts = [
+            (Verdict.ENV_FAILED, Verdict.ENV_TIMEOUT, Verdict.ENV_RESET)[n]
+            for n in drawn.integers(0, 3, 8)
+        ]
+        whole.append(
+            group_of(
+                [
+                    dead(one, verdict, has_tokens=bool(drawn.random() < 0.5)) if gone else one
+                    for one, gone, verdict in zip(group, hit, verdicts, strict=True)
+                ],
+                f"0-{number}",
+            )
+        )
+        alive = [one for one, gone in zip(group, hit, strict=True) if not gone]
+        without.append(group_of(alive, f"0-{number}"))
+    assert killed > 30
+    found, expected = (
+        made.with_advantages(made.rewards, baseline, discount)
+        for made in (rows_of_groups(one, baseline=baseline) for one in (whole, without))
+    )
+    assert len(found.rewards) == 320 - killed
+    assert torch.equal(found.advantages, expected.advantages)
+    assert (found.advantages != 0).any()
+    if discount is not None:
+        assert found.token_advantages is not None
+        assert expected.token_advantages is not None
+        assert torch.equal(found.token_advantages, expected.token_advantages)
