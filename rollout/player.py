@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec.structs import replace as replaced
 
-from ..common.config import Config
+from ..common.config import AgentEnvironment, Config
 from ..common.records import (
     Episode,
     FinishReason,
@@ -247,6 +247,11 @@ class Player:
             recorded = [await self._endpoint.finish(session) for session in sessions]
             group.left -= 1
         seconds = asyncio.get_running_loop().time() - began
+        spec = settings.use.get(request.task.environment)
+        if isinstance(spec, AgentEnvironment) and recorded[-1] is not None:
+            # Its server can't know when an agent waits for the model.
+            spent = max(0.0, played.seconds - recorded[-1].model_seconds)
+            played = replaced(played, seconds=spent)
         outcome = _Outcome(played=played, recorded=recorded[-1], was_cut=was_cut, seconds=seconds)
         self._count(outcome)
         return outcome

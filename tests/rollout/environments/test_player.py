@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,10 @@ CONTEXT = 1024
 TURNS = 3
 SETTINGS = build(
     {"run": {"steps": 1}, "data": {"train": [{"path": "a.parquet"}], "max_prompt_tokens": 800}},
-    [f"environments.max_turns={TURNS}"],
+    [
+        f"environments.max_turns={TURNS}",
+        "environments.use={agent: {form: agent, target: 'played_worlds:agent'}}",
+    ],
 )
 
 
@@ -73,14 +77,17 @@ async def playing(run: Run, model: Any) -> AsyncIterator[Player]:
         await engine.close()
 
 
+def sampling(most: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=most)
+
+
 def request(name: str, environment: str | None, count: int = 4, **row: Any) -> GroupRequest:
     task = None if environment is None else Task(environment=environment, row=row)
-    sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=16)
     return GroupRequest(
         group_id=name,
         prompt_tokens=no_tokens() if task else np.arange(5, 9, dtype=np.int32),
         count=count,
-        sampling=sampling,
+        sampling=sampling(16),
         seed=7,
         task=task,
     )
@@ -144,6 +151,18 @@ def test_episodes_of_one_seed_are_the_same_and_those_of_a_group_differ(
     tokens = [[sample.tokens.tolist() for sample in group.samples] for group in (one, two)]
     assert tokens[0] == tokens[1]
     assert len({tuple(row) for row in tokens[0]}) > 1
+
+
+@pytest.mark.usefixtures("running")
+def test_the_models_time_is_no_time_of_an_agents_environment(run: Run, model: Any) -> None:
+    asked = request("0-0", "agent", count=2, question="how long?", answer="800 tokens")
+    long = replace(asked, sampling=sampling(800))
+    for sample in together(run, model, long)["0-0"].samples:
+        assert sample.episode is not None
+        figures = sample.episode.metrics
+        assert figures["model_seconds"] > 0.2
+        spent = figures["environment_seconds"] + figures["model_seconds"]
+        assert spent < figures["episode_seconds"] + 0.01
 
 
 @pytest.mark.usefixtures("running")
