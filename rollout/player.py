@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -251,7 +251,7 @@ class Player:
         if isinstance(spec, AgentEnvironment) and recorded[-1] is not None:
             # Its server can't know when an agent waits for the model.
             spent = max(0.0, played.seconds - recorded[-1].model_seconds)
-            played = replaced(played, seconds=spent)
+            played = replace(played, seconds=spent)
         outcome = _Outcome(played=played, recorded=recorded[-1], was_cut=was_cut, seconds=seconds)
         self._count(outcome)
         return outcome

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -98,6 +97,7 @@ def together(run: Run, model: Any, *requests: GroupRequest) -> dict[str, Finishe
         async with playing(run, model) as player, asyncio.timeout(100):
             found = {group.group_id: group async for group in player.generate(requests)}
             assert player.busy == 0
+            assert {name: group.error for name, group in found.items() if group.error} == {}
             return found
 
     return asyncio.run(scenario())
@@ -155,12 +155,24 @@ def test_episodes_of_one_seed_are_the_same_and_those_of_a_group_differ(
 
 @pytest.mark.usefixtures("running")
 def test_the_models_time_is_no_time_of_an_agents_environment(run: Run, model: Any) -> None:
-    asked = request("0-0", "agent", count=2, question="how long?", answer="800 tokens")
-    long = replace(asked, sampling=sampling(800))
-    for sample in together(run, model, long)["0-0"].samples:
+    async def scenario() -> list[FinishedGroup]:
+        async with playing(run, model) as player, asyncio.timeout(100):
+            sample = player._endpoint._sample
+
+            async def slow(*given: Any) -> Any:
+                await asyncio.sleep(0.5)
+                return await sample(*given)
+
+            player._endpoint._sample = slow  # type: ignore[method-assign]
+            asked = request("0-0", "agent", count=2, question="how long?", answer="half a second")
+            return [group async for group in player.generate([asked])]
+
+    (group,) = asyncio.run(scenario())
+    assert (group.error, len(group.samples)) == (None, 2)
+    for sample in group.samples:
         assert sample.episode is not None
         figures = sample.episode.metrics
-        assert figures["model_seconds"] > 0.2
+        assert figures["model_seconds"] > 0.5
         spent = figures["environment_seconds"] + figures["model_seconds"]
         assert spent < figures["episode_seconds"] + 0.01
 
