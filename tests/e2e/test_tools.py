@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -86,3 +88,28 @@ def test_without_the_tool_nothing_is_called_and_nothing_learned(tmp_path: Path) 
             assert not found.group.prompt_text.startswith(TOOLS_HEAD)
             for sample in found.group.samples:
                 assert (sample.source == Source.OWN).all()
+
+
+@pytest.mark.timeout(300)
+def test_an_agent_with_an_openai_client_is_trained_by_the_command_in_the_docs(
+    tmp_path: Path, root: Path
+) -> None:
+    page = (root / "docs" / "environments.md").read_text(encoding="utf-8")
+    block = page.partition("## An agent that you have already")[2].partition("```bash\n")[2]
+    (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
+    done = subprocess.run(
+        ["bash", "-e", "-c", block.partition("```")[0]],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout
+    lines = (tmp_path / "runs" / "agent" / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    rewards = [record["reward/mean"] for record in steps]
+    assert len(rewards) == 20
+    assert sum(rewards[-4:]) > 2 * sum(rewards[:4])
+    for figure in ("failed", "retokenised", "branches"):
+        assert sum(record[f"environment/{figure}"] for record in steps) == 0, figure
