@@ -54,7 +54,7 @@ from tandem.rollout.engines import make_engine
 HERE = Path(__file__).resolve().parent
 SESSIONS = 64
 CONTEXT = 1024
-OBSERVATION = "The result is {number}, and the next number is {other}. Go on, please."
+OBSERVATION = "{number}, and then {other}?"
 TEMPLATE = """\
 {%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}
@@ -72,7 +72,7 @@ class Work:
     """Tokens of a turn."""
 
 
-WORK = {"3M": Work(turns=6, new=64), "100M": Work(turns=2, new=32)}
+WORK = {"3M": Work(turns=6, new=64), "100M": Work(turns=2, new=24)}
 
 
 def save_model(case: engines.Case, folder: Path) -> int:
@@ -386,7 +386,7 @@ def main() -> int:
     """Prints the tables; 1 where a bound isn't kept."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--models", nargs="*", choices=[*WORK], default=[*WORK])
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--no-places", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
