@@ -359,7 +359,7 @@ def places(folder: Path, steps: int) -> dict[str, float]:
         while run.poll() is None:
             time.sleep(0.5)
             with suppress(Exception):
-                store = connect(read_join(RunFolder(folder).join))
+                store = connect(read_join(RunFolder(folder).join), deadline=2.0)
                 try:
                     report = RunStore(store).reports().get("environments-0", {})
                     if RunFolder(folder).metrics.stat().st_size and report:
