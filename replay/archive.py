@@ -386,7 +386,7 @@ def _samples(samples: list[Sample]) -> pa.StructArray:
             "finish_reason": sample.finish_reason.value,
             "verdict": None if sample.verdict is None else sample.verdict.value,
             "components": list(sample.components.items()),
-            "episode": sample.episode and msgspec.json.encode(sample.episode).decode(),
+            "episode": sample.episode and json.dumps(msgspec.to_builtins(sample.episode)),
         }
         for sample in samples
     ]

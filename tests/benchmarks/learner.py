@@ -127,6 +127,8 @@ def made_rows(case: Case, count: int, new: int, varied: bool) -> Rows:
         masked=nothing.bool(),
         silent=nothing.bool(),
         lengths=responses,
+        turn=none.int(),
+        muted=none.bool(),
         groups=-(-count // size),
     )
 
