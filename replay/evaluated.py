@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from ..common.errors import DataError
-from ..common.plain import Count, Record, read_object, read_record
+from ..common.plain import UNREADABLE, Count, Record, damaged, read_record, reason
 from ..common.records import FinishReason, Verdict
 from ..common.run_folder import write_atomic
 
@@ -220,8 +220,14 @@ def read_samples(path: Path) -> Iterator[EvaluatedSample]:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
-            what = f"line {number} of {path}"
-            yield read_record(EvaluatedSample, read_object(line, what, DataError), what, DataError)
+            try:
+                yield _DECODER.decode(line)
+            except UNREADABLE as error:
+                why = f"can't be read: {reason(error, 'EvaluatedSample')}"
+                raise damaged(f"line {number} of {path}", why, DataError) from None
+
+
+_DECODER = msgspec.json.Decoder(EvaluatedSample)
 
 
 def write_samples(path: Path, samples: Iterable[EvaluatedSample]) -> None:
