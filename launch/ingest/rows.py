@@ -26,6 +26,7 @@ from ...reward.grading import Grade, GradeItem, Grader
 from .archived import ArchiveReader, of_archive, refuse_archive_keys
 from .columns import broken, extra_of, task_of
 from .counts import SourceCounts, drawn
+from .repeats import joined
 
 OPENERS = ("<think>\n", "<think>")
 """Openers that the rendered prompt may end with; a trace that repeats one loses it."""
@@ -125,7 +126,13 @@ class SourceReader:
             )
             return *archives.read(source, file, counts), counts
         refuse_archive_keys(source)
-        for chunk in self.chunks(source, file, counts):
+        # A held-out set's limit counts problems, which may have several rows.
+        whole = (
+            source
+            if isinstance(source, SourceConfig)
+            else source.model_copy(update={"limit": None})
+        )
+        for chunk in self.chunks(whole, file, counts):
             problems += chunk.problems
             traces += chunk.traces
         if not problems:
@@ -134,13 +141,17 @@ class SourceReader:
                 f"data.max_prompt_tokens, or name another file"
             )
         expected = getattr(source, "rows", None)
-        if expected is not None and source.limit is None and counts.seen != expected:
+        if expected is not None and counts.seen != expected:
             raise DataError(
                 f"{source.short_name} should have {expected:,} rows and {file.name} has {counts.seen:,}, so "
                 f"that it isn't the set that was meant: set rows of this set to {counts.seen} or null in "
                 f"data.evaluate, if it is"
             )
-        seed = getattr(source, "seed", None)
+        if isinstance(source, EvalSetConfig):
+            problems = joined(problems, source.repeated)[: source.limit]
+            counts.problems = len(problems)
+            return problems, traces, counts
+        seed = source.seed
         if source.limit is not None and seed is not None:
             kept = drawn([problem.problem_id for problem in problems], source.limit, seed)
             problems = [problem for problem in problems if problem.problem_id in kept]

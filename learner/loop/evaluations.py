@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ...common.config import Config
+from ...common.config import Config, of_set
 from ...common.parts import parts
 from ...common.waiting import Wait
+from ...replay.evaluations import EvaluationRequest, EvaluationResult
 from ...replay.members import Members
-from ...replay.store import EvaluationRequest, EvaluationResult, RunStore
+from ...replay.store import RunStore
 
 log = logging.getLogger("tandem.learner")
 
@@ -51,6 +52,7 @@ class Evaluations:
         self._settings = config.evaluate
         self._sets = [held.name for held in config.data.evaluate]
         self._limits = {held.name: held.limit for held in config.data.evaluate}
+        self._own = {held.name: of_set(config, held).evaluate for held in config.data.evaluate}
         self._stopping = stopping
         self._term = 0
         self._recorded: set[str] = set()
@@ -111,8 +113,8 @@ class Evaluations:
                     set_name=name,
                     step=step,
                     limit=limit,
-                    temperature=self._settings.temperature,
-                    samples=self._settings.samples,
+                    temperature=self._own[name].temperature,
+                    samples=self._own[name].samples,
                 ),
                 self._term,
             )
@@ -218,6 +220,7 @@ def record_of(result: EvaluationResult) -> dict[str, Any]:
         f"{name}/samples": result.samples,
         f"{name}/seconds": result.seconds,
     }
+    record |= {f"{name}/{figure}": value for figure, value in result.figures.items()}
     if several:
         record[f"{name}/pass@{result.samples}"] = result.pass_rate
     for source, accuracy in result.accuracy_by_source.items():

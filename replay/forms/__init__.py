@@ -18,6 +18,7 @@ from . import (
     countdown,
     gsm8k,
     hh,
+    instructions,
     labelled,
     luffy,
     multiple_choice,
@@ -58,6 +59,7 @@ FORMS: tuple[Form, ...] = (
     hh.FORM,
     countdown.FORM,
     task.FORM,
+    instructions.FORM,
 )
 
 

@@ -195,7 +195,7 @@ def _forms(flat: Group) -> dict[str, Any]:
     if all(one is None for one in formed):
         return {"format": None, "classes": {}}
     pairs = [f"{int(bool(form))}{int(s.correct)}" for form, s in zip(formed, flat, strict=True)]
-    values = [s.components["format"] for s in flat if s.formed is not None]
+    values = [value for s in flat if (value := s.components.get("format")) is not None]
     return {
         "format": float(np.mean(values)),
         "classes": {name: pairs.count(name) / len(flat) for name in ("11", "10", "01", "00")},

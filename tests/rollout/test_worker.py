@@ -35,10 +35,11 @@ from tandem.common.telemetry import Clock
 from tandem.common.weights.manifest import ScoredRows
 from tandem.learner.scored import fixed_rows
 from tandem.replay.connection import connect
+from tandem.replay.evaluations import EvaluationRequest
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import LedgerSettings, Row
 from tandem.replay.members import Members, membership
-from tandem.replay.store import EvaluationRequest, RunStore
+from tandem.replay.store import RunStore
 
 START = """
 import json, sys
@@ -46,7 +47,7 @@ from tandem.common.config import build
 from tandem.common.run_folder import JoinInfo
 from tandem.common.telemetry import start_log
 from tandem.replay.connection import connect
-from tandem.replay.store import RunStore
+from tandem.replay.store import (RunStore)
 import yaml
 with open(sys.argv[1]) as file:
     join = JoinInfo(**json.load(file))
