@@ -126,6 +126,12 @@ class Cell(Record, frozen=True, kw_only=True):
     """Seed of the noise."""
     second_mode: str | None = None
     """Mode of a second grader."""
+    problems: int = 0
+    """Number of problems."""
+    data: str = ""
+    """Digest of the problems as the model gets them."""
+    weights: str = ""
+    """Digest by which the model's weights are told from others; empty if they aren't in a folder."""
 
 
 class Plan(Record, frozen=True, kw_only=True):

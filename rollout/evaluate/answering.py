@@ -169,6 +169,7 @@ def _request(
         ),
         seed=cell.seed,
         stop=cell.stop,
+        prompt_text=problem.prompt_text,
         task=task_of(problem),
     )
 
