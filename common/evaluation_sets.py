@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -12,10 +13,15 @@ import yaml
 
 from .hub import HubData
 
-FOLDER = Path("benchmarks")
-"""Where `tandem get benchmarks` puts sets, and where a set is looked for by its name first."""
+VARIABLE = "TANDEM_BENCHMARKS"
+"""Environment variable that names another folder than ``benchmarks``, here."""
 GET = "get"
 """Key of a set that can't be fetched: false."""
+
+
+def home() -> Path:
+    """Where `tandem get benchmarks` puts sets, and where a set is looked for by its name first."""
+    return Path(os.environ.get(VARIABLE) or "benchmarks").expanduser()
 
 
 @cache
@@ -51,12 +57,12 @@ def fetchable(given: Iterable[str] = ()) -> dict[str, str]:
     return {name: _known()[name]["path"] for name in wanted}
 
 
-def named(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
+def named(name: str, folder: Path | None = None) -> list[dict[str, Any]]:
     """The sets with this name, one or several, as entries of ``data.evaluate``.
 
     Args:
         name: of a set or of a list.
-        folder: a set that was fetched into it, under its name, is read from there.
+        folder: a set that was fetched into it, under its name, is read from there; None = :func:`home`.
 
     >>> [entry["name"] for entry in named("luffy-other")]
     ['arc-c', 'gpqa-diamond', 'mmlu-pro']
@@ -67,7 +73,7 @@ def named(name: str, folder: Path = FOLDER) -> list[dict[str, Any]]:
     entries = []
     for one in _single(name):
         about = {key: value for key, value in _known()[one].items() if key != GET}
-        here = folder / one
+        here = (folder or home()) / one
         if here.is_dir():
             path = about["path"]
             about["path"] = str(here / Path(path).name if HubData.parse(path) is None else here)

@@ -78,8 +78,15 @@ class EvaluatedSample(Record, frozen=True, kw_only=True):
     """How hard it is, if the data set says so."""
     second: Verdict | None = None
     """A second grader's verdict, if one was asked for."""
+    question: str | None = None
+    """What was asked, without the template; None if it is the prompt, or isn't one message."""
     token_ids: list[int] | None = None
     """The response's tokens, if they were asked for."""
+
+    @property
+    def asked(self) -> str:
+        """What was asked, as people read it."""
+        return self.prompt if self.question is None else self.question
 
     @property
     def correct(self) -> bool:

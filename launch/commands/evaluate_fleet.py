@@ -22,6 +22,7 @@ from ...replay.evaluations import JOB, EvaluationJob, EvaluationRequest
 from ...replay.ledger import Ledger
 from ...replay.members import Members
 from ...replay.store import RunStore
+from .evaluate_parts import Samples
 from .evaluate_plan import Model, Prepared
 from .progress import Progress
 
@@ -82,8 +83,6 @@ class _Fleet:
         progress: Progress | None,
     ) -> None:
         """Makes one cell's samples."""
-        from .evaluate_run import Samples
-
         benchmark = prepared.benchmark(cell.name)
         _, _, held_out = prepared.cells[cell.name]
         # Whoever holds the folder is alone with these jobs; a killed command may have left some.

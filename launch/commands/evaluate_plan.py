@@ -400,7 +400,7 @@ class _Reading:
         if self._run is not None:
             place = self._run.resolve(held_out.path)
         data = hub.local(held_out.path, place, held_out.revision)
-        reader = SourceReader(own, self._tokenizers[path], grader, lambda text: None)
+        reader = SourceReader(own, self._tokenizers[path], grader, lambda text: None, messages=True)
         problems, _, counts = reader.read(held_out, data)
         if any(number for number, _ in counts.left_out()):
             print(f"note: {data.name}: {printable(str(counts))}", file=sys.stderr)

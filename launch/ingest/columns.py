@@ -67,7 +67,12 @@ def task_of(row: DataRow, environments: EnvironmentsConfig) -> Mapping[str, Any]
 
 
 def extra_of(
-    row: DataRow, grader: Grader, data: DataConfig, task: Mapping[str, Any] | None
+    row: DataRow,
+    grader: Grader,
+    data: DataConfig,
+    task: Mapping[str, Any] | None,
+    *,
+    messages: bool = False,
 ) -> Mapping[str, Any]:
     """The problem's ``extra``: other columns as plain values, and what reward and environment ask for."""
     content = row.content
@@ -75,9 +80,9 @@ def extra_of(
     if grader.wants_columns:
         extra |= _columns(row.raw)
     extra |= content.extra
-    if grader.wants_messages:
-        messages = [{"role": m.role, "content": m.content} for m in content.prompt]
-        extra[PROMPT_MESSAGES] = prompts.conversation(messages, data) if messages else []
+    if grader.wants_messages or messages:
+        asked = [{"role": m.role, "content": m.content} for m in content.prompt]
+        extra[PROMPT_MESSAGES] = prompts.conversation(asked, data) if asked else []
     return extra
 
 

@@ -92,6 +92,7 @@ class SourceReader:
         *,
         grades: bool = True,
         plays: bool = True,
+        messages: bool = False,
     ) -> None:
         """Nothing is read yet.
 
@@ -102,6 +103,7 @@ class SourceReader:
             doing: called for every chunk with what is being done.
             grades: whether traces are graded; if not, all of them are kept, and rows need no gold answer.
             plays: whether rows without a prompt need an environment of the config's.
+            messages: whether problems keep the messages of their prompts, whatever the reward asks for.
         """
         self._config = config
         self._doing = doing
@@ -110,6 +112,7 @@ class SourceReader:
         self._grader = grader
         self._grades = grades
         self._plays = plays
+        self._messages = messages
         self._digest = prompts.tokenizer_digest(tokenizer)
 
     def read(
@@ -201,7 +204,13 @@ class SourceReader:
                 data_source=content.data_source or name,
                 ability=content.ability,
                 trace_ids=(),
-                extra=extra_of(draft.row, self._grader, self._config.data, draft.task),
+                extra=extra_of(
+                    draft.row,
+                    self._grader,
+                    self._config.data,
+                    draft.task,
+                    messages=self._messages,
+                ),
             )
         if isinstance(source, SourceConfig):
             drafts = self._with_traces(drafts, source, counts)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from ...common.records import REPEATS, Problem, Sample
+from ...common.records import PROMPT_MESSAGES, REPEATS, Problem, Sample
 from ...replay.evaluated import EvaluatedSample
 from ...reward.grading import Grade, GradeItem, Grader
 from . import scores
@@ -86,8 +86,15 @@ def kept(
         subject=_column(problem, (subject,) if subject else SUBJECTS),
         level=_column(problem, (level,) if level else LEVELS),
         second=second.verdict if second is not None else None,
+        question=_question(problem),
         token_ids=sample.tokens.tolist() if token_ids else None,
     )
+
+
+def _question(problem: Problem) -> str | None:
+    messages = problem.extra.get(PROMPT_MESSAGES, ())
+    asked = [one["content"] for one in messages if one["role"] != "system"]
+    return asked[0] if len(asked) == 1 and asked[0] != problem.prompt_text else None
 
 
 def _column(problem: Problem, names: Sequence[str]) -> str | None:

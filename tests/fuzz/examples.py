@@ -76,6 +76,7 @@ def an_evaluated_sample(**changes: Any) -> EvaluatedSample:
         "extracted": "5",
         "answer_class": 0,
         "subject": "s",
+        "question": "q",
         "level": "5",
         "second": Verdict.CORRECT,
         "token_ids": [1, 2, 3],
