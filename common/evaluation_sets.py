@@ -11,8 +11,6 @@ from typing import Any
 
 import yaml
 
-from .hub import HubData
-
 VARIABLE = "TANDEM_BENCHMARKS"
 """Environment variable that names another folder than ``benchmarks``, here."""
 GET = "get"
@@ -72,11 +70,11 @@ def named(name: str, folder: Path | None = None) -> list[dict[str, Any]]:
     """
     entries = []
     for one in _single(name):
-        about = {key: value for key, value in _known()[one].items() if key != GET}
+        about = {**_known()[one]}
+        on_hub = about.pop(GET, True)
         here = (folder or home()) / one
         if here.is_dir():
-            path = about["path"]
-            about["path"] = str(here / Path(path).name if HubData.parse(path) is None else here)
+            about["path"] = str(here if on_hub else here / Path(about["path"]).name)
         entries.append({"name": one, **about})
     return entries
 

@@ -64,7 +64,7 @@ class HubData:
         True
         """
         match = _NAME.fullmatch(name)
-        if match is None or name.endswith(DATA_ENDINGS):
+        if match is None or name.endswith((*DATA_ENDINGS, ".csv")):
             return None
         return cls(**match.groupdict())
 

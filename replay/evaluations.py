@@ -198,7 +198,8 @@ class EvaluationStore:
         failures = self.store.call("hgetall", self.store.key("evaluation_failures"))
         if not failures:
             return {}
-        due = set(self.open_evaluations())
+        raw_due = self.store.call("zrange", self.store.key("evaluations_open"), 0, -1)
+        due = {name.decode() for name in raw_due}
         return {
             id_: read_text(raw, f"the failures of evaluation {id_}").partition(" ")[2]
             for name, raw in failures.items()

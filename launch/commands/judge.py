@@ -121,8 +121,9 @@ def _judge(arguments: argparse.Namespace, folder: EvaluationFolder, cell: Cell) 
             f"{path} has the labels of another judge or prompt: move it aside to ask this one"
         )
     done = {(one["place"], one["sample"]): one for one in known if "place" in one}
-    left = [one for one in folder.samples(cell.name) if (one.place, one.sample) not in done]
-    progress = Progress(sys.stderr, "judged", len(done) + len(left), len(done))
+    samples = list(folder.samples(cell.name))
+    left = [one for one in samples if (one.place, one.sample) not in done]
+    progress = Progress(sys.stderr, "judged", len(samples), len(done))
     lines = JsonLines(path)
     try:
         if not known:
@@ -145,7 +146,7 @@ def _judge(arguments: argparse.Namespace, folder: EvaluationFolder, cell: Cell) 
     return {
         "score": sum(total) / len(total) if total else None,
         "judged": len(total),
-        "failed": len(left) + len(known) - (1 if known else 0) - len(total),
+        "failed": len(samples) - len(total),
         "labels": str(path),
     }
 
