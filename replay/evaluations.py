@@ -104,6 +104,28 @@ class EvaluationResult(Record, frozen=True, kw_only=True):
         """Shares of responses by form and answer, see :func:`four_classes`."""
         return four_classes(self.accuracy, self.format_share, self.right_and_formed)
 
+    def all_figures(self) -> dict[str, float | None]:
+        """Everything that it says of the set and its sources, by the names that metrics have after the set's."""
+        several = self.samples > 1 and self.pass_rate is not None
+        found: dict[str, float | None] = {
+            "accuracy": self.accuracy,
+            "format": self.format_share,
+            **{f"class_{k}": share for k, share in self.classes().items()},
+            "length": self.mean_length,
+            "problems": self.problems,
+            "samples": self.samples,
+            "seconds": self.seconds,
+            **self.figures,
+        }
+        if several:
+            found[f"pass@{self.samples}"] = self.pass_rate
+        for source, accuracy in self.accuracy_by_source.items():
+            found[f"source/{source}/accuracy"] = accuracy
+            found[f"source/{source}/problems"] = self.problems_by_source.get(source)
+            if several:
+                found[f"source/{source}/pass@{self.samples}"] = self.pass_by_source.get(source)
+        return found
+
 
 def four_classes(accuracy: float, form: float, both: float | None) -> dict[str, float]:
     """Shares of responses by form, then answer: ``11``, ``10``, ``01`` and ``00``.
