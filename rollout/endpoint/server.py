@@ -238,7 +238,7 @@ class Endpoint:
         ticket = await self._chat.place(session, messages, tools)
         sample = await self._sample(session, ticket, want)
         answer = self._chat.answer(
-            session, ticket, sample, messages, tools, may_call=may_call(body)
+            session, ticket, sample, messages, tools, want, may_call=may_call(body)
         )
         reply = forms.chat(self.model, ticket, sample, answer, want, self._token)
         return await forms.send(request, reply, want, forms.chat_chunks)

@@ -15,8 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from endpoint_calls import CONTEXT, RUN_KEY, run, sampling, tool
 
 from tandem.common.records import FinishReason, Sample, Source, Version, VersionSpan
+from tandem.rollout.endpoint.requests import wanted
 
 QUESTION = [{"role": "user", "content": "137*258=?"}]
+CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 
 
 def learner_logprobs(model: Any, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
@@ -222,35 +224,74 @@ def test_special_tokens_that_a_client_names_end_an_answer(serving: Any) -> None:
 
 
 def test_a_call_that_ends_with_a_stop_string_is_read(serving: Any) -> None:
-    text = '<tool_call>\n{"name": "multiply", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    async def scenario() -> None:
+        async with serving() as served:
+            session = served.open()
+            for ending in ([], [served.tokenizer.eos_token_id]):
+                answer = await answered(served, session, CALL, ending)
+                (call,) = answer["tool_calls"]
+                assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+
+    run(scenario())
+
+
+def test_one_call_alone_is_read_where_a_client_wants_no_parallel_ones(serving: Any) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+            both = [
+                await answered(served, served.open(), f"{CALL}\n{CALL}", [], **asked)
+                for asked in ({}, {"parallel_tool_calls": False})
+            ]
+            assert [len(answer["tool_calls"]) for answer in both] == [2, 1]
+
+    run(scenario())
+
+
+def test_a_stop_string_is_in_the_tokens_and_not_in_the_answer(serving: Any) -> None:
+    text = "Action: look\nObservation: "
 
     async def scenario() -> None:
         async with serving() as served:
             session = served.open()
-            chat = served.endpoint._chat
-            tokens = np.array(served.tokenizer.encode(text), dtype=np.int32)
-            for ending in ([], [served.tokenizer.eos_token_id]):
-                sampled = np.array([*tokens, *ending], dtype=np.int32)
-                ticket = await chat.place(session, QUESTION, [tool()])
-                sample = Sample(
-                    tokens=sampled,
-                    source=np.zeros(len(sampled), np.uint8),
-                    logprobs=np.full(len(sampled), -0.1, np.float32),
-                    spans=(VersionSpan(term=1, step=0, start=0, end=len(sampled)),),
-                    finish_reason=FinishReason.STOP,
-                    text=text,
-                    sampling=sampling(),
-                    reward=None,
-                    components={},
-                    verdict=None,
-                    extracted=None,
-                    grader=None,
-                )
-                answer = chat.answer(session, ticket, sample, QUESTION, [tool()])
-                (call,) = answer.message["tool_calls"]
-                assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+            kept = {"include_stop_str_in_output": True}
+            for asked, said in (({}, "Action: look\n"), (kept, text)):
+                answer = await answered(served, session, text, [], stop=["Observation:"], **asked)
+                assert answer["content"] == said
+            # A client that sends it back as it got it goes on in the same branch.
+            before = session.branches[-1]
+            messages = [*QUESTION, answer, {"role": "user", "content": "a door"}]
+            ticket = await served.endpoint._chat.place(session, messages, [tool()])
+            assert ticket.branch is before
+            assert served.tokenizer.decode(before.tokens).endswith(text)
 
     run(scenario())
+
+
+async def answered(
+    served: Any, session: Any, text: str, ending: list[int], **asked: Any
+) -> dict[str, Any]:
+    """The message that a client gets for a text that the policy is taken to have written."""
+    chat = served.endpoint._chat
+    tokens = np.array([*served.tokenizer.encode(text), *ending], dtype=np.int32)
+    ticket = await chat.place(session, QUESTION, [tool()])
+    sample = Sample(
+        tokens=tokens,
+        source=np.zeros(len(tokens), np.uint8),
+        logprobs=np.full(len(tokens), -0.1, np.float32),
+        spans=(VersionSpan(term=1, step=0, start=0, end=len(tokens)),),
+        finish_reason=FinishReason.STOP,
+        text=text,
+        sampling=sampling(),
+        reward=None,
+        components={},
+        verdict=None,
+        extracted=None,
+        grader=None,
+    )
+    message: dict[str, Any] = chat.answer(
+        session, ticket, sample, QUESTION, [tool()], wanted(asked)
+    ).message
+    return message
 
 
 def test_a_prompt_of_other_tokens_but_equal_text_goes_on_with_the_recorded_ones(
@@ -457,7 +498,12 @@ def test_a_stream_has_what_the_whole_answer_has(serving: Any) -> None:
         (json.dumps({"messages": QUESTION, "tools": [{}]}).encode(), "tool"),
         (json.dumps({"messages": QUESTION, "max_tokens": "x"}).encode(), "max_tokens"),
         (json.dumps({"messages": QUESTION, "logit_bias": {"1": 2}}).encode(), "logit_bias"),
+        (json.dumps({"messages": QUESTION, "top_k": float("inf")}).encode(), "finite"),
+        (json.dumps({"messages": QUESTION, "temperature": 10**400}).encode(), "finite"),
+        (json.dumps({"messages": QUESTION, "stop": ["\ud800"]}).encode(), "surrogate"),
+        (json.dumps({"messages": QUESTION * (CONTEXT + 1)}).encode(), "4,097 messages"),
     ],
+    ids=lambda value: value[-24:] if isinstance(value, str) else "",
 )
 def test_bad_requests_are_refused_by_name(serving: Any, body: bytes, said: str) -> None:
     import aiohttp
