@@ -531,3 +531,15 @@ def test_a_request_that_is_too_long_is_refused(serving: Any) -> None:
                 assert answer.status == 413
 
     run(scenario())
+
+
+def test_where_all_interfaces_are_bound_sessions_have_an_address_that_others_reach(
+    serving: Any,
+) -> None:
+    async def scenario() -> None:
+        async with serving(host="0.0.0.0", peer=("127.0.0.1", 6379)) as served:
+            session = served.open()
+            assert session.base_url.startswith("http://127.0.0.1:")
+            await converse(served.client(session), 1)
+
+    run(scenario())
