@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from chat_templates import tokenizer
 from endpoint_calls import CONTEXT, RUN_KEY, run, sampling, tool
 
 from tandem.common.records import FinishReason, Sample, Source, Version, VersionSpan
@@ -80,19 +81,29 @@ def test_what_was_sampled_is_recorded_as_the_engine_saw_it(serving: Any) -> None
     run(scenario())
 
 
-@pytest.mark.byhand
-@pytest.mark.timeout(1200)
-def test_two_thousand_turns_retokenise_nothing(serving: Any) -> None:
+FAMILIES = ("miniature", "chatml", "thinking", "llama")
+"""Of 500 turns each by hand, which are 2,000."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("sessions", "turns"),
+    [(2, 6), pytest.param(25, 20, marks=[pytest.mark.byhand, pytest.mark.timeout(600)])],
+)
+def test_no_familys_template_retokenises_a_turn(
+    serving: Any, family: str, sessions: int, turns: int
+) -> None:
     async def scenario() -> None:
-        turns = 0
-        async with serving() as served:
-            for number in range(50):
-                session = served.open(f"g#{number}")
-                await converse(served.client(session), 40, [tool()])
+        async with serving(tokenizer(family)) as served:
+            opened = [served.open(f"g#{number}") for number in range(sessions)]
+            for session in opened:
+                await converse(served.client(session), turns, [tool()])
                 found = await served.endpoint.finish(session)
-                assert (found.branches, found.retokenised, len(found.turns)) == (0, 0, 40)
-                turns += len(found.turns)
-        assert turns == 2000
+                assert (found.branches, found.retokenised, len(found.turns)) == (0, 0, turns)
+                own = found.source == Source.OWN
+                whole = np.concatenate([found.prompt_tokens, found.tokens])
+                known = learner_logprobs(served.model, whole)[len(found.prompt_tokens) - 1 :]
+                assert np.abs(known - found.logprobs)[own].max() < 1e-4
 
     asyncio.run(scenario())
 
