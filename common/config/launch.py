@@ -21,7 +21,7 @@ class LaunchConfig(Section):
     full_disk_seconds: Seconds = 600.0
     """How long a full disk is waited for; then the run drains, and can be resumed."""
     bind: str = "127.0.0.1"
-    """Address that Redis and ZeroMQ bind."""
+    """Address that Redis, ZeroMQ and, with environments, the workers' token endpoints bind."""
     gpus: Literal["none", "auto", "required"] = "auto"
     """``none``: CPUs only; ``auto``: GPUs if there is one for every rank and engine;
     ``required``: refuse a machine that has fewer."""

@@ -10,7 +10,8 @@ from typing import Any
 
 from ...common.records import FinishReason, Sample
 from .rendering import MOST_CHARACTERS, Message, Renderer, plain_message
-from .sessions import Answered, Branch, Session, Ticket
+from .requests import Wanted
+from .sessions import Answered, Branch, NoRoomError, Session, Ticket
 from .tools import MOST_CALLS, Parsed, format_of, parse
 
 LONG_CHARACTERS = 32_768
@@ -75,6 +76,11 @@ class Chat:
             if turn is branch.turns[-1] and not branch.busy:
                 return session.extend(branch, added)
             return session.fork(branch, turn, added)
+        if len(messages) > session.room:
+            raise NoRoomError(
+                f"the conversation has {len(messages):,} messages, and there is room for "
+                f"{session.room:,} tokens"
+            )
         characters = self.renderer.characters(messages)
         session.check_characters(characters, MOST_CHARACTERS)
         if characters > LONG_CHARACTERS:
@@ -91,6 +97,7 @@ class Chat:
         sample: Sample,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
+        want: Wanted,
         *,
         may_call: bool = True,
     ) -> Answer:
@@ -106,9 +113,9 @@ class Chat:
                 self._format,
                 self._tokenizer,
                 prefix=lambda: self.renderer.decode(ticket.context.tolist()),
-                most=self._most_calls,
+                most=1 if want.single_call else self._most_calls,
             )
-        content = said.content if said.calls else sample.text
+        content = said.content if said.calls else want.said(sample.text, turn.ended)
         message: dict[str, Any] = {"role": "assistant", "content": content or None}
         if said.calls:
             message["tool_calls"] = [

@@ -26,6 +26,7 @@ from msgspec.structs import replace
 
 from ...common.errors import DataError, TandemError
 from ...common.records import FinishReason, Sample, SamplingParams
+from ...common.sockets import reachable
 from ..engine import Engine, GroupRequest
 from . import forms
 from .chat import Chat
@@ -69,6 +70,8 @@ class Endpoint:
         model: the model's name in answers.
         host: address that is listened on.
         port: port; 0 takes a free one.
+        peer: host and port of the run's Redis; where ``host`` is a wildcard, sessions' URLs have the address of
+            this host as it is seen from there.
         key: the run's own key; empty = sessions only.
         tools: how calls are written (``environments.tools``).
         observation_tokens: longer observations are cut in the middle.
@@ -84,6 +87,7 @@ class Endpoint:
         model: str,
         host: str = "127.0.0.1",
         port: int = 0,
+        peer: tuple[str, int] | None = None,
         key: str = "",
         tools: str = "auto",
         observation_tokens: int = 2048,
@@ -95,7 +99,7 @@ class Endpoint:
         self._context = context
         self.model = model
         """The name of the model in answers."""
-        self._host, self._port = host, port
+        self._host, self._port, self._peer = host, port, peer
         self._key = key
         self._sessions: dict[str, Session] = {}
         self._finished: dict[str, None] = {}
@@ -168,7 +172,10 @@ class Endpoint:
                 f"set environments.port to 0 or to a free port"
             ) from None
         host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        place = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+        if self._peer is not None:
+            place = reachable(place, *self._peer)
+        self.url = place.replace("tcp", "http", 1)
 
     async def close(self) -> None:
         """Ends all connections."""
@@ -238,7 +245,7 @@ class Endpoint:
         ticket = await self._chat.place(session, messages, tools)
         sample = await self._sample(session, ticket, want)
         answer = self._chat.answer(
-            session, ticket, sample, messages, tools, may_call=may_call(body)
+            session, ticket, sample, messages, tools, want, may_call=may_call(body)
         )
         reply = forms.chat(self.model, ticket, sample, answer, want, self._token)
         return await forms.send(request, reply, want, forms.chat_chunks)
