@@ -42,6 +42,8 @@ CHANGEABLE: tuple[str, ...] = (
     "learner.ranks",
     "learner.zero_stage",
     "learner.offload",
+    # It may name the stage, and what may be set changes no more than the order of sums.
+    "learner.deepspeed*",
     "learner.threads",
     "learner.micro_batch_tokens",
     "learner.max_idle",
