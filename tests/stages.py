@@ -83,11 +83,17 @@ STAGES = (
             "not vllm and not byhand",
             "--ignore=tests/e2e",
             "--ignore=tests/faults",
+            "--ignore=tests/shared_redis",
             *(f"--ignore={path}" for path in WHOLE_UPDATES),
             "--ignore=tests/repo/test_package.py",
             "--ignore=tests/repo/test_readme.py",
         ),
         byhand="bash tests/run.sh tests --ignore=tests/faults -m byhand (three quarters of an hour)",
+    ),
+    Stage(
+        name="redis",
+        args=("tests/shared_redis", "-m", "not byhand"),
+        byhand="bash tests/run.sh tests/shared_redis -m byhand (two minutes)",
     ),
     Stage(
         name="updates",

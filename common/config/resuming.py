@@ -33,7 +33,8 @@ CHANGEABLE: tuple[str, ...] = (
     "reward.components.*.params.parallel",
     # Other kernels of the same attention, as another host may need them.
     "model.attention",
-    "replay.redis_url",
+    "replay.redis_*",
+    "replay.durability",
     "replay.lease_seconds",
     "replay.group_deadline_seconds",
     "replay.max_inflight",
