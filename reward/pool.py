@@ -253,7 +253,7 @@ def _serve(join: JoinInfo, config: Config, store: Store, grader: Grader, name: s
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     os.set_blocking(wake_read, False)
-    router, bound = bind_router(context, config.launch.bind, keys)
+    router, bound = bind_router(context, config.launch.bind, keys, config.launch.port_range)
     router.setsockopt(zmq.LINGER, LINGER_MS)
     host = sockets_of_the_system.gethostname()
     restarts: list[Restart] = []

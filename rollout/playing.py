@@ -50,6 +50,7 @@ class Playing:
             model=config.model.path,
             host=config.launch.bind,
             port=config.environments.port,
+            ports=config.launch.port_range,
             key=runs.endpoint_key(),
             tools=config.environments.tools,
             observation_tokens=config.environments.observation_tokens,

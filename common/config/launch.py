@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
 
 from .section import Positive, Seconds, Section
+
+
+def _ports(text: str) -> str:
+    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    if match and 1024 <= int(match[1]) < int(match[2]) <= 65535:
+        return text
+    raise ValueError("should be FIRST-LAST, two ports from 1024 to 65535, e.g. 29500-29563")
+
+
+Ports = Annotated[str, AfterValidator(_ports)]
 
 
 class LaunchConfig(Section):
@@ -22,6 +35,11 @@ class LaunchConfig(Section):
     """How long a full disk is waited for; then the run drains, and can be resumed."""
     bind: str = "127.0.0.1"
     """Address that Redis and ZeroMQ bind."""
+    ports: Ports | None = None
+    """Range of ports, such as ``29500-29563``, for firewalls that must know them: the run's own Redis listens at the
+    first, and everything else of Tandem that listens (ZeroMQ, the meeting points of ranks and weights, the
+    endpoint of episodes) takes free ones of the others. The data connections of gloo and NCCL know
+    no ports and are outside. None = any free ports."""
     gpus: Literal["none", "auto", "required"] = "auto"
     """``none``: CPUs only; ``auto``: GPUs if there is one for every rank and engine;
     ``required``: refuse a machine that has fewer."""
@@ -29,3 +47,11 @@ class LaunchConfig(Section):
     """Whether engines get the learner's GPUs instead of GPUs of their own. Leave room for the learner
     with ``rollout.vllm.gpu_memory_utilization``. Weights then go through host memory, since two
     ranks of NCCL can't share a GPU."""
+
+    @property
+    def port_range(self) -> range | None:
+        """``ports`` as numbers, the last one included."""
+        if self.ports is None:
+            return None
+        first, last = map(int, self.ports.split("-"))
+        return range(first, last + 1)

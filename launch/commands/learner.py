@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not port:
         from ..host.redis_server import choose_port
 
+        # A single rank meets nobody: any port does.
         port = choose_port("127.0.0.1", None)
     return run_role(
         "learner",

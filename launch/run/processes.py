@@ -25,7 +25,12 @@ def parts(config: Config, folder: RunFolder, placement: Placement) -> list[Part]
             name="learner",
             stage=Stage.LEARNER,
             # Each start gets a new port: the old one may linger in a half-closed rendezvous.
-            specs=lambda: learner(config, folder, placement, str(choose_port("127.0.0.1", None))),
+            specs=lambda: learner(
+                config,
+                folder,
+                placement,
+                str(choose_port("127.0.0.1", None, config.launch.port_range)),
+            ),
             may_finish=True,
         )
     ]

@@ -66,7 +66,7 @@ def where(
             f"members on other hosts need a new file from `tandem join-file`"
         )
         kept = None
-    port = redis_server.choose_port(bind, kept.port if kept else None)
+    port = redis_server.redis_port(bind, kept.port if kept else None, config.launch.port_range)
     if kept is not None and kept.run_id == opening.run_id:
         if port != kept.port:
             say(

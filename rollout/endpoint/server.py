@@ -18,6 +18,7 @@ import hmac
 import json
 import logging
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from msgspec.structs import replace
 
 from ...common.errors import DataError, TandemError
 from ...common.records import FinishReason, Sample, SamplingParams
+from ...common.sockets import bind_free
 from ..engine import Engine, GroupRequest
 from . import forms
 from .chat import Chat
@@ -68,7 +70,8 @@ class Endpoint:
         context: greatest number of tokens of prompt and answer.
         model: the model's name in answers.
         host: address that is listened on.
-        port: port; 0 takes a free one.
+        port: port; 0 takes a free one,
+        ports: of this range (``launch.ports``) if there is one.
         key: the run's own key; empty = sessions only.
         tools: how calls are written (``environments.tools``).
         observation_tokens: longer observations are cut in the middle.
@@ -84,6 +87,7 @@ class Endpoint:
         model: str,
         host: str = "127.0.0.1",
         port: int = 0,
+        ports: range | None = None,
         key: str = "",
         tools: str = "auto",
         observation_tokens: int = 2048,
@@ -95,7 +99,7 @@ class Endpoint:
         self._context = context
         self.model = model
         """The name of the model in answers."""
-        self._host, self._port = host, port
+        self._host, self._port, self._ports = host, port, ports
         self._key = key
         self._sessions: dict[str, Session] = {}
         self._finished: dict[str, None] = {}
@@ -158,9 +162,8 @@ class Endpoint:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_SECONDS
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
         try:
-            await site.start()
+            await self._site(self._runner).start()
         except OSError as error:
             await self._runner.cleanup()
             raise TandemError(
@@ -169,6 +172,21 @@ class Endpoint:
             ) from None
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def _site(self, runner: web.AppRunner) -> web.BaseSite:
+        from aiohttp import web
+
+        if self._port or self._ports is None:
+            return web.TCPSite(runner, self._host, self._port)
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bind_free(listener, self._host, self._ports)
+        except BaseException:
+            listener.close()
+            raise
+        return web.SockSite(runner, listener)
 
     async def close(self) -> None:
         """Ends all connections."""

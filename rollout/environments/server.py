@@ -362,7 +362,7 @@ async def _serve(join: JoinInfo, config: Config, store: Store, name: str, logs: 
     keys = new_keys()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     authenticator = Authenticator(context, client.public)
-    bound_socket, bound = bind_router(context, config.launch.bind, keys)
+    bound_socket, bound = bind_router(context, config.launch.bind, keys, config.launch.port_range)
     bound_socket.setsockopt(zmq.LINGER, LINGER_MS)
     router = zmq.asyncio.Socket(bound_socket)
     server = Server(
