@@ -27,6 +27,7 @@ OWN_ENTRIES = frozenset(
         "config.yaml",
         "run.json",
         "join.json",
+        "head",
         "lock",
         "metrics.jsonl",
         "samples.jsonl",
@@ -327,6 +328,7 @@ def make_folder(opening: Opening, lock: FolderLock, say: Callable[[str], None]) 
             raise begun_elsewhere
         # Its lock is held: no run is using it, and nobody else can move it.
         aside = free_name(folder.path)
+        lock.release_term()
         os.rename(folder.path, aside)
         lock.release()
         say(f"{shown(folder.path)} is now {shown(aside)}")

@@ -64,7 +64,7 @@ def test_sockets_take_the_ports_that_are_left_and_then_name_the_range(
         assert taken == {ports[1], ports[3]}
         with socket.socket() as third, pytest.raises(ConfigError, match=f"{ports[0]}-{ports[-1]}"):
             bind_free(third, HOST, ports)
-        with pytest.raises(ConfigError, match="widen launch.ports"):
+        with pytest.raises(ConfigError, match=r"widen launch\.ports"):
             bind_router(context, HOST, None, ports)
         router.close(0)
     finally:
@@ -97,11 +97,15 @@ def test_a_range_with_too_few_free_ports_is_refused_before_the_start(
     check_ports(config, ports)
     for port in ports[1:3]:
         listen(held, port)
-    with pytest.raises(ConfigError, match=f"has 2 free ports .*{ports[1]} by process {os.getpid()}"):
+    with pytest.raises(
+        ConfigError, match=f"has 2 free ports .*{ports[1]} by process {os.getpid()}"
+    ):
         check_ports(config, ports)
 
 
-@pytest.mark.parametrize("text", ["29500", "29599-29500", "80-90", "1024-70000", "a-b", "2000-2000"])
+@pytest.mark.parametrize(
+    "text", ["29500", "29599-29500", "80-90", "1024-70000", "a-b", "2000-2000"]
+)
 def test_a_range_that_is_none_is_refused(text: str):
     with pytest.raises(ConfigError, match="FIRST-LAST"):
         build({"launch": {"ports": text}, "model": {"path": "m"}, "data": {"train": []}})
