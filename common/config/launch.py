@@ -40,6 +40,9 @@ class LaunchConfig(Section):
     first, and everything else of Tandem that listens (ZeroMQ, the meeting points of ranks and weights, the
     endpoint of episodes) takes free ones of the others. The data connections of gloo and NCCL know
     no ports and are outside. None = any free ports."""
+    join: str | None = None
+    """A join file that was made beforehand, from which a new run takes its id and its Redis' password and port, where
+    members get theirs otherwise than from this run (`tandem cluster` makes one). None = the run makes its own."""
     gpus: Literal["none", "auto", "required"] = "auto"
     """``none``: CPUs only; ``auto``: GPUs if there is one for every rank and engine;
     ``required``: refuse a machine that has fewer."""
