@@ -162,7 +162,7 @@ def check_addresses(config: Config) -> None:
     from .redis_server import choose_port
 
     choose_port(config.launch.bind, None)
-    local_address(config.weights.interface)
+    local_address(config.weights_interface)
 
 
 def weight_files(path: Path) -> list[Path]:
