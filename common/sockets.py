@@ -21,6 +21,8 @@ from zmq.utils import z85
 from .errors import ConfigError, WireError
 from .wire import MAX_MESSAGE_BYTES
 
+WILDCARDS = ("0.0.0.0", "::")
+"""Addresses that stand for all of a host's."""
 HEARTBEAT_MS = 5_000
 """Time between two heartbeats; a peer that is silent for three of them is disconnected."""
 
@@ -203,14 +205,60 @@ def bind_router(
 def reachable(endpoint: str, host: str, port: int) -> str:
     """An endpoint that others can connect to: a wildcard address becomes this host's own, as ``host`` sees it."""
     address, _, own_port = endpoint.removeprefix("tcp://").rpartition(":")
-    if address.strip("[]") not in ("0.0.0.0", "::", "*"):
+    if address.strip("[]") not in (*WILDCARDS, "*"):
         return endpoint
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Nothing is sent: connecting a datagram socket only picks the interface towards the host.
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        own = probe.getsockname()[0]
+    own = address_towards(host, port)
     return f"tcp://[{own}]:{own_port}" if ":" in own else f"tcp://{own}:{own_port}"
+
+
+def address_towards(host: str, port: int = 9) -> str:
+    """The address of this host from which another one is reached.
+
+    Raises:
+        ConfigError: no address of this host reaches it.
+    """
+    try:
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        # Connecting a datagram socket sends nothing; it only consults the routing table.
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"no address of this host reaches {host}: {error}") from None
+
+
+def own_address(bind: str, facing: str) -> str:
+    """What a socket of this host binds for ``launch.bind``, which may be the address of another host.
+
+    Args:
+        bind: the setting, which all hosts of a run share.
+        facing: host of the run's Redis.
+
+    Raises:
+        ConfigError: no address of this host reaches ``facing``.
+    """
+    mine = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    if bind in mine or bind in WILDCARDS or is_loopback(bind):
+        return bind
+    return address_towards(facing)
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that holds an address of this host; names differ between hosts.
+
+    Raises:
+        ConfigError: none does.
+    """
+    found = psutil.net_if_addrs()
+    for name, entries in found.items():
+        # A link-local IPv6 address carries its interface: fe80::1%eth0.
+        if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in entries):
+            return name
+    if is_loopback(address):
+        return interface_of("127.0.0.1")
+    raise ConfigError(
+        f"no network interface of this host holds the address {address} (there are: {', '.join(found)})"
+    )
 
 
 def connect_dealer(
@@ -282,13 +330,4 @@ def local_address(interface: str, facing: str | None = None) -> str:
     mine = {entry.address for entries in addresses.values() for entry in entries}
     if interface in mine or wanted.is_loopback:
         return interface
-    family = socket.AF_INET6 if wanted.version == 6 else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket sends nothing; it only consults the routing table.
-        try:
-            probe.connect((facing or interface, 9))
-        except OSError as error:
-            raise ConfigError(
-                f"no address of this host reaches {facing or interface}: {error}"
-            ) from None
-        return str(probe.getsockname()[0])
+    return address_towards(facing or interface)

@@ -36,6 +36,7 @@ COMMANDS: dict[str, str] = {
     "track": "send a run's metrics to W&B or TensorBoard",
     "callbacks": "call a run's own callbacks, as `tandem start` does",
     "stop": "drain and checkpoint a run, as Ctrl-C in its terminal does",
+    "join": "processes of one role on another host: started, restarted and drained there",
     "rollout": "one rollout worker, by hand or on another host",
     "environments": "one environment server, by hand or on another host",
     "reward": "one reward pool, by hand or on another host",

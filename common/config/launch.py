@@ -29,12 +29,18 @@ class LaunchConfig(Section):
     """First pause before a restart; it doubles up to 30 s."""
     drain_seconds: Seconds = 60.0
     """Time for the processes to drain and checkpoint after the first Ctrl-C."""
+    hosts_seconds: Seconds = 300.0
+    """How long the hosts of a run wait for one another: the head for a host that the learner needs, and a
+    host that has joined for the head's Redis."""
+    lost_seconds: Seconds = 60.0
+    """Silence after which a host counts as lost; if ranks of the learner are on it, all ranks start anew."""
     stall_seconds: Seconds = 300.0
     """Time without a step after which one line says who waits for whom."""
     full_disk_seconds: Seconds = 600.0
     """How long a full disk is waited for; then the run drains, and can be resumed."""
     bind: str = "127.0.0.1"
-    """Address that Redis and ZeroMQ bind."""
+    """Address that Redis and ZeroMQ bind, and at which the learner's ranks meet. A host that has joined
+    binds its own address from which it reaches this one."""
     ports: Ports | None = None
     """Range of ports, such as ``29500-29563``, for firewalls that must know them: the run's own Redis listens at the
     first, and everything else of Tandem that listens (ZeroMQ, the meeting points of ranks and weights, the

@@ -173,7 +173,7 @@ class Gloo(Channel):
         options = _Gloo._Options()
         options._timeout = timedelta(seconds=max(0.1, end - time.monotonic()))
         options._threads = 1
-        address = local_address(self.settings.interface, at.host)
+        address = local_address(self.settings.interface or "127.0.0.1", at.host)
         options._devices = [_Gloo.create_device(hostname=address, lazy_init=False)]
         try:
             self._group = _Gloo(store, at.rank, at.world_size, options)

@@ -59,7 +59,7 @@ class WeightSender:
         *,
         snapshot_folder: Path | None = None,
     ) -> None:
-        self._settings = config.weights
+        self._settings = config.weights_bound
         self._term = term
         self._member = membership.member
         self._registry = membership.registry

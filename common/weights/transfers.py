@@ -124,7 +124,7 @@ class Transfers:
         self._slots = slots
         self._router = router
         self._snapshots = snapshots
-        self._interface = local_address(settings.interface)
+        self._interface = local_address(settings.interface or "127.0.0.1")
         self._mailbox: Mailbox[Callable[[], None]] = Mailbox()
         self._stopping = False
         self._peers: dict[bytes, Peer] = {}

@@ -122,7 +122,7 @@ def demands_of(name: str, config: Config) -> Demands:
     config = config.model_copy(update={"rollout": rollout})
     paper = node(machine(), needed=gpus_needed(config))
     plan = planning.make(name, config, paper, planning.for_node(config, paper))
-    hosts = int(getattr(config.learner, "hosts", 1))
+    hosts = config.learner.hosts
     ranks = config.learner.ranks // hosts
     learner = [p for p in plan.processes if p.name.startswith("learner")][:ranks]
     workers = [p for p in plan.processes if p.name.startswith("rollout")]

@@ -94,9 +94,7 @@ def manifests(job: Job, site: Site) -> dict[str, str]:
         "rollout_args": json.dumps(
             ["join", JOIN, "--role", "rollout", "--workers", str(site.workers), *members]
         ),
-        "learner_args": json.dumps(
-            ["join", JOIN, "--role", "learner", "--folder", f"/runs/{run}", *members]
-        ),
+        "learner_args": json.dumps(["join", JOIN, "--role", "learner", *members]),
         **_resources("head", demands.head),
         **_resources("rollout", demands.rollout, site.workers),
         **_resources("learner", demands.learner),

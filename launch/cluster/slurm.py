@@ -91,13 +91,15 @@ def scripts(job: Job, site: Site) -> dict[str, str]:
 
     def workers(role: str, what: str, array: str, demand: Demand, count: int, *more: str) -> Values:
         words = ["--role", role, *more, "--drain", drain]
+        logs = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+        folder = "" if site.gang else f' --folder "{site.out.absolute()}/hosts/{role}-{logs}"'
         return {
             **common,
             "file": f"{role}.sbatch",
             "what": what,
             "role": role,
             "array": array,
-            "worker_words": f'join "$join" {shlex.join(words)}',
+            "worker_words": f'join "$join" {shlex.join(words)}{folder}',
             **_asked("", demand, count),
         }
 
@@ -117,8 +119,7 @@ def scripts(job: Job, site: Site) -> dict[str, str]:
     made["rollout.sbatch"] = render("slurm/workers.sbatch", rollout, site.templates)
     if hosts > 1:
         learner = workers(
-            *("learner", "The learner's other hosts", f"1-{hosts - 1}", demands.learner, 1),
-            *("--folder", run),
+            *("learner", "The learner's other hosts", f"1-{hosts - 1}", demands.learner, 1)
         )
         made["learner.sbatch"] = render("slurm/workers.sbatch", learner, site.templates)
     return made

@@ -163,7 +163,7 @@ def check_addresses(config: Config) -> None:
     from .redis_server import choose_port
 
     choose_port(config.launch.bind, None)
-    local_address(config.weights.interface)
+    local_address(config.weights_interface)
     if config.launch.port_range is not None:
         check_ports(config, config.launch.port_range)
 

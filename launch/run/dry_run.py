@@ -160,7 +160,7 @@ def _places(plan: Plan, opening: Opening, disk: int) -> list[str]:
         ("logs", f"{shown(folder.logs)}/<process>.log"),
         ("Redis", _redis(plan, url)),
         ("ZeroMQ", f"{bind}, ports are chosen at the start and announced in Redis"),
-        ("weights", f"{text.transport(plan)}, bound to {config.weights.interface}"),
+        ("weights", f"{text.transport(plan)}, bound to {config.weights_interface}"),
         ("ranks", f"meet at 127.0.0.1:{PORT}"),
         ("model", text.model(plan)),
         ("disk", f"up to {human(disk)} in the run's folder"),

@@ -35,7 +35,14 @@ from ...common.confinement import adopt_orphans, hide_memory
 from ...common.errors import ConfigError, WireError
 from ...common.records import Verdict
 from ...common.run_folder import JoinInfo, RunFolder
-from ...common.sockets import Authenticator, bind_router, is_loopback, new_keys, reachable
+from ...common.sockets import (
+    Authenticator,
+    bind_router,
+    is_loopback,
+    new_keys,
+    own_address,
+    reachable,
+)
 from ...replay.connection import Store, connect
 from ...replay.members import Members
 from ...replay.store import RunStore
@@ -362,7 +369,8 @@ async def _serve(join: JoinInfo, config: Config, store: Store, name: str, logs: 
     keys = new_keys()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     authenticator = Authenticator(context, client.public)
-    bound_socket, bound = bind_router(context, config.launch.bind, keys, config.launch.port_range)
+    own = own_address(config.launch.bind, join.host)
+    bound_socket, bound = bind_router(context, own, keys, config.launch.port_range)
     bound_socket.setsockopt(zmq.LINGER, LINGER_MS)
     router = zmq.asyncio.Socket(bound_socket)
     server = Server(
