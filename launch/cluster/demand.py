@@ -69,12 +69,12 @@ class Job:
 
 
 def label(name: str) -> str:
-    """A name as a DNS label of at most 40 characters.
+    """A name as a DNS label of at most 32 characters.
 
     >>> label("Qwen2.5_math")
     'qwen2-5-math'
     """
-    found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-")
+    found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:32].strip("-")
     return found or "run"
 
 
