@@ -11,7 +11,7 @@ import yaml
 from msgspec import structs
 
 from ...common.errors import DataError
-from ...common.plain import sealed, unsealed
+from ...common.plain import read_object, read_record, sealed, unsealed
 from ...common.run_folder import JoinInfo
 from ..host import redis_server
 
@@ -71,8 +71,8 @@ def kept_text(path: Path, *, in_secret: bool) -> str | None:
             text = str(content["stringData"]["join.json"])
         except (yaml.YAMLError, KeyError, TypeError):
             raise DataError(f"{path} holds no join file: {way_out}") from None
-    try:
-        unsealed(json.loads(text), str(path), DataError, way_out)
-    except ValueError:
-        raise DataError(f"{path} holds no join file: {way_out}") from None
+    content = unsealed(
+        read_object(text.encode(), str(path), DataError, way_out), str(path), DataError, way_out
+    )
+    read_record(JoinInfo, content, str(path), DataError, way_out)
     return text

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ...common.errors import ConfigError, RunFailedError, StoreError, TandemError
 from ...common.run_folder import JoinInfo, read_join
 from ...common.sockets import address_towards
-from ...replay.hosts import Failure, HostLink, HostState, Meeting, new_member
+from ...replay.hosts import HEAD, Failure, Host, HostLink, HostState, Meeting, new_member
 from ...replay.ledger import Ledger
 from ..board.terminal import Terminal
 from ..plan.hardware import machine
@@ -40,6 +40,8 @@ STAGES = {
     "learner": Stage.LEARNER,
     "environments": Stage.ENVIRONMENTS,
 }
+HEAD_SECONDS = 15.0
+"""What a head has said longer ago doesn't tell what becomes of the run."""
 FIRST_SECONDS = 30.0
 """How long Redis may take to answer at first."""
 
@@ -214,8 +216,15 @@ def _watch(link: HostLink, supervisor: Supervisor, config: Config) -> None:
         supervisor.request_stop("the run has failed")
     elif look.run_state == "finished":
         supervisor.request_stop("the run is finished")
-    elif any(host.state.role == "head" and host.state.leaving for host in look.hosts):
+    elif _head_leaves(look.hosts):
         supervisor.request_stop("the head stops the run")
+
+
+def _head_leaves(hosts: Sequence[Host]) -> bool:
+    """Whether the head that is there now stops the run: the entries of earlier heads may have stayed."""
+    heads = [host for host in hosts if host.state.role == HEAD]
+    newest = min(heads, key=lambda host: host.age, default=None)
+    return newest is not None and newest.state.leaving and newest.age < HEAD_SECONDS
 
 
 def _progress(ledger: Ledger) -> int:
