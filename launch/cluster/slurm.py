@@ -77,7 +77,7 @@ def scripts(job: Job, site: Site) -> dict[str, str]:
         "time": site.time,
         "warning": int(site.grace + 60),
         "directory": str(Path.cwd()),
-        "tandem": shlex.join(_program(site, run)),
+        "tandem": " ".join(map(_quoted, _program(site, run))),
         "join": shlex.quote(f"{run}/join.json"),
         "patience": PATIENCE,
         "drain": drain,
@@ -188,3 +188,8 @@ def _program(site: Site, run: str) -> list[str]:
 
 def _is_pyxis(container: str | None) -> bool:
     return container is not None and (container.endswith(".sqsh") or "#" in container)
+
+
+def _quoted(word: str) -> str:
+    """A word of an array of bash's, whose commas a reader of arrays could take for separators."""
+    return f"'{word}'" if "," in word and "'" not in word else shlex.quote(word)
