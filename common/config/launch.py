@@ -28,6 +28,9 @@ class LaunchConfig(Section):
     bind: str = "127.0.0.1"
     """Address that Redis and ZeroMQ bind, and at which the learner's ranks meet. A host that has joined
     binds its own address from which it reaches this one."""
+    learner: Literal["here", "outside"] = "here"
+    """Who starts the learner's ranks: ``here``: ``tandem start``, and ``tandem join`` on other hosts;
+    ``outside``: torchrun, srun or a person, by ``tandem learner``."""
     gpus: Literal["none", "auto", "required"] = "auto"
     """``none``: CPUs only; ``auto``: GPUs if there is one for every rank and engine;
     ``required``: refuse a machine that has fewer."""

@@ -265,6 +265,10 @@ def gpus_of(config: Config, role: str, workers: int | None) -> list[tuple[int, .
                 "the run has its learner on the head alone (learner.hosts=1): start it with "
                 "learner.hosts=2 or more, and learner.ranks a multiple of that"
             )
+        if config.launch.learner == "outside":
+            raise ConfigError(
+                "the run's ranks are started from outside (launch.learner=outside): by `tandem learner`"
+            )
         if workers not in (None, needed):
             raise ConfigError(
                 f"--workers {workers}: each of learner.hosts={config.learner.hosts} has {needed} of "

@@ -35,9 +35,18 @@ def parts(
         # Each start gets a new port: the old one may linger in a half-closed rendezvous.
         return learner(config, folder, placement, str(choose_port("127.0.0.1", None)))
 
-    made = [
-        Part(name="learner", stage=Stage.LEARNER, specs=own_ranks, may_finish=True, others=convener)
-    ]
+    outside = config.launch.learner == "outside"
+    made = []
+    if not outside:
+        made.append(
+            Part(
+                name="learner",
+                stage=Stage.LEARNER,
+                specs=own_ranks,
+                may_finish=True,
+                others=convener,
+            )
+        )
     for stage, specs in (
         (Stage.ROLLOUT, rollout(config, folder, placement)),
         (Stage.ENVIRONMENTS, environments(config, folder)),
@@ -50,6 +59,8 @@ def parts(
                 name=spec.name,
                 stage=stage,
                 specs=partial(list, [spec]),
+                # Whoever else starts the learner, a pool hears of the end of the run.
+                may_finish=outside and stage is Stage.REWARD,
                 dispensable=stage is Stage.TRACKERS,
                 comes_back=spec.name == CALLBACKS,
             )
