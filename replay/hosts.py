@@ -113,6 +113,11 @@ def read_state(info: Any, member: str) -> HostState:
     return read_record(HostState, info, f"the entry of {member} in the registry", StoreError)
 
 
+def read_meeting(raw: bytes) -> Meeting:
+    """Raises ``StoreError`` if it isn't one."""
+    return read_record(Meeting, raw, "the learner's meeting in Redis", StoreError, WAY_OUT)
+
+
 class Hosts:
     """Reads the hosts and the meeting, and writes the meeting."""
 
@@ -141,7 +146,7 @@ class Hosts:
         raw = self._store.call("get", self._store.key("meeting"))
         if raw is None:
             return None
-        return read_record(Meeting, raw, "the learner's meeting in Redis", StoreError, WAY_OUT)
+        return read_meeting(raw)
 
     def call(self, meeting: Meeting, deadline: float) -> None:
         """Writes the meeting, by the head alone.

@@ -19,6 +19,8 @@ from scripted_engine import STEP_SECONDS
 from storm import HERE as FAULTS
 from storm import journalled
 
+from tandem.common.run_folder import RunFolder
+
 DEADLINE = 150.0
 REQUEUE = 75
 
@@ -152,6 +154,10 @@ class Cluster:
         found = self.alive(role)
         if found:
             found[int(pick * len(found))].send_signal(signal.SIGKILL)
+
+    def running(self) -> bool:
+        """Whether the head has started its processes."""
+        return RunFolder(self.folder).read_run().get("state") == "running"
 
     def attempts(self) -> int:
         """How often the head has started its rank."""
