@@ -148,6 +148,12 @@ class Hosts:
             return None
         return read_meeting(raw)
 
+    def forget_heads(self) -> None:
+        """Removes what earlier starts of the head have left, by the head alone."""
+        for host in self.live():
+            if host.state.role == HEAD:
+                self._members.leave(host.member)
+
     def call(self, meeting: Meeting, deadline: float) -> None:
         """Writes the meeting, by the head alone.
 
@@ -172,6 +178,12 @@ class Look:
     def host(self, member: str) -> Host | None:
         """A host by its member id."""
         return next((host for host in self.hosts if host.member == member), None)
+
+    @property
+    def head(self) -> Host | None:
+        """The head; of several, an earlier start may have left its entry, the one heard of last."""
+        heads = [host for host in self.hosts if host.state.role == HEAD]
+        return min(heads, key=lambda host: host.age, default=None)
 
 
 class HostLink:

@@ -131,8 +131,8 @@ STAGES = (
     ),
     Stage(
         name="hosts",
-        # One at a time: each has supervisors, ranks and workers on up to three hosts.
-        args=("tests/hosts", "-m", "not byhand"),
+        # Two at a time: each waits for deadlines for half of its time.
+        args=("tests/hosts", "--numprocesses=2", "-m", "not byhand"),
         needs="tests/hosts",
         long=True,
         byhand="bash tests/run.sh tests/hosts -m byhand (five minutes)",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 from ...common.errors import ConfigError, RunFailedError, StoreError, TandemError
 from ...common.run_folder import JoinInfo, read_join
 from ...common.sockets import address_towards
+from ...common.waiting import Wait
 from ...replay.hosts import Failure, HostLink, HostState, Meeting, new_member
 from ...replay.ledger import Ledger
 from ..board.terminal import Terminal
@@ -42,6 +44,8 @@ STAGES = {
 }
 FIRST_SECONDS = 30.0
 """How long Redis may take to answer at first."""
+FILL_SECONDS = 300.0
+"""How long the head may take to put the run into Redis."""
 
 
 class HeadUnreachable(TandemError):
@@ -129,14 +133,14 @@ def join(joining: Joining, terminal: Terminal) -> int:
         TandemError: they can't be kept alive.
     """
     info = read_join(joining.file)
-    store, config = _contact(info)
+    store, config = _contact(info, terminal.say)
     try:
         return _joined(joining, terminal, info, store, config)
     finally:
         store.close()
 
 
-def _contact(info: JoinInfo) -> tuple[Store, Config]:
+def _contact(info: JoinInfo, say: Callable[[str], None]) -> tuple[Store, Config]:
     from ...common.config import read_config
     from ...replay.connection import connect
     from ...replay.store import RunStore
@@ -147,6 +151,11 @@ def _contact(info: JoinInfo) -> tuple[Store, Config]:
         if "refused the password" in str(error):
             raise ConfigError(str(error)) from None
         raise HeadUnreachable(str(error)) from None
+    wait = Wait("the head", "fill Redis", FILL_SECONDS)
+    while not store.holds_run():
+        if wait.expired(say):
+            raise HeadUnreachable(f"{wait}: Redis at {store.address} doesn't hold the run yet")
+        time.sleep(0.2)
     return store, read_config(RunStore(store).config_yaml())
 
 
@@ -185,17 +194,17 @@ def _joined(
         f"joins {info.host}:{info.port} as {member} with {len(gpus)} {joining.role} "
         f"process{'es' * (len(gpus) > 1)}; logs are in {shown(folder)}"
     )
-    kept = False
+    orderly = False
     try:
         with supervisor:
             link.start()
             for part in parts(joining, config, folder, member, gpus, link):
                 supervisor.start(part)
             outcome = supervisor.run()
-        kept = True
+        orderly = True
     finally:
         # An entry that stays tells of a host that was lost, and whose failure that was.
-        link.stop(leave=kept)
+        link.stop(leave=orderly)
     return _code(outcome, supervisor, link, store, say)
 
 
@@ -214,7 +223,7 @@ def _watch(link: HostLink, supervisor: Supervisor, config: Config) -> None:
         supervisor.request_stop("the run has failed")
     elif look.run_state == "finished":
         supervisor.request_stop("the run is finished")
-    elif any(host.state.role == "head" and host.state.leaving for host in look.hosts):
+    elif look.head is not None and look.head.state.leaving:
         supervisor.request_stop("the head stops the run")
 
 

@@ -123,7 +123,8 @@ class Convener:
     def ended(self, spec: ProcessSpec, code: int) -> bool:
         """A rank here has ended, so that those on other hosts must end too."""
         self._over()
-        return not (self._asked and code == 0)
+        # It was asked to, since a host leaves; what that host does meanwhile is no fault of the run's.
+        return not self._asked
 
     def _fresh(self) -> Look | None:
         """The newest look, unless Redis is away."""
@@ -133,7 +134,9 @@ class Convener:
 
     def _present(self, look: Look) -> list[Host]:
         """The learner's hosts that are there, those of the last meeting first and in their places."""
-        within = min(PRESENT_SECONDS, self._config.launch.lost_seconds)
+        # A host that went down with the last attempt hasn't been heard of since its end.
+        since = look.moment - self._ended
+        within = min(PRESENT_SECONDS, self._config.launch.lost_seconds, since)
         found = {
             host.member: host
             for host in self._suitable(look)

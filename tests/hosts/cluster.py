@@ -193,6 +193,7 @@ def storm(cluster: Cluster, seed: int, events: int, last: int) -> Counter[str]:
         "grader": 2,
         "redis": 2,
         "supervisor": 2,
+        "drain": 2,
         "cable": 3,
     }
     steps = sorted(draw.randint(1, last) for _ in range(events))
@@ -207,10 +208,11 @@ def storm(cluster: Cluster, seed: int, events: int, last: int) -> Counter[str]:
             end = time.monotonic() + seconds
             cluster.until(lambda end=end: time.monotonic() > end, "the end of a cut")
             cluster.network.mend(host)
-        elif what == "supervisor":
+        elif what in ("supervisor", "drain"):
+            # A host that fails, and one whose scheduler wants it back.
             job = draw.choice(cluster.jobs[1:])
-            job.process.kill()
-            job.process.wait()
+            job.process.send_signal(signal.SIGKILL if what == "supervisor" else signal.SIGTERM)
+            job.process.wait(60)
         else:
             cluster.kill(what, pick)
     return hit

@@ -94,6 +94,7 @@ def test_cables_that_are_cut_cost_a_run_no_group(cluster: Cluster) -> None:
     examined(cluster, 96)
 
 
+@pytest.mark.byhand  # What CI runs of it: tests/launch/run/test_meeting.py.
 def test_a_host_that_stays_away_is_named_and_the_run_goes_on_when_it_is_started_again(
     cluster: Cluster,
 ) -> None:
@@ -121,7 +122,7 @@ def test_a_host_that_stays_away_is_named_and_the_run_goes_on_when_it_is_started_
 
 @pytest.mark.parametrize(
     ("seed", "events", "groups"),
-    [(7, 5, 80), pytest.param(8, 40, 400, marks=pytest.mark.byhand)],
+    [(33, 5, 80), pytest.param(8, 40, 400, marks=pytest.mark.byhand)],
 )
 def test_every_group_is_trained_once_in_a_storm_over_all_hosts(
     seed: int, events: int, groups: int, cluster: Cluster

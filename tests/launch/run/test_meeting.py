@@ -157,6 +157,18 @@ def test_a_reason_that_starting_again_cannot_mend_is_told_whoever_died_first(
     assert starts()
 
 
+def test_a_host_that_went_down_with_an_attempt_is_not_called_to_the_next_one(
+    meet: Callable[..., Meetings],
+) -> None:
+    meetings = meet()
+    convener, _, link = met(meetings)
+    link.stop(leave=False)
+    assert convener.ended(RANK, 1)
+    waits = "the learner waits for host b"
+    until(lambda: convener.may_start() or waits in "".join(meetings.said))
+    assert waits in "".join(meetings.said)
+
+
 def test_a_host_that_leaves_has_the_learner_checkpoint_once(
     meet: Callable[..., Meetings],
 ) -> None:
