@@ -113,6 +113,11 @@ def read_state(info: Any, member: str) -> HostState:
     return read_record(HostState, info, f"the entry of {member} in the registry", StoreError)
 
 
+def read_meeting(raw: bytes) -> Meeting:
+    """Raises ``StoreError`` if it isn't one."""
+    return read_record(Meeting, raw, "the learner's meeting in Redis", StoreError, WAY_OUT)
+
+
 class Hosts:
     """Reads the hosts and the meeting, and writes the meeting."""
 
@@ -141,7 +146,13 @@ class Hosts:
         raw = self._store.call("get", self._store.key("meeting"))
         if raw is None:
             return None
-        return read_record(Meeting, raw, "the learner's meeting in Redis", StoreError, WAY_OUT)
+        return read_meeting(raw)
+
+    def forget_heads(self) -> None:
+        """Removes what earlier starts of the head have left, by the head alone."""
+        for host in self.live():
+            if host.state.role == HEAD:
+                self._members.leave(host.member)
 
     def call(self, meeting: Meeting, deadline: float) -> None:
         """Writes the meeting, by the head alone.
@@ -167,6 +178,12 @@ class Look:
     def host(self, member: str) -> Host | None:
         """A host by its member id."""
         return next((host for host in self.hosts if host.member == member), None)
+
+    @property
+    def head(self) -> Host | None:
+        """The head; of several, an earlier start may have left its entry, the one heard of last."""
+        heads = [host for host in self.hosts if host.state.role == HEAD]
+        return min(heads, key=lambda host: host.age, default=None)
 
 
 class HostLink:

@@ -83,6 +83,7 @@ STAGES = (
             "not vllm and not byhand",
             "--ignore=tests/e2e",
             "--ignore=tests/faults",
+            "--ignore=tests/hosts",
             *(f"--ignore={path}" for path in WHOLE_UPDATES),
             "--ignore=tests/repo/test_package.py",
             "--ignore=tests/repo/test_readme.py",
@@ -127,6 +128,14 @@ STAGES = (
         needs="tests/faults",
         long=True,
         byhand="bash tests/run.sh tests/faults -m byhand (three minutes)",
+    ),
+    Stage(
+        name="hosts",
+        # Two at a time: each waits for deadlines for half of its time.
+        args=("tests/hosts", "--numprocesses=2", "-m", "not byhand"),
+        needs="tests/hosts",
+        long=True,
+        byhand="bash tests/run.sh tests/hosts -m byhand (five minutes)",
     ),
     Stage(
         name="vllm",

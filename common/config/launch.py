@@ -49,6 +49,9 @@ class LaunchConfig(Section):
     join: str | None = None
     """A join file that was made beforehand, from which a new run takes its id and its Redis' password and port, where
     members get theirs otherwise than from this run (`tandem cluster` makes one). None = the run makes its own."""
+    learner: Literal["here", "outside"] = "here"
+    """Who starts the learner's ranks: ``here``: ``tandem start``, and ``tandem join`` on other hosts;
+    ``outside``: torchrun, srun or a person, by ``tandem learner``."""
     gpus: Literal["none", "auto", "required"] = "auto"
     """``none``: CPUs only; ``auto``: GPUs if there is one for every rank and engine;
     ``required``: refuse a machine that has fewer."""

@@ -147,7 +147,7 @@ class Job:
         running = Running(config, self._folder, self._preset.name, self._record, self._terminal)
         try:
             convener = None
-            if config.learner.hosts > 1:
+            if config.learner.hosts > 1 and config.launch.learner == "here":
                 convener = Convener(config, processes.meeting_address(config), self._say)
             parts = processes.parts(config, self._folder, placement, convener)
             outcome = running.run(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING
 from ...common.errors import ConfigError, RunFailedError, StoreError, TandemError
 from ...common.run_folder import JoinInfo, read_join
 from ...common.sockets import address_towards
-from ...replay.hosts import HEAD, Failure, Host, HostLink, HostState, Meeting, new_member
+from ...common.waiting import Wait
+from ...replay.hosts import Failure, Host, HostLink, HostState, Meeting, new_member
 from ...replay.ledger import Ledger
 from ..board.terminal import Terminal
 from ..plan.hardware import machine
@@ -44,6 +46,8 @@ HEAD_SECONDS = 15.0
 """What a head has said longer ago doesn't tell what becomes of the run."""
 FIRST_SECONDS = 30.0
 """How long Redis may take to answer at first."""
+FILL_SECONDS = 300.0
+"""How long the head may take to put the run into Redis."""
 
 
 class HeadUnreachable(TandemError):
@@ -131,14 +135,14 @@ def join(joining: Joining, terminal: Terminal) -> int:
         TandemError: they can't be kept alive.
     """
     info = read_join(joining.file)
-    store, config = _contact(info)
+    store, config = _contact(info, terminal.say)
     try:
         return _joined(joining, terminal, info, store, config)
     finally:
         store.close()
 
 
-def _contact(info: JoinInfo) -> tuple[Store, Config]:
+def _contact(info: JoinInfo, say: Callable[[str], None]) -> tuple[Store, Config]:
     from ...common.config import read_config
     from ...replay.connection import connect
     from ...replay.store import RunStore
@@ -149,6 +153,11 @@ def _contact(info: JoinInfo) -> tuple[Store, Config]:
         if "refused the password" in str(error):
             raise ConfigError(str(error)) from None
         raise HeadUnreachable(str(error)) from None
+    wait = Wait("the head", "fill Redis", FILL_SECONDS)
+    while not store.holds_run():
+        if wait.expired(say):
+            raise HeadUnreachable(f"{wait}: Redis at {store.address} doesn't hold the run yet")
+        time.sleep(0.2)
     return store, read_config(RunStore(store).config_yaml())
 
 
@@ -187,17 +196,17 @@ def _joined(
         f"joins {info.host}:{info.port} as {member} with {len(gpus)} {joining.role} "
         f"process{'es' * (len(gpus) > 1)}; logs are in {shown(folder)}"
     )
-    kept = False
+    orderly = False
     try:
         with supervisor:
             link.start()
             for part in parts(joining, config, folder, member, gpus, link):
                 supervisor.start(part)
             outcome = supervisor.run()
-        kept = True
+        orderly = True
     finally:
         # An entry that stays tells of a host that was lost, and whose failure that was.
-        link.stop(leave=kept)
+        link.stop(leave=orderly)
     return _code(outcome, supervisor, link, store, say)
 
 
@@ -216,15 +225,13 @@ def _watch(link: HostLink, supervisor: Supervisor, config: Config) -> None:
         supervisor.request_stop("the run has failed")
     elif look.run_state == "finished":
         supervisor.request_stop("the run is finished")
-    elif _head_leaves(look.hosts):
+    elif _head_leaves(look.head):
         supervisor.request_stop("the head stops the run")
 
 
-def _head_leaves(hosts: Sequence[Host]) -> bool:
-    """Whether the head that is there now stops the run: the entries of earlier heads may have stayed."""
-    heads = [host for host in hosts if host.state.role == HEAD]
-    newest = min(heads, key=lambda host: host.age, default=None)
-    return newest is not None and newest.state.leaving and newest.age < HEAD_SECONDS
+def _head_leaves(head: Host | None) -> bool:
+    """Whether the head stops the run: of a head that has said so long ago another start is under way."""
+    return head is not None and head.state.leaving and head.age < HEAD_SECONDS
 
 
 def _progress(ledger: Ledger) -> int:
@@ -273,6 +280,10 @@ def gpus_of(config: Config, role: str, workers: int | None) -> list[tuple[int, .
             raise ConfigError(
                 "the run has its learner on the head alone (learner.hosts=1): start it with "
                 "learner.hosts=2 or more, and learner.ranks a multiple of that"
+            )
+        if config.launch.learner == "outside":
+            raise ConfigError(
+                "the run's ranks are started from outside (launch.learner=outside): by `tandem learner`"
             )
         if workers not in (None, needed):
             raise ConfigError(

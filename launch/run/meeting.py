@@ -123,7 +123,8 @@ class Convener:
     def ended(self, spec: ProcessSpec, code: int) -> bool:
         """A rank here has ended, so that those on other hosts must end too."""
         self._over()
-        return not (self._asked and code == 0)
+        # It was asked to, since a host leaves; what that host does meanwhile is no fault of the run's.
+        return not self._asked
 
     def _fresh(self) -> Look | None:
         """The newest look, unless Redis is away."""
@@ -133,24 +134,31 @@ class Convener:
 
     def _present(self, look: Look) -> list[Host]:
         """The learner's hosts that are there, those of the last meeting first and in their places."""
+        # A host that went down with the last attempt hasn't been heard of since its end.
+        since = look.moment - self._ended
+        within = min(PRESENT_SECONDS, self._config.launch.lost_seconds, since)
         found = {
             host.member: host
-            for host in look.hosts
-            if host.state.role == "learner"
-            and not host.state.leaving
-            and host.state.processes == self._config.ranks_per_host
-            and host.age < PRESENT_SECONDS
+            for host in self._suitable(look)
+            if host.age < within and not host.state.leaving
         }
         before = look.meeting.hosts if look.meeting is not None else []
         before = [*(self.meeting.hosts if self.meeting is not None else []), *before]
         order = dict.fromkeys([member for member in before if member in found] + sorted(found))
         return [found[member] for member in order]
 
+    def _suitable(self, look: Look) -> list[Host]:
+        """Hosts that bring as many ranks as each of the learner's hosts has."""
+        wanted = self._config.ranks_per_host
+        return [
+            host
+            for host in look.hosts
+            if host.state.role == "learner" and host.state.processes == wanted
+        ]
+
     def _await(self, look: Look, present: list[Host], lacking: int) -> None:
         here = {host.member for host in present}
-        gone = [
-            host for host in look.hosts if host.state.role == "learner" and host.member not in here
-        ]
+        gone = [host for host in self._suitable(look) if host.member not in here]
         names = [f"host {host}" for host in sorted(gone, key=lambda h: h.age)[:lacking]]
         if lacking > len(names):
             more = lacking - len(names)

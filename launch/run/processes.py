@@ -36,9 +36,18 @@ def parts(
         port = choose_port("127.0.0.1", None, config.launch.port_range)
         return learner(config, folder, placement, str(port))
 
-    made = [
-        Part(name="learner", stage=Stage.LEARNER, specs=own_ranks, may_finish=True, others=convener)
-    ]
+    outside = config.launch.learner == "outside"
+    made = []
+    if not outside:
+        made.append(
+            Part(
+                name="learner",
+                stage=Stage.LEARNER,
+                specs=own_ranks,
+                may_finish=True,
+                others=convener,
+            )
+        )
     for stage, specs in (
         (Stage.ROLLOUT, rollout(config, folder, placement)),
         (Stage.ENVIRONMENTS, environments(config, folder)),
@@ -51,6 +60,8 @@ def parts(
                 name=spec.name,
                 stage=stage,
                 specs=partial(list, [spec]),
+                # Whoever else starts the learner, a pool hears of the end of the run.
+                may_finish=outside and stage is Stage.REWARD,
                 dispensable=stage is Stage.TRACKERS,
                 comes_back=spec.name == CALLBACKS,
             )

@@ -77,6 +77,7 @@ class Running:
             disk_watch=self._disk,
         )
         self._link: HostLink | None = None
+        self._leave: Wait | None = None
         self._progress = Progress(
             folder.metrics,
             total=config.run.end,
@@ -199,19 +200,20 @@ class Running:
             processes=count,
         )
         link = HostLink(self._store, new_member(), state)
+        link.hosts.forget_heads()
         link.start()
         return link
 
     def _tell_hosts(self) -> None:
         if self._link is not None:
             self._link.say(leaving=True)
+            self._leave = Wait("", "leave", self._config.launch.drain_seconds)
 
     def _await_hosts(self) -> None:
         """Lets the other hosts hear how the run ends, and drain, while Redis still answers."""
-        link = self._link
-        if link is None:
+        link, wait = self._link, self._leave
+        if link is None or wait is None:
             return
-        wait = Wait("", "leave", self._config.launch.drain_seconds)
         while (
             not self._supervisor.kill_requested and link.silence < ASK_SECONDS + 2 * EVERY_SECONDS
         ):
