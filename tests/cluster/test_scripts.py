@@ -20,7 +20,6 @@ from tandem.common.run_folder import read_join
 from tandem.launch.cli import dispatch
 
 BIN = Path(sys.executable).parent
-TANDEM = str(BIN / "tandem")
 HOSTS = ["learner.ranks=4", "learner.hosts=2"]
 FORMS: dict[str, list[str]] = {
     "plain": [],
@@ -45,14 +44,9 @@ def asked(script: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("words", FORMS.values(), ids=list(FORMS))
-def test_bash_reads_what_is_printed(words: list[str]):
-    printed = subprocess.run(
-        [TANDEM, "cluster", "slurm", "miniature", *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    ).stdout
+def test_bash_reads_what_is_printed(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert dispatch(["cluster", "slurm", "miniature", *words]) == 0
+    printed = capsys.readouterr().out
     assert "#SBATCH" in printed
     read = subprocess.run(["bash", "-n"], input=printed, capture_output=True, text=True, timeout=20)
     assert read.returncode == 0, read.stderr
