@@ -82,7 +82,10 @@ def health(
 
 
 def _supervisor(folder: RunFolder) -> Health:
-    alive = folder.read_run().get("alive")
+    record = folder.read_run()
+    alive = record.get("alive")
+    if record.get("state") == "finished":
+        return Health(ok=True, why="the run has finished")
     if not isinstance(alive, int | float):
         return Health(ok=True, why="no supervisor has started the run yet")
     age = time.time() - alive

@@ -131,8 +131,8 @@ def test_a_joiner_samples_within_half_a_minute(slurm: Slurm, tmp_path: Path):
 
 @pytest.mark.byhand
 def test_time_limits_of_head_and_workers_pass_by_themselves(slurm: Slurm, tmp_path: Path):
-    # Slurm counts in minutes: the warning comes 90 s before the end of two, or up to a minute earlier.
-    run = OnSlurm(slurm, tmp_path, 2401, "--time", "2:00")
+    # Slurm counts in minutes: the warning comes 70 s before the end of three, or up to a minute earlier.
+    run = OnSlurm(slurm, tmp_path, 2401, "--time", "3:00", "--grace", "10")
     slurm.wait_for(lambda: run.rows() > 2, "first rows", WAITING)
     run.again(run.head)
     assert slurm.field(run.head, "Restarts") == "1"
