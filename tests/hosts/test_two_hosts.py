@@ -182,7 +182,8 @@ def test_torchrun_places_the_ranks_of_a_run_that_leaves_them_to_it(cluster: Clus
         ranks = subprocess.Popen(
             [
                 *(*first.inside, sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *("--nproc-per-node", "2", "--no-python", str(Path(TANDEM[0]).parent / "tandem")),
+                *("--nproc-per-node", "2", "--no-python", "--"),
+                str(Path(TANDEM[0]).parent / "tandem"),
                 *("learner", "--run", str(cluster.folder)),
             ],
             cwd=cluster.here,
