@@ -288,6 +288,8 @@ def _move_aside(top: RunFolder, labels: Sequence[str], terminal: Terminal) -> No
         for lock in locks:
             lock.take()
         aside = free_name(top.path)
+        for lock in locks:
+            lock.release_term()
         os.rename(top.path, aside)
     finally:
         for lock in locks:

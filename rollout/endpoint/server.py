@@ -18,6 +18,7 @@ import hmac
 import json
 import logging
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from msgspec.structs import replace
 
 from ...common.errors import DataError, TandemError
 from ...common.records import FinishReason, Sample, SamplingParams
-from ...common.sockets import reachable
+from ...common.sockets import bind_free, reachable
 from ..engine import Engine, GroupRequest
 from . import forms
 from .chat import Chat
@@ -69,7 +70,8 @@ class Endpoint:
         context: greatest number of tokens of prompt and answer.
         model: the model's name in answers.
         host: address that is listened on.
-        port: port; 0 takes a free one.
+        port: port; 0 takes a free one,
+        ports: of this range (``launch.ports``) if there is one.
         peer: host and port of the run's Redis; where ``host`` is a wildcard, sessions' URLs have the address of
             this host as it is seen from there.
         key: the run's own key; empty = sessions only.
@@ -87,6 +89,7 @@ class Endpoint:
         model: str,
         host: str = "127.0.0.1",
         port: int = 0,
+        ports: range | None = None,
         peer: tuple[str, int] | None = None,
         key: str = "",
         tools: str = "auto",
@@ -99,7 +102,7 @@ class Endpoint:
         self._context = context
         self.model = model
         """The name of the model in answers."""
-        self._host, self._port, self._peer = host, port, peer
+        self._host, self._port, self._ports, self._peer = host, port, ports, peer
         self._key = key
         self._sessions: dict[str, Session] = {}
         self._finished: dict[str, None] = {}
@@ -162,9 +165,8 @@ class Endpoint:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_SECONDS
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
         try:
-            await site.start()
+            await self._site(self._runner).start()
         except OSError as error:
             await self._runner.cleanup()
             raise TandemError(
@@ -176,6 +178,21 @@ class Endpoint:
         if self._peer is not None:
             place = reachable(place, *self._peer)
         self.url = place.replace("tcp", "http", 1)
+
+    def _site(self, runner: web.AppRunner) -> web.BaseSite:
+        from aiohttp import web
+
+        if self._port or self._ports is None:
+            return web.TCPSite(runner, self._host, self._port)
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bind_free(listener, self._host, self._ports)
+        except BaseException:
+            listener.close()
+            raise
+        return web.SockSite(runner, listener)
 
     async def close(self) -> None:
         """Ends all connections."""
