@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ...common.config.environments import (
+    RENDERERS,
     AnyEnvironment,
     AppWorldEnvironment,
     VerifiersEnvironment,
@@ -54,6 +55,10 @@ def check_environments(config: Config) -> None:
         ConfigError: one can't be loaded; the message says which, why, and what to do.
     """
     settings = config.environments
+    if settings.use and settings.tools.startswith(RENDERERS):
+        from ...rollout.endpoint.families import config_of
+
+        config_of(settings.tools.removeprefix(RENDERERS))
     if settings.servers:
         for name, spec in settings.use.items():
             _check_program(name, spec)
