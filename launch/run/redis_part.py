@@ -54,14 +54,14 @@ def where(
                 f"replay.redis_url: if it is a copy, let only one of them go on"
             )
         join, url = existing_redis.joining(config.replay, opening.run_id, given or kept)
+        new = opening.kind is Kind.NEW
+        filled = not new and record.get("ingest") is not None
+        server = existing_redis.check(join, config.replay.durability, new=new, filled=filled)
         if redis_server.has_password(config.replay.redis_url):
             say(
                 f"note: a password in replay.redis_url stands in a file, or on a command line where everybody on "
                 f"this host can read it: put it into {redis_server.PASSWORD_VARIABLE}"
             )
-        new = opening.kind is Kind.NEW
-        filled = not new and record.get("ingest") is not None
-        server = existing_redis.check(join, config.replay.durability, new=new, filled=filled)
         for note in server.notes:
             say(f"note: {note}")
         record.note(redis_version=server.version)
