@@ -162,6 +162,16 @@ def test_of_many_that_follow_a_dead_head_one_gets_its_term(folder: RunFolder, st
     assert all("in use by process" in answer for answer in answers if answer != "2")
 
 
+def test_the_file_of_a_term_is_made_once(folder: RunFolder):
+    path = folder.path / "head" / "000007.json"
+    path.parent.mkdir()
+    assert HeadTerm(folder)._make(path)
+    inode = path.stat().st_ino
+    assert not HeadTerm(folder)._make(path)
+    assert path.stat().st_ino == inode
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
 def test_a_head_that_is_cut_off_from_the_folder_ends_by_itself(folder: RunFolder, start: Start):
     holder = start("node1", 1.0, "cut-off")
     assert said(holder) == "1"
