@@ -80,6 +80,8 @@ class GroupRequest:
     urgent: bool = False
     """Whether it begins before all waiting groups, even above the engine's limit of running samples.
     Meant for the few short samples of a check; an engine may ignore it."""
+    prompt_text: str = ""
+    """The prompt as text, for a server that takes no tokens; an engine ignores it."""
     task: Task | None = None
     """What to play in an environment (:mod:`tandem.rollout.player`); an engine never gets such a request."""
 

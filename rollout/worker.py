@@ -112,6 +112,7 @@ class Worker:
         self._nudge = asyncio.Event()
         self._ended = threading.Event()
         self._state = "running"
+        self._after_job = False
         self._waiting_for = ""
         self._runs = RunStore(store)
         self._members = Members(store)
@@ -329,9 +330,16 @@ class Worker:
             return False
         # Also while the weights are being checked: its result waits for that, and if training samples
         # were drawn instead, the learner's next version would come first.
-        with self._clock.doing("generate" if self._generation.groups else "redis"):
-            request = await self._in_redis(lambda: self._runs.claim_evaluation(self._name, held))
+        # After a job of an evaluation that isn't the run's own, groups come first.
+        request, after_job = None, self._after_job
+        self._after_job = False
+        if not after_job:
+            with self._clock.doing("generate" if self._generation.groups else "redis"):
+                request = await self._in_redis(
+                    lambda: self._runs.claim_evaluation(self._name, held)
+                )
         if request is not None:
+            self._after_job = request.job is not None
             with self._clock.doing("evaluate"):
                 await self._evaluations.run(request)
             return True
@@ -353,6 +361,8 @@ class Worker:
         if not reply.leases:
             self._waiting_for = "" if self._generation.groups else reply.wait or "ledger"
             slug = _slug(self._waiting_for)
+            if after_job:
+                return True
             with self._clock.doing(f"wait/{slug}" if self._waiting_for else "generate"):
                 await self._nap(IDLE_SECONDS)
             return False

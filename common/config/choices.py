@@ -19,6 +19,7 @@ from ..objectives import OBJECTIVES, WITHOUT_GROUP
 from ..objectives.keys import Entropy, Expert
 from ..records import Verdict
 from .environment_choices import environments
+from .of_set import of_set
 from .tree import Config
 from .update_choices import UPDATE_RULES, Rule
 
@@ -381,6 +382,19 @@ def _evaluations(config: Config) -> str | None:
             f"evaluate.samples={evaluate.samples} at evaluate.temperature=0 are all the same "
             f"response: set evaluate.temperature=1, or evaluate.samples=1"
         )
+    for held in config.data.evaluate:
+        own = of_set(config, held)
+        if held.samples is not None and held.samples > 1 and own.evaluate.temperature == 0:
+            return (
+                f"data.evaluate {held.name}: samples={held.samples} at temperature 0 are all the same "
+                f"response: set its temperature too, or evaluate.temperature"
+            )
+        if own.rollout.max_new_tokens > config.rollout.max_new_tokens:
+            return (
+                f"data.evaluate {held.name}: max_new_tokens={held.max_new_tokens} is over "
+                f"rollout.max_new_tokens={config.rollout.max_new_tokens}, for which the engines have room: "
+                f"lower it, or raise the latter"
+            )
     return None
 
 

@@ -18,7 +18,8 @@ from ...common.records import Int32Array, Version
 from ...common.run_folder import RunFolder
 from ...common.telemetry import Clock
 from ...replay import archive
-from ...replay.store import EvaluationResult, RunStore
+from ...replay.evaluations import EvaluationResult
+from ...replay.store import RunStore
 from ..metrics.grading_rates import GradingRates
 from ..metrics.reports import text_of
 from ..metrics.transfer_rates import TransferRates
