@@ -164,6 +164,234 @@ class TorchEngine:
         await self._ask(lambda: self._abort(wanted))
 
     async def score(
+        self, rows: Sequence[Int32Array], temperature: float = 1.0
+    ) -> list[Float32Array]:
+        """Log-probs of tokens; see :class:`~tandem.rollout.engine.Scorer`."""
+        return await self._ask(lambda: score(self._decoder, rows, temperature, self._device))
+
+    async def rank(self, rows: Sequence[Int32Array], count: int) -> list[Likeliest]:
+        """Log-probs of tokens and of others; see :class:`~tandem.rollout.engine.Ranker`."""
+        return await self._ask(lambda: rank(self._decoder, rows, count, self._device))
+
+    async def pause(self) -> None:
+        """Returns once no token step runs."""
+
+        def pause() -> None:
+            self._paused = True
+
+        await self._ask(pause)
+
+    async def resume(self) -> None:
+        """Undoes :meth:`pause`."""
+
+        def resume() -> None:
+            self._paused = False
+
+        await self._ask(resume)
+
+    async def hold(self, seconds: float) -> None:
+        """Lets only urgent groups begin until the next load; returns when no other samples run."""
+        answer: Future[None] = Future()
+
+        def hold() -> None:
+            self._held = (time.monotonic() + seconds, answer)
+
+        await self._ask(hold)
+        await asyncio.wrap_future(answer)
+
+    async def load(self, state: StagedWeights, version: Version) -> None:
+        """Changes the weights between two token steps."""
+        await self._ask(lambda: self._load(state, version))
+
+    async def restamp(self, version: Version) -> None:
+        """Renames the weights in use."""
+        await self._ask(lambda: self._batch.restamp(version))
+
+    def parameter_specs(self) -> list[ParameterSpec]:
+        """Every parameter that :meth:`load` expects; tied ones once."""
+        return list(self._facts.specs)
+
+    def stats(self) -> EngineStats:
+        """Counters since the start."""
+        return EngineStats(
+            sampled_tokens=self._batch.sampled,
+            prefill_tokens=self._batch.prefilled,
+            decode_steps=self._batch.steps,
+            busy_seconds=self._busy,
+            loads=self._loads,
+            load_seconds=self._load_seconds,
+            running_rows=len(self._batch),
+            waiting_groups=len(self._waiting),
+        )
+
+    async def close(self) -> None:
+        """Aborts what runs and ends the decode thread."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+
+        def close() -> None:
+            self._abort(set(self._groups))
+            self._closing = True
+
+        self._post(close)
+        await asyncio.to_thread(thread.join, 30.0)
+        if thread.is_alive():
+            log.warning("the decode thread is still in a token step after 30 s; left behind")
+
+    # Handing work to the decode thread.
+
+    @staticmethod
+    def _command(work: Callable[[], T], answer: Future[T]) -> Callable[[], None]:
+        def command() -> None:
+            try:
+                answer.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - passed on to whoever asked
+                answer.set_exception(error)
+
+        return command
+
+    def _post(self, work: Callable[[], T]) -> Future[T]:
+        answer: Future[T] = Future()
+        self._commands.append(self._command(work, answer))
+        self._wake.set()
+        return answer
+
+    async def _ask(self, work: Callable[[], T]) -> T:
+        if self._thread is None or not self._thread.is_alive():
+            raise TandemError("the engine isn't running: start() it first")
+        return await asyncio.wrap_future(self._post(work))
+
+    # The decode thread.
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while not self._closing:
+                while self._commands:
+                    self._commands.popleft()()
+                self._tell_when_ended()
+                if self._paused or not (len(self._batch) or self._may_begin()):
+                    if not self._closing:
+                        self._wake.wait()
+                    self._wake.clear()
+                    continue
+                start = time.perf_counter()
+                try:
+                    self._admit()
+                    if len(self._batch):
+                        self._settle(self._batch.step())
+                except Exception as error:
+                    if is_out_of_memory(error):
+                        self.exhausted = OutOfMemoryError(what_was_asked(error), self._held_bytes())
+                    log.exception("a token step failed; its groups are given up")
+                    self._fail(f"{type(error).__name__}: {error}")
+                self._busy += time.perf_counter() - start
+        while self._commands:
+            self._commands.popleft()()
+        self._tell_when_ended()
+
+    def _held_bytes(self) -> dict[str, int]:
+        """Bytes of the weights, and of the keys and values."""
+        return {
+            "weights": sum(one.nbytes for one in self._parameters.values()),
+            "keys and values": self._batch.cache_bytes,
+        }
+
+    def _tell_when_ended(self) -> None:
+        """Answers who waits for the running samples, if they have ended or the time is over."""
+        if self._held is None or self._held[1].done():
+            return
+        due, answer = self._held
+        waited_for = any(not group.request.urgent for group in self._batch.groups())
+        if not waited_for or self._paused or self._closing or time.monotonic() >= due:
+            answer.set_result(None)
+
+    def _may_begin(self) -> bool:
+        return bool(self._waiting) and (self._held is None or self._waiting[0].request.urgent)
+
+    def _submit(self, groups: list[Running]) -> None:
+        enter(groups, self._groups)
+        for group in groups:
+            group.error = refusal(group.request, self._facts)
+            if group.error is not None or group.request.count == 0:
+                self._deliver(group)
+            elif group.request.urgent:
+                self._waiting.appendleft(group)
+            else:
+                self._waiting.append(group)
+
+    def _admit(self) -> None:
+        """Takes waiting groups into the batch, each as a whole, while there is room."""
+        if not self._may_begin():
+            return
+        running = len(self._batch)
+        room = self._max_rows - running
+        if running and room * 8 < self._max_rows and not self._waiting[0].request.urgent:
+            return
+        groups: list[Running] = []
+        while self._may_begin() and (
+            self._waiting[0].request.urgent
+            or self._waiting[0].request.count <= room
+            or not (running or groups)
+        ):
+            group = self._waiting.popleft()
+            room -= group.request.count
+            groups.append(group)
+        if not groups:
+            return
+        try:
+            self._batch.join([row for group in groups for row in rows_of(group)])
+        except Exception:
+            # Groups that were taken out of the queue must not be lost with the error.
+            self._waiting.extendleft(reversed(groups))
+            if not running:
+                failed = self._waiting.popleft()
+                failed.error = "the prefill failed; the log has the error"
+                self._deliver(failed)
+            raise
+
+    def _settle(self, ended: list[tuple[Row, Response]]) -> None:
+        for row, response in ended:
+            group = row.group
+            group.finished[row.index] = response
+            if len(group.finished) == group.request.count:
+                self._deliver(group)
+
+    def _deliver(self, group: Running) -> None:
+        del self._groups[group.request.group_id]
+        group.deliver(group)
+
+    def _fail(self, error: str) -> None:
+        """Gives up every running group; the batch is empty afterwards."""
+        for group in self._batch.groups():
+            if group.request.group_id in self._groups:
+                group.error = error
+                self._deliver(group)
+        self._batch.clear()
+
+    def _abort(self, group_ids: set[str]) -> None:
+        self._settle(
+            self._batch.end(lambda row: row.group.request.group_id in group_ids, FinishReason.ABORT)
+        )
+        for group in [g for g in self._waiting if g.request.group_id in group_ids]:
+            self._waiting.remove(group)
+            group.finished.update(dict.fromkeys(range(group.request.count), NOTHING))
+            self._deliver(group)
+
+    def _load(self, state: StagedWeights, version: Version) -> None:
+        self._held = None
+        new = fitting(state.tensors(), self._facts.specs, version)
+        since = time.perf_counter()
+        for name, tensor in new.items():
+            self._parameters[name].copy_(tensor)
+        self._loads += 1
+        self._batch.restamp(version)
+        if self._recompute:
+            self._batch.recompute()
+        self._load_seconds += time.perf_counter() - since
+
+
+def score(
     decoder: Decoder, rows: Sequence[Int32Array], temperature: float, device: torch.device
 ) -> list[Float32Array]:
     """For each row ``[S - 1]`` log-probs of its tokens."""

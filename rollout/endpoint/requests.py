@@ -114,9 +114,7 @@ def wanted(body: Mapping[str, Any]) -> Wanted:
     options = body.get("stream_options")
     logprobs, top = body.get("logprobs"), body.get("top_logprobs")
     for name, value in (("logprobs", logprobs), ("top_logprobs", top)):
-        if value is not None and not (
-            isinstance(value, int) and 0 <= value <= MOST_ALTERNATIVES
-        ):
+        if value is not None and not (isinstance(value, int) and 0 <= value <= MOST_ALTERNATIVES):
             raise DataError(f"{name}={value!r} should be a number from 0 to {MOST_ALTERNATIVES}")
     return Wanted(
         max_tokens=most,

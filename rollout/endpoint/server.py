@@ -7,8 +7,9 @@
 ``POST /inference/v1/generate`` token ids in and out
 ==============================  ================================================================
 
-All of them hang below ``/sessions/KEY`` as well. A session is known by its key there or as bearer token. The run's own
-key samples without a session: nothing is recorded, and the request's sampling parameters count.
+All of them hang below ``/sessions/KEY`` as well. A session is known by its key there or as bearer token. The endpoint's own
+key (of a worker, the run's) samples without a session: nothing is recorded, the request's sampling parameters count, and it
+may ask for several answers, for a prompt's log-probs (:mod:`.plain`), and of the tokenizer (:mod:`.tokenizing`).
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from msgspec.structs import replace
 
 from ...common.errors import DataError, TandemError
-from ...common.records import FinishReason, Sample, SamplingParams
-from ..engine import Engine, GroupRequest
-from . import forms
+from ...common.records import FinishReason, Sample
+from ..engine import Engine, GroupRequest, Ranker
+from . import forms, tokenizing
 from .chat import Chat
+from .forms import Part
+from .plain import BusyError, Limits, Plain, sampling_of, shown
 from .rendering import MOST_CHARACTERS
-from .requests import Wanted, ids_of, may_call, messages_of, tools_of, wanted
+from .requests import Wanted, ids_of, may_call, messages_of, prompts_of, tools_of, wanted
 from .sessions import NoRoomError, Recorded, Session, SessionSpec, Ticket
 from .tools import MOST_CALLS
 
@@ -49,8 +53,6 @@ LOOK_SECONDS = 0.005
 """Time between two looks whether it has."""
 FINISHED_KEYS = 4096
 """Keys of finished sessions that are remembered, so that a late client learns that its session is over."""
-OPEN_SESSION = 1 << 20
-"""Requests of a session that isn't recorded, of which there is one a request."""
 
 Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
@@ -69,7 +71,10 @@ class Endpoint:
         model: the model's name in answers.
         host: address that is listened on.
         port: port; 0 takes a free one.
-        key: the run's own key; empty = sessions only.
+        port_setting: what names the port, for errors.
+        key: the endpoint's own key; empty = sessions only, unless ``anyone`` may ask.
+        anyone: whether requests need no key.
+        limits: bounds of requests without a session.
         tools: how calls are written (``environments.tools``).
         observation_tokens: longer observations are cut in the middle.
         max_calls: tool calls of one turn that are read.
@@ -84,24 +89,28 @@ class Endpoint:
         model: str,
         host: str = "127.0.0.1",
         port: int = 0,
+        port_setting: str = "environments.port",
         key: str = "",
+        anyone: bool = False,
+        limits: Limits | None = None,
         tools: str = "auto",
         observation_tokens: int = 2048,
         max_calls: int = MOST_CALLS,
     ) -> None:
         self._engine = engine
+        self._tokenizer = tokenizer
         self._vocabulary = len(tokenizer)
         self._chat = Chat(tokenizer, tools, observation_tokens, max_calls)
         self._context = context
         self.model = model
         """The name of the model in answers."""
-        self._host, self._port = host, port
-        self._key = key
+        self._host, self._port, self._port_setting = host, port, port_setting
+        self._key, self._anyone = key, anyone
+        self._plain = Plain(limits or Limits(), context)
         self._sessions: dict[str, Session] = {}
         self._finished: dict[str, None] = {}
         self._runner: web.AppRunner | None = None
         self._overridden = False
-        self._number = 0
         self.url = ""
         """``http://host:port`` once it has been started."""
 
@@ -154,6 +163,9 @@ class Endpoint:
         for (method, path), handler in routes.items():
             app.router.add_route(method, path, handler)
             app.router.add_route(method, "/sessions/{key}" + path, handler)
+        app.router.add_get("/tokenizer_info", self._tokenizer_info)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_SECONDS
         )
@@ -165,7 +177,7 @@ class Endpoint:
             await self._runner.cleanup()
             raise TandemError(
                 f"the token endpoint can't listen on {self._host}:{self._port} ({error.strerror}): "
-                f"set environments.port to 0 or to a free port"
+                f"set {self._port_setting} to 0 or to a free port"
             ) from None
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -188,8 +200,14 @@ class Endpoint:
             if session is None:
                 return forms.error(401, "no session or run has this key", "invalid_api_key")
             request["session"] = session
+            seconds = None if session.key else self._plain.limits.seconds
             try:
-                return await handler(request)
+                async with asyncio.timeout(seconds):
+                    return await handler(request)
+            except TimeoutError:
+                return forms.error(504, f"no answer within {seconds:g} s", "deadline_exceeded")
+            except BusyError as error:
+                return forms.error(429, str(error), "too_many_requests")
             except web.HTTPException as refused:
                 return forms.error(refused.status, refused.reason, "invalid_request_error")
             except NoRoomError as error:
@@ -197,32 +215,21 @@ class Endpoint:
             except DataError as error:
                 return forms.error(400, str(error), "invalid_request_error")
             except EngineError as error:
-                log.warning(f"a turn of session {session.spec.name}: {error}")
+                log.warning(f"{session.spec.name}: {error}")
                 return forms.error(500, str(error), "engine_error")
 
         return answered
 
     def _session(self, key: str) -> Session | None:
-        """The session of a key; a new one that isn't recorded for the run's own key; None without either."""
+        """The session of a key; a new one that isn't recorded for the endpoint's own key; None without either."""
         session = self._sessions.get(key)
         if session is not None:
             if session.is_over:
                 self._finished[key] = None
                 return None
             return session
-        if self._key and hmac.compare_digest(_bytes(key), _bytes(self._key)):
-            self._number += 1
-            spec = SessionSpec(
-                name=f"open/{self._number}",
-                sampling=SamplingParams(
-                    temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=self._context
-                ),
-                seed=self._number,
-                longest=self._context,
-                max_turns=OPEN_SESSION,
-            )
-            return Session("", "", spec, self._context)
-        return None
+        own = self._key and hmac.compare_digest(_bytes(key), _bytes(self._key))
+        return self._plain.session() if own or self._anyone else None
 
     # Requests.
 
@@ -235,38 +242,59 @@ class Endpoint:
         if want.max_tokens == 0:
             raise DataError("max_tokens=0 leaves nothing to sample: set 1 or more")
         session: Session = request["session"]
+        if session.key:
+            want.check_session()
         ticket = await self._chat.place(session, messages, tools)
-        sample = await self._sample(session, ticket, want)
-        answer = self._chat.answer(
-            session, ticket, sample, messages, tools, may_call=may_call(body)
-        )
-        reply = forms.chat(self.model, ticket, sample, answer, want, self._token)
+        turns = [(session, ticket)]
+        for _ in range(1, want.count):
+            other = self._plain.session()
+            turns.append((other, other.begin(ticket.context.tolist())))
+        samples = await self._samples(turns, want)
+        answers = [
+            self._chat.answer(one, placed, sample, messages, tools, may_call=may_call(body))
+            for (one, placed), sample in zip(turns, samples, strict=True)
+        ]
+        prompt = ticket.context.tolist()
+        parts = [Part(prompt=prompt, sample=sample) for sample in samples]
+        await self._rank(parts, want)
+        reply = forms.chat(self.model, parts, answers, want, self._token)
         return await forms.send(request, reply, want, forms.chat_chunks)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
-        want, prompt = wanted(body), body.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]
+        want = wanted(body)
+        prompts = prompts_of(body, want.count)
         session: Session = request["session"]
-        if isinstance(prompt, str):
-            session.check_characters(len(prompt), MOST_CHARACTERS)
-            tokens = self._chat.renderer.encode(prompt)
-        else:
-            tokens = ids_of(prompt, "prompt")
-        if want.echo and session.key:
-            raise DataError("echo isn't supported within a session: leave it out")
+        if session.key:
+            want.check_session(len(prompts))
         if want.max_tokens == 0 and not want.echo:
             raise DataError("max_tokens=0 leaves nothing to sample: set 1 or more")
-        scores = await self._scores(tokens) if want.echo and want.logprobs else None
-        ticket, sample = None, None
-        if want.max_tokens != 0:
-            ticket = self._place(session, tokens)
-            sample = await self._sample(session, ticket, want)
-            session.record(ticket, sample)
-            tokens = ticket.context.tolist()
-        reply = forms.completion(self.model, tokens, sample, want, scores, self._token)
+        rows = [self._row(session, one) for one in prompts for _ in range(want.count)]
+        if want.max_tokens == 0:
+            parts = [Part(prompt=self._given(row), sample=None) for row in rows]
+        else:
+            sessions = [session, *(self._plain.session() for _ in rows[1:])]
+            turns = [(one, self._place(one, row)) for one, row in zip(sessions, rows, strict=True)]
+            samples = await self._samples(turns, want)
+            for (one, ticket), sample in zip(turns, samples, strict=True):
+                one.record(ticket, sample)
+            parts = [
+                Part(prompt=ticket.context.tolist(), sample=sample)
+                for (_, ticket), sample in zip(turns, samples, strict=True)
+            ]
+        await self._rank(parts, want)
+        reply = forms.completion(self.model, parts, want, self._token)
         return await forms.send(request, reply, want, forms.completion_chunks)
+
+    async def _tokenizer_info(self, request: web.Request) -> web.StreamResponse:
+        return forms.reply(tokenizing.info(self._tokenizer))
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        body = await _body(request)
+        return forms.reply(tokenizing.tokenize(self._chat.renderer, body, self._context))
+
+    async def _detokenize(self, request: web.Request) -> web.StreamResponse:
+        return forms.reply(tokenizing.detokenize(self._chat.renderer, await _body(request)))
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
@@ -283,6 +311,17 @@ class Endpoint:
         sample = await self._sample(session, ticket, want)
         session.record(ticket, sample)
         return forms.generated(ticket, sample, want)
+
+    def _row(self, session: Session, prompt: str | list[int]) -> list[int]:
+        """Tokens of a completion's prompt.
+
+        Raises:
+            NoRoomError: it is a text that can't fit.
+        """
+        if not isinstance(prompt, str):
+            return prompt
+        session.check_characters(len(prompt), MOST_CHARACTERS)
+        return self._chat.renderer.encode(prompt)
 
     def _texts(self, tokens: Sequence[int]) -> list[str]:
         """The texts of special tokens at which a client wants an answer to end.
@@ -309,28 +348,66 @@ class Endpoint:
         """
         ticket = session.place(tokens, self._chat.renderer.decode)
         added = ticket.added if ticket.branch.turns else ticket.context.tolist()
-        unknown = max(added, default=0)
-        if unknown >= self._vocabulary:
+        try:
+            self._check_ids(added)
+        except DataError:
             session.drop(ticket)
-            raise DataError(f"token id {unknown} isn't one of the model's {self._vocabulary:,}")
+            raise
         return ticket
 
-    async def _scores(self, tokens: list[int]) -> list[float]:
-        """Log-probs of all tokens of a prompt but the first."""
-        import numpy as np
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        unknown = max(tokens, default=0)
+        if unknown >= self._vocabulary:
+            raise DataError(f"token id {unknown} isn't one of the model's {self._vocabulary:,}")
 
-        score = getattr(self._engine, "score", None)
-        if score is None:
-            raise DataError("this engine can't score prompts: leave echo or logprobs out")
-        if len(tokens) < 2:
-            return []
+    def _given(self, tokens: list[int]) -> list[int]:
+        """A prompt that is only scored.
+
+        Raises:
+            DataError: it has tokens that the model hasn't got.
+            NoRoomError: it is too long.
+        """
+        self._check_ids(tokens)
         if len(tokens) >= self._context:
             raise NoRoomError(f"the prompt has {len(tokens):,} tokens of {self._context:,}")
-        found: list[float] = (await score([np.array(tokens, dtype=np.int32)]))[0].tolist()
-        return found
+        return tokens
 
-    async def _sample(self, session: Session, ticket: Ticket, want: Wanted) -> Sample:
-        """Samples one turn.
+    async def _rank(self, parts: Sequence[Part], want: Wanted) -> None:
+        """Adds the log-probs of prompts and of other tokens to answers, if they are asked for.
+
+        Raises:
+            DataError: this engine can't tell them.
+            EngineError: the engine has failed.
+        """
+        if not (want.logprobs and (want.echo or want.top > 1)):
+            return
+        if not isinstance(self._engine, Ranker):
+            raise DataError("this engine can't score prompts: leave echo and log-probs out")
+        # An engine scores one token less than its context.
+        rows = [[*part.prompt, *part.own][: self._context - 1] for part in parts]
+        pairs = [(part, row) for part, row in zip(parts, rows, strict=True) if len(row) > 1]
+        try:
+            found = await self._engine.rank(
+                [np.array(row, dtype=np.int32) for _, row in pairs], max(1, want.top)
+            )
+        except TandemError as error:
+            raise EngineError(str(error)) from None
+        for (part, _), known in zip(pairs, found, strict=True):
+            part.known = known
+
+    async def _samples(self, turns: Sequence[tuple[Session, Ticket]], want: Wanted) -> list[Sample]:
+        """Samples the turns of one request."""
+        if turns[0][0].key:
+            return [await self._sample(*turn, want) for turn in turns]
+        # With a seed, equal prompts have equal answers, whatever else a request asks for.
+        return await self._plain.together(
+            [self._sample(*turn, want, number % want.count) for number, turn in enumerate(turns)]
+        )
+
+    async def _sample(
+        self, session: Session, ticket: Ticket, want: Wanted, number: int = 0
+    ) -> Sample:
+        """Samples one turn; without a session, the answer to a prompt that has this number.
 
         Raises:
             EngineError: the engine couldn't.
@@ -351,15 +428,17 @@ class Endpoint:
         try:
             if session.is_over:
                 raise NoRoomError("the session is over")
+            keyed = not session.key and want.seed is not None
             if not session.key:
-                sampling = _of_request(sampling, want)
+                sampling = sampling_of(sampling, want)
             request = GroupRequest(
                 group_id=name,
                 prompt_tokens=ticket.context,
                 count=1,
                 sampling=replace(sampling, max_new_tokens=room),
-                seed=spec.seed,
-                stop=(*spec.stop, *want.stop, *self._texts(want.stop_tokens)),
+                seed=want.seed if keyed and want.seed is not None else spec.seed,
+                noise=f"{number}" if keyed else None,
+                stop=(*spec.stop, *self._stops(want)),
             )
             async for group in self._engine.generate([request]):
                 error = group.error
@@ -375,32 +454,17 @@ class Endpoint:
         if sample.finish_reason is FinishReason.ABORT and not len(sample.tokens):
             session.drop(ticket)
             raise NoRoomError("the session was ended before the first token")
-        return sample
+        return sample if session.key or want.keeps_stop else shown(sample, want.stop)
+
+    def _stops(self, want: Wanted) -> list[str]:
+        """The strings that end an answer, without the end token's own text, which ends it in any case: engines
+        look for strings at every token."""
+        own = self._tokenizer.eos_token
+        return [*(stop for stop in want.stop if stop != own), *self._texts(want.stop_tokens)]
 
     def _token(self, token: int) -> str:
         """The text of one token."""
         return self._chat.renderer.decode([token])
-
-
-def _of_request(sampling: SamplingParams, want: Wanted) -> SamplingParams:
-    """The distribution that a request outside of sessions asks for.
-
-    Raises:
-        DataError: no engine can draw from it.
-    """
-    given = dict(want.sampling)
-    for name in ("presence_penalty", "frequency_penalty", "min_p"):
-        if given.pop(name, 0.0):
-            raise DataError(f"{name} isn't supported: leave it out")
-    try:
-        return replace(
-            sampling,
-            temperature=given.get("temperature", sampling.temperature),
-            top_p=given.get("top_p", sampling.top_p),
-            top_k=max(0, int(given.get("top_k", sampling.top_k))),
-        )
-    except ValueError as error:
-        raise DataError(str(error)) from None
 
 
 def _key_of(request: web.Request) -> str:

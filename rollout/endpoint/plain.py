@@ -1,0 +1,119 @@
+"""Requests without a session: what bounds them, how they are sampled, and what of an answer their clients see."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from ...common.errors import DataError, TandemError
+from ...common.records import Sample, SamplingParams
+from .requests import Wanted
+from .sessions import Session, SessionSpec
+
+T = TypeVar("T")
+
+MOST_REQUESTS = 1 << 20
+"""Requests of a session that isn't recorded, of which there is one an answer."""
+
+
+class BusyError(TandemError):
+    """More answers are being sampled already than there is room for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What bounds requests without a session."""
+
+    seconds: float | None = None
+    """How long a request may take; None = as long as it does."""
+    answers: int = 1 << 14
+    """Answers that may be under way at a time, those that wait for a place in the engine among them."""
+
+
+class Plain:
+    """Makes the sessions of such requests, one an answer, which end with it.
+
+    Args:
+        limits: what bounds them.
+        context: tokens of prompt and answer.
+    """
+
+    def __init__(self, limits: Limits, context: int) -> None:
+        self.limits = limits
+        self._context = context
+        self._number = 0
+        self._under_way = 0
+        # Another one in every process, so that a second evaluation doesn't repeat the first one's samples.
+        self._seed = secrets.randbits(62)
+
+    def session(self) -> Session:
+        """A session without a key: nothing is recorded, and the request's own sampling counts."""
+        self._number += 1
+        sampling = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=self._context)
+        spec = SessionSpec(
+            name=f"open/{self._number}",
+            sampling=sampling,
+            seed=self._seed,
+            longest=self._context,
+            max_turns=MOST_REQUESTS,
+        )
+        return Session("", "", spec, self._context)
+
+    async def together(self, answers: Sequence[Awaitable[T]]) -> list[T]:
+        """Waits for several answers; if one fails, the others are given up.
+
+        Raises:
+            BusyError: too many are under way.
+        """
+        tasks = [asyncio.ensure_future(answer) for answer in answers]
+        try:
+            if self._under_way + len(tasks) > self.limits.answers:
+                raise BusyError(
+                    f"{self._under_way:,} answers are under way, and there is room for "
+                    f"{self.limits.answers:,}: ask again later, or for fewer at a time"
+                )
+            self._under_way += len(tasks)
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:
+                self._under_way -= len(tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+
+def sampling_of(sampling: SamplingParams, want: Wanted) -> SamplingParams:
+    """The distribution that a request without a session asks for.
+
+    Raises:
+        DataError: no engine can draw from it.
+    """
+    given = dict(want.sampling)
+    for name in ("presence_penalty", "frequency_penalty", "min_p"):
+        if given.pop(name, 0.0):
+            raise DataError(f"{name} isn't supported: leave it out")
+    try:
+        return replace(
+            sampling,
+            temperature=given.get("temperature", sampling.temperature),
+            top_p=given.get("top_p", sampling.top_p),
+            top_k=max(0, int(given.get("top_k", sampling.top_k))),
+        )
+    except ValueError as error:
+        raise DataError(str(error)) from None
+
+
+def shown(sample: Sample, stop: Iterable[str]) -> Sample:
+    """An answer whose text ends before the first of the strings that end it, as OpenAI's clients expect.
+
+    Its tokens stay, and its finish reason.
+    """
+    places = [place for one in stop if (place := sample.text.find(one)) >= 0]
+    return replace(sample, text=sample.text[: min(places)]) if places else sample
