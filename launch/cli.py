@@ -25,6 +25,8 @@ COMMANDS: dict[str, str] = {
     "offline": "train on stored expert traces, without rollout workers",
     "sweep": "a preset with several values of its settings and several seeds, as one table",
     "evaluate": "accuracy of a model on a held-out set",
+    "serve": "a model, or a live run's newest weights, behind OpenAI's API",
+    "view": "read an evaluation's or a run's samples in Inspect's viewer",
     "get": "download a model or a data set into a local folder, and verify it",
     "ingest": "check data files, count what can't be used, write them in another form",
     "tasks": "write the tasks of verifiers' tasksets or of AppWorld as data rows, once",

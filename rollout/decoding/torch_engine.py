@@ -141,6 +141,11 @@ class TorchEngine:
         """Version of the weights in use."""
         return self._batch.version
 
+    @property
+    def context(self) -> int:
+        """Greatest number of tokens of prompt and response together."""
+        return self._facts.context
+
     async def start(self) -> None:
         """Starts the decode thread."""
         if self._thread is None:

@@ -75,6 +75,8 @@ class Endpoint:
         key: the endpoint's own key; empty = sessions only, unless ``anyone`` may ask.
         anyone: whether requests need no key.
         limits: bounds of requests without a session.
+        vouch: called with the answers to such a request before they are sent; raises ``TandemError`` if they
+            mustn't be.
         tools: how calls are written (``environments.tools``).
         observation_tokens: longer observations are cut in the middle.
         max_calls: tool calls of one turn that are read.
@@ -93,6 +95,7 @@ class Endpoint:
         key: str = "",
         anyone: bool = False,
         limits: Limits | None = None,
+        vouch: Callable[[Sequence[Sample]], Awaitable[None]] | None = None,
         tools: str = "auto",
         observation_tokens: int = 2048,
         max_calls: int = MOST_CALLS,
@@ -107,6 +110,7 @@ class Endpoint:
         self._host, self._port, self._port_setting = host, port, port_setting
         self._key, self._anyone = key, anyone
         self._plain = Plain(limits or Limits(), context)
+        self._vouch = vouch
         self._sessions: dict[str, Session] = {}
         self._finished: dict[str, None] = {}
         self._runner: web.AppRunner | None = None
@@ -205,6 +209,8 @@ class Endpoint:
                 async with asyncio.timeout(seconds):
                     return await handler(request)
             except TimeoutError:
+                if seconds is None:
+                    raise
                 return forms.error(504, f"no answer within {seconds:g} s", "deadline_exceeded")
             except BusyError as error:
                 return forms.error(429, str(error), "too_many_requests")
@@ -400,9 +406,15 @@ class Endpoint:
         if turns[0][0].key:
             return [await self._sample(*turn, want) for turn in turns]
         # With a seed, equal prompts have equal answers, whatever else a request asks for.
-        return await self._plain.together(
+        samples = await self._plain.together(
             [self._sample(*turn, want, number % want.count) for number, turn in enumerate(turns)]
         )
+        if self._vouch is not None:
+            try:
+                await self._vouch(samples)
+            except TandemError as error:
+                raise EngineError(str(error)) from None
+        return samples
 
     async def _sample(
         self, session: Session, ticket: Ticket, want: Wanted, number: int = 0

@@ -154,6 +154,11 @@ class VllmEngine:
         llm = self._process.llm
         return self._weights.broken or ("vLLM has died" if llm is not None and llm.errored else "")
 
+    @property
+    def context(self) -> int:
+        """Greatest number of tokens of prompt and response together."""
+        return self._facts.context
+
     async def start(self) -> None:
         """Starts vLLM unless it is running already."""
         if not self._process.started:
