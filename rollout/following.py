@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from ..common.config import Config
@@ -139,11 +140,9 @@ class Following:
         said = ""
         while True:
             version = self._engine.version
-            held = None if version is None else [version.term, version.step]
+            info = {"version": None if version is None else [version.term, version.step]}
             try:
-                await self._in_redis(
-                    lambda held=held: self._members.beat(self._name, {"version": held})
-                )
+                await self._in_redis(partial(self._members.beat, self._name, info))
                 state: str = await self._in_redis(self._runs.state)
             except StoreError:
                 state = "away"

@@ -199,7 +199,7 @@ def _of_run(arguments: argparse.Namespace, overrides: list[str]) -> tuple[Config
         raise StoreError(f"the run can't be joined: {error}") from None
     store.close()
     if overrides:
-        config = build(parse_yaml(to_yaml(config)), overrides)
+        config = build(parse_yaml(to_yaml(config), "the run's settings"), overrides)
     if arguments.context is not None:
         config = _with_context(config, arguments.context)
     return config, join
