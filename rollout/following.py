@@ -10,6 +10,8 @@ import asyncio
 import logging
 import os
 import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -37,6 +39,8 @@ BEAT_SECONDS = 2.0
 FIRST_SECONDS = 600.0
 """How long the run's first weights may take: its learner may still be loading the model."""
 LEAVE_SECONDS = 5.0
+"""Longest waits for the receiver's end, and for Redis to hear of the process's."""
+LOOK_SECONDS = 0.05
 
 
 class Following:
@@ -112,7 +116,12 @@ class Following:
 
     async def freeze(self) -> None:
         """Takes no more weights."""
-        await asyncio.to_thread(self._receiver.close)
+        # A thread of the receiver's that waits for Redis ends by itself.
+        closing = threading.Thread(target=self._receiver.close, daemon=True)
+        closing.start()
+        end = time.monotonic() + LEAVE_SECONDS
+        while closing.is_alive() and time.monotonic() < end:
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def vouch(self, samples: Sequence[Sample]) -> None:
         """Returns once the weights of these samples have passed their check.
@@ -128,7 +137,7 @@ class Following:
         """Leaves the run."""
         if self._beating is not None:
             self._beating.cancel()
-        await asyncio.to_thread(self._receiver.close)
+        await self.freeze()
         try:
             leaving = self._in_redis(lambda: self._members.leave(self._name))
             await asyncio.wait_for(leaving, LEAVE_SECONDS)

@@ -6,6 +6,7 @@ import argparse
 import ipaddress
 import os
 import secrets
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         if made:
             print(f"key: {key}", flush=True)
 
-    return serve(
+    code = serve(
         Serving(
             config=config,
             host=arguments.host,
@@ -106,6 +107,10 @@ def run(arguments: argparse.Namespace) -> int:
         ),
         ready,
     )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A thread may still wait for the Redis of a run that has ended.
+    os._exit(code)
 
 
 def _key(arguments: argparse.Namespace) -> tuple[str, bool]:
@@ -161,11 +166,16 @@ def _of_model(model: str, overrides: list[str], context: int | None) -> Config:
     config = build(tree, overrides)
     named = config.model.model_copy(update={"path": model})
     config = config.model_copy(update={"model": named})
-    return _with_context(config, context if context is not None else _limit(model))
+    limit = _limit(model)
+    if limit is None and context is None:
+        raise ConfigError(f"{model} doesn't say how long its context is: give --context N")
+    if limit is not None and context is not None and context > limit:
+        raise ConfigError(f"--context {context}: {model} has a context of {limit} tokens")
+    return _with_context(config, context or limit or 0)
 
 
-def _limit(model: str) -> int:
-    """Tokens of a model's context."""
+def _limit(model: str) -> int | None:
+    """Tokens of a model's context; None if it doesn't say."""
     from ...common.models import read_model_config
 
     settings = read_model_config(model)
@@ -176,9 +186,7 @@ def _limit(model: str) -> int:
         settings = AutoConfig.from_pretrained(model).to_dict()
     text = settings.get("text_config")
     limit = (text if isinstance(text, dict) else settings).get("max_position_embeddings")
-    if not isinstance(limit, int):
-        raise ConfigError(f"{model} doesn't say how long its context is: give --context N")
-    return limit
+    return limit if isinstance(limit, int) else None
 
 
 def _of_run(arguments: argparse.Namespace, overrides: list[str]) -> tuple[Config, JoinInfo]:

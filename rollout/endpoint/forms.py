@@ -99,15 +99,26 @@ def _usage(parts: Sequence[Part], count: int) -> dict[str, int]:
     return usage(prompts, sum(len(part.own) for part in parts))
 
 
-def _others(part: Part, place: int, text: Text, count: int) -> dict[str, float] | None:
-    """The most likely tokens at a place of prompt and answer, the token that stands there among them."""
+def _likeliest(part: Part, place: int, text: Text, count: int) -> list[tuple[str, float]] | None:
+    """The most likely tokens at a place of prompt and answer, the likeliest first; None if they aren't known."""
     known = part.known
     if known is None or not 0 < place <= len(known.own):
         return None
-    row = [*part.prompt, *part.own]
-    pairs = zip(known.tokens[place - 1, :count], known.logprobs[place - 1, :count], strict=True)
-    found = {text(int(token)): float(logprob) for token, logprob in pairs}
-    return {text(row[place]): float(known.own[place - 1]), **found}
+    tokens, logprobs = known.tokens[place - 1, :count], known.logprobs[place - 1, :count]
+    return [(text(int(one)), float(p)) for one, p in zip(tokens, logprobs, strict=True)]
+
+
+def _by_text(part: Part, place: int, text: Text, count: int) -> dict[str, float] | None:
+    """The same with the token that stands there; of tokens with one text the likeliest counts, so that none of them
+    seems less likely than it is."""
+    others = _likeliest(part, place, text, count)
+    if part.known is None or others is None:
+        return None
+    own = text([*part.prompt, *part.own][place]), float(part.known.own[place - 1])
+    found: dict[str, float] = {}
+    for said, logprob in (own, *others):
+        found[said] = max(logprob, found.get(said, logprob))
+    return found
 
 
 def _content(part: Part, text: Text, top: int) -> list[dict[str, Any]]:
@@ -120,10 +131,9 @@ def _content(part: Part, text: Text, top: int) -> list[dict[str, Any]]:
     pairs = zip(sample.tokens.tolist(), sample.logprobs.tolist(), strict=True)
     for place, (token, logprob) in enumerate(pairs, len(part.prompt)):
         one = _told(text(token), logprob)
-        others = _others(part, place, text, top) if part.known is not None else None
-        told = [_told(said, value) for said, value in (others or {}).items()]
-        ordered = sorted(told, key=lambda other: -other["logprob"])[:top]
-        found.append({**one, "top_logprobs": ordered if others else [one] if top else []})
+        others = _likeliest(part, place, text, top)
+        told = [one][:top] if others is None else [_told(*other) for other in others]
+        found.append({**one, "top_logprobs": told})
     return found
 
 
@@ -211,7 +221,7 @@ def _of_completion(part: Part, want: Wanted, text: Text) -> dict[str, Any]:
         offsets.append(offset)
         offset += len(said)
         alone = None if logprob is None else {said: logprob}
-        top.append(_others(part, place, text, want.top) or alone)
+        top.append(_by_text(part, place, text, want.top) or alone)
     return {
         "tokens": texts,
         "token_logprobs": logprobs,

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from ...common.errors import DataError, TandemError
 from ...common.records import FinishReason, Sample
-from ..engine import Engine, GroupRequest, Ranker
+from ..engine import Engine, GroupRequest, Likeliest
 from . import forms, tokenizing
 from .chat import Chat
 from .forms import Part
@@ -387,13 +387,14 @@ class Endpoint:
         """
         if not (want.logprobs and (want.echo or want.top > 1)):
             return
-        if not isinstance(self._engine, Ranker):
+        rank = getattr(self._engine, "rank", None)
+        if rank is None:
             raise DataError("this engine can't score prompts: leave echo and log-probs out")
         # An engine scores one token less than its context.
         rows = [[*part.prompt, *part.own][: self._context - 1] for part in parts]
         pairs = [(part, row) for part, row in zip(parts, rows, strict=True) if len(row) > 1]
         try:
-            found = await self._engine.rank(
+            found: list[Likeliest] = await rank(
                 [np.array(row, dtype=np.int32) for _, row in pairs], max(1, want.top)
             )
         except TandemError as error:

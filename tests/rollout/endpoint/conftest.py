@@ -70,9 +70,8 @@ def serving(chat_model: Any, chat_tokenizer: Any) -> Any:
             model, chat_tokenizer, version=Version(term=1, step=0), max_rows=64, longest=CONTEXT
         )
         await engine.start()
-        endpoint = Endpoint(
-            engine, chat_tokenizer, context=CONTEXT, model="tiny", key=RUN_KEY, **changes
-        )
+        given = {"key": RUN_KEY, **changes}
+        endpoint = Endpoint(engine, chat_tokenizer, context=CONTEXT, model="tiny", **given)
         await endpoint.start()
         try:
             yield Served(endpoint, engine, chat_model, chat_tokenizer)
