@@ -6,6 +6,7 @@ import argparse
 import ipaddress
 import os
 import secrets
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--port {arguments.port}: a port is a number from 0 to 65535")
     if arguments.answers < 1 or arguments.request_seconds <= 0:
         raise ConfigError("--answers and --request-seconds should be above 0")
+    _check_address(arguments.host, arguments.port)
     config, join = _config(arguments)
     # The environment is read when torch is loaded, below.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
@@ -111,6 +113,23 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stderr.flush()
     # A thread may still wait for the Redis of a run that has ended.
     os._exit(code)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Refuses an address that can't be listened on before a model is loaded, which may take minutes."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        raise ConfigError(
+            f"{host}:{port} can't be listened on ({error.strerror or error}): set --port to 0 or to a free port, "
+            f"and --host to an address of this machine"
+        ) from None
 
 
 def _key(arguments: argparse.Namespace) -> tuple[str, bool]:
