@@ -189,7 +189,7 @@ def completion(model: str, parts: Sequence[Part], want: Wanted, text: Text) -> d
     choices = []
     for number, part in enumerate(parts):
         sample = part.sample
-        said = "" if sample is None else sample.text
+        said = "" if sample is None else want.said(sample.text, end_of(sample) == "stop")
         choice: dict[str, Any] = {
             "index": number,
             "text": "".join(map(text, part.prompt)) + said if want.echo else said,

@@ -1,17 +1,20 @@
-"""Requests without a session: what bounds them, how they are sampled, and what of an answer their clients see."""
+"""Requests without a session: what bounds them, and how they are sampled."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 from msgspec.structs import replace
 
 from ...common.errors import DataError, TandemError
-from ...common.records import Sample, SamplingParams
+from ...common.records import SamplingParams
+from ..engine import Engine, Likeliest
+from .forms import Part
 from .requests import Wanted
 from .sessions import Session, SessionSpec
 
@@ -19,6 +22,10 @@ T = TypeVar("T")
 
 MOST_REQUESTS = 1 << 20
 """Requests of a session that isn't recorded, of which there is one an answer."""
+
+
+class EngineError(TandemError):
+    """The engine couldn't sample a turn, or score one."""
 
 
 class BusyError(TandemError):
@@ -110,10 +117,32 @@ def sampling_of(sampling: SamplingParams, want: Wanted) -> SamplingParams:
         raise DataError(str(error)) from None
 
 
-def shown(sample: Sample, stop: Iterable[str]) -> Sample:
-    """An answer whose text ends before the first of the strings that end it, as OpenAI's clients expect.
+async def add_logprobs(engine: Engine, parts: Sequence[Part], want: Wanted, context: int) -> None:
+    """Adds the log-probs of prompts and of other tokens to answers, if they are asked for.
 
-    Its tokens stay, and its finish reason.
+    Args:
+        engine: which may not know them.
+        parts: the answers.
+        want: what was asked for.
+        context: tokens of the engine's context.
+
+    Raises:
+        DataError: this engine can't tell them.
+        EngineError: the engine has failed.
     """
-    places = [place for one in stop if (place := sample.text.find(one)) >= 0]
-    return replace(sample, text=sample.text[: min(places)]) if places else sample
+    if not (want.logprobs and (want.echo or want.top > 1)):
+        return
+    rank = getattr(engine, "rank", None)
+    if rank is None:
+        raise DataError("this engine can't score prompts: leave echo and log-probs out")
+    # An engine scores one token less than its context.
+    rows = [[*part.prompt, *part.own][: context - 1] for part in parts]
+    pairs = [(part, row) for part, row in zip(parts, rows, strict=True) if len(row) > 1]
+    try:
+        found: list[Likeliest] = await rank(
+            [np.array(row, dtype=np.int32) for _, row in pairs], max(1, want.top)
+        )
+    except TandemError as error:
+        raise EngineError(str(error)) from None
+    for (part, _), known in zip(pairs, found, strict=True):
+        part.known = known

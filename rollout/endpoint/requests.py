@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...common.errors import DataError
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
 REFUSED = (
@@ -37,6 +42,9 @@ class Wanted:
     max_tokens: int | None
     """Greatest number of tokens; None = as many as there is room for."""
     stop: tuple[str, ...]
+    """Texts that end an answer, and aren't part of what is answered."""
+    keeps_stop: bool
+    """``include_stop_str_in_output``: whether such a text is part of it."""
     stop_tokens: tuple[int, ...]
     """Special tokens that end an answer besides the model's own end tokens."""
     sampling: Mapping[str, float]
@@ -54,8 +62,9 @@ class Wanted:
     """``n``: answers to each prompt."""
     seed: int | None
     """Equal seeds give equal answers to equal prompts."""
-    keeps_stop: bool
-    """``include_stop_str_in_output``: whether a stop string stays in the text that it ends."""
+
+    single_call: bool
+    """Whether an answer has one tool call at most."""
 
     def check_session(self, prompts: int = 1) -> None:
         """Refuses what a session can't record.
@@ -74,6 +83,13 @@ class Wanted:
                 f"{self.top} log-probs at each place: within a session only a token's own one is known, ask for "
                 f"1 at most"
             )
+
+    def said(self, text: str, ended: bool) -> str:
+        """What is answered of a sampled text: nothing from the first text of ``stop`` on, if the policy has ended it."""
+        if self.keeps_stop or not ended:
+            return text
+        places = [place for stop in self.stop if (place := text.find(stop)) >= 0]
+        return text[: min(places)] if places else text
 
 
 def wanted(body: Mapping[str, Any]) -> Wanted:
@@ -103,6 +119,8 @@ def wanted(body: Mapping[str, Any]) -> Wanted:
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else None
     if stops is None or not all(isinstance(one, str) and one for one in stops):
         raise DataError("stop should be a text, or a list of texts")
+    if any("\ud800" <= letter <= "\udfff" for one in stops for letter in one):
+        raise DataError("stop has half of a surrogate pair, which no token can write")
     sampling = {}
     for name in SAMPLING:
         value = body.get(name)
@@ -110,7 +128,12 @@ def wanted(body: Mapping[str, Any]) -> Wanted:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise DataError(f"{name}={value!r} should be a number")
-        sampling[name] = float(value)
+        try:
+            sampling[name] = float(value)
+        except OverflowError:
+            sampling[name] = math.inf
+        if not math.isfinite(sampling[name]):
+            raise DataError(f"{name}={sampling[name]} should be a finite number")
     options = body.get("stream_options")
     logprobs, top = body.get("logprobs"), body.get("top_logprobs")
     for name, value in (("logprobs", logprobs), ("top_logprobs", top)):
@@ -119,6 +142,7 @@ def wanted(body: Mapping[str, Any]) -> Wanted:
     return Wanted(
         max_tokens=most,
         stop=stops,
+        keeps_stop=body.get("include_stop_str_in_output") is True,
         stop_tokens=tuple(ids_of(body["stop_token_ids"], "stop_token_ids"))
         if body.get("stop_token_ids")
         else (),
@@ -132,7 +156,7 @@ def wanted(body: Mapping[str, Any]) -> Wanted:
         echo=body.get("echo") is True,
         count=count,
         seed=None if seed is None else seed % SEEDS,
-        keeps_stop=body.get("include_stop_str_in_output") is True,
+        single_call=body.get("parallel_tool_calls") is False,
     )
 
 
@@ -215,3 +239,18 @@ def ids_of(value: Any, what: str) -> list[int]:
     if not all(type(one) is int and 0 <= one < 1 << 31 for one in value):
         raise DataError(f"{what} should hold whole numbers from 0")
     return value
+
+
+async def body_of(request: web.Request) -> Mapping[str, Any]:
+    """The request's JSON object.
+
+    Raises:
+        DataError: it isn't one.
+    """
+    try:
+        body = json.loads(await request.read())
+    except (ValueError, RecursionError):
+        raise DataError("the request's body isn't JSON") from None
+    if not isinstance(body, dict):
+        raise DataError("the request's body should be a JSON object")
+    return body

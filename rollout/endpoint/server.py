@@ -16,25 +16,25 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from msgspec.structs import replace
 
 from ...common.errors import DataError, TandemError
 from ...common.records import FinishReason, Sample
-from ..engine import Engine, GroupRequest, Likeliest
+from ...common.sockets import bind_free, reachable
+from ..engine import Engine, GroupRequest
 from . import forms, tokenizing
 from .chat import Chat
 from .forms import Part
-from .plain import BusyError, Limits, Plain, sampling_of, shown
+from .plain import BusyError, EngineError, Limits, Plain, add_logprobs, sampling_of
 from .rendering import MOST_CHARACTERS
-from .requests import Wanted, ids_of, may_call, messages_of, prompts_of, tools_of, wanted
+from .requests import Wanted, body_of, ids_of, may_call, messages_of, prompts_of, tools_of, wanted
 from .sessions import NoRoomError, Recorded, Session, SessionSpec, Ticket
 from .tools import MOST_CALLS
 
@@ -57,10 +57,6 @@ FINISHED_KEYS = 4096
 Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
-class EngineError(TandemError):
-    """The engine couldn't sample a turn."""
-
-
 class Endpoint:
     """Serves one engine; for use in one loop.
 
@@ -70,8 +66,11 @@ class Endpoint:
         context: greatest number of tokens of prompt and answer.
         model: the model's name in answers.
         host: address that is listened on.
-        port: port; 0 takes a free one.
+        port: port; 0 takes a free one,
+        ports: of this range (``launch.ports``) if there is one.
         port_setting: what names the port, for errors.
+        peer: host and port of the run's Redis; where ``host`` is a wildcard, sessions' URLs have the address of
+            this host as it is seen from there.
         key: the endpoint's own key; empty = sessions only, unless ``anyone`` may ask.
         anyone: whether requests need no key.
         limits: bounds of requests without a session.
@@ -91,7 +90,9 @@ class Endpoint:
         model: str,
         host: str = "127.0.0.1",
         port: int = 0,
+        ports: range | None = None,
         port_setting: str = "environments.port",
+        peer: tuple[str, int] | None = None,
         key: str = "",
         anyone: bool = False,
         limits: Limits | None = None,
@@ -107,7 +108,8 @@ class Endpoint:
         self._context = context
         self.model = model
         """The name of the model in answers."""
-        self._host, self._port, self._port_setting = host, port, port_setting
+        self._host, self._port, self._ports, self._peer = host, port, ports, peer
+        self._port_setting = port_setting
         self._key, self._anyone = key, anyone
         self._plain = Plain(limits or Limits(), context)
         self._vouch = vouch
@@ -167,16 +169,13 @@ class Endpoint:
         for (method, path), handler in routes.items():
             app.router.add_route(method, path, handler)
             app.router.add_route(method, "/sessions/{key}" + path, handler)
-        app.router.add_get("/tokenizer_info", self._tokenizer_info)
-        app.router.add_post("/tokenize", self._tokenize)
-        app.router.add_post("/detokenize", self._detokenize)
+        tokenizing.add_routes(app, self._tokenizer, self._chat.renderer, self._context)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_SECONDS
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
         try:
-            await site.start()
+            await self._site(self._runner).start()
         except OSError as error:
             await self._runner.cleanup()
             raise TandemError(
@@ -184,7 +183,25 @@ class Endpoint:
                 f"set {self._port_setting} to 0 or to a free port"
             ) from None
         host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        place = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+        if self._peer is not None:
+            place = reachable(place, *self._peer)
+        self.url = place.replace("tcp", "http", 1)
+
+    def _site(self, runner: web.AppRunner) -> web.BaseSite:
+        from aiohttp import web
+
+        if self._port or self._ports is None:
+            return web.TCPSite(runner, self._host, self._port)
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bind_free(listener, self._host, self._ports)
+        except BaseException:
+            listener.close()
+            raise
+        return web.SockSite(runner, listener)
 
     async def close(self) -> None:
         """Ends all connections."""
@@ -243,7 +260,7 @@ class Endpoint:
         return forms.models(self.model, self._context)
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        body = await _body(request)
+        body = await body_of(request)
         want, messages, tools = wanted(body), messages_of(body), tools_of(body)
         if want.max_tokens == 0:
             raise DataError("max_tokens=0 leaves nothing to sample: set 1 or more")
@@ -257,17 +274,17 @@ class Endpoint:
             turns.append((other, other.begin(ticket.context.tolist())))
         samples = await self._samples(turns, want)
         answers = [
-            self._chat.answer(one, placed, sample, messages, tools, may_call=may_call(body))
+            self._chat.answer(one, placed, sample, messages, tools, want, may_call=may_call(body))
             for (one, placed), sample in zip(turns, samples, strict=True)
         ]
         prompt = ticket.context.tolist()
         parts = [Part(prompt=prompt, sample=sample) for sample in samples]
-        await self._rank(parts, want)
+        await add_logprobs(self._engine, parts, want, self._context)
         reply = forms.chat(self.model, parts, answers, want, self._token)
         return await forms.send(request, reply, want, forms.chat_chunks)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = await _body(request)
+        body = await body_of(request)
         want = wanted(body)
         prompts = prompts_of(body, want.count)
         session: Session = request["session"]
@@ -288,22 +305,12 @@ class Endpoint:
                 Part(prompt=ticket.context.tolist(), sample=sample)
                 for (_, ticket), sample in zip(turns, samples, strict=True)
             ]
-        await self._rank(parts, want)
+        await add_logprobs(self._engine, parts, want, self._context)
         reply = forms.completion(self.model, parts, want, self._token)
         return await forms.send(request, reply, want, forms.completion_chunks)
 
-    async def _tokenizer_info(self, request: web.Request) -> web.StreamResponse:
-        return forms.reply(tokenizing.info(self._tokenizer))
-
-    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
-        body = await _body(request)
-        return forms.reply(tokenizing.tokenize(self._chat.renderer, body, self._context))
-
-    async def _detokenize(self, request: web.Request) -> web.StreamResponse:
-        return forms.reply(tokenizing.detokenize(self._chat.renderer, await _body(request)))
-
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await _body(request)
+        body = await body_of(request)
         params = body.get("sampling_params")
         if params is not None and not isinstance(params, Mapping):
             raise DataError("sampling_params should be an object")
@@ -378,30 +385,6 @@ class Endpoint:
             raise NoRoomError(f"the prompt has {len(tokens):,} tokens of {self._context:,}")
         return tokens
 
-    async def _rank(self, parts: Sequence[Part], want: Wanted) -> None:
-        """Adds the log-probs of prompts and of other tokens to answers, if they are asked for.
-
-        Raises:
-            DataError: this engine can't tell them.
-            EngineError: the engine has failed.
-        """
-        if not (want.logprobs and (want.echo or want.top > 1)):
-            return
-        rank = getattr(self._engine, "rank", None)
-        if rank is None:
-            raise DataError("this engine can't score prompts: leave echo and log-probs out")
-        # An engine scores one token less than its context.
-        rows = [[*part.prompt, *part.own][: self._context - 1] for part in parts]
-        pairs = [(part, row) for part, row in zip(parts, rows, strict=True) if len(row) > 1]
-        try:
-            found: list[Likeliest] = await rank(
-                [np.array(row, dtype=np.int32) for _, row in pairs], max(1, want.top)
-            )
-        except TandemError as error:
-            raise EngineError(str(error)) from None
-        for (part, _), known in zip(pairs, found, strict=True):
-            part.known = known
-
     async def _samples(self, turns: Sequence[tuple[Session, Ticket]], want: Wanted) -> list[Sample]:
         """Samples the turns of one request."""
         if turns[0][0].key:
@@ -467,7 +450,7 @@ class Endpoint:
         if sample.finish_reason is FinishReason.ABORT and not len(sample.tokens):
             session.drop(ticket)
             raise NoRoomError("the session was ended before the first token")
-        return sample if session.key or want.keeps_stop else shown(sample, want.stop)
+        return sample
 
     def _stops(self, want: Wanted) -> list[str]:
         """The strings that end an answer, without the end token's own text, which ends it in any case: engines
@@ -492,18 +475,3 @@ def _key_of(request: web.Request) -> str:
 def _bytes(key: str) -> bytes:
     """A key as it was sent, bytes that are no text included."""
     return key.encode("utf-8", "surrogatepass")
-
-
-async def _body(request: web.Request) -> Mapping[str, Any]:
-    """The request's JSON object.
-
-    Raises:
-        DataError: it isn't one.
-    """
-    try:
-        body = json.loads(await request.read())
-    except (ValueError, RecursionError):
-        raise DataError("the request's body isn't JSON") from None
-    if not isinstance(body, dict):
-        raise DataError("the request's body should be a JSON object")
-    return body

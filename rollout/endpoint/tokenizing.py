@@ -10,13 +10,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...common.errors import DataError
+from . import forms
 from .rendering import Renderer
-from .requests import ids_of, messages_of, tools_of
+from .requests import body_of, ids_of, messages_of, tools_of
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def add_routes(app: web.Application, tokenizer: Any, renderer: Renderer, context: int) -> None:
+    """Adds them to a server."""
+
+    async def tell(request: web.Request) -> web.StreamResponse:
+        return forms.reply(info(tokenizer))
+
+    async def to_ids(request: web.Request) -> web.StreamResponse:
+        return forms.reply(tokenize(renderer, await body_of(request), context))
+
+    async def to_text(request: web.Request) -> web.StreamResponse:
+        return forms.reply(detokenize(renderer, await body_of(request)))
+
+    app.router.add_get("/tokenizer_info", tell)
+    app.router.add_post("/tokenize", to_ids)
+    app.router.add_post("/detokenize", to_text)
 
 
 def info(tokenizer: Any) -> dict[str, Any]:
