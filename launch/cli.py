@@ -27,6 +27,8 @@ COMMANDS: dict[str, str] = {
     "evaluate": "accuracy of models on benchmarks, with every sample kept",
     "compare": "two evaluations of the same problems, paired by problem",
     "judge": "ask another model about an evaluation's samples",
+    "serve": "a model, or a live run's newest weights, behind OpenAI's API",
+    "view": "read an evaluation's or a run's samples in Inspect's viewer",
     "get": "download a model or a data set into a local folder, and verify it",
     "ingest": "check data files, count what can't be used, write them in another form",
     "tasks": "write the tasks of verifiers' tasksets or of AppWorld as data rows, once",
