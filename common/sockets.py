@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import random
 import re
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,13 +115,63 @@ class Authenticator:
         self._thread.stop()
 
 
-def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], host: str, keys: CurveKeys | None
-) -> tuple[zmq.Socket[bytes], str]:
-    """Binds a ROUTER to an ephemeral port; returns it with its endpoint.
+def to_try(ports: range | None) -> Sequence[int]:
+    """The ports that a listener tries, one after the other: 0 for any free one, or those of ``launch.ports``.
+
+    The first of the range is the run's Redis'. The order is random, so that the processes of a host, and one
+    process before and after its death, mostly take different ones at once.
+    """
+    return (0,) if ports is None else random.sample(ports[1:], len(ports) - 1)
+
+
+def no_port_left(host: str, ports: range) -> ConfigError:
+    """The error of a listener that finds every port taken."""
+    return ConfigError(
+        f"all of the ports {ports[1]} to {ports[-1]} of {host} are taken: widen launch.ports="
+        f"{ports[0]}-{ports[-1]}, or name another range"
+    )
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a port of this host can be listened on now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # Lingering connections of a process that has ended keep nobody from listening.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def bind_free(listener: socket.socket, host: str, ports: range | None) -> int:
+    """Binds a TCP socket to a free port of ``launch.ports``, and returns it.
 
     Raises:
-        ConfigError: the address is beyond loopback, and there are no keys.
+        ConfigError: none of the range is free.
+    """
+    for port in to_try(ports):
+        try:
+            listener.bind((host, port))
+            return int(listener.getsockname()[1])
+        except OSError as error:
+            if ports is None or error.errno != errno.EADDRINUSE:
+                raise
+    assert ports is not None
+    raise no_port_left(host, ports)
+
+
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]],
+    host: str,
+    keys: CurveKeys | None,
+    ports: range | None = None,
+) -> tuple[zmq.Socket[bytes], str]:
+    """Binds a ROUTER to a free port of ``launch.ports``, by default to any; returns it with its endpoint.
+
+    Raises:
+        ConfigError: the address is beyond loopback, and there are no keys; or no port of the range is free.
     """
     if keys is None and not is_loopback(host):
         raise ConfigError(
@@ -136,8 +189,17 @@ def bind_router(
     if ":" in host:
         socket.setsockopt(zmq.IPV6, 1)
         host = f"[{host}]"
-    port = socket.bind_to_random_port(f"tcp://{host}")
-    return socket, f"tcp://{host}:{port}"
+    for port in to_try(ports):
+        try:
+            socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            if ports is None or error.errno != errno.EADDRINUSE:
+                raise
+            continue
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    assert ports is not None
+    socket.close()
+    raise no_port_left(host, ports)
 
 
 def reachable(endpoint: str, host: str, port: int) -> str:

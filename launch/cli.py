@@ -41,6 +41,8 @@ COMMANDS: dict[str, str] = {
     "environments": "one environment server, by hand or on another host",
     "reward": "one reward pool, by hand or on another host",
     "learner": "one learner rank, by hand",
+    "cluster": "write scripts for Slurm, manifests for Kubernetes, or a task for SkyPilot",
+    "health": "whether this host's part of a run is well, for probes",
     "join-file": "write the file that lets another host join a run",
     "presets": "list the presets",
     "config": "print the resolved settings of a preset, with their meaning",

@@ -21,7 +21,7 @@ from ...common.errors import ConfigError, RunFailedError, StoreError, TandemErro
 from ...common.run_folder import JoinInfo, read_join
 from ...common.sockets import address_towards
 from ...common.waiting import Wait
-from ...replay.hosts import Failure, HostLink, HostState, Meeting, new_member
+from ...replay.hosts import Failure, Host, HostLink, HostState, Meeting, new_member
 from ...replay.ledger import Ledger
 from ..board.terminal import Terminal
 from ..plan.hardware import machine
@@ -42,6 +42,8 @@ STAGES = {
     "learner": Stage.LEARNER,
     "environments": Stage.ENVIRONMENTS,
 }
+HEAD_SECONDS = 15.0
+"""What a head has said longer ago doesn't tell what becomes of the run."""
 FIRST_SECONDS = 30.0
 """How long Redis may take to answer at first."""
 FILL_SECONDS = 300.0
@@ -223,8 +225,13 @@ def _watch(link: HostLink, supervisor: Supervisor, config: Config) -> None:
         supervisor.request_stop("the run has failed")
     elif look.run_state == "finished":
         supervisor.request_stop("the run is finished")
-    elif look.head is not None and look.head.state.leaving:
+    elif _head_leaves(look.head):
         supervisor.request_stop("the head stops the run")
+
+
+def _head_leaves(head: Host | None) -> bool:
+    """Whether the head stops the run: of a head that has said so long ago another start is under way."""
+    return head is not None and head.state.leaving and head.age < HEAD_SECONDS
 
 
 def _progress(ledger: Ledger) -> int:

@@ -82,7 +82,7 @@ class Convener:
         meeting = Meeting(
             attempt=1 + max(former, self.meeting.attempt if self.meeting else 0),
             address=self._address,
-            port=choose_port(self._address, None),
+            port=choose_port(self._address, None, self._config.launch.port_range),
             hosts=[self._link.member, *(host.member for host in present[:wanted])],
             ranks=self._config.learner.ranks,
         )

@@ -33,7 +33,8 @@ def parts(
         if convener is not None and convener.meeting is not None:
             return learner(config, folder, placement, str(convener.meeting.port))
         # Each start gets a new port: the old one may linger in a half-closed rendezvous.
-        return learner(config, folder, placement, str(choose_port("127.0.0.1", None)))
+        port = choose_port("127.0.0.1", None, config.launch.port_range)
+        return learner(config, folder, placement, str(port))
 
     outside = config.launch.learner == "outside"
     made = []

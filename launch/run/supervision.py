@@ -437,6 +437,7 @@ class Supervisor:
             wait.who = ", ".join(part.name for part in parts if part.alive())
             if not wait.who or wait.expired(self._say):
                 break
+            self._revive_later(parts[0].stage)
             self._wait(0.1)
         late = [spec.name for part in parts for spec in part.running()]
         if len(self._stops) <= 1:
@@ -445,6 +446,17 @@ class Supervisor:
         for part in parts:
             part.reap(self._say)
         return not late
+
+    def _revive_later(self, stage: int) -> None:
+        """Starts parts with last words again that have died before their turn to end.
+
+        A scheduler tells every process of a job at once to end, and Redis does so at once: the learner, which is
+        asked to end before it, could then make no last checkpoint.
+        """
+        for part in self._parts:
+            if part.stage > stage and part.before_end is not None and not part.alive():
+                self._revive(part)
+                part.deaths += 1
 
     def _revive(self, part: Part) -> bool:
         """Starts a part with last words again if it is dead; whether it is alive now."""
