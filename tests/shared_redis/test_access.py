@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shared_servers import USER, allow, joined
+from shared_servers import USER, allow, in_scripts, joined
 
 from tandem.common.errors import StoreError
 from tandem.common.run_folder import JoinInfo
@@ -51,6 +51,11 @@ def set_to(any_server: Any) -> Iterator[Callable[..., None]]:
 
 def test_the_documented_rule_is_the_one_that_is_tested() -> None:
     assert rule() in " ".join((ROOT / "docs/redis.md").read_text().split())
+
+
+def test_the_rule_has_every_command_of_every_script() -> None:
+    assert len(in_scripts()) > 20
+    assert in_scripts() <= COMMANDS.keys()
 
 
 def test_the_rule_suffices_and_what_it_forbids_is_told(any_server: Any) -> None:
