@@ -87,6 +87,7 @@ class Store:
         self.redis = client
         self.run_id = join.run_id
         self.name = name
+        self.peer = (join.host, join.port)
         self.address = f"{join.host}:{join.port}"
         self._prefix = f"tandem:{join.run_id}:"
         self._local = threading.local()

@@ -460,7 +460,17 @@ def _nccl_on_cpus(config: Config) -> str | None:
     )
 
 
+def _outside(config: Config) -> str | None:
+    if config.launch.learner == "here" or config.learner.source == "ledger":
+        return None
+    return (
+        "launch.learner=outside leaves nothing to start of a run with learner.source=offline: set "
+        "launch.learner=here"
+    )
+
+
 START_RULES: tuple[Rule, ...] = (
+    _outside,
     _micro_batch,
     _half_sums,
     _offline,

@@ -59,7 +59,7 @@ class WeightSender:
         *,
         snapshot_folder: Path | None = None,
     ) -> None:
-        self._settings = config.weights
+        self._settings = config.weights_bound
         self._term = term
         self._member = membership.member
         self._registry = membership.registry
@@ -81,8 +81,16 @@ class WeightSender:
         keys = new_keys()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = Authenticator(self._context, membership.client.public)
-        router, endpoint = bind_router(self._context, config.launch.bind, keys)
-        self._transfers = Transfers(self._settings, self._slots, router, snapshots=snapshot_folder)
+        router, endpoint = bind_router(
+            self._context, config.launch.bind, keys, config.launch.port_range
+        )
+        self._transfers = Transfers(
+            self._settings,
+            self._slots,
+            router,
+            snapshots=snapshot_folder,
+            ports=config.launch.port_range,
+        )
         address = LearnerAddress(
             member=self._member, term=term, endpoint=endpoint, public_key=keys.public
         )

@@ -21,8 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
+import psutil
+
 from ...common.errors import ConfigError, StoreError, TandemError
 from ...common.run_folder import JoinInfo, RunFolder, write_private
+from ...common.sockets import no_port_left, to_try
 
 if TYPE_CHECKING:
     import redis
@@ -101,9 +104,13 @@ def new_password() -> str:
     return secrets.token_urlsafe(32)
 
 
-def choose_port(bind: str, kept: int | None) -> int:
-    """The kept port if it is still free, else an ephemeral one."""
-    for port in (kept, 0):
+def choose_port(bind: str, kept: int | None, ports: range | None = None) -> int:
+    """The kept port if it is still free, else another free one: of ``launch.ports``, if they are settled.
+
+    Raises:
+        ConfigError: the address can't be bound, or none of the range is free.
+    """
+    for port in (kept, *to_try(ports)):
         if port is None:
             continue
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
@@ -120,7 +127,35 @@ def choose_port(bind: str, kept: int | None) -> int:
                     f"this host, or 127.0.0.1"
                 ) from None
             return int(probe.getsockname()[1])
-    raise AssertionError("unreachable")
+    assert ports is not None
+    raise no_port_left(bind, ports)
+
+
+def redis_port(bind: str, kept: int | None, ports: range | None) -> int:
+    """The port of the run's own server: the first of ``launch.ports``, else :func:`choose_port`'s.
+
+    Raises:
+        ConfigError: the first port of the range is taken.
+    """
+    if ports is None:
+        return choose_port(bind, kept)
+    port = choose_port(bind, ports[0], ports)
+    if port != ports[0]:
+        raise ConfigError(
+            f"port {ports[0]} of {bind}, where Redis is to listen, is taken{holder_of(ports[0])}: end that process, "
+            f"or name another range than launch.ports={ports[0]}-{ports[-1]}"
+        )
+    return port
+
+
+def holder_of(port: int) -> str:
+    """`` by process PID (NAME)`` for the process that listens at a port; empty if it can't be told."""
+    try:
+        found = [c for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port]
+        pid = next(c.pid for c in found if c.status == psutil.CONN_LISTEN and c.pid)
+        return f" by process {pid} ({psutil.Process(pid).name()})"
+    except (psutil.Error, StopIteration):
+        return ""
 
 
 def mend(folder: RunFolder) -> str:

@@ -18,6 +18,7 @@ import hmac
 import json
 import logging
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from msgspec.structs import replace
 
 from ...common.errors import DataError, TandemError
 from ...common.records import FinishReason, Sample, SamplingParams
+from ...common.sockets import bind_free, reachable
 from ..engine import Engine, GroupRequest
 from . import forms
 from .chat import Chat
@@ -68,7 +70,10 @@ class Endpoint:
         context: greatest number of tokens of prompt and answer.
         model: the model's name in answers.
         host: address that is listened on.
-        port: port; 0 takes a free one.
+        port: port; 0 takes a free one,
+        ports: of this range (``launch.ports``) if there is one.
+        peer: host and port of the run's Redis; where ``host`` is a wildcard, sessions' URLs have the address of
+            this host as it is seen from there.
         key: the run's own key; empty = sessions only.
         tools: how calls are written (``environments.tools``).
         observation_tokens: longer observations are cut in the middle.
@@ -84,6 +89,8 @@ class Endpoint:
         model: str,
         host: str = "127.0.0.1",
         port: int = 0,
+        ports: range | None = None,
+        peer: tuple[str, int] | None = None,
         key: str = "",
         tools: str = "auto",
         observation_tokens: int = 2048,
@@ -95,7 +102,7 @@ class Endpoint:
         self._context = context
         self.model = model
         """The name of the model in answers."""
-        self._host, self._port = host, port
+        self._host, self._port, self._ports, self._peer = host, port, ports, peer
         self._key = key
         self._sessions: dict[str, Session] = {}
         self._finished: dict[str, None] = {}
@@ -158,9 +165,8 @@ class Endpoint:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_SECONDS
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
         try:
-            await site.start()
+            await self._site(self._runner).start()
         except OSError as error:
             await self._runner.cleanup()
             raise TandemError(
@@ -168,7 +174,25 @@ class Endpoint:
                 f"set environments.port to 0 or to a free port"
             ) from None
         host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        place = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+        if self._peer is not None:
+            place = reachable(place, *self._peer)
+        self.url = place.replace("tcp", "http", 1)
+
+    def _site(self, runner: web.AppRunner) -> web.BaseSite:
+        from aiohttp import web
+
+        if self._port or self._ports is None:
+            return web.TCPSite(runner, self._host, self._port)
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bind_free(listener, self._host, self._ports)
+        except BaseException:
+            listener.close()
+            raise
+        return web.SockSite(runner, listener)
 
     async def close(self) -> None:
         """Ends all connections."""
@@ -238,7 +262,7 @@ class Endpoint:
         ticket = await self._chat.place(session, messages, tools)
         sample = await self._sample(session, ticket, want)
         answer = self._chat.answer(
-            session, ticket, sample, messages, tools, may_call=may_call(body)
+            session, ticket, sample, messages, tools, want, may_call=may_call(body)
         )
         reply = forms.chat(self.model, ticket, sample, answer, want, self._token)
         return await forms.send(request, reply, want, forms.chat_chunks)
