@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from shared_servers import USER, allow, in_scripts, joined
 
-from tandem.common.errors import StoreError
+from tandem.common.errors import HeldError, StoreError
 from tandem.common.run_folder import JoinInfo
 from tandem.launch.host import existing_redis, redis_server
 from tandem.replay.access import COMMANDS, Denied, denied, rule
@@ -229,6 +229,6 @@ def test_a_copy_of_a_folder_whose_run_is_under_way_is_refused(
 
     members.beat("rollout-0")
     monkeypatch.setattr(Members, "live", beating)
-    told = refusal(join, new=False, filled=True)
-    assert "is under way elsewhere: its rollout-0 is alive" in told
+    with pytest.raises(HeldError, match="is under way elsewhere: its rollout-0 is alive"):
+        check(join, new=False, filled=True)
     store.close()

@@ -224,10 +224,10 @@ def test_a_run_there_is_looked_at_and_mended_from_elsewhere(shared: Shared) -> N
 
 def test_a_second_owner_is_refused_and_so_is_a_copy(shared: Shared) -> None:
     code, out, err = shared.while_up["again"]
-    assert code == 1, out + err
+    assert code == 75, out + err
     assert "is in use by process" in err
     code, out, err = shared.while_up["copy"]
-    assert code == 1, out + err
+    assert code == 75, out + err
     assert "is under way elsewhere" in err
 
 
