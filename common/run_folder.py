@@ -43,6 +43,12 @@ class JoinInfo(Record, frozen=True, kw_only=True):
     """Never logged, printed or put on a command line."""
     tls: bool = False
     """Whether the URL's scheme is ``rediss://``."""
+    ca: str | None = None
+    """File with certificates of authorities (PEM) that the server's may be of, besides this host's own."""
+    cert: str | None = None
+    """File with this side's certificate (PEM), if the server asks for one."""
+    key: str | None = None
+    """File with its private key (PEM); None: it is in the same file."""
 
     def __repr__(self) -> str:
         return f"JoinInfo(run_id={self.run_id!r}, host={self.host!r}, port={self.port}, …)"

@@ -86,6 +86,7 @@ STAGES = (
             "not vllm and not byhand",
             "--ignore=tests/e2e",
             "--ignore=tests/faults",
+            "--ignore=tests/shared_redis",
             "--ignore=tests/hosts",
             *(f"--ignore={path}" for path in WHOLE_CLUSTERS),
             *(f"--ignore={path}" for path in WHOLE_UPDATES),
@@ -93,6 +94,11 @@ STAGES = (
             "--ignore=tests/repo/test_readme.py",
         ),
         byhand="bash tests/run.sh tests --ignore=tests/faults -m byhand (three quarters of an hour)",
+    ),
+    Stage(
+        name="redis",
+        args=("tests/shared_redis", "-m", "not byhand"),
+        byhand="bash tests/run.sh tests/shared_redis -m byhand (two minutes)",
     ),
     Stage(
         name="updates",

@@ -292,6 +292,33 @@ def _memory(config: Config) -> str | None:
     )
 
 
+def _existing_redis(config: Config) -> str | None:
+    replay = config.replay
+    files = {
+        "redis_ca": replay.redis_ca,
+        "redis_cert": replay.redis_cert,
+        "redis_key": replay.redis_key,
+    }
+    given = next((f"{name}={path}" for name, path in files.items() if path), None)
+    if given and not (replay.redis_url or "").startswith("rediss:"):
+        return (
+            f"replay.{given} is for a server with TLS, and replay.redis_url "
+            f"{'is not set' if replay.redis_url is None else 'begins with redis://'}: write "
+            f"replay.redis_url=rediss://…, or leave it out"
+        )
+    if replay.redis_key and not replay.redis_cert:
+        return (
+            f"replay.redis_key={replay.redis_key} is the key of a certificate that is missing: set "
+            f"replay.redis_cert as well"
+        )
+    if replay.durability == "server" and replay.redis_url is None:
+        return (
+            "replay.durability=server takes an existing server as it is, and this run starts its own: set it to "
+            "process or power, or name the server with replay.redis_url"
+        )
+    return None
+
+
 def _context(config: Config) -> str | None:
     vllm, longest = config.rollout.vllm, longest_row(config) + 1
     given = None if vllm is None else vllm.max_model_len
@@ -453,6 +480,7 @@ START_RULES: tuple[Rule, ...] = (
     _no_reward,
     _bounds,
     _memory,
+    _existing_redis,
     _context,
     _engine_gpus,
     _accepted,

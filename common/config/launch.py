@@ -39,8 +39,8 @@ class LaunchConfig(Section):
     full_disk_seconds: Seconds = 600.0
     """How long a full disk is waited for; then the run drains, and can be resumed."""
     bind: str = "127.0.0.1"
-    """Address that Redis and ZeroMQ bind, and at which the learner's ranks meet. A host that has joined
-    binds its own address from which it reaches this one."""
+    """Address that Redis, ZeroMQ and, with environments, the workers' token endpoints bind, and at which the
+    learner's ranks meet. A host that has joined binds its own address from which it reaches this one."""
     ports: Ports | None = None
     """Range of ports, such as ``29500-29563``, for firewalls that must know them: the run's own Redis listens at the
     first, and everything else of Tandem that listens (ZeroMQ, the meeting points of ranks and weights, the

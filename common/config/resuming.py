@@ -33,7 +33,8 @@ CHANGEABLE: tuple[str, ...] = (
     "reward.components.*.params.parallel",
     # Other kernels of the same attention, as another host may need them.
     "model.attention",
-    "replay.redis_url",
+    "replay.redis_*",
+    "replay.durability",
     "replay.lease_seconds",
     "replay.group_deadline_seconds",
     "replay.max_inflight",
@@ -44,6 +45,8 @@ CHANGEABLE: tuple[str, ...] = (
     "learner.checkpoints",
     "learner.zero_stage",
     "learner.offload",
+    # It may name the stage, and what may be set changes no more than the order of sums.
+    "learner.deepspeed*",
     "learner.threads",
     "learner.micro_batch_tokens",
     "learner.max_idle",

@@ -24,7 +24,7 @@ from ...replay.forms import Content, DataRow, RowError, read_rows
 from ...reward.answers.texts import read_gold
 from ...reward.grading import Grade, GradeItem, Grader
 from .archived import ArchiveReader, of_archive, refuse_archive_keys
-from .columns import broken, extra_of, task_of
+from .columns import broken, check_template, extra_of, task_of
 from .counts import SourceCounts, drawn
 
 OPENERS = ("<think>\n", "<think>")
@@ -102,6 +102,7 @@ class SourceReader:
             grades: whether traces are graded; if not, all of them are kept, and rows need no gold answer.
             plays: whether rows without a prompt need an environment of the config's.
         """
+        check_template(config, tokenizer)
         self._config = config
         self._doing = doing
         self._longest = prompts.longest_token(tokenizer)
@@ -266,7 +267,7 @@ class SourceReader:
         for draft in drafts:
             try:
                 if self._plays:
-                    draft.task = task_of(draft.row, self._config.environments)
+                    draft.task = task_of(draft.row, self._config.environments, data)
             except RowError as error:
                 self._leave_out(draft, counts, error.reason, str(error))
                 continue

@@ -12,9 +12,10 @@ from msgspec import structs
 
 from ...common.errors import ConfigError, DamagedError, StoreError
 from ...common.run_folder import JoinInfo, RunFolder, read_join
-from ..host import redis_server
+from ..host import existing_redis, redis_server
 from ..wording import shown
 from . import processes
+from .opening import Kind
 from .parts import Part, ProcessSpec, Stage, last_lines
 
 if TYPE_CHECKING:
@@ -33,10 +34,10 @@ def where(
 ) -> tuple[JoinInfo, Config]:
     """How the run's Redis will be joined, and the config without a password.
 
-    An external Redis is contacted here; nothing is written or started.
+    An existing Redis is contacted here; nothing is written or started.
 
     Raises:
-        StoreError: the external Redis can't be used.
+        StoreError: the existing Redis can't be used.
         TandemError: there is no redis-server on this host.
     """
     config, folder = opening.config, opening.folder
@@ -52,8 +53,18 @@ def where(
                 f"note: this folder was {before}, and its ledger is in the Redis of "
                 f"replay.redis_url: if it is a copy, let only one of them go on"
             )
-        join, url = redis_server.parse_url(config.replay.redis_url, opening.run_id, given or kept)
-        record.note(redis_version=redis_server.check_external(join))
+        join, url = existing_redis.joining(config.replay, opening.run_id, given or kept)
+        new = opening.kind is Kind.NEW
+        filled = not new and record.get("ingest") is not None
+        server = existing_redis.check(join, config.replay.durability, new=new, filled=filled)
+        if redis_server.has_password(config.replay.redis_url):
+            say(
+                f"note: a password in replay.redis_url stands in a file, or on a command line where everybody on "
+                f"this host can read it: put it into {redis_server.PASSWORD_VARIABLE}"
+            )
+        for note in server.notes:
+            say(f"note: {note}")
+        record.note(redis_version=server.version)
         replay = config.replay.model_copy(update={"redis_url": url})
         return join, config.model_copy(update={"replay": replay})
     redis_server.find()

@@ -27,6 +27,8 @@ log = logging.getLogger("tandem.learner")
 
 SHARD = "5GB"
 """Most bytes of a weights file, unless a single tensor is larger."""
+TEMPLATES = "additional_chat_templates"
+"""Where transformers keeps the chat templates of a tokenizer that has several."""
 
 
 def entries(
@@ -155,6 +157,8 @@ def _copy_side_files(base: Path, staging: Path, dtype: str) -> None:
         heavy = path.suffix in weights or path.name.endswith(".index.json")
         if path.is_file() and not heavy:
             shutil.copyfile(path, staging / path.name)
+    if (base / TEMPLATES).is_dir():
+        shutil.copytree(base / TEMPLATES, staging / TEMPLATES)
     config = staging / "config.json"
     content = json.loads(config.read_text(encoding="utf-8"))
     for key in ("dtype", "torch_dtype"):

@@ -23,6 +23,7 @@ from . import (
     multiple_choice,
     preference,
     problem_solution,
+    prompt,
     prompt_response,
     question_answer,
     task,
@@ -58,6 +59,7 @@ FORMS: tuple[Form, ...] = (
     hh.FORM,
     countdown.FORM,
     task.FORM,
+    prompt.FORM,
 )
 
 

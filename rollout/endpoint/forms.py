@@ -130,7 +130,8 @@ def completion(
     own = [] if sample is None else sample.tokens.tolist()
     known: list[float | None] = [] if sample is None else [*sample.logprobs.tolist()]
     tokens = [*prompt, *own] if want.echo else own
-    said = "" if sample is None else sample.text
+    ended = sample is not None and sample.finish_reason is FinishReason.STOP
+    said = "" if sample is None else want.said(sample.text, ended)
     if want.echo:
         said = "".join(map(text, prompt)) + said
     choice: dict[str, Any] = {

@@ -5,22 +5,11 @@ policy's. Wherever the latter hold the text of a special token or of a tag of th
 or ``</tool_response>``, it is replaced by private characters before the template renders it, and encoded by a
 tokenizer without added tokens afterwards. Other conversations are encoded as ``apply_chat_template`` does.
 
-Which families extend a stream of tokens exactly, that is, render a longer conversation as the shorter one with
-something behind it (:func:`abilities` finds it out for a tokenizer):
-
-=================================  ===========  ==========================================================
-family, as published               extends it   otherwise
-=================================  ===========  ==========================================================
-ChatML, Qwen2, Qwen2.5             yes
-Qwen3, QwQ, DeepSeek-R1 distilled  not always   earlier thoughts are left out as soon as a user writes again
-Llama 3, 3.1, 3.2                  not always   contents are trimmed, arguments of calls are written anew
-Mistral, Mixtral                   not always   spaces around contents are trimmed
-Gemma                              not always   contents are trimmed
-=================================  ===========  ==========================================================
-
-It doesn't matter here where a client sends back the answers that it got: what comes after them is rendered behind
-a conversation of two messages, and added to the tokens that were sampled (:meth:`Renderer.suffix`). Where a template
-has no special token at an answer's end, or refuses such a conversation, all of it is rendered.
+Not every family renders a longer conversation as the shorter one with something behind it (:func:`abilities` finds
+it out for a tokenizer; docs/environments.md has the table). It doesn't matter here where a client sends back the answers
+that it got: what comes after them is rendered behind a conversation of two messages, and added to the tokens that were
+sampled (:meth:`Renderer.suffix`). Where a template has no special token at an answer's end, or refuses such a
+conversation, all of it is rendered.
 """
 
 from __future__ import annotations

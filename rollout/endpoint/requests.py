@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,9 @@ class Wanted:
     max_tokens: int | None
     """Greatest number of tokens; None = as many as there is room for."""
     stop: tuple[str, ...]
+    """Texts that end an answer, and aren't part of what is answered."""
+    keeps_stop: bool
+    """``include_stop_str_in_output``: whether such a text is part of it."""
     stop_tokens: tuple[int, ...]
     """Special tokens that end an answer besides the model's own end tokens."""
     sampling: Mapping[str, float]
@@ -44,6 +48,15 @@ class Wanted:
     usage: bool
     """Whether a stream ends with the usage."""
     echo: bool
+    single_call: bool
+    """Whether an answer has one tool call at most."""
+
+    def said(self, text: str, ended: bool) -> str:
+        """What is answered of a sampled text: nothing from the first text of ``stop`` on, if the policy has ended it."""
+        if self.keeps_stop or not ended:
+            return text
+        places = [place for stop in self.stop if (place := text.find(stop)) >= 0]
+        return text[: min(places)] if places else text
 
 
 def wanted(body: Mapping[str, Any]) -> Wanted:
@@ -69,6 +82,8 @@ def wanted(body: Mapping[str, Any]) -> Wanted:
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else None
     if stops is None or not all(isinstance(one, str) and one for one in stops):
         raise DataError("stop should be a text, or a list of texts")
+    if any("\ud800" <= letter <= "\udfff" for one in stops for letter in one):
+        raise DataError("stop has half of a surrogate pair, which no token can write")
     sampling = {}
     for name in SAMPLING:
         value = body.get(name)
@@ -76,7 +91,12 @@ def wanted(body: Mapping[str, Any]) -> Wanted:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise DataError(f"{name}={value!r} should be a number")
-        sampling[name] = float(value)
+        try:
+            sampling[name] = float(value)
+        except OverflowError:
+            sampling[name] = math.inf
+        if not math.isfinite(sampling[name]):
+            raise DataError(f"{name}={sampling[name]} should be a finite number")
     options = body.get("stream_options")
     logprobs, top = body.get("logprobs"), body.get("top_logprobs")
     for name, value in (("logprobs", logprobs), ("top_logprobs", top)):
@@ -87,6 +107,7 @@ def wanted(body: Mapping[str, Any]) -> Wanted:
     return Wanted(
         max_tokens=most,
         stop=stops,
+        keeps_stop=body.get("include_stop_str_in_output") is True,
         stop_tokens=tuple(ids_of(body["stop_token_ids"], "stop_token_ids"))
         if body.get("stop_token_ids")
         else (),
@@ -97,6 +118,7 @@ def wanted(body: Mapping[str, Any]) -> Wanted:
         stream=body.get("stream") is True,
         usage=isinstance(options, Mapping) and options.get("include_usage") is True,
         echo=body.get("echo") is True,
+        single_call=body.get("parallel_tool_calls") is False,
     )
 
 

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from ...common.errors import DataError, TandemError
 from ...common.records import FinishReason, Sample, SamplingParams
-from ...common.sockets import bind_free
+from ...common.sockets import bind_free, reachable
 from ..engine import Engine, GroupRequest
 from . import forms
 from .chat import Chat
@@ -72,6 +72,8 @@ class Endpoint:
         host: address that is listened on.
         port: port; 0 takes a free one,
         ports: of this range (``launch.ports``) if there is one.
+        peer: host and port of the run's Redis; where ``host`` is a wildcard, sessions' URLs have the address of
+            this host as it is seen from there.
         key: the run's own key; empty = sessions only.
         tools: how calls are written (``environments.tools``).
         observation_tokens: longer observations are cut in the middle.
@@ -88,6 +90,7 @@ class Endpoint:
         host: str = "127.0.0.1",
         port: int = 0,
         ports: range | None = None,
+        peer: tuple[str, int] | None = None,
         key: str = "",
         tools: str = "auto",
         observation_tokens: int = 2048,
@@ -99,7 +102,7 @@ class Endpoint:
         self._context = context
         self.model = model
         """The name of the model in answers."""
-        self._host, self._port, self._ports = host, port, ports
+        self._host, self._port, self._ports, self._peer = host, port, ports, peer
         self._key = key
         self._sessions: dict[str, Session] = {}
         self._finished: dict[str, None] = {}
@@ -171,7 +174,10 @@ class Endpoint:
                 f"set environments.port to 0 or to a free port"
             ) from None
         host, port = self._runner.addresses[0][:2]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        place = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+        if self._peer is not None:
+            place = reachable(place, *self._peer)
+        self.url = place.replace("tcp", "http", 1)
 
     def _site(self, runner: web.AppRunner) -> web.BaseSite:
         from aiohttp import web
@@ -256,7 +262,7 @@ class Endpoint:
         ticket = await self._chat.place(session, messages, tools)
         sample = await self._sample(session, ticket, want)
         answer = self._chat.answer(
-            session, ticket, sample, messages, tools, may_call=may_call(body)
+            session, ticket, sample, messages, tools, want, may_call=may_call(body)
         )
         reply = forms.chat(self.model, ticket, sample, answer, want, self._token)
         return await forms.send(request, reply, want, forms.chat_chunks)

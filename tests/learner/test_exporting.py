@@ -26,6 +26,8 @@ from tandem.learner.resume.checkpoints import Checkpoints
 
 pytestmark = [pytest.mark.usefixtures("group"), pytest.mark.timeout(300)]
 SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+FURTHER = "additional_chat_templates"
+"""Where transformers keeps the chat templates of a tokenizer that has several."""
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,8 @@ def base(tmp_path_factory: pytest.TempPathFactory, made_up: ModuleType) -> Path:
     made_up.tiny_model().save_pretrained(folder)
     for name in SIDE_FILES:
         shutil.copy(Path(resolve("miniature")) / name, folder / name)
+    (folder / FURTHER).mkdir()
+    (folder / FURTHER / "tools.jinja").write_text("{{ tools }}")
     return folder
 
 
@@ -78,7 +82,8 @@ def kept(tmp_path: Path, base: Path, states: ModuleType) -> Make:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
@@ -145,7 +150,10 @@ def test_in_several_files_it_has_an_index_and_tied_weights_once(kept: Make, tmp_
     for (name, ours), theirs in zip(run.engine.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
     tokenizer = AutoTokenizer.from_pretrained(place)
-    assert tokenizer.chat_template == (place / "chat_template.jinja").read_text()
+    assert tokenizer.chat_template == {
+        "default": (place / "chat_template.jinja").read_text(),
+        "tools": "{{ tools }}",
+    }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
 
 

@@ -14,7 +14,9 @@ from tandem.replay.forms.row import RowError
 
 FORM_NAMES = [form.name for form in FORMS]
 WITH_GOLD = [
-    name for name in FORM_NAMES if name not in ("hh", "countdown", "multiple_choice", "task")
+    name
+    for name in FORM_NAMES
+    if name not in ("hh", "countdown", "multiple_choice", "task", "prompt")
 ]
 WITH_TARGET = [name for name in WITH_GOLD if name not in ("question_answer", "gsm8k")]
 
