@@ -35,7 +35,7 @@ class Pods:
         self.ports = range(first, first + 32)
         words = [
             "rollout.engine=torch",
-            "data.miniature_fresh=161",
+            "data.miniature_fresh=641",
             "evaluate.every=0",
             f"launch.ports={first}-{first + 31}",
         ]
@@ -156,17 +156,18 @@ def test_probes_drains_and_ports_are_those_of_the_real_processes(pods: Pods):
     worker = pods.start(ROLLOUT)
     pods.until(lambda: pods.probe(ROLLOUT, "startup")[0] == 0, "startup of the worker")
     pods.until(lambda: pods.probe(ROLLOUT, "readiness")[0] == 0, "readiness of the worker")
-    assert pods.probe(ROLLOUT, "liveness")[0] == pods.probe(HEAD, "liveness")[0] == 0
-    folder = pods.runs / "probed"
-    pods.until(lambda: journalled(folder) > 2, "rows")
     assert pods.ports[0] in pods.listening()
     assert len(pods.listening()) >= 3
     assert pods.listening() <= set(pods.ports)
+    folder = pods.runs / "probed"
+    pods.until(lambda: journalled(folder) > 2, "rows")
 
     # What Kubernetes does when a pod is to go.
     grace = pods.spec(ROLLOUT)["terminationGracePeriodSeconds"]
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(grace) == 75
+    # The run can't end now.
+    assert pods.probe(HEAD, "liveness")[0] == 0
     pods.until(lambda: pods.probe(ROLLOUT, "readiness")[0] == 1, "loss of readiness")
     children = [child.pid for child in psutil.Process(head.pid).children(recursive=True)]
     head.send_signal(signal.SIGTERM)
@@ -177,9 +178,13 @@ def test_probes_drains_and_ports_are_those_of_the_real_processes(pods: Pods):
     code, said = pods.probe(ROLLOUT, "liveness")
     assert (code, str(pods.ports[0]) in said) == (0, True)
 
+    assert pods.probe(HEAD, "readiness")[0] == 1
     # The same pods again resume the run, with the Secret's password.
-    head, worker = pods.start(HEAD), pods.start(ROLLOUT)
+    head = pods.start(HEAD)
     pods.until(lambda: pods.probe(HEAD, "readiness")[0] == 0, "readiness after the restart")
+    worker = pods.start(ROLLOUT)
+    pods.until(lambda: pods.probe(ROLLOUT, "startup")[0] == 0, "the worker's startup")
+    assert pods.probe(ROLLOUT, "liveness")[0] == 0
     assert head.wait(DEADLINE) == 0, pods.said()
     assert worker.wait(DEADLINE) == 0, pods.said()
     found = examine(gather(folder))
