@@ -95,6 +95,10 @@ PROMPT_MESSAGES = "prompt_messages"
 """Key of ``extra`` under which a prompt's messages travel, in a run whose reward asks for them."""
 
 
+REPEATS = "repeated_rows"
+"""Key of ``extra`` under which a held-out problem whose row is repeated says how often."""
+
+
 class Source(IntEnum):
     """Who wrote a token; loss masks follow from this."""
 

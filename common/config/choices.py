@@ -19,6 +19,8 @@ from ..objectives import OBJECTIVES, WITHOUT_GROUP
 from ..objectives.keys import Entropy, Expert
 from ..records import Verdict
 from .environment_choices import environments
+from .launch_choices import LAUNCH_RULES
+from .of_set import of_set
 from .tree import Config
 from .update_choices import UPDATE_RULES, Rule
 
@@ -292,33 +294,6 @@ def _memory(config: Config) -> str | None:
     )
 
 
-def _existing_redis(config: Config) -> str | None:
-    replay = config.replay
-    files = {
-        "redis_ca": replay.redis_ca,
-        "redis_cert": replay.redis_cert,
-        "redis_key": replay.redis_key,
-    }
-    given = next((f"{name}={path}" for name, path in files.items() if path), None)
-    if given and not (replay.redis_url or "").startswith("rediss:"):
-        return (
-            f"replay.{given} is for a server with TLS, and replay.redis_url "
-            f"{'is not set' if replay.redis_url is None else 'begins with redis://'}: write "
-            f"replay.redis_url=rediss://…, or leave it out"
-        )
-    if replay.redis_key and not replay.redis_cert:
-        return (
-            f"replay.redis_key={replay.redis_key} is the key of a certificate that is missing: set "
-            f"replay.redis_cert as well"
-        )
-    if replay.durability == "server" and replay.redis_url is None:
-        return (
-            "replay.durability=server takes an existing server as it is, and this run starts its own: set it to "
-            "process or power, or name the server with replay.redis_url"
-        )
-    return None
-
-
 def _context(config: Config) -> str | None:
     vllm, longest = config.rollout.vllm, longest_row(config) + 1
     given = None if vllm is None else vllm.max_model_len
@@ -328,17 +303,6 @@ def _context(config: Config) -> str | None:
         f"rollout.vllm.max_model_len={given:,} is less than data.max_prompt_tokens="
         f"{config.data.max_prompt_tokens:,} + rollout.max_new_tokens={config.rollout.max_new_tokens:,}: "
         f"raise it to at least {longest:,}, or leave it null"
-    )
-
-
-def _engine_gpus(config: Config) -> str | None:
-    rollout = config.rollout
-    if rollout.engine != "torch" or rollout.gpus_per_worker == 1 or config.launch.gpus == "none":
-        return None
-    return (
-        f"rollout.gpus_per_worker={rollout.gpus_per_worker} shares an engine out over GPUs, and "
-        f"rollout.engine=torch uses one: set rollout.gpus_per_worker=1 and raise rollout.workers, or "
-        f"rollout.engine=vllm"
     )
 
 
@@ -381,6 +345,19 @@ def _evaluations(config: Config) -> str | None:
             f"evaluate.samples={evaluate.samples} at evaluate.temperature=0 are all the same "
             f"response: set evaluate.temperature=1, or evaluate.samples=1"
         )
+    for held in config.data.evaluate:
+        own = of_set(config, held)
+        if held.samples is not None and held.samples > 1 and own.evaluate.temperature == 0:
+            return (
+                f"data.evaluate {held.name}: samples={held.samples} at temperature 0 are all the same "
+                f"response: set its temperature too, or evaluate.temperature"
+            )
+        if own.rollout.max_new_tokens > config.rollout.max_new_tokens:
+            return (
+                f"data.evaluate {held.name}: max_new_tokens={held.max_new_tokens} is over "
+                f"rollout.max_new_tokens={config.rollout.max_new_tokens}, for which the engines have room: "
+                f"lower it, or raise the latter"
+            )
     return None
 
 
@@ -441,36 +418,8 @@ def _attention(config: Config) -> str | None:
     return None
 
 
-def _waits(config: Config) -> str | None:
-    wait, commit = config.rollout.update_wait_seconds, config.weights.commit_seconds
-    if wait < commit:
-        return None
-    return (
-        f"rollout.update_wait_seconds={wait:g} lets new weights wait longer than they may take, "
-        f"weights.commit_seconds={commit:g}: lower the first or raise the second"
-    )
-
-
-def _nccl_on_cpus(config: Config) -> str | None:
-    if config.weights.transport != "nccl" or config.launch.gpus != "none":
-        return None
-    return (
-        "weights.transport=nccl joins GPUs, and launch.gpus=none: set weights.transport=auto, or "
-        "launch.gpus=required"
-    )
-
-
-def _outside(config: Config) -> str | None:
-    if config.launch.learner == "here" or config.learner.source == "ledger":
-        return None
-    return (
-        "launch.learner=outside leaves nothing to start of a run with learner.source=offline: set "
-        "launch.learner=here"
-    )
-
-
 START_RULES: tuple[Rule, ...] = (
-    _outside,
+    *LAUNCH_RULES,
     _micro_batch,
     _half_sums,
     _offline,
@@ -480,17 +429,13 @@ START_RULES: tuple[Rule, ...] = (
     _no_reward,
     _bounds,
     _memory,
-    _existing_redis,
     _context,
-    _engine_gpus,
     _accepted,
     _unused_prefix,
     _evaluations,
     _best,
     _twice,
     _attention,
-    _waits,
-    _nccl_on_cpus,
 )
 
 

@@ -5,6 +5,7 @@ Its inputs are the history of ``metrics.jsonl``, a look into Redis, and the rest
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -161,6 +162,11 @@ def _evaluations(facts: Facts | None, history: History) -> tuple[Evaluated, ...]
             step=result.step,
             accuracy=result.accuracy,
             problems=result.problems,
+            figures={
+                name: float(value)
+                for name, value in result.all_figures().items()
+                if value is not None and math.isfinite(value)
+            },
         )
     return tuple(by_key[key] for key in sorted(by_key))
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import TandemError
+from ...replay.evaluations import EvaluationResult
 from ...replay.hosts import ROLE as HOST
 from ...replay.hosts import Host, Hosts
 from ...replay.ledger import Ledger
 from ...replay.members import Member, Members
-from ...replay.store import EvaluationResult, RunStore
+from ...replay.store import RunStore
 
 if TYPE_CHECKING:
     from ...replay.connection import Store

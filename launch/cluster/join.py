@@ -13,7 +13,7 @@ from msgspec import structs
 from ...common.errors import DataError
 from ...common.plain import read_object, read_record, sealed, unsealed
 from ...common.run_folder import JoinInfo
-from ..host import redis_server
+from ..host import existing_redis, redis_server
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -40,7 +40,7 @@ def new_join(config: Config, host: str) -> JoinInfo:
     """
     run_id = secrets.token_hex(6)
     if config.replay.redis_url is not None:
-        return redis_server.parse_url(config.replay.redis_url, run_id, None)[0]
+        return existing_redis.joining(config.replay, run_id, None)[0]
     port = port_range(config)[0]
     return JoinInfo(run_id=run_id, host=host, port=port, password=redis_server.new_password())
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from ...common.errors import StoreError
+from ...common.errors import HeldError, StoreError
 from ...common.run_folder import JoinInfo
 from . import redis_server
 
@@ -32,7 +32,7 @@ ENDING_SECONDS = 2.0
 """So long after it was killed, a supervisor's children may still be there."""
 FULL = 0.75
 """Share of ``maxmemory`` at which leases stop."""
-OF_A_SUPERVISOR = re.compile(r"[a-z]+-\d+")
+OF_A_SUPERVISOR = re.compile(r"(learner|rollout|reward|environments)-\d+")
 """Ids of the members that a run's `tandem start` starts itself."""
 
 
@@ -75,7 +75,8 @@ def check(join: JoinInfo, durability: str, *, new: bool, filled: bool) -> Server
     Raises:
         StoreError: it isn't reachable, can't be trusted or refuses this user; it is too old, a cluster, a replica or
             a sentinel; it would throw keys away, or forget them; it permits too little; it holds another run of this
-            id, or no longer holds this one; or another `tandem start` runs it.
+            id, or no longer holds this one.
+        HeldError: another `tandem start` runs it.
     """
     where = f"Redis at {join.host}:{join.port}"
     first = redis_server.wait_ready(join, deadline=ANSWER_SECONDS)
@@ -207,7 +208,8 @@ def _check_ledger(where: str, join: JoinInfo, store: Store, *, new: bool, filled
     if new and held:
         raise StoreError(
             f"{where}, database {join.db}, holds another run of the id {join.run_id}: start again, which "
-            f"draws another id, or go on with that run in its own folder"
+            f"draws another id (where launch.join gives it, make that file anew), or go on with that run in its "
+            f"own folder"
         )
     if filled and not held:
         raise StoreError(
@@ -216,7 +218,7 @@ def _check_ledger(where: str, join: JoinInfo, store: Store, *, new: bool, filled
             f"moved aside)"
         )
     if held and (other := _somebody_else(store)):
-        raise StoreError(
+        raise HeldError(
             f"run {join.run_id} in {where} is under way elsewhere: its {other} is alive, and this folder's "
             f"lock is free. This is a copy of the folder of that run: end that one first, or start over "
             f"with --fresh"

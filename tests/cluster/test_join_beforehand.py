@@ -57,3 +57,14 @@ def test_the_file_of_another_run_is_refused(tmp_path: Path):
     made(tmp_path / "given.json", given.port)
     with pytest.raises(ConfigError, match=f"is of run .* holds run {given.run_id}"):
         where(opening, RunRecord(opening, 0.0), lambda line: None)
+
+
+def test_it_says_how_an_existing_redis_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TANDEM_REDIS_PASSWORD", "secret")
+    preset = load("miniature")
+    url = "replay.redis_url=rediss://me@redis.example:6380/2"
+    config = preset.resolve([url, "replay.redis_ca=/tls/ca.pem", "replay.redis_cert=/tls/both.pem"])
+    join = new_join(config, "head.example")
+    assert (join.host, join.port, join.db) == ("redis.example", 6380, 2)
+    assert (join.username, join.password, join.tls) == ("me", "secret", True)
+    assert (join.ca, join.cert, join.key) == ("/tls/ca.pem", "/tls/both.pem", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import secrets
 import shutil
 import subprocess
@@ -116,6 +117,13 @@ class Certificates:
             "ssl_certfile": self.client[0],
             "ssl_keyfile": self.client[1],
         }
+
+
+def in_scripts() -> set[str]:
+    """The commands that the ledger's scripts call."""
+    scripts = Path(__file__).resolve().parents[2] / "replay" / "scripts"
+    text = "".join(path.read_text() for path in scripts.glob("*.lua"))
+    return set(re.findall(r"redis\.p?call\('(\w+)'", text))
 
 
 def allow(server: Any, *rules: str, user: str = USER) -> str:

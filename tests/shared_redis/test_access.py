@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shared_servers import USER, allow, joined
+from shared_servers import USER, allow, in_scripts, joined
 
-from tandem.common.errors import StoreError
+from tandem.common.errors import HeldError, StoreError
 from tandem.common.run_folder import JoinInfo
 from tandem.launch.host import existing_redis, redis_server
 from tandem.replay.access import COMMANDS, Denied, denied, rule
@@ -51,6 +51,11 @@ def set_to(any_server: Any) -> Iterator[Callable[..., None]]:
 
 def test_the_documented_rule_is_the_one_that_is_tested() -> None:
     assert rule() in " ".join((ROOT / "docs/redis.md").read_text().split())
+
+
+def test_the_rule_has_every_command_of_every_script() -> None:
+    assert len(in_scripts()) > 20
+    assert in_scripts() <= COMMANDS.keys()
 
 
 def test_the_rule_suffices_and_what_it_forbids_is_told(any_server: Any) -> None:
@@ -224,6 +229,6 @@ def test_a_copy_of_a_folder_whose_run_is_under_way_is_refused(
 
     members.beat("rollout-0")
     monkeypatch.setattr(Members, "live", beating)
-    told = refusal(join, new=False, filled=True)
-    assert "is under way elsewhere: its rollout-0 is alive" in told
+    with pytest.raises(HeldError, match="is under way elsewhere: its rollout-0 is alive"):
+        check(join, new=False, filled=True)
     store.close()
