@@ -124,17 +124,12 @@ def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[Int32Array]:
 
 
 def encode_responses(tokenizer: Any, texts: Sequence[str]) -> list[Int32Array]:
-    """For each text its token ids, as :func:`encode_response` does, but on all cores."""
-    return [_ended(tokenizer, tokens) for tokens in encode_all(tokenizer, texts)]
-
-
-def encode_response(tokenizer: Any, text: str) -> Int32Array:
-    """``[L]`` token ids of a whole response, with the end token once, as the last one.
+    """For each whole response its ``[L]`` token ids, with the end token once, as the last one.
 
     Raises:
         DataError: the tokenizer names no end token.
     """
-    return _ended(tokenizer, encode(tokenizer, text))
+    return [_ended(tokenizer, tokens) for tokens in encode_all(tokenizer, texts)]
 
 
 def _ended(tokenizer: Any, tokens: Int32Array) -> Int32Array:

@@ -57,7 +57,7 @@ class Limits:
     group_size: int = 1
     """G."""
     seed: int = 0
-    """Of the run; keys what :func:`~tandem.replay.mixing.mix` draws."""
+    """The run's seed, which keys what :func:`~tandem.replay.mixing.mix` draws."""
     traces_when: str = "always"
     """``always`` or ``all_failed``: when traces are rows of their groups."""
     least_verdicts: int = 2

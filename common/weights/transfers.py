@@ -85,7 +85,7 @@ class Peer:
     """One life of one worker."""
 
     identity: bytes
-    """Its ZeroMQ identity: member id and a random name for this life."""
+    """The ZeroMQ identity: the member id and a random name for this life."""
     member: str
     ask: Ask
     silence: Wait

@@ -115,7 +115,7 @@ class Episodes:
     played: int
     """Episodes that are over."""
     failed: int
-    """Of them those that failed by no fault of the policy."""
+    """Episodes among those played that failed through no fault of the policy."""
     turns: int
     """The policy's turns in them."""
     retokenised: int

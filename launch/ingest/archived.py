@@ -31,7 +31,7 @@ class _Asked:
     """A problem, and the samples of all groups that asked it."""
 
     number: int
-    """Its place among the archive's problems, from 0."""
+    """Place among the archive's problems, from 0."""
     group: Group
     """The first of its groups."""
     samples: dict[bytes, Sample] = field(default_factory=dict)

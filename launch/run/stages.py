@@ -37,7 +37,7 @@ class Placed:
     """One stage with the folder that it gets, ready to be opened."""
 
     label: str
-    """Its name, with the number of the round if there are several."""
+    """Name of the stage, with the number of the round if there are several."""
     name: str
     folder: Path
     preset: Preset

@@ -36,9 +36,6 @@ METRICS: Mapping[str, str] = {
 DEPTH = 4
 """How deep tensors are looked for in DeepSpeed's optimizer: lists of lists in dicts of its attributes."""
 
-Storages = dict[tuple[str, int], int]
-"""Device and address of each tensor's memory, with its size in bytes."""
-
 
 def load_libraries(device: torch.device) -> None:
     """Loads what a rank would load with its model, so that the libraries' memory can be told from the model's.

@@ -48,7 +48,7 @@ class StepBatch:
     row: dict[str, Any]
     """The row as it is in the journal."""
     groups: list[MixedGroup]
-    """Its groups, in the row's order."""
+    """The step's groups, in the row's order."""
     quarantined: bool = False
     """Whether the row is marked: it uses up its number and isn't trained on."""
 

@@ -38,7 +38,7 @@ class ZygoteLink:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the zygote."""
         return self._process.pid
 
     def fileno(self) -> int:

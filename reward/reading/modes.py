@@ -30,7 +30,7 @@ class Mode:
     """One way to read an answer and to compare it."""
 
     name: str
-    """Its value of ``reward.mode``."""
+    """Name of the mode, a value of ``reward.mode``."""
     read: Read
     """Finds the answer in a response."""
     compare: str = "math"

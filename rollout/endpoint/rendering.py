@@ -6,7 +6,7 @@ or ``</tool_response>``, it is replaced by private characters before the templat
 tokenizer without added tokens afterwards. Other conversations are encoded as ``apply_chat_template`` does.
 
 Which families extend a stream of tokens exactly, that is, render a longer conversation as the shorter one with
-something behind it (:func:`abilities` finds it out for a tokenizer):
+something after it:
 
 =================================  ===========  ==========================================================
 family, as published               extends it   otherwise
@@ -28,7 +28,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -47,19 +46,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 TAIL = frozenset(ROLES) - {"assistant"}
 """Roles of messages that go on behind an answer without rendering the conversation anew."""
 Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abilities:
-    """What a tokenizer's chat template does with a conversation that goes on."""
-
-    extends: bool
-    """Whether a longer conversation is rendered as the shorter one with something behind it, thoughts, calls and
-    spaces around contents included: then clients may render it themselves."""
-    bridges_users: bool
-    """Whether a user's message can be rendered on its own, to go behind the recorded tokens."""
-    bridges_tools: bool
-    """Whether the results of tools can."""
 
 
 def plain_message(message: Message) -> dict[str, Any]:
@@ -346,33 +332,6 @@ def _before(first: Message) -> list[Message]:
         "function": {"name": MARK, "arguments": {}},
     }
     return [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
-
-
-def abilities(tokenizer: Any) -> Abilities:
-    """Finds out, on a few conversations, what a tokenizer's chat template does with one that goes on."""
-    renderer = Renderer(tokenizer, 1 << 20)
-    call = {"type": "function", "function": {"name": "f", "arguments": {"b": 1, "a": [True]}}}
-    question: list[Message] = [{"role": "user", "content": "x"}]
-    user, tool = {"role": "user", "content": "z"}, {"role": "tool", "content": "z"}
-    said: Message = {"role": "assistant", "content": "<think>\nw\n</think>\n\n y "}
-    called: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-
-    def extends(answer: Message, tail: Message) -> bool:
-        try:
-            short = renderer.render(question, opened=True)
-            with_answer = renderer.render([*question, answer], opened=False)
-            long = renderer.render([*question, answer, tail], opened=True)
-        except DataError:
-            return False
-        begun = long[: len(short)] == short and long[: len(with_answer)] == with_answer
-        text = renderer.decode(long)
-        return begun and (not answer["content"] or answer["content"] in text)
-
-    return Abilities(
-        extends=extends(said, user) and extends(called, tool),
-        bridges_users=renderer.suffix([user], 0, False) is not None,
-        bridges_tools=renderer.suffix([tool], 0, False) is not None,
-    )
 
 
 def _utf8(text: str) -> str:

@@ -189,7 +189,7 @@ class Host:
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 before its start."""
+        """The process id; 0 before the process has started."""
         return self.process.pid if self.process is not None else 0
 
     async def start(self) -> None:
