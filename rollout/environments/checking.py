@@ -14,13 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...common.confinement import adopt_orphans, die_with
-from .hosts import (
-    Hosts,
-)
-from .process import (
-    Bounds,
-    NotStarted,
-)
+from .hosts import Hosts
+from .process import Bounds, NotStarted
 
 
 async def problems(
