@@ -130,7 +130,7 @@ def fetch(
         if not _is(part, one):
             part.unlink()
             raise DataError(
-                f"{one.rfilename} of {repo} came damaged: its digest isn't the hub's; it was removed, so "
+                f"{one.rfilename} of {repo} arrived damaged: its digest isn't the hub's; it was removed, so "
                 f"run the command again"
             )
         part.replace(path)

@@ -48,7 +48,7 @@ def conversation(
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise DataError(
-                f"a message needs the texts role and content, and this one is {message!r:.120}"
+                f"a message needs a role and a content, both text, and this one is {message!r:.120}"
             )
         turns.append({"role": message["role"], "content": message["content"]})
     if not turns:

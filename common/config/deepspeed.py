@@ -381,7 +381,7 @@ def _of_key(
         names = [*known, *(one for one in owned if "." not in one), *ELSEWHERE]
         near = difflib.get_close_matches(key, names, n=1)
         meant = f" (did you mean {prefix}{near[0]}?)" if near else ""
-        return f"{name} is no setting of DeepSpeed's{meant}"
+        return f"{name} isn't a setting of DeepSpeed{meant}"
     if value == AUTO:
         if name in _HAS_OWN:
             return None

@@ -395,7 +395,7 @@ class WeightReceiver:
     def _on_checked(self, passed: bool) -> None:
         self._is_checking = False
         self._counts["reloaded"] += not passed
-        problem = "check: the engine computes something else than the learner"
+        problem = "check: the engine computes something other than the learner"
         # The engine's weights aren't those of its version, so the worker disowns it and is offered the
         # newest again.
         self._ask(**({} if passed else {"version": None, "content": "", "problem": problem}))

@@ -55,7 +55,7 @@ def refuse_archive_keys(source: SourceConfig | EvalSetConfig) -> None:
         key = "regrade" if source.pairs is None else "pairs"
         raise DataError(
             f"data.train {source.short_name}: {key} is about an archive's samples, and "
-            f"{source.path} is no archive: leave it out"
+            f"{source.path} isn't an archive: leave it out"
         )
 
 

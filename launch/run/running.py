@@ -231,8 +231,8 @@ class Running:
         if not self._record.try_write(**changes):
             self._disk.suspect(self._folder.run_json)
             self._say(
-                f"{shown(self._folder.run_json)} can't be written, the disk is full: it doesn't "
-                f"say that the run is {state}"
+                f"{shown(self._folder.run_json)} can't be written because the disk is full: it "
+                f"doesn't say that the run is {state}"
             )
 
 

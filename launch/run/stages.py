@@ -231,7 +231,7 @@ def _read(top: RunFolder, preset: Preset) -> dict[str, Any] | None:
         return None
     if record is None or record.get("preset") != preset.name:
         raise DataError(
-            f"{shown(top.path)} holds something else than the stages of {preset.name}: name another "
+            f"{shown(top.path)} holds something other than the stages of {preset.name}: name another "
             f"folder with run.dir=…"
         )
     return record

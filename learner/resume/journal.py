@@ -282,7 +282,9 @@ class Journal(History):
         try:
             self._file = os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0)
         except FileExistsError:
-            raise FencedError(f"{path} is there: another learner of term {term} made it") from None
+            raise FencedError(
+                f"{path} already exists: another learner of term {term} made it"
+            ) from None
         sync_folder(path.parent)
         self._term = term
         segments = (*self.chain.segments, Segment(path=path, end=None))

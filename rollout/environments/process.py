@@ -241,7 +241,7 @@ class Host:
         if isinstance(said, Raised):
             raise NotStarted(brief(said.error), refused=True)
         if not isinstance(said, Ready):
-            raise NotStarted("it said something else than that it is ready", refused=False)
+            raise NotStarted("it said something other than that it is ready", refused=False)
 
     def _environment(self) -> dict[str, str]:
         kept = {k: os.environ[k] for k in KEPT_ENVIRONMENT if k in os.environ}

@@ -180,7 +180,7 @@ def test_what_is_there_already_stays(kept: Make, tmp_path: Path) -> None:
     run.save(1)
     place = tmp_path / "model"
     adapter_folder(place).mkdir()
-    with pytest.raises(DataError, match=r"adapter is there already: name another folder"):
+    with pytest.raises(DataError, match=r"adapter already exists: name another folder"):
         export(run.folder, run.config, place)
     assert not place.exists()
 

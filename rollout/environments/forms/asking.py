@@ -143,7 +143,7 @@ def _read(answer: Any) -> Answer:
         content, calls = message.get("content"), message.get("tool_calls") or []
     except (KeyError, IndexError, TypeError, AttributeError):
         raise ModelError(
-            "the model's endpoint answered with something else than a message"
+            "the model's endpoint answered with something other than a message"
         ) from None
     text = content if isinstance(content, str) else ""
     kept = {"role": "assistant", "content": content}
