@@ -63,7 +63,7 @@ def adapted_layers(model: Any, lora: LoraConfig) -> tuple[AdaptedLayer, ...]:
     from torch import nn
 
     head = model.get_output_embeddings()
-    # A subclass that computes something else, such as a router of experts, is no linear layer.
+    # A subclass that computes something else, such as a router of experts, isn't a linear layer.
     linear = {
         name: module
         for name, module in model.named_modules()

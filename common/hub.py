@@ -88,7 +88,7 @@ def fetch(
     revision: str,
     tell: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Fetches files into a folder; those that are there already stay, and parts of files are gone on with.
+    """Fetches files into a folder; those that are there already stay, and interrupted downloads are continued.
 
     Args:
         kind: what the repository holds.

@@ -236,7 +236,7 @@ def _best_model(
 
 
 def _better(metric: Metric, values: Mapping[int, float], step: int) -> str:
-    """What is said if the run had a better value at another step."""
+    """A sentence about a better value that the run had at another step, if it had one."""
     if not values:
         return ""
     top = metric.best(values)

@@ -88,7 +88,7 @@ class _Attempt:
     asked: list[_Asked]
     due: float
     over: bool = False
-    """Whether its questions have gone on without it."""
+    """Whether nobody waits for its answer any more."""
 
 
 @dataclass(slots=True)

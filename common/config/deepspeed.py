@@ -1,7 +1,7 @@
-"""What DeepSpeed is told: the learner's own settings, and a user's, ``learner.deepspeed``, laid over them.
+"""DeepSpeed's settings: the learner's own, with the user's, ``learner.deepspeed``, laid over them.
 
-DeepSpeed ignores a mistyped key at the top, and of two answers to one question it takes one in silence. So each key
-of a user's is known here, or is refused by name.
+DeepSpeed ignores a mistyped key at the top level, and if two keys contradict each other it silently takes one. So a
+user's key is either known here or refused by name.
 """
 
 from __future__ import annotations

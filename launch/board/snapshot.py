@@ -1,4 +1,4 @@
-"""How a run stands at one moment: the one record that the live view and ``tandem status`` show."""
+"""The state of a run at one moment: the one record that the live view and ``tandem status`` show."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def of_archive(path: Path) -> bool:
 
 
 def refuse_archive_keys(source: SourceConfig | EvalSetConfig) -> None:
-    """Raises ``DataError`` if a source that is no archive has a key about an archive's samples."""
+    """Raises ``DataError`` if a source that isn't an archive has a key about an archive's samples."""
     if isinstance(source, SourceConfig) and (source.pairs is not None or source.regrade):
         key = "regrade" if source.pairs is None else "pairs"
         raise DataError(

@@ -224,7 +224,7 @@ class Running:
             self._say(f"the ledger's figures couldn't be read at the end: {error}")
 
     def _write_state(self, state: str) -> None:
-        """Writes ``run.json``; on a full disk the file stays as it is, and the user is told."""
+        """Writes ``run.json``; on a full disk the file stays as it is, and a line says so."""
         changes: dict[str, object] = {"state": state}
         if state == "stopped":
             changes["wall_seconds"] = self._record.all_seconds()

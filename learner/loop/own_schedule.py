@@ -1,7 +1,7 @@
 """A user's own learning-rate schedule: its factors for all steps, computed before the run begins.
 
-The function is called in a process of its own, which ends when the table is made. So a mistake in it is told
-before anything is trained, and its module is imported into no process of the run. The same process computes the
+The function is called in a process of its own, which ends when the table is made. So a mistake in it is reported
+before anything is trained, and no process of the run imports its module. The same process computes the
 table before the start, when the number of steps is known from the settings, and for the learner.
 """
 

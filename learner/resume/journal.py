@@ -217,7 +217,7 @@ class Journal(History):
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
     def row(self, term: int, step: int, row: dict[str, Any]) -> UntilOnDisk:
-        """Writes a step's row unless it stands there; the callable waits until it is on disk.
+        """Writes a step's row unless the journal has it; the callable waits until it is on disk.
 
         Raises:
             StoreError: there is another row for that step, or it isn't the next one.

@@ -398,7 +398,7 @@ class ArchiveSource(StoredSource):
 
 
 def _later(sample: Sample, steps: int) -> Sample:
-    """The sample as if it had been drawn so many steps later."""
+    """The sample as if it had been drawn that many steps later."""
     if steps == 0:
         return sample
     spans = tuple(replace(span, step=max(0, span.step + steps)) for span in sample.spans)

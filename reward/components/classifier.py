@@ -12,7 +12,7 @@
 ==============  ==========================================  ==========================================
 
 vLLM serves one conversation per request and applies the reward model's own chat template; a text is sent
-as it stands.
+as it is.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from .registry import Component, Graded, register
 
 @register("environment")
 def environment() -> Component:
-    """The episode's reward; None if its environment gave none, or the sample is no episode.
+    """The episode's reward; None if its environment gave none, or the sample isn't an episode.
 
     Where the environment pays single turns, each turn's reward is earned by its last token, and what is left of
     the episode's reward by the last token of the last turn.

@@ -70,7 +70,7 @@ def _stamp(kind: str, model: str, prefix: str) -> dict[str, Any]:
 
 
 def _content(sample: Sample, text: Text, top: bool) -> list[dict[str, Any]]:
-    """Log-probs of a chat answer's tokens; with ``top``, each one is told as its own only alternative."""
+    """Log-probs of a chat answer's tokens; with ``top``, each token is listed as its own only alternative."""
     found = []
     for token, logprob in zip(sample.tokens.tolist(), sample.logprobs.tolist(), strict=True):
         said = text(token)

@@ -1,6 +1,6 @@
 """Messages to tokens by a tokenizer's chat template, such that no text of theirs becomes a special token.
 
-A template's text is the model's own; what stands in messages and tools is an environment's, a user's or the
+A template's text is the model's own; the text of messages and tools is an environment's, a user's or the
 policy's. Wherever the latter hold the text of a special token or of a tag of the tokenizer's, such as ``<|im_end|>``
 or ``</tool_response>``, it is replaced by private characters before the template renders it, and encoded by a
 tokenizer without added tokens afterwards. Other conversations are encoded as ``apply_chat_template`` does.
@@ -18,7 +18,7 @@ Mistral, Mixtral                   not always   spaces around contents are trimm
 Gemma                              not always   contents are trimmed
 =================================  ===========  ==========================================================
 
-It doesn't matter here where a client sends back the answers that it got: what comes after them is rendered behind
+It doesn't matter here where a client sends back the answers that it got: what comes after them is rendered after
 a conversation of two messages, and added to the tokens that were sampled (:meth:`Renderer.suffix`). Where a template
 has no special token at an answer's end, or refuses such a conversation, all of it is rendered.
 """
@@ -34,7 +34,7 @@ from typing import Any
 from ...common.errors import DataError
 
 OPEN, CLOSE, FIRST = "\ue000", "\ue001", 0xE100
-"""Private characters: an added token's number stands between the first two."""
+"""Private characters: an added token's number is written between the first two."""
 BRACKETS = ("<>", "[]")
 """How tags among a tokenizer's added tokens begin and end; other added tokens are words like any other."""
 MOST_CHARACTERS = 64
@@ -244,7 +244,7 @@ class Renderer:
         return made
 
     def _observation(self, text: str) -> str:
-        """A text of at most so many tokens: its beginning and its end, with a mark between them."""
+        """The text cut to that number of tokens: its beginning and its end, with a mark between them."""
         half = self._longest // 2
         if len(text) <= self._longest:
             return text

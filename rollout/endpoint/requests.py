@@ -37,7 +37,7 @@ class Wanted:
     """The parameters of :data:`SAMPLING` that were given."""
     logprobs: bool
     top: bool
-    """Whether each token's only known alternative, itself, is told too."""
+    """Whether the answer also lists each token's only known alternative, which is the token itself."""
     token_ids: bool
     """``return_token_ids``."""
     stream: bool
@@ -126,7 +126,7 @@ def may_call(body: Mapping[str, Any]) -> bool:
 
 
 def tools_of(body: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    """The tools that are told of in the prompt; None without any.
+    """The tools that the prompt describes; None without any.
 
     Raises:
         DataError: they aren't functions, or the choice among them is forced.

@@ -1,4 +1,4 @@
-"""One process in which episodes are played: what it is told and says, its deadlines and its end."""
+"""One process in which episodes are played: messages to and from it, its deadlines and its end."""
 
 from __future__ import annotations
 
