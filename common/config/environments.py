@@ -31,7 +31,6 @@ class ToolsEnvironment(_Environment):
     """A class whose public methods are tools, with ``reset(**row)`` and, if it pays, ``get_reward()``: TRL's form."""
 
     form: Literal["tools"] = "tools"
-    """The form."""
     target: Target
     """Import path of the class, or of a callable without arguments that makes an instance."""
     params: Mapping[str, Any] = Field(default_factory=dict)
@@ -42,7 +41,6 @@ class AgentEnvironment(_Environment):
     """A function ``run(task, base_url, api_key)`` that plays an episode with any OpenAI client and returns its reward."""
 
     form: Literal["agent"] = "agent"
-    """The form."""
     target: Target
     """Import path of the function; it may be a coroutine."""
     params: Mapping[str, Any] = Field(default_factory=dict)
@@ -54,7 +52,6 @@ class TextEnvironment(_Environment):
     reward and whether the episode is over."""
 
     form: Literal["text"] = "text"
-    """The form."""
     target: Target
     """Import path of the class."""
     params: Mapping[str, Any] = Field(default_factory=dict)
@@ -65,7 +62,6 @@ class VerifiersEnvironment(_Environment):
     """A taskset of the package verifiers, in a virtual environment of its own."""
 
     form: Literal["verifiers"] = "verifiers"
-    """The form."""
     python: str
     """Path of that environment's Python."""
     config: Mapping[str, Any]
@@ -85,7 +81,6 @@ class AppWorldEnvironment(_Environment):
     """AppWorld's environment server, one process for each episode that is under way."""
 
     form: Literal["appworld"] = "appworld"
-    """The form."""
     command: str
     """Command that starts a server; ``{port}`` is replaced."""
     root: str | None = None
