@@ -276,7 +276,7 @@ def test_a_python_can_be_named(machine: Machine) -> None:
     machine.env["TANDEM_PYTHON"] = str(named)
     code, output = machine.run()
     assert code == 0, output
-    assert "making it anew" in output
+    assert "making it again" in output
     assert "Python 3.11.7" in output
     assert machine.run() == (0, "")
     machine.run("--dev")  # adds to it, and forgets nothing
