@@ -75,8 +75,8 @@ def check_address(who: str, endpoint: Any, public_key: Any) -> None:
         )
     if public_key and not _is_key(public_key):
         raise WireError(
-            f"{who} reports a public key that isn't 40 characters of Z85: its next heartbeat may say "
-            f"better"
+            f"{who} reports a public key that isn't 40 characters of Z85: its next heartbeat may "
+            f"correct that"
         )
 
 

@@ -31,6 +31,7 @@ class ToolsEnvironment(_Environment):
     """A class whose public methods are tools, with ``reset(**row)`` and, if it pays, ``get_reward()``: TRL's form."""
 
     form: Literal["tools"] = "tools"
+    """A class whose public methods are tools."""
     target: Target
     """Import path of the class, or of a callable without arguments that makes an instance."""
     params: Mapping[str, Any] = Field(default_factory=dict)
@@ -41,6 +42,7 @@ class AgentEnvironment(_Environment):
     """A function ``run(task, base_url, api_key)`` that plays an episode with any OpenAI client and returns its reward."""
 
     form: Literal["agent"] = "agent"
+    """A function that plays whole episodes."""
     target: Target
     """Import path of the function; it may be a coroutine."""
     params: Mapping[str, Any] = Field(default_factory=dict)
@@ -52,6 +54,7 @@ class TextEnvironment(_Environment):
     reward and whether the episode is over."""
 
     form: Literal["text"] = "text"
+    """A class with ``reset`` and ``step``."""
     target: Target
     """Import path of the class."""
     params: Mapping[str, Any] = Field(default_factory=dict)
@@ -62,6 +65,7 @@ class VerifiersEnvironment(_Environment):
     """A taskset of the package verifiers, in a virtual environment of its own."""
 
     form: Literal["verifiers"] = "verifiers"
+    """A taskset of verifiers."""
     python: str
     """Path of that environment's Python."""
     config: Mapping[str, Any]
@@ -81,6 +85,7 @@ class AppWorldEnvironment(_Environment):
     """AppWorld's environment server, one process for each episode that is under way."""
 
     form: Literal["appworld"] = "appworld"
+    """AppWorld's server."""
     command: str
     """Command that starts a server; ``{port}`` is replaced."""
     root: str | None = None

@@ -299,7 +299,7 @@ def test_any_sample_comes_out_as_it_went_in(tokens: list[int], text: str, compon
 
 
 def test_what_is_no_record_does_not_travel():
-    with pytest.raises(WireError, match="a dict is no record"):
+    with pytest.raises(WireError, match="a dict isn't a record"):
         wire.encode({"term": 1})
 
 

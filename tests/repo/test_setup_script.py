@@ -546,7 +546,7 @@ def test_a_folder_that_is_no_environment_is_left_alone(machine: Machine) -> None
     machine.env["TANDEM_VENV"] = str(precious)
     code, output = machine.run()
     assert code == 1
-    assert "is no virtual environment" in output
+    assert "is not a virtual environment" in output
     assert [path.name for path in precious.iterdir()] == ["thesis.txt"]
 
 
