@@ -88,11 +88,15 @@ def _fits(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> bool:
     return within and int(array.max()) <= limits.max
 
 
-ENVIRONMENT = "environment"
+ENVIRONMENT = "tandem.environment"
 """Key of ``extra`` under which a problem that is played in an environment has ``{"name": …, "row": {…}}``: the
-environment's name, and the data set's whole row."""
+environment's name, and the data set's whole row. Columns of data sets have other names."""
 PROMPT_MESSAGES = "prompt_messages"
 """Key of ``extra`` under which a prompt's messages travel, in a run whose reward asks for them."""
+
+
+REPEATS = "repeated_rows"
+"""Key of ``extra`` under which a held-out problem whose row is repeated says how often."""
 
 
 class Source(IntEnum):

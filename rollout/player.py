@@ -328,7 +328,13 @@ def _sample(request: GroupRequest, task: Task, outcome: _Outcome, prompt: Int32A
         played, recorded = failed(Verdict.ENV_FAILED, why, played.seconds), None
     if recorded is None and played.failure is None:
         # Whatever it was paid, there is nothing of the policy's to learn from.
-        played = failed(Verdict.ENV_FAILED, "it ended without asking the model", played.seconds)
+        why = "it ended without asking the model"
+        if played.detail == "context_length":
+            why = (
+                "what it began with leaves no room for an answer: raise data.max_prompt_tokens or "
+                "rollout.max_new_tokens"
+            )
+        played = failed(Verdict.ENV_FAILED, why, played.seconds)
     episode = Episode(
         environment=task.environment,
         reward=played.reward,

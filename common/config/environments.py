@@ -20,6 +20,21 @@ def _target(path: str) -> str:
 Target = Annotated[str, AfterValidator(_target)]
 
 
+RENDERERS = "renderers:"
+"""Begins the name of a family of the package renderers."""
+
+
+def _tools(name: str) -> str:
+    if name in ("auto", "hermes", "llama", "json") or (
+        name.startswith(RENDERERS) and name != RENDERERS
+    ):
+        return name
+    raise ValueError("should be auto, hermes, llama, json, or renderers:NAME")
+
+
+Tools = Annotated[str, AfterValidator(_tools)]
+
+
 class _Environment(Section):
     """What all forms have in common."""
 
@@ -135,8 +150,9 @@ class EnvironmentsConfig(Section):
     """Longer observations and results of tools are cut in the middle, at this many tokens."""
     memory_mb: Positive = 2048
     """Address-space limit of an episode's process, MiB."""
-    tools: Literal["auto", "hermes", "llama", "json"] = "auto"
-    """How the model writes tool calls; ``auto`` goes by the chat template."""
+    tools: Tools = "auto"
+    """How the model writes tool calls: ``hermes``, ``llama``, ``json``, or ``renderers:NAME`` as a family of the
+    package renderers does; ``auto`` goes by the tokenizer's response template, the chat template, or the model's name."""
     mask_malformed: bool = False
     """Whether turns with a tool call that can't be parsed are left out of the loss; denominators keep them."""
     port: NonNegative = 0

@@ -159,7 +159,7 @@ class WeightReceiver:
         current_term: Callable[[], int],
     ) -> None:
         self._membership = membership
-        self._settings = config.weights
+        self._settings = config.weights_bound
         self._target = target
         self._current_term = current_term
         self._identity = f"{membership.member}/{secrets.token_hex(4)}"

@@ -28,6 +28,7 @@ from . import summary
 from .job import run_job
 from .opening import Kind, Opening, free_name, open_folder, open_preset, open_run
 from .presets import FOLDER, Preset, over
+from .record import as_kept
 
 _NAMED = re.compile(r"\{([a-z][a-z0-9-]*)\}")
 
@@ -206,7 +207,7 @@ def _run_stages(
         record = {
             "preset": preset.name,
             "preset_path": str(preset.path),
-            "overrides": [word for word in words if not word.startswith("run.dir=")],
+            "overrides": [as_kept(word) for word in words if not word.startswith("run.dir=")],
             "stages": [stage.label for stage in stages],
         }
         content = json.dumps(record, indent=1) + "\n"
@@ -287,6 +288,8 @@ def _move_aside(top: RunFolder, labels: Sequence[str], terminal: Terminal) -> No
         for lock in locks:
             lock.take()
         aside = free_name(top.path)
+        for lock in locks:
+            lock.release_term()
         os.rename(top.path, aside)
     finally:
         for lock in locks:

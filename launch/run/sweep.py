@@ -265,7 +265,7 @@ def _refuse_another(sweep: Sweep) -> None:
         found = read_object(path.read_bytes(), str(path), DataError)
     except FileNotFoundError:
         other = sweep.out.exists() and not sweep.out.is_dir()
-        if other or any(entry.name != "lock" for entry in sweep.out.glob("*")):
+        if other or any(entry.name not in ("lock", "head") for entry in sweep.out.glob("*")):
             raise DataError(
                 f"{shown(sweep.out)} holds something other than a sweep: name another folder with --out"
             ) from None

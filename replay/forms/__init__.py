@@ -18,11 +18,13 @@ from . import (
     countdown,
     gsm8k,
     hh,
+    instructions,
     labelled,
     luffy,
     multiple_choice,
     preference,
     problem_solution,
+    prompt,
     prompt_response,
     question_answer,
     task,
@@ -58,6 +60,8 @@ FORMS: tuple[Form, ...] = (
     hh.FORM,
     countdown.FORM,
     task.FORM,
+    prompt.FORM,
+    instructions.FORM,
 )
 
 

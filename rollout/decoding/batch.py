@@ -148,7 +148,7 @@ class Batch:
         for row in rows:
             request = row.group.request
             first = len(row.context) - len(request.prompt_tokens)
-            keys.append((request.seed, request.group_id, row.index, first))
+            keys.append((request.seed, request.noise or request.group_id, row.index, first))
         self._noise.put(places, keys)
         self._rows += [None] * (len(rows) - len(free))
         for place, row in zip(places, rows, strict=True):

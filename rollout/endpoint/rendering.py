@@ -5,20 +5,8 @@ policy's. Wherever the latter hold the text of a special token or of a tag of th
 or ``</tool_response>``, it is replaced by private characters before the template renders it, and encoded by a
 tokenizer without added tokens afterwards. Other conversations are encoded as ``apply_chat_template`` does.
 
-Which families extend a stream of tokens exactly, that is, render a longer conversation as the shorter one with
-something after it:
-
-=================================  ===========  ==========================================================
-family, as published               extends it   otherwise
-=================================  ===========  ==========================================================
-ChatML, Qwen2, Qwen2.5             yes
-Qwen3, QwQ, DeepSeek-R1 distilled  not always   earlier thoughts are left out as soon as a user writes again
-Llama 3, 3.1, 3.2                  not always   contents are trimmed, arguments of calls are written anew
-Mistral, Mixtral                   not always   spaces around contents are trimmed
-Gemma                              not always   contents are trimmed
-=================================  ===========  ==========================================================
-
-It doesn't matter here where a client sends back the answers that it got: what comes after them is rendered after
+Not every family renders a longer conversation as the shorter one with something after it (docs/environments.md has the
+table). It doesn't matter here where a client sends back the answers that it got: what comes after them is rendered after
 a conversation of two messages, and added to the tokens that were sampled (:meth:`Renderer.suffix`). Where a template
 has no special token at an answer's end, or refuses such a conversation, all of it is rendered.
 """
@@ -43,6 +31,8 @@ MARK = "\ue002"
 """Stands for the answer in the conversation behind which a tail is rendered."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a message may have. Templates write them as they are, so that no other text may be one."""
+NOTHING = re.compile("(?!)")
+"""Matches no text."""
 TAIL = frozenset(ROLES) - {"assistant"}
 """Roles of messages that go on behind an answer without rendering the conversation anew."""
 Message = Mapping[str, Any]
@@ -176,6 +166,7 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         opened: bool = True,
+        plain: bool = False,
     ) -> list[int]:
         """Tokens of a whole conversation.
 
@@ -183,10 +174,14 @@ class Renderer:
             messages: in OpenAI's form.
             tools: the tools that are offered, in OpenAI's form.
             opened: whether the assistant's next turn is opened.
+            plain: whether it is encoded as ``apply_chat_template`` does, with special tokens wherever their text
+                stands, and nothing is cut.
 
         Raises:
             DataError: the template can't render it.
         """
+        if plain:
+            return self.encode(self._text(messages, tools, opened, plain=True))
         return self._encoded(self._text(messages, tools, opened))
 
     def characters(self, messages: Sequence[Message]) -> int:
@@ -228,16 +223,16 @@ class Renderer:
         return self._encoded(text[end.end() if has_end else end.start() :])
 
     def _bounded(
-        self, messages: Sequence[Message], *, answered: bool = False
+        self, messages: Sequence[Message], *, answered: bool = False, whole: bool = False
     ) -> list[dict[str, Any]]:
-        """Messages with texts alone, long observations cut."""
+        """Messages with texts alone, long observations cut unless they should stay whole."""
         made = []
         for message in messages:
             role = message.get("role")
             if role not in ROLES:
                 raise DataError(f"a message's role should be one of {', '.join(ROLES)}")
             one: dict[str, Any] = {**message, "content": text_of(message)}
-            if role == "tool" or (answered and role == "user"):
+            if not whole and (role == "tool" or (answered and role == "user")):
                 one["content"] = self._observation(one["content"])
             answered = answered or role in ("assistant", "tool")
             made.append(one)
@@ -264,18 +259,21 @@ class Renderer:
         opened: bool,
         *,
         bounded: bool = False,
+        plain: bool = False,
     ) -> str:
-        """The template's text, in which added tokens of the contents are hidden."""
+        """The template's text, in which added tokens of the contents are hidden, unless it is plain."""
         hidden = []
-        for message in messages if bounded else self._bounded(messages):
+        for message in messages if bounded else self._bounded(messages, whole=plain):
             pattern = self._special if message.get("role") == "assistant" else self._any
+            pattern = NOTHING if plain else pattern
             one = {key: value for key, value in message.items() if key != "role"}
             if one.get("tool_calls"):
                 one["tool_calls"] = [_with_values(call) for call in one["tool_calls"]]
             # After the arguments were read: JSON can spell the text of a special token in other letters.
             one = {key: self._hide(value, pattern) for key, value in one.items()}
             hidden.append({"role": message["role"], **one})
-        offered = [self._hide(tool, self._any) for tool in tools] if tools else None
+        every = NOTHING if plain else self._any
+        offered = [self._hide(tool, every) for tool in tools] if tools else None
         try:
             text = self._tokenizer.apply_chat_template(
                 hidden, tools=offered, add_generation_prompt=opened, tokenize=False

@@ -32,6 +32,7 @@ ROWS: dict[str, Callable[[int], Row]] = {
         "task": {"number": n, "hints": [asked(n)]},
         "gold": str(2 * n),
     },
+    "prompt": lambda n: {"prompt": [_said("user", asked(n))], "environment": "sums", "level": n},
     "luffy": lambda n: {
         "data_source": "sums",
         "prompt": [_said("user", asked(n))],
@@ -86,10 +87,18 @@ ROWS: dict[str, Callable[[int], Row]] = {
         "rejected": f"\n\nHuman: {asked(n)}\n\nAssistant: No idea.",
     },
     "countdown": lambda n: {"nums": [n, 2, 3], "target": 2 * n + 3},
+    "instructions": lambda n: {"id": n, "prompts_final": asked(n), "harm_area": "sums"},
 }
 
 BAD: dict[str, Sequence[Row | str]] = {
     "task": ({"task": {}}, {"gold": ["1", "2"]}, {"gold": " "}, {"gold": True}, {"ability": 7}),
+    "prompt": (
+        {"prompt": ""},
+        {"prompt": []},
+        {"prompt": None},
+        {"prompt": [_said("robot", "x")]},
+        {"gold": ["1", "2"]},
+    ),
     "luffy": (
         {"prompt": []},
         {"reward_model": {"style": "rule", "ground_truth": None}},
@@ -166,6 +175,13 @@ BAD: dict[str, Sequence[Row | str]] = {
         {"nums": ["3"]},
         {"target": None},
         {"target": 2.5},
+    ),
+    "instructions": (
+        {"prompts_final": None},
+        {"prompts_final": ""},
+        {"prompts_final": 4},
+        {"prompts_final": " "},
+        {"prompts_final": ["x"]},
     ),
 }
 """For each form five rows that can't be used, by what they change in a good one."""

@@ -187,6 +187,29 @@ def test_a_name_on_the_hub_stands_for_a_file(
     assert "HF_HUB_OFFLINE is set" in done.stderr
 
 
+def test_benchmarks_are_fetched_to_where_they_are_found_by_name(
+    standin: StandinHub, environment: dict[str, str], tmp_path: Path
+) -> None:
+    from tandem.common.evaluation_sets import named
+
+    source = tmp_path / "source"
+    (source / "main").mkdir(parents=True)
+    write_lines(source / "main" / "test.jsonl", [ROWS["gsm8k"](n) for n in range(1, 8)])
+    standin.add("dataset", "openai/gsm8k", source)
+    done = get(environment, tmp_path, "benchmarks", "gsm8k", "aime25")
+    assert done.returncode != 0
+    assert "1 of 2 benchmarks can't be fetched: aime25" in done.stderr
+    folder = tmp_path / "benchmarks"
+    assert [one.name for one in folder.iterdir() if not one.name.startswith(".")] == ["gsm8k"]
+    (entry,) = named("gsm8k", folder)
+    assert (entry["path"], entry["rows"]) == (str(folder / "gsm8k"), 1319)
+    # What is there isn't asked for again.
+    asked = len(standin.requests)
+    assert get(environment, tmp_path, "benchmarks", "gsm8k").returncode == 0
+    assert len(standin.requests) == asked
+    assert "did you mean gsm8k" in get(environment, tmp_path, "benchmarks", "gsm8").stderr
+
+
 def test_what_is_not_there_is_one_line(environment: dict[str, str], tmp_path: Path) -> None:
     for words in (["model", "org/none"], ["data", "org/none:train"]):
         done = get(environment, tmp_path, *words)

@@ -248,7 +248,9 @@ def test_a_tail_with_another_answer_in_it_has_no_suffix() -> None:
     ("form", "extends"),
     [("chatml", True), ("miniature", True), ("thinking", False), ("llama", False)],
 )
-def test_families_extend_their_tokens_as_the_modules_table_says(form: str, extends: bool) -> None:
+def test_families_extend_their_tokens_as_the_table_in_the_docs_says(
+    form: str, extends: bool
+) -> None:
     renderer = Renderer(tokenizer(form), 1 << 20)
     call = {"type": "function", "function": {"name": "f", "arguments": {"b": 1, "a": [True]}}}
     answers: list[tuple[Message, Message]] = [
