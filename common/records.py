@@ -248,7 +248,7 @@ class Episode(Record, frozen=True, kw_only=True):
     """What an environment says of the sample that was played in it."""
 
     environment: str
-    """Its name in the config."""
+    """Name of the environment in the config."""
     reward: float | None
     """The reward of the whole episode, those of its turns included; None if it has none."""
     failure: Verdict | None

@@ -251,7 +251,7 @@ class RunFolder:
         if seal and digest.strip() != xxhash.xxh3_64_hexdigest(text).encode():
             raise DataError(
                 f"{self.config} isn't as it was written: restore it from a copy of the run's folder; "
-                f"or, if you have edited it, take its last line out"
+                f"or, if you have edited it, remove its last line"
             )
 
     def resolve(self, path: str) -> Path:

@@ -76,12 +76,12 @@ def check_address(who: str, endpoint: Any, public_key: Any) -> None:
     if match is None or not 0 < int(match[2]) < 65536:
         raise WireError(
             f"{who} says that it listens at {str(endpoint)[:80]!r}, which isn't tcp://host:port: "
-            f"its next heartbeat may say better"
+            f"its next heartbeat may correct that"
         )
     if public_key and not _is_key(public_key):
         raise WireError(
-            f"{who} reports a public key that isn't 40 characters of Z85: its next heartbeat may say "
-            f"better"
+            f"{who} reports a public key that isn't 40 characters of Z85: its next heartbeat may "
+            f"correct that"
         )
 
 

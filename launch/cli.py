@@ -33,7 +33,7 @@ COMMANDS: dict[str, str] = {
     "ingest": "check data files, count what can't be used, write them in another form",
     "tasks": "write the tasks of verifiers' tasksets or of AppWorld as data rows, once",
     "grade": "grade completions in a file, by any mode and reward",
-    "status": "where a run stands: ledger, members, versions, restarts, memory, disk",
+    "status": "the state of a run: ledger, members, versions, restarts, memory, disk",
     "retry": "put groups that were given up back into the ledger",
     "archive": "write every group that a run has trained on, as parquet",
     "export": "write the model of a run's newest checkpoint, even if the run can't go on",

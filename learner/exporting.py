@@ -174,7 +174,7 @@ def _write(checkpoint: Checkpoint, config: Config, place: Path, shard: int | str
     stored = set(files.names) - trained.keys()
     if unknown := stored - dict(model.named_parameters()).keys():
         raise DataError(
-            f"{checkpoint.folder} isn't of the model in model.path={config.model.path}, which has no {min(unknown)}"
+            f"{checkpoint.folder} doesn't belong to the model in model.path={config.model.path}, which has no {min(unknown)}"
         )
 
     @contextmanager
@@ -221,7 +221,7 @@ def _both_or_none(model: Path) -> Iterator[None]:
 def _require_free(place: Path, *, adapters: bool) -> None:
     for one in [place, adapter_folder(place)][: 1 + adapters]:
         if one.exists():
-            raise DataError(f"{one} is there already: name another folder with --out")
+            raise DataError(f"{one} already exists: name another folder with --out")
 
 
 def _none(checkpoints: Checkpoints, step: int | None) -> str:
@@ -282,7 +282,7 @@ def _best_model(
 
 
 def _better(metric: Metric, values: Mapping[int, float], step: int) -> str:
-    """What is said if the run had a better value at another step."""
+    """A sentence about a better value that the run had at another step, if it had one."""
     if not values:
         return ""
     top = metric.best(values)

@@ -54,7 +54,9 @@ def main(
     """
     seat = seat or Seat()
     if folder is None and seat.rank == 0:
-        raise DataError("the learner keeps journal and checkpoints in the run's folder: give it")
+        raise DataError(
+            "the learner keeps its journal and checkpoints in the run's folder: give --run DIR"
+        )
     place = folder.path if folder is not None else scratch or Path(tempfile.gettempdir())
     stop = StopSignal(heed=seat.rank == 0)
     device = prepare(config, seat.local_rank)

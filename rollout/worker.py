@@ -234,7 +234,7 @@ class Worker:
         try:
             await asyncio.wait_for(self._in_redis(lambda: self._members.leave(self._name)), 5.0)
         except (StoreError, TimeoutError) as error:
-            log.warning(f"{self._name} leaves without saying so: {error}")
+            log.warning(f"{self._name} leaves without deregistering: {error}")
 
     async def _in_redis(self, call: Callable[[], T]) -> T:
         """Runs a blocking call in the one thread that talks to Redis for the loop."""

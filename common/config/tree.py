@@ -185,8 +185,8 @@ class Config(Section):
         timed = expert.prefix not in ("fixed", "random")
         if timed and expert.prefix_steps is None and self.run.steps is None:
             raise ValueError(
-                f"expert.prefix={expert.prefix} runs over steps, and a run that is set in passes "
-                f"doesn't know theirs: set expert.prefix_steps"
+                f"expert.prefix={expert.prefix} changes over the run's steps, and a run that is "
+                f"set in passes doesn't know their number: set expert.prefix_steps"
             )
 
     def _check_packing(self, tokens: int) -> None:

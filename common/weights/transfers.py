@@ -85,7 +85,7 @@ class Peer:
     """One life of one worker."""
 
     identity: bytes
-    """Its ZeroMQ identity: member id and a random name for this life."""
+    """The ZeroMQ identity: the member id and a random name for this life."""
     member: str
     ask: Ask
     silence: Wait
@@ -350,7 +350,7 @@ class Transfers:
             self._open(one, members)
 
     def _open(self, one: Round, members: list[tuple[Peer, Transfer]]) -> None:
-        """Starts sending, and tells each member where to meet."""
+        """Starts sending, and sends each member the meeting point."""
         kind, published = WAYS[one.offer.way].channel, members[0][1].published
         assert kind is not None
         try:

@@ -196,12 +196,12 @@ def _grading(fresh: Mapping[str, Mapping[str, Any]]) -> Grading | None:
 
 
 def _episodes(fresh: Mapping[str, Mapping[str, Any]]) -> Episodes | None:
-    told = [r["episodes"] for r in fresh.values() if isinstance(r.get("episodes"), Mapping)]
-    if not told:
+    counts = [r["episodes"] for r in fresh.values() if isinstance(r.get("episodes"), Mapping)]
+    if not counts:
         return None
 
     def total(name: str) -> float:
-        return sum(float(one.get(name) or 0) for one in told)
+        return sum(float(one.get(name) or 0) for one in counts)
 
     return Episodes(
         under_way=int(total("under_way")),
@@ -376,10 +376,10 @@ def _inside(report: Mapping[str, Any], *names: str) -> float:
 
 def _memory(report: Mapping[str, Any]) -> dict[str, int | None]:
     """The peaks of a learner's or worker's report; a learner's is the GPU's if it tells the host's apart."""
-    told = report.get("memory")
-    told = told if isinstance(told, Mapping) else {}
-    host = first_number(told, "host_bytes", "peak_bytes", "peak")
-    gpu = first_number(told, "peak_bytes" if "host_bytes" in told else "gpu")
+    found = report.get("memory")
+    peaks = found if isinstance(found, Mapping) else {}
+    host = first_number(peaks, "host_bytes", "peak_bytes", "peak")
+    gpu = first_number(peaks, "peak_bytes" if "host_bytes" in peaks else "gpu")
     return {
         "memory": None if host is None else int(host),
         "gpu_memory": None if gpu is None else int(gpu),

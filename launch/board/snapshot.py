@@ -1,4 +1,4 @@
-"""How a run stands at one moment: the one record that the live view and ``tandem status`` show."""
+"""The state of a run at one moment: the one record that the live view and ``tandem status`` show."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Episodes:
     played: int
     """Episodes that are over."""
     failed: int
-    """Of them those that failed by no fault of the policy."""
+    """Episodes among those played that failed through no fault of the policy."""
     turns: int
     """The policy's turns in them."""
     retokenised: int

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if out.is_dir():
         raise DataError(f"{out} is a folder: name the file to write")
     if not out.absolute().parent.is_dir():
-        raise DataError(f"{out.parent} is no folder: make it first")
+        raise DataError(f"{out.parent} isn't a folder: create it first")
     from ...common.sockets import is_loopback
 
     if arguments.host:

@@ -30,7 +30,7 @@ class Holder:
 
     pid: int
     started: float
-    """Its start time in seconds since the epoch, since pids are reused."""
+    """Start time of that process in seconds since the epoch, since pids are reused."""
 
     @classmethod
     def of(cls, pid: int) -> Holder:

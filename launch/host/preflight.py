@@ -72,7 +72,7 @@ def check_model(config: Config) -> Path | None:
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         raise DataError(
             f"model.path={config.model.path} has no tokenizer (none of "
-            f"{', '.join(TOKENIZER_FILES)}): copy the tokenizer's files of the model that it "
+            f"{', '.join(TOKENIZER_FILES)}): copy the tokenizer files of the model that it "
             f"comes from into it"
         )
     if not weight_files(path):
@@ -97,7 +97,7 @@ def check_dtype(config: Config, placement: Placement) -> None:
     if config.model.dtype != "float16" or not config.learner.train or all(placement.learner):
         return
     raise ConfigError(
-        "model.dtype=float16 trains on GPUs alone, and the learner has none here: set model.dtype=bfloat16, which "
+        "model.dtype=float16 trains only on GPUs, and the learner has none here: set model.dtype=bfloat16, which "
         "has the range of float32, or run it where there is a GPU (launch.gpus=required says how many)"
     )
 

@@ -166,8 +166,8 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
     if frozen:
         listed = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in frozen.items())
         raise ConfigError(
-            f"the run in {shown(folder.path)} can't go on with other values of what it is made "
-            f"of ({listed}): leave them as they were, name another folder (run.dir=…), or start "
+            f"the run in {shown(folder.path)} can't go on with other values of settings that "
+            f"shaped it ({listed}): leave them as they were, name another folder (run.dir=…), or start "
             f"over with --fresh (the old folder is moved aside)"
         )
     finished = _is_finished(run, changed)
@@ -299,7 +299,7 @@ def _refuse_foreign(folder: RunFolder) -> None:
     )
     if others:
         raise DataError(
-            f"{shown(folder.path)} holds something else than a run ({', '.join(others[:3])}"
+            f"{shown(folder.path)} holds something other than a run ({', '.join(others[:3])}"
             f"{', …' * (len(others) > 3)}): name another folder with run.dir=…"
         )
     if parts(folder.journal) or any(folder.redis.glob("*.aof*")):

@@ -280,15 +280,15 @@ class Running:
             self._say(f"the ledger's figures couldn't be read at the end: {error}")
 
     def _write_state(self, state: str) -> None:
-        """Writes ``run.json``; on a full disk the file stays as it is, and the user is told."""
+        """Writes ``run.json``; on a full disk the file stays as it is, and a line says so."""
         changes: dict[str, object] = {"state": state}
         if state == "stopped":
             changes["wall_seconds"] = self._record.all_seconds()
         if not self._record.try_write(**changes):
             self._disk.suspect(self._folder.run_json)
             self._say(
-                f"{shown(self._folder.run_json)} can't be written, the disk is full: it doesn't "
-                f"say that the run is {state}"
+                f"{shown(self._folder.run_json)} can't be written because the disk is full: it "
+                f"doesn't say that the run is {state}"
             )
 
 

@@ -38,7 +38,7 @@ class Placed:
     """One stage with the folder that it gets, ready to be opened."""
 
     label: str
-    """Its name, with the number of the round if there are several."""
+    """Name of the stage, with the number of the round if there are several."""
     name: str
     folder: Path
     preset: Preset
@@ -232,7 +232,7 @@ def _read(top: RunFolder, preset: Preset) -> dict[str, Any] | None:
         return None
     if record is None or record.get("preset") != preset.name:
         raise DataError(
-            f"{shown(top.path)} holds something else than the stages of {preset.name}: name another "
+            f"{shown(top.path)} holds something other than the stages of {preset.name}: name another "
             f"folder with run.dir=…"
         )
     return record

@@ -174,8 +174,8 @@ class Reporter:
             metrics: the step's figures.
             weights: counters of the sender of weights.
         """
-        told = self._told(weights, force=version.step == self._total)
-        self._last = {**metrics, **self.always, **told}
+        counters = self._counters(weights, force=version.step == self._total)
+        self._last = {**metrics, **self.always, **counters}
         self._memory = {
             k.removeprefix(MEMORY): v for k, v in metrics.items() if k.startswith(MEMORY)
         }
@@ -250,7 +250,7 @@ class Reporter:
         parts.append(f"waited {waited / max(self._seconds.get('total', 0.0), 1e-9):.0%}")
         log.info(", ".join(parts))
 
-    def _told(self, weights: Mapping[str, Any], *, force: bool) -> dict[str, float]:
+    def _counters(self, weights: Mapping[str, Any], *, force: bool) -> dict[str, float]:
         """What pools and workers have reported since the last call, at most once a second unless forced."""
         now = time.monotonic()
         if not force and now - self._asked < REPORT_SECONDS:
@@ -269,13 +269,15 @@ class Reporter:
 def _rollout_memory(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """The most that a rollout worker has held, by its last report: of main memory with its engine's processes,
     and of a GPU if it has one itself."""
-    told = [r["memory"] for r in reports.values() if r.get("role") == "rollout" and r.get("memory")]
+    workers = [
+        r["memory"] for r in reports.values() if r.get("role") == "rollout" and r.get("memory")
+    ]
     found: dict[str, float] = {}
     for name, metric in (
         ("peak", "memory/rollout_peak_bytes"),
         ("gpu", "memory/rollout_gpu_bytes"),
     ):
-        sizes = [float(one[name]) for one in told if isinstance(one, Mapping) and name in one]
+        sizes = [float(one[name]) for one in workers if isinstance(one, Mapping) and name in one]
         if sizes:
             found[metric] = max(sizes)
     return found

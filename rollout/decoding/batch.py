@@ -32,7 +32,7 @@ class Row:
 
     group: Running
     index: int
-    """Its place in the group."""
+    """Place of the sample in its group."""
     context: Int32Array
     """``[P + L]`` token ids of prompt and prefix."""
     spans: list[tuple[Version, int, int]] = field(default_factory=list)

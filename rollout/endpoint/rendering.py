@@ -1,15 +1,14 @@
 """Messages to tokens by a tokenizer's chat template, such that no text of theirs becomes a special token.
 
-A template's text is the model's own; what stands in messages and tools is an environment's, a user's or the
+A template's text is the model's own; the text of messages and tools is an environment's, a user's or the
 policy's. Wherever the latter hold the text of a special token or of a tag of the tokenizer's, such as ``<|im_end|>``
 or ``</tool_response>``, it is replaced by private characters before the template renders it, and encoded by a
 tokenizer without added tokens afterwards. Other conversations are encoded as ``apply_chat_template`` does.
 
-Not every family renders a longer conversation as the shorter one with something behind it (:func:`abilities` finds
-it out for a tokenizer; docs/environments.md has the table). It doesn't matter here where a client sends back the answers
-that it got: what comes after them is rendered behind a conversation of two messages, and added to the tokens that were
-sampled (:meth:`Renderer.suffix`). Where a template has no special token at an answer's end, or refuses such a
-conversation, all of it is rendered.
+Not every family renders a longer conversation as the shorter one with something after it (docs/environments.md has the
+table). It doesn't matter here where a client sends back the answers that it got: what comes after them is rendered after
+a conversation of two messages, and added to the tokens that were sampled (:meth:`Renderer.suffix`). Where a template
+has no special token at an answer's end, or refuses such a conversation, all of it is rendered.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ...common.errors import DataError
 
 OPEN, CLOSE, FIRST = "\ue000", "\ue001", 0xE100
-"""Private characters: an added token's number stands between the first two."""
+"""Private characters: an added token's number is written between the first two."""
 BRACKETS = ("<>", "[]")
 """How tags among a tokenizer's added tokens begin and end; other added tokens are words like any other."""
 MOST_CHARACTERS = 64
@@ -38,19 +36,6 @@ NOTHING = re.compile("(?!)")
 TAIL = frozenset(ROLES) - {"assistant"}
 """Roles of messages that go on behind an answer without rendering the conversation anew."""
 Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abilities:
-    """What a tokenizer's chat template does with a conversation that goes on."""
-
-    extends: bool
-    """Whether a longer conversation is rendered as the shorter one with something behind it, thoughts, calls and
-    spaces around contents included: then clients may render it themselves."""
-    bridges_users: bool
-    """Whether a user's message can be rendered on its own, to go behind the recorded tokens."""
-    bridges_tools: bool
-    """Whether the results of tools can."""
 
 
 def plain_message(message: Message) -> dict[str, Any]:
@@ -254,7 +239,7 @@ class Renderer:
         return made
 
     def _observation(self, text: str) -> str:
-        """A text of at most so many tokens: its beginning and its end, with a mark between them."""
+        """The text cut to that number of tokens: its beginning and its end, with a mark between them."""
         half = self._longest // 2
         if len(text) <= self._longest:
             return text
@@ -345,33 +330,6 @@ def _before(first: Message) -> list[Message]:
         "function": {"name": MARK, "arguments": {}},
     }
     return [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
-
-
-def abilities(tokenizer: Any) -> Abilities:
-    """Finds out, on a few conversations, what a tokenizer's chat template does with one that goes on."""
-    renderer = Renderer(tokenizer, 1 << 20)
-    call = {"type": "function", "function": {"name": "f", "arguments": {"b": 1, "a": [True]}}}
-    question: list[Message] = [{"role": "user", "content": "x"}]
-    user, tool = {"role": "user", "content": "z"}, {"role": "tool", "content": "z"}
-    said: Message = {"role": "assistant", "content": "<think>\nw\n</think>\n\n y "}
-    called: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-
-    def extends(answer: Message, tail: Message) -> bool:
-        try:
-            short = renderer.render(question, opened=True)
-            with_answer = renderer.render([*question, answer], opened=False)
-            long = renderer.render([*question, answer, tail], opened=True)
-        except DataError:
-            return False
-        begun = long[: len(short)] == short and long[: len(with_answer)] == with_answer
-        text = renderer.decode(long)
-        return begun and (not answer["content"] or answer["content"] in text)
-
-    return Abilities(
-        extends=extends(said, user) and extends(called, tool),
-        bridges_users=renderer.suffix([user], 0, False) is not None,
-        bridges_tools=renderer.suffix([tool], 0, False) is not None,
-    )
 
 
 def _utf8(text: str) -> str:

@@ -209,7 +209,7 @@ def may_call(body: Mapping[str, Any]) -> bool:
 
 
 def tools_of(body: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    """The tools that are told of in the prompt; None without any.
+    """The tools that the prompt describes; None without any.
 
     Raises:
         DataError: they aren't functions, or the choice among them is forced.

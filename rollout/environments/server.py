@@ -271,8 +271,8 @@ class Server:
         except Lost:
             raise
         except Exception as error:
-            # One episode's fault is no reason to lose the others.
-            log.exception(f"a fault while playing {run.task_data.environment}")
+            # A fault in one episode is no reason to lose the others.
+            log.exception(f"an unexpected error while playing {run.task_data.environment}")
             return failed(Verdict.ENV_FAILED, f"{type(error).__name__}: {error}")
 
     async def _answer(self, route: Route, kind: bytes, data: bytes) -> None:

@@ -208,7 +208,7 @@ def test_the_secret_key_is_not_shown():
 )
 def test_what_passes_the_check_is_taken_by_libzmq(endpoint: str, key: str, right: bool):
     if not right:
-        with pytest.raises(WireError, match="its next heartbeat may say better"):
+        with pytest.raises(WireError, match="its next heartbeat may correct that"):
             sockets.check_address("learner", endpoint, key)
         return
     sockets.check_address("learner", endpoint, key)

@@ -193,7 +193,7 @@ def test_what_is_there_already_stays(kept: Make, tmp_path: Path) -> None:
     run.save(1)
     place = tmp_path / "model"
     adapter_folder(place).mkdir()
-    with pytest.raises(DataError, match=r"adapter is there already: name another folder"):
+    with pytest.raises(DataError, match=r"adapter already exists: name another folder"):
         export(run.folder, run.config, place)
     assert not place.exists()
 
@@ -322,7 +322,8 @@ def test_a_metric_that_no_kept_step_has_is_refused(kept: Make) -> None:
     run.save(2)
     run.measured({1: 0.5, 3: 0.7})
     with pytest.raises(
-        DataError, match=r"measured at step 1, 3, and the checkpoints are of step 2.*evaluate\.best"
+        DataError,
+        match=r"measured at step 1, 3, and there are checkpoints of step 2.*evaluate\.best",
     ):
         export(run.folder, run.config, best="held/accuracy")
     with pytest.raises(DataError, match=r"no step has it"):
