@@ -94,7 +94,7 @@ def fetch(
     revision: str,
     tell: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Fetches files into a folder; those that are there already stay, and parts of files are gone on with.
+    """Fetches files into a folder; those that are there already stay, and interrupted downloads are continued.
 
     Args:
         kind: what the repository holds.
@@ -136,7 +136,7 @@ def fetch(
         if not _is(part, one):
             part.unlink()
             raise DataError(
-                f"{one.rfilename} of {repo} came damaged: its digest isn't the hub's; it was removed, so "
+                f"{one.rfilename} of {repo} arrived damaged: its digest isn't the hub's; it was removed, so "
                 f"run the command again"
             )
         part.replace(path)

@@ -88,9 +88,9 @@ def _fits(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> bool:
     return within and int(array.max()) <= limits.max
 
 
-ENVIRONMENT = "environment"
+ENVIRONMENT = "tandem.environment"
 """Key of ``extra`` under which a problem that is played in an environment has ``{"name": …, "row": {…}}``: the
-environment's name, and the data set's whole row."""
+environment's name, and the data set's whole row. Columns of data sets have other names."""
 PROMPT_MESSAGES = "prompt_messages"
 """Key of ``extra`` under which a prompt's messages travel, in a run whose reward asks for them."""
 
@@ -248,7 +248,7 @@ class Episode(Record, frozen=True, kw_only=True):
     """What an environment says of the sample that was played in it."""
 
     environment: str
-    """Its name in the config."""
+    """Name of the environment in the config."""
     reward: float | None
     """The reward of the whole episode, those of its turns included; None if it has none."""
     failure: Verdict | None

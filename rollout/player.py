@@ -317,7 +317,7 @@ def shared_prompt(prompts: Sequence[Int32Array]) -> Int32Array:
 def _sample(request: GroupRequest, task: Task, outcome: _Outcome, prompt: Int32Array) -> Sample:
     """One episode as a sample that follows the group's prompt.
 
-    An episode that never asked the model has no tokens, so that it is no row; it still says how it failed.
+    An episode that never asked the model has no tokens, so it doesn't become a row; it still says how it failed.
     """
     played, recorded = outcome.played, outcome.recorded
     figures = {**played.metrics, "environment_seconds": played.seconds}
@@ -328,7 +328,13 @@ def _sample(request: GroupRequest, task: Task, outcome: _Outcome, prompt: Int32A
         played, recorded = failed(Verdict.ENV_FAILED, why, played.seconds), None
     if recorded is None and played.failure is None:
         # Whatever it was paid, there is nothing of the policy's to learn from.
-        played = failed(Verdict.ENV_FAILED, "it ended without asking the model", played.seconds)
+        why = "it ended without asking the model"
+        if played.detail == "context_length":
+            why = (
+                "what it began with leaves no room for an answer: raise data.max_prompt_tokens or "
+                "rollout.max_new_tokens"
+            )
+        played = failed(Verdict.ENV_FAILED, why, played.seconds)
     episode = Episode(
         environment=task.environment,
         reward=played.reward,

@@ -46,8 +46,7 @@ from .generation import Generation
 from .keeper import Keeper
 from .leases import Leases
 from .memory import held
-from .new_weights.commit import Committer
-from .new_weights.commit_check import CommitCheck
+from .new_weights.receiving import receiving
 from .playing import Playing
 from .submission import Submitter, live_pools
 
@@ -97,8 +96,6 @@ class Worker:
         redis: ThreadPoolExecutor,
         base: str = "",
     ) -> None:
-        from ..common.weights.receiver import Target, WeightReceiver
-
         self._name = name
         self._config = config
         self._store = store
@@ -131,16 +128,17 @@ class Worker:
             else None
         )
         self._sampler = engine if self._playing is None else self._playing.player
-        weights, rollout = config.weights, config.rollout
-        self._check = CommitCheck(
+        receiver = receiving(
+            Membership(run_id=store.run_id, member=name, registry=self._members, client=client),
+            config,
             engine,
-            dtypes=(config.model.dtype, config.engine_dtype),
-            bound=weights.check_bound,
-            temperature=rollout.temperature,
-            runs_on=rollout.recompute_kv,
-            seconds=weights.commit_seconds,
-            longest=config.data.max_prompt_tokens + rollout.max_new_tokens,
+            term=ledger.term,
+            base=base,
+            on_change=self._on_change,
+            spoil=self._spoil,
         )
+        self._check, self._committer = receiver.check, receiver.committer
+        self._receiver = receiver.receiver
         self._generation = Generation(
             name,
             config,
@@ -152,15 +150,6 @@ class Worker:
             self._in_redis,
             self._nudge.set,
         )
-        self._committer = Committer(
-            engine,
-            self._check,
-            loop=self._loop,
-            seconds=weights.commit_seconds,
-            update_wait=rollout.update_wait_seconds,
-            on_change=self._on_change,
-            spoil=self._spoil,
-        )
         self._evaluations = ClaimedEvaluations(
             name,
             engine,
@@ -170,19 +159,6 @@ class Worker:
             self._committer.steady,
             self._in_redis,
             sampler=self._sampler,
-        )
-        self._receiver = WeightReceiver(
-            Membership(run_id=store.run_id, member=name, registry=self._members, client=client),
-            config,
-            Target(
-                specs=[(s.name, s.shape, s.dtype) for s in engine.parameter_specs()],
-                load=self._committer.load,
-                check=self._committer.examine if self._check.is_on else None,
-                base=base,
-                # An engine by import path may not have it.
-                device=getattr(engine, "weights_device", "cpu"),
-            ),
-            ledger.term,
         )
         self._keeper = Keeper(
             name, self._members, self._leases, lambda: engine.version, self._evaluations.renew
@@ -258,7 +234,7 @@ class Worker:
         try:
             await asyncio.wait_for(self._in_redis(lambda: self._members.leave(self._name)), 5.0)
         except (StoreError, TimeoutError) as error:
-            log.warning(f"{self._name} leaves without saying so: {error}")
+            log.warning(f"{self._name} leaves without deregistering: {error}")
 
     async def _in_redis(self, call: Callable[[], T]) -> T:
         """Runs a blocking call in the one thread that talks to Redis for the loop."""

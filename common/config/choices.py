@@ -19,6 +19,7 @@ from ..objectives import OBJECTIVES, WITHOUT_GROUP
 from ..objectives.keys import Entropy, Expert
 from ..records import Verdict
 from .environment_choices import environments
+from .launch_choices import LAUNCH_RULES
 from .of_set import of_set
 from .tree import Config
 from .update_choices import UPDATE_RULES, Rule
@@ -305,17 +306,6 @@ def _context(config: Config) -> str | None:
     )
 
 
-def _engine_gpus(config: Config) -> str | None:
-    rollout = config.rollout
-    if rollout.engine != "torch" or rollout.gpus_per_worker == 1 or config.launch.gpus == "none":
-        return None
-    return (
-        f"rollout.gpus_per_worker={rollout.gpus_per_worker} shares an engine out over GPUs, and "
-        f"rollout.engine=torch uses one: set rollout.gpus_per_worker=1 and raise rollout.workers, or "
-        f"rollout.engine=vllm"
-    )
-
-
 def _accepted(config: Config) -> str | None:
     usable = [verdict.value for verdict in Verdict if not verdict.leaves_baseline]
     for name in config.expert.accept:
@@ -428,26 +418,8 @@ def _attention(config: Config) -> str | None:
     return None
 
 
-def _waits(config: Config) -> str | None:
-    wait, commit = config.rollout.update_wait_seconds, config.weights.commit_seconds
-    if wait < commit:
-        return None
-    return (
-        f"rollout.update_wait_seconds={wait:g} lets new weights wait longer than they may take, "
-        f"weights.commit_seconds={commit:g}: lower the first or raise the second"
-    )
-
-
-def _nccl_on_cpus(config: Config) -> str | None:
-    if config.weights.transport != "nccl" or config.launch.gpus != "none":
-        return None
-    return (
-        "weights.transport=nccl joins GPUs, and launch.gpus=none: set weights.transport=auto, or "
-        "launch.gpus=required"
-    )
-
-
 START_RULES: tuple[Rule, ...] = (
+    *LAUNCH_RULES,
     _micro_batch,
     _half_sums,
     _offline,
@@ -458,15 +430,12 @@ START_RULES: tuple[Rule, ...] = (
     _bounds,
     _memory,
     _context,
-    _engine_gpus,
     _accepted,
     _unused_prefix,
     _evaluations,
     _best,
     _twice,
     _attention,
-    _waits,
-    _nccl_on_cpus,
 )
 
 

@@ -102,7 +102,7 @@ class EvalSetConfig(Section):
 
     @property
     def short_name(self) -> str:
-        """Its name."""
+        """Name of the set in metrics and reports."""
         return self.name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..templates import OWN
 from .tree import Config
 
 
@@ -38,6 +39,15 @@ def environments(config: Config) -> str | None:
             f"environments.use is played by rollout workers, and learner.source={config.learner.source} has "
             f"none: set environments.use={{}}"
         )
+    for named, is_set in (
+        (f"data.template={config.data.template}", config.data.template != OWN),
+        (f"data.prefill={config.data.prefill!r}", config.data.prefill),
+    ):
+        if is_set:
+            return (
+                f"{named} is about prompts that are answered once, and messages of episodes are rendered by the "
+                f"model's own chat template: leave it out, or set environments.use={{}}"
+            )
     if config.expert.per_group:
         return (
             f"expert.per_group={config.expert.per_group}: an expert's trace continues a row's prompt, and an "

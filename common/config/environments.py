@@ -20,6 +20,21 @@ def _target(path: str) -> str:
 Target = Annotated[str, AfterValidator(_target)]
 
 
+RENDERERS = "renderers:"
+"""Begins the name of a family of the package renderers."""
+
+
+def _tools(name: str) -> str:
+    if name in ("auto", "hermes", "llama", "json") or (
+        name.startswith(RENDERERS) and name != RENDERERS
+    ):
+        return name
+    raise ValueError("should be auto, hermes, llama, json, or renderers:NAME")
+
+
+Tools = Annotated[str, AfterValidator(_tools)]
+
+
 class _Environment(Section):
     """What all forms have in common."""
 
@@ -31,7 +46,7 @@ class ToolsEnvironment(_Environment):
     """A class whose public methods are tools, with ``reset(**row)`` and, if it pays, ``get_reward()``: TRL's form."""
 
     form: Literal["tools"] = "tools"
-    """The form."""
+    """A class whose public methods are tools."""
     target: Target
     """Import path of the class, or of a callable without arguments that makes an instance."""
     params: Mapping[str, Any] = Field(default_factory=dict)
@@ -42,7 +57,7 @@ class AgentEnvironment(_Environment):
     """A function ``run(task, base_url, api_key)`` that plays an episode with any OpenAI client and returns its reward."""
 
     form: Literal["agent"] = "agent"
-    """The form."""
+    """A function that plays whole episodes."""
     target: Target
     """Import path of the function; it may be a coroutine."""
     params: Mapping[str, Any] = Field(default_factory=dict)
@@ -54,7 +69,7 @@ class TextEnvironment(_Environment):
     reward and whether the episode is over."""
 
     form: Literal["text"] = "text"
-    """The form."""
+    """A class with ``reset`` and ``step``."""
     target: Target
     """Import path of the class."""
     params: Mapping[str, Any] = Field(default_factory=dict)
@@ -65,7 +80,7 @@ class VerifiersEnvironment(_Environment):
     """A taskset of the package verifiers, in a virtual environment of its own."""
 
     form: Literal["verifiers"] = "verifiers"
-    """The form."""
+    """A taskset of verifiers."""
     python: str
     """Path of that environment's Python."""
     config: Mapping[str, Any]
@@ -85,7 +100,7 @@ class AppWorldEnvironment(_Environment):
     """AppWorld's environment server, one process for each episode that is under way."""
 
     form: Literal["appworld"] = "appworld"
-    """The form."""
+    """AppWorld's server."""
     command: str
     """Command that starts a server; ``{port}`` is replaced."""
     root: str | None = None
@@ -135,8 +150,9 @@ class EnvironmentsConfig(Section):
     """Longer observations and results of tools are cut in the middle, at this many tokens."""
     memory_mb: Positive = 2048
     """Address-space limit of an episode's process, MiB."""
-    tools: Literal["auto", "hermes", "llama", "json"] = "auto"
-    """How the model writes tool calls; ``auto`` goes by the chat template."""
+    tools: Tools = "auto"
+    """How the model writes tool calls: ``hermes``, ``llama``, ``json``, or ``renderers:NAME`` as a family of the
+    package renderers does; ``auto`` goes by the tokenizer's response template, the chat template, or the model's name."""
     mask_malformed: bool = False
     """Whether turns with a tool call that can't be parsed are left out of the loss; denominators keep them."""
     port: NonNegative = 0

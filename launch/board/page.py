@@ -45,6 +45,12 @@ def more(snapshot: Snapshot, inspection: Inspection) -> list[str]:
     if any(snapshot.ledger.values()):
         lines.append("ledger: " + _listed(snapshot.ledger, lambda n: f"{n:,}"))
     lines += _inspected(inspection)
+    for host in snapshot.hosts:
+        lines.append(
+            f"host {host.name} ({host.address}): {host.role}, {host.processes} "
+            f"process{'es' * (host.processes != 1)}, supervised by pid {host.pid}, last heard of {host.age:.1f} s "
+            f"ago{', leaving' * host.leaving}"
+        )
     for member in snapshot.members:
         version = f"  version {member.version[0]}.{member.version[1]}" if member.version else ""
         idle = f"  idle {member.idle:.0%}" if member.idle is not None else ""

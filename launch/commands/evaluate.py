@@ -352,6 +352,7 @@ def _one(arguments: argparse.Namespace) -> int:
     # The environment is read when torch is loaded, below.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
     from ...common.config import of_set
+    from ..host.environments import check_environments
     from ..host.preflight import check_model
     from ..host.servers import check_servers
     from .evaluate_plan import find_model
@@ -360,6 +361,7 @@ def _one(arguments: argparse.Namespace) -> int:
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     config = of_set(config, held_out)
     check_model(config)
+    check_environments(config)
     check_servers(config.reward)
     from ...reward.grading import Grader
     from ...rollout.evaluate.evaluation import evaluate_folder
@@ -381,12 +383,20 @@ def _one(arguments: argparse.Namespace) -> int:
         stop=config.data.stops,
         seed=config.run.seed,
         name=held_out.name,
+        played=config if config.environments.is_on else None,
     )
+    form = "" if not result.classes else f"right form {100 * result.format_share:.1f}%, "
     text = (
         f"accuracy {100 * result.accuracy:.1f}% on {result.problems} problems of {data}\n"
-        f"right form {100 * result.format_share:.1f}%, {result.mean_length:.0f} tokens a "
-        f"response, {result.seconds:.1f} s"
+        f"{form}{result.mean_length:.0f} tokens a response, {result.seconds:.1f} s"
     )
+    if episodes := [s.episode for s, _ in result.responses if s.episode is not None]:
+        failed = sum(episode.failure is not None for episode in episodes)
+        turns = sum(len(episode.turns) for episode in episodes) / len(episodes)
+        text += (
+            f"\nreward {result.reward:.3f}, {turns:.1f} turns an episode, {failed} of {len(episodes)} "
+            f"episodes failed by no fault of the model"
+        )
     if result.classes:
         shares = ", ".join(f"{k} {100 * v:.1f}%" for k, v in result.classes.items())
         text += f"\nform and answer: {shares}"

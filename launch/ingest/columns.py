@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...common import prompts
-from ...common.config import DataConfig, EnvironmentsConfig
+from ...common.config import Config, DataConfig, EnvironmentsConfig
+from ...common.errors import ConfigError
 from ...common.records import ENVIRONMENT, PROMPT_MESSAGES
 from ...replay.forms import DataRow, RowError
 from ...replay.forms.row import plain
@@ -30,8 +31,28 @@ MAX_TASK = 1_000_000
 """Longest row that an environment is given, in characters of its JSON; every group of it carries it."""
 
 
-def task_of(row: DataRow, environments: EnvironmentsConfig) -> Mapping[str, Any] | None:
+def check_template(config: Config, tokenizer: Any) -> None:
+    """Refuses environments whose messages this model's tokenizer can't render.
+
+    Raises:
+        ConfigError: it has no chat template.
+    """
+    forms = {spec.form for spec in config.environments.use.values()}
+    # Agents may send tokens, and verifiers' renderers know some models' templates without a file.
+    if forms - {"agent", "verifiers"} and not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            f"model.path={config.model.path} has no chat template, by which the messages of episodes become "
+            f"tokens: put a chat_template.jinja into its folder, or name a model that has one"
+        )
+
+
+def task_of(
+    row: DataRow, environments: EnvironmentsConfig, data: DataConfig
+) -> Mapping[str, Any] | None:
     """What an environment is given of a row: its name, and the row; None if the row is a prompt like any other.
+
+    The row's ``prompt`` are the messages of its prompt, whatever the columns are that its form has for them, and
+    with the config's system prompt.
 
     Raises:
         RowError: the row can't be played; the message says why.
@@ -50,8 +71,14 @@ def task_of(row: DataRow, environments: EnvironmentsConfig) -> Mapping[str, Any]
     try:
         name = environments.named(named)
     except ValueError as error:
-        raise RowError(column, named, "names no environment", str(error)) from None
+        what = "isn't one of environments.use" if named else "names no environment"
+        raise RowError(column, named, what, str(error)) from None
     whole = {str(key): plain(value) for key, value in row.raw.items() if key != column}
+    asked = [{"role": m.role, "content": m.content} for m in row.content.prompt]
+    if asked and (
+        whole.get("prompt") is None or data.remove_system or data.system_prompt is not None
+    ):
+        whole["prompt"] = prompts.conversation(asked, data)
     if _depth(whole) > DEEPEST:
         raise RowError(
             column, named, f"has a row of over {DEEPEST} levels", "store deep values as JSON text"
@@ -76,13 +103,15 @@ def extra_of(
 ) -> Mapping[str, Any]:
     """The problem's ``extra``: other columns as plain values, and what reward and environment ask for."""
     content = row.content
-    extra: dict[str, Any] = {} if task is None else {ENVIRONMENT: task}
+    extra: dict[str, Any] = {}
     if grader.wants_columns:
         extra |= _columns(row.raw)
     extra |= content.extra
     if grader.wants_messages or messages:
         asked = [{"role": m.role, "content": m.content} for m in content.prompt]
         extra[PROMPT_MESSAGES] = prompts.conversation(asked, data) if asked else []
+    if task is not None:
+        extra[ENVIRONMENT] = task
     return extra
 
 

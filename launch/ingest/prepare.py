@@ -214,7 +214,7 @@ def prepare(
     if trains_on_traces(config) and not traces:
         raise DataError(
             "learner.source=offline trains on expert traces, and no source has one that "
-            f"expert.accept={list(config.expert.accept)} lets in{_left_out(counts, names)}"
+            f"expert.accept={list(config.expert.accept)} admits{_left_out(counts, names)}"
         )
     if trains_on_traces(config) and config.learner.objective.rejects:
         _check_pairs(config, problems)

@@ -24,7 +24,8 @@ from ...replay.forms import Content, DataRow, RowError, read_rows
 from ...reward.answers.texts import read_gold
 from ...reward.grading import Grade, GradeItem, Grader
 from .archived import ArchiveReader, of_archive, refuse_archive_keys
-from .columns import broken, extra_of, task_of
+from .chunk import Chunk, first_of
+from .columns import broken, check_template, extra_of, task_of
 from .counts import SourceCounts, drawn
 from .repeats import joined
 
@@ -33,24 +34,6 @@ OPENERS = ("<think>\n", "<think>")
 CHUNK_ROWS = 512
 SHOWN_TASK = 400
 """Characters of a task that stand for its prompt where people read one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """Some rows of a source that are used."""
-
-    problems: tuple[Problem, ...]
-    traces: tuple[ExpertTrace, ...]
-    """Accepted traces of these problems."""
-    rows: tuple[DataRow, ...]
-    """The row of each problem."""
-
-    def of_rows(self) -> Iterator[tuple[Problem, DataRow, ExpertTrace | None]]:
-        """Each problem with its row, and its trace if it has one."""
-        # The worse response of a pair comes after the better one.
-        traces = {trace.problem_id: trace for trace in reversed(self.traces)}
-        for problem, row in zip(self.problems, self.rows, strict=True):
-            yield problem, row, traces.get(problem.problem_id)
 
 
 def trains_on_traces(config: Config) -> bool:
@@ -105,6 +88,7 @@ class SourceReader:
             plays: whether rows without a prompt need an environment of the config's.
             messages: whether problems keep the messages of their prompts, whatever the reward asks for.
         """
+        check_template(config, tokenizer)
         self._config = config
         self._doing = doing
         self._longest = prompts.longest_token(tokenizer)
@@ -177,7 +161,7 @@ class SourceReader:
             counts.used += len(chunk)
             made = self._chunk(name, chunk, source, counts)
             if limit is not None:
-                made = _first(made, limit - done)
+                made = first_of(made, limit - done)
             done += len(made.problems)
             counts.problems += len(made.problems)
             counts.traces += len(made.traces)
@@ -286,7 +270,7 @@ class SourceReader:
         for draft in drafts:
             try:
                 if self._plays:
-                    draft.task = task_of(draft.row, self._config.environments)
+                    draft.task = task_of(draft.row, self._config.environments, data)
             except RowError as error:
                 self._leave_out(draft, counts, error.reason, str(error))
                 continue
@@ -504,13 +488,3 @@ def _as_judged(trace: ExpertTrace, wanted: bool) -> ExpertTrace:
     """A trace with the data's own verdict, which no grader has seen."""
     verdict = Verdict.CORRECT if wanted else Verdict.WRONG
     return replace(trace, reward=1.0 if wanted else -1.0, verdict=verdict)
-
-
-def _first(chunk: Chunk, most: int) -> Chunk:
-    """The chunk's first problems, and their traces."""
-    if len(chunk.problems) <= most:
-        return chunk
-    problems = chunk.problems[:most]
-    kept = {problem.problem_id for problem in problems}
-    traces = tuple(trace for trace in chunk.traces if trace.problem_id in kept)
-    return Chunk(problems=problems, traces=traces, rows=chunk.rows[:most])

@@ -24,6 +24,7 @@ from . import (
     multiple_choice,
     preference,
     problem_solution,
+    prompt,
     prompt_response,
     question_answer,
     task,
@@ -59,6 +60,7 @@ FORMS: tuple[Form, ...] = (
     hh.FORM,
     countdown.FORM,
     task.FORM,
+    prompt.FORM,
     instructions.FORM,
 )
 

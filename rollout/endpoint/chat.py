@@ -6,11 +6,14 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...common.records import FinishReason, Sample
+from .families import family_of
 from .rendering import MOST_CHARACTERS, Message, Renderer, plain_message
-from .sessions import Answered, Branch, Session, Ticket
+from .requests import Wanted
+from .sessions import Answered, Branch, NoRoomError, Session, Ticket
 from .tools import MOST_CALLS, Parsed, format_of, parse
 
 LONG_CHARACTERS = 32_768
@@ -44,6 +47,9 @@ class Chat:
         self._tokenizer = tokenizer
         self._most_calls = max_calls
         self._format = format_of(tokenizer, tools)
+        self._family = None
+        if tools != "auto" or getattr(tokenizer, "response_template", None) is None:
+            self._family = family_of(tokenizer, tools)
 
     async def place(
         self,
@@ -53,7 +59,7 @@ class Chat:
     ) -> Ticket:
         """Finds where a conversation continues the session.
 
-        If it consists of an earlier one, the answer that this one got, and messages of users and tools, their
+        Without a session all of it is rendered, as ``apply_chat_template`` does. If it consists of an earlier one, the answer that this one got, and messages of users and tools, their
         tokens go behind the recorded ones. Otherwise all of it is rendered, and placed by its tokens or text.
 
         Raises:
@@ -75,12 +81,15 @@ class Chat:
             if turn is branch.turns[-1] and not branch.busy:
                 return session.extend(branch, added)
             return session.fork(branch, turn, added)
+        if len(messages) > session.room:
+            raise NoRoomError(
+                f"the conversation has {len(messages):,} messages, and there is room for "
+                f"{session.room:,} tokens"
+            )
         characters = self.renderer.characters(messages)
         session.check_characters(characters, MOST_CHARACTERS)
-        if characters > LONG_CHARACTERS:
-            prompt = await asyncio.to_thread(self.renderer.render, messages, tools)
-        else:
-            prompt = self.renderer.render(messages, tools)
+        render = partial(self.renderer.render, messages, tools, plain=not session.key)
+        prompt = await asyncio.to_thread(render) if characters > LONG_CHARACTERS else render()
         repeats = any(one in plain for one in _answers(session))
         return session.place(prompt, self.renderer.decode, repeats=repeats)
 
@@ -91,6 +100,7 @@ class Chat:
         sample: Sample,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
+        want: Wanted,
         *,
         may_call: bool = True,
     ) -> Answer:
@@ -101,15 +111,27 @@ class Chat:
             # A stop string that ends an answer may also end a call.
             has_end = turn.ended and self.renderer.special(int(sample.tokens[-1])) is not None
             tokens = sample.tokens[:-1] if has_end else sample.tokens
-            said = parse(
-                self.renderer.decode(tokens.tolist()),
-                self._format,
-                self._tokenizer,
-                prefix=lambda: self.renderer.decode(ticket.context.tolist()),
-                most=self._most_calls,
-            )
-        content = said.content if said.calls else sample.text
+            most = 1 if want.single_call else self._most_calls
+            text = self.renderer.decode(tokens.tolist())
+            if self._family is not None:
+                said = self._family.parse(
+                    *(tokens.tolist(), text),
+                    prompt=ticket.context.tolist(),
+                    tools=tools,
+                    most=most,
+                )
+            else:
+                said = parse(
+                    text,
+                    self._format,
+                    self._tokenizer,
+                    prefix=lambda: self.renderer.decode(ticket.context.tolist()),
+                    most=most,
+                )
+        content = said.content if said.calls else want.said(sample.text, turn.ended)
         message: dict[str, Any] = {"role": "assistant", "content": content or None}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
         if said.calls:
             message["tool_calls"] = [
                 {

@@ -77,7 +77,7 @@ class Answered:
     order: int
     """Number of its request in the session."""
     text: str
-    """Its text without special tokens."""
+    """Text of the turn without special tokens."""
     ended: bool
     """Whether the policy ended it."""
     reason: FinishReason
@@ -208,6 +208,11 @@ class Session:
         self._requests = 0
         self._began: dict[int, float] = {}
 
+    @property
+    def room(self) -> int:
+        """Greatest number of tokens of a conversation, its last answer included."""
+        return min(self.spec.longest, self._context)
+
     # A turn begins.
 
     def place(
@@ -224,6 +229,8 @@ class Session:
             NoRoomError: no token could be sampled after it.
         """
         prompt = list(prompt)
+        if len(prompt) >= self.room:
+            decode = None  # It is refused below, and its text could be millions of tokens long.
         for branch in reversed(self.branches):
             length = len(branch.tokens)
             if not branch.busy and length <= len(prompt) and prompt[:length] == branch.tokens:
@@ -255,7 +262,7 @@ class Session:
         Raises:
             NoRoomError: it has more characters than there is room for.
         """
-        most = min(self.spec.longest, self._context) * a_token
+        most = self.room * a_token
         if characters > most:
             raise NoRoomError(
                 f"the prompt has {characters:,} characters, and there is room for {most:,} at most"
@@ -327,7 +334,7 @@ class Session:
                 one.cut = True
             raise NoRoomError(f"the session has had its {self.spec.max_turns} turns")
         context = np.array(branch.tokens + added, dtype=np.int32)
-        most = min(self.spec.longest, self._context)
+        most = self.room
         if len(context) >= most or not len(context):
             branch.cut = True
             raise NoRoomError(

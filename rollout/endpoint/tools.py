@@ -6,11 +6,12 @@ format     a call                                                families
 hermes     ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``  Hermes, Qwen2.5, Qwen3, QwQ
 llama      ``{"name": …, "parameters": {…}}``, perhaps behind        Llama 3.1, 3.2, 3.3
            ``<|python_tag|>``, several with ``;`` between them
-json       the same, or a list of such objects, or in a fence        any model that is told so
+json       the same, or a list of such objects, perhaps behind       Mistral; any model that is told to
+           ``[TOOL_CALLS]``, or in a fence
 =========  ====================================================  =================================
 
-A tokenizer with a response template of its own (transformers' ``response_template``) is parsed by that. Text is
-read as JSON and never evaluated.
+A tokenizer with a response template of its own (transformers' ``response_template``) is parsed by that, and other
+families by the package renderers (:mod:`.families`). Text is read as JSON and never evaluated.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Format = Literal["hermes", "llama", "json"]
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -46,11 +47,13 @@ class Parsed:
     calls: tuple[Call, ...]
     malformed: int
     """Number of calls that can't be parsed; then ``calls`` is empty, since part of them would be misread."""
+    reasoning: str = ""
+    """Thoughts beside the calls, where they are known apart from the content."""
 
 
 def format_of(tokenizer: Any, wanted: str) -> Format:
-    """The format that ``environments.tools`` names, or with ``auto`` that of the chat template."""
-    if wanted != "auto":
+    """The format that ``environments.tools`` names, else that of the chat template."""
+    if wanted in get_args(Format):
         return wanted  # type: ignore[return-value]
     template = str(getattr(tokenizer, "chat_template", None) or "")
     if "<tool_call>" in template:
@@ -87,7 +90,7 @@ def parse(
     if style == "hermes":
         found = _HERMES.findall(text)[:most]
         return _parsed(text, found, _HERMES.sub("", text))
-    body = text.strip()
+    body = text.strip().removeprefix("[TOOL_CALLS]").lstrip()
     if style == "llama":
         tagged = body.startswith("<|python_tag|>")
         body = body.removeprefix("<|python_tag|>").strip()

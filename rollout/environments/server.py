@@ -17,7 +17,8 @@ import socket as sockets_of_the_system
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,14 @@ from ...common.confinement import adopt_orphans, hide_memory
 from ...common.errors import ConfigError, WireError
 from ...common.records import Verdict
 from ...common.run_folder import JoinInfo, RunFolder
-from ...common.sockets import Authenticator, bind_router, is_loopback, new_keys, reachable
+from ...common.sockets import (
+    Authenticator,
+    bind_router,
+    is_loopback,
+    new_keys,
+    own_address,
+    reachable,
+)
 from ...replay.connection import Store, connect
 from ...replay.members import Members
 from ...replay.store import RunStore
@@ -263,8 +271,8 @@ class Server:
         except Lost:
             raise
         except Exception as error:
-            # One episode's fault is no reason to lose the others.
-            log.exception(f"a fault while playing {run.task_data.environment}")
+            # A fault in one episode is no reason to lose the others.
+            log.exception(f"an unexpected error while playing {run.task_data.environment}")
             return failed(Verdict.ENV_FAILED, f"{type(error).__name__}: {error}")
 
     async def _answer(self, route: Route, kind: bytes, data: bytes) -> None:
@@ -353,16 +361,41 @@ def main(join: JoinInfo, config: Config, *, name: str, folder: RunFolder | None)
     return 0
 
 
-async def _serve(join: JoinInfo, config: Config, store: Store, name: str, logs: Path) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A server that may be asked."""
+
+    server: Server
+    hosts: Hosts
+    endpoint: str
+    """``tcp://host:port`` where it is bound."""
+    public_key: str
+    """Its CURVE key."""
+
+
+@contextlib.asynccontextmanager
+async def ready(
+    config: Config, client_public: str, bind: str, logs: Path, drain_seconds: float
+) -> AsyncIterator[Ready]:
+    """A server with all environments of the config; SIGTERM stops it.
+
+    Args:
+        config: the run's config.
+        client_public: CURVE key of the only clients that are let in.
+        bind: address that is listened on.
+        logs: folder for what foreign servers print.
+        drain_seconds: time that episodes have to end once it is stopped.
+
+    Raises:
+        TandemError: an environment can't be made ready; a ``ConfigError`` where another attempt would end alike.
+    """
     settings = config.environments
-    run, members = RunStore(store), Members(store)
     hosts = hosts_of(config)
     worlds = worlds_of(config, hosts, logs)
-    client = run.curve_client()
     keys = new_keys()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    authenticator = Authenticator(context, client.public)
-    bound_socket, bound = bind_router(context, config.launch.bind, keys)
+    authenticator = Authenticator(context, client_public)
+    bound_socket, bound = bind_router(context, bind, keys, config.launch.port_range)
     bound_socket.setsockopt(zmq.LINGER, LINGER_MS)
     router = zmq.asyncio.Socket(bound_socket)
     server = Server(
@@ -370,25 +403,43 @@ async def _serve(join: JoinInfo, config: Config, store: Store, name: str, logs: 
         worlds,
         places=settings.episodes,
         episode_seconds=settings.episode_seconds,
-        drain_seconds=config.launch.drain_seconds / 2,
+        drain_seconds=drain_seconds,
     )
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, _stop, server)
     try:
         for world in worlds.values():
             await world.start()
-        endpoint = reachable(bound, join.host, join.port)
+        yield Ready(server=server, hosts=hosts, endpoint=bound, public_key=keys.public)
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+        for world in worlds.values():
+            await world.close()
+        await hosts.close()
+        router.close()
+        authenticator.stop()
+        context.term()
+
+
+async def _serve(join: JoinInfo, config: Config, store: Store, name: str, logs: Path) -> None:
+    settings = config.environments
+    run, members = RunStore(store), Members(store)
+    public, drain_seconds = run.curve_client().public, config.launch.drain_seconds / 2
+    own = own_address(config.launch.bind, join.host)
+    async with ready(config, public, own, logs, drain_seconds) as found:
+        server, hosts = found.server, found.hosts
+        endpoint = reachable(found.endpoint, join.host, join.port)
         info = {
             "endpoint": endpoint,
-            "public_key": keys.public,
-            "environments": list(worlds),
+            "public_key": found.public_key,
+            "environments": list(settings.use),
             "slots": server.slots,
             "busy": 0,
             "pid": os.getpid(),
             "host": sockets_of_the_system.gethostname(),
         }
         await asyncio.to_thread(members.register, ROLE, name, info)
-        log.info(f"plays {', '.join(worlds)}, {settings.episodes} episodes at a time")
+        log.info(f"plays {', '.join(settings.use)}, {settings.episodes} episodes at a time")
         if not is_loopback(config.launch.bind):
             log.info(f"bound beyond loopback at {endpoint}, with CURVE keys")
         beating = asyncio.create_task(_beat(server, hosts, run, members, name))
@@ -401,14 +452,6 @@ async def _serve(join: JoinInfo, config: Config, store: Store, name: str, logs: 
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
         await asyncio.to_thread(members.leave, name)
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-        for world in worlds.values():
-            await world.close()
-        await hosts.close()
-        router.close()
-        authenticator.stop()
-        context.term()
 
 
 def _stop(server: Server) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ...common.config import EvaluateConfig, ModelConfig, RewardConfig, RolloutConfig
+from ...common.config import Config, EvaluateConfig, ModelConfig, RewardConfig, RolloutConfig
 from ...common.errors import DataError, TandemError
 from ...common.records import Problem, Sample, SamplingParams
 from ...replay.evaluations import four_classes
@@ -25,6 +25,7 @@ from ..engines import make_engine
 from ..leases import task_of
 from ..player import Player
 from . import scores
+from .episodes import playing, unless_it_dies
 from .keeping import classified, count_of, item, kept
 
 
@@ -282,6 +283,7 @@ def evaluate_folder(
     seed: int = 0,
     name: str = "evaluation",
     max_rows: int = 256,
+    played: Config | None = None,
 ) -> Evaluation:
     """Evaluates a model folder in this process, without a run or Redis.
 
@@ -293,9 +295,12 @@ def evaluate_folder(
         seed: seed of the noise.
         name: name of the set, which also keys the noise.
         max_rows: greatest number of responses generated at a time.
+        played: the whole config where problems are played in its environments; its model is ``model_path``.
 
     Raises:
+        ConfigError: an environment can't be loaded.
         DataError: the folder holds no model, or there are no problems.
+        TandemError: the environment server has ended.
     """
     rollout = rollout or RolloutConfig()
     settings = settings or EvaluateConfig()
@@ -303,22 +308,31 @@ def evaluate_folder(
 
     async def run() -> Evaluation:
         longest = max((len(problem.prompt_tokens) for problem in problems), default=1)
+        if played is not None:
+            longest = max(longest, played.data.max_prompt_tokens)
         engine = make_engine(model, rollout, max_rows=max_rows, max_prompt_tokens=longest)
         await engine.start()
         try:
             with Grader(reward or RewardConfig()) as grader:
-                return await evaluate(
-                    engine,
-                    problems,
-                    grader,
-                    temperature=settings.temperature,
-                    top_p=settings.top_p,
-                    samples=settings.samples,
-                    max_new_tokens=rollout.max_new_tokens,
-                    stop=stop,
-                    seed=seed,
-                    name=name,
-                )
+
+                def answers(sampler: Engine | Player) -> Coroutine[Any, Any, Evaluation]:
+                    return evaluate(
+                        sampler,
+                        problems,
+                        grader,
+                        temperature=settings.temperature,
+                        top_p=settings.top_p,
+                        samples=settings.samples,
+                        max_new_tokens=rollout.max_new_tokens,
+                        stop=stop,
+                        seed=seed,
+                        name=name,
+                    )
+
+                if played is None:
+                    return await answers(engine)
+                async with playing(engine, played) as (player, server):
+                    return await unless_it_dies(asyncio.create_task(answers(player)), server)
         finally:
             await engine.close()
 

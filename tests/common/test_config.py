@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tandem.common import config as c
+from tandem.common.config.choices import why_not_started
 from tandem.common.errors import ConfigError
 from tandem.common.objectives import OBJECTIVES
 
@@ -416,3 +417,25 @@ def test_a_set_that_is_not_graded_needs_no_gold_answer():
     config = build(data={"train": [{"path": "a"}], "evaluate": [{"path": "b", "graded": False}]})
     own = c.of_set(config, config.data.evaluate[0])
     assert [part.weight for part in own.reward.components] == [0.0]
+
+
+def test_the_learners_hosts_share_its_ranks_evenly():
+    assert build("learner.ranks=6", "learner.hosts=3").ranks_per_host == 2
+    with pytest.raises(ConfigError, match=r"learner.hosts=4 doesn't divide learner.ranks=6"):
+        build("learner.ranks=6", "learner.hosts=4")
+    with pytest.raises(ConfigError, match=r"without credentials: set launch.bind to one private"):
+        build("learner.ranks=2", "learner.hosts=2", "launch.bind=0.0.0.0")
+
+
+def test_the_weight_channel_follows_the_runs_address_unless_it_is_told_otherwise():
+    assert build().weights_interface == "127.0.0.1"
+    assert build("launch.bind=10.0.0.1").weights_interface == "10.0.0.1"
+    assert build("launch.bind=10.0.0.1").weights_bound.interface == "10.0.0.1"
+    own = build("launch.bind=10.0.0.1", "weights.interface=ib0")
+    assert own.weights_interface == "ib0"
+    assert build("launch.bind=0.0.0.0").weights_interface == "127.0.0.1"
+
+
+def test_a_learner_that_is_started_from_outside_leaves_something_to_start():
+    offline = build("launch.learner=outside", learner={"source": "offline"})
+    assert "launch.learner=outside leaves nothing to start" in str(why_not_started(offline))

@@ -35,7 +35,16 @@ from tandem.common.weights import protocol
 from tandem.launch.board.facts import Activity
 from tandem.launch.callbacks.caller import read_answer
 from tandem.launch.run.idle import IdleShares
-from tandem.replay import answers, callback_requests, evaluations, ledger, members, problems, store
+from tandem.replay import (
+    answers,
+    callback_requests,
+    evaluations,
+    hosts,
+    ledger,
+    members,
+    problems,
+    store,
+)
 
 
 def read_report(data: bytes) -> Any:
@@ -170,6 +179,15 @@ def from_redis() -> Iterable[Decoder]:
     )
     yield json_of("replay.settings", text(fields), settings_of)
     yield json_of("replay.member", text(member), lambda data: members.read_member(b"m", data, 1))
+    called = {"attempt": 2, "address": "10.0.0.1", "port": 5, "hosts": ["a-1", "b-2"], "ranks": 4}
+    yield json_of("replay.meeting", text(called, {**called, "hosts": []}), hosts.read_meeting)
+    died = {"attempt": 2, "process": "learner-3", "exit": -9, "log": "l", "lines": "  | x"}
+    host = {"host": "b", "address": "10.0.0.2", "pid": 7, "role": "learner", "processes": 2}
+    yield json_of(
+        "replay.host",
+        text(host, {**host, "attempt": 2, "failed": died, "leaving": True}),
+        lambda data: hosts.read_state(data, "b"),
+    )
     stop = {"callback": "m:f", "reason": "r", "step": 3}
     requested = {"stop": stop, "checkpoint": 2, "evaluate": 3, "values": {"a/b": [4, 0.5]}}
     yield json_of(

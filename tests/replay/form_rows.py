@@ -32,6 +32,7 @@ ROWS: dict[str, Callable[[int], Row]] = {
         "task": {"number": n, "hints": [asked(n)]},
         "gold": str(2 * n),
     },
+    "prompt": lambda n: {"prompt": [_said("user", asked(n))], "environment": "sums", "level": n},
     "luffy": lambda n: {
         "data_source": "sums",
         "prompt": [_said("user", asked(n))],
@@ -91,6 +92,13 @@ ROWS: dict[str, Callable[[int], Row]] = {
 
 BAD: dict[str, Sequence[Row | str]] = {
     "task": ({"task": {}}, {"gold": ["1", "2"]}, {"gold": " "}, {"gold": True}, {"ability": 7}),
+    "prompt": (
+        {"prompt": ""},
+        {"prompt": []},
+        {"prompt": None},
+        {"prompt": [_said("robot", "x")]},
+        {"gold": ["1", "2"]},
+    ),
     "luffy": (
         {"prompt": []},
         {"reward_model": {"style": "rule", "ground_truth": None}},

@@ -114,7 +114,7 @@ def test_killed_twice_it_ends_with_the_same_bytes(
             assert process.returncode == 130
             assert "the same command goes on" in said
         newest = max(out.glob("cells/*/part-0.jsonl"), key=lambda file: file.stat().st_mtime)
-        # As if the last write had been cut in the midst of a line.
+        # As if the last write had been cut in the middle of a line.
         content = newest.read_bytes()
         newest.write_bytes(content[: len(content) * 2 // 3])
     assert not (out / "summary.json").exists()

@@ -105,11 +105,11 @@ def test_a_flipped_byte_is_found(
     standin.flips["model.safetensors"] = 100_000
     done = get(environment, tmp_path, "model", "org/tiny")
     assert done.returncode != 0
-    assert "model.safetensors of org/tiny came damaged" in done.stderr
+    assert "model.safetensors of org/tiny arrived damaged" in done.stderr
     standin.flips = {"tokenizer_config.json": 3}
     (tmp_path / "models" / "tiny" / "tokenizer_config.json").unlink(missing_ok=True)
     done = get(environment, tmp_path, "model", "org/tiny")
-    assert "tokenizer_config.json of org/tiny came damaged" in done.stderr
+    assert "tokenizer_config.json of org/tiny arrived damaged" in done.stderr
     assert not list(tmp_path.rglob(".*.part"))
 
 

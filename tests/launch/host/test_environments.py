@@ -80,3 +80,26 @@ def test_one_that_cannot_be_loaded_is_named_with_the_reason(
     with pytest.raises(ConfigError, match=r"environments.use.bad.target=") as refused:
         check(good={"form": "text", "target": "my_world:World"}, bad=bad)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"form": "verifiers", "python": "/no/python", "config": {}}, "python names '/no/python'"),
+        (
+            {"form": "appworld", "command": "/no/uvicorn --port {port}"},
+            "command names '/no/uvicorn'",
+        ),
+        ({"form": "appworld", "command": "true --port 8000"}, "has no {port}"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_foreign_environments_program_that_isnt_there_is_named(
+    check: Any, spec: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(far=spec)
+    assert words in str(refused.value)
+    check(
+        far={**spec, "python": "true"} if "python" in spec else {**spec, "command": "true {port}"}
+    )

@@ -25,8 +25,7 @@ def chat_tokenizer() -> Any:
     return build()
 
 
-@pytest.fixture(scope="session")
-def chat_model(chat_tokenizer: Any) -> Any:
+def random_model(chat_tokenizer: Any) -> Any:
     """A random model whose answers end soon."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -56,26 +55,32 @@ def chat_model(chat_tokenizer: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
+def chat_model(chat_tokenizer: Any) -> Any:
+    return random_model(chat_tokenizer)
+
+
+@pytest.fixture(scope="session")
 def serving(chat_model: Any, chat_tokenizer: Any) -> Any:
-    """Makes an endpoint: ``async with serving() as served``."""
+    """Makes an endpoint: ``async with serving() as served``; with another tokenizer, of a model of its own."""
 
     @asynccontextmanager
-    async def make(**changes: Any) -> AsyncIterator[Served]:
+    async def make(tokenizer: Any = None, **changes: Any) -> AsyncIterator[Served]:
         import copy
 
         from tandem.rollout.decoding.torch_engine import TorchEngine
 
-        model = copy.deepcopy(chat_model)
+        known = chat_model if tokenizer is None else random_model(tokenizer)
+        tokenizer = tokenizer or chat_tokenizer
+        model = copy.deepcopy(known)
         engine = TorchEngine(
-            model, chat_tokenizer, version=Version(term=1, step=0), max_rows=64, longest=CONTEXT
+            model, tokenizer, version=Version(term=1, step=0), max_rows=64, longest=CONTEXT
         )
         await engine.start()
-        endpoint = Endpoint(
-            engine, chat_tokenizer, context=CONTEXT, model="tiny", key=RUN_KEY, **changes
-        )
+        given = {"key": RUN_KEY, **changes}
+        endpoint = Endpoint(engine, tokenizer, context=CONTEXT, model="tiny", **given)
         await endpoint.start()
         try:
-            yield Served(endpoint, engine, chat_model, chat_tokenizer)
+            yield Served(endpoint, engine, known, tokenizer)
         finally:
             await endpoint.close()
             await engine.close()

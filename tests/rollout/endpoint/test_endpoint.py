@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from chat_templates import tokenizer
 from endpoint_calls import CONTEXT, RUN_KEY, run, sampling, tool
 
 from tandem.common.records import FinishReason, Sample, Source, Version, VersionSpan
+from tandem.rollout.endpoint.requests import wanted
 
 QUESTION = [{"role": "user", "content": "137*258=?"}]
+CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 
 
 def learner_logprobs(model: Any, tokens: np.ndarray, temperature: float = 1.0) -> np.ndarray:
@@ -78,19 +81,29 @@ def test_what_was_sampled_is_recorded_as_the_engine_saw_it(serving: Any) -> None
     run(scenario())
 
 
-@pytest.mark.byhand
-@pytest.mark.timeout(1200)
-def test_two_thousand_turns_retokenise_nothing(serving: Any) -> None:
+FAMILIES = ("miniature", "chatml", "thinking", "llama")
+"""Of 500 turns each by hand, which are 2,000."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("sessions", "turns"),
+    [(2, 6), pytest.param(25, 20, marks=[pytest.mark.byhand, pytest.mark.timeout(600)])],
+)
+def test_no_familys_template_retokenises_a_turn(
+    serving: Any, family: str, sessions: int, turns: int
+) -> None:
     async def scenario() -> None:
-        turns = 0
-        async with serving() as served:
-            for number in range(50):
-                session = served.open(f"g#{number}")
-                await converse(served.client(session), 40, [tool()])
+        async with serving(tokenizer(family)) as served:
+            opened = [served.open(f"g#{number}") for number in range(sessions)]
+            for session in opened:
+                await converse(served.client(session), turns, [tool()])
                 found = await served.endpoint.finish(session)
-                assert (found.branches, found.retokenised, len(found.turns)) == (0, 0, 40)
-                turns += len(found.turns)
-        assert turns == 2000
+                assert (found.branches, found.retokenised, len(found.turns)) == (0, 0, turns)
+                own = found.source == Source.OWN
+                whole = np.concatenate([found.prompt_tokens, found.tokens])
+                known = learner_logprobs(served.model, whole)[len(found.prompt_tokens) - 1 :]
+                assert np.abs(known - found.logprobs)[own].max() < 1e-4
 
     asyncio.run(scenario())
 
@@ -222,35 +235,74 @@ def test_special_tokens_that_a_client_names_end_an_answer(serving: Any) -> None:
 
 
 def test_a_call_that_ends_with_a_stop_string_is_read(serving: Any) -> None:
-    text = '<tool_call>\n{"name": "multiply", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    async def scenario() -> None:
+        async with serving() as served:
+            session = served.open()
+            for ending in ([], [served.tokenizer.eos_token_id]):
+                answer = await answered(served, session, CALL, ending)
+                (call,) = answer["tool_calls"]
+                assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+
+    run(scenario())
+
+
+def test_one_call_alone_is_read_where_a_client_wants_no_parallel_ones(serving: Any) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+            both = [
+                await answered(served, served.open(), f"{CALL}\n{CALL}", [], **asked)
+                for asked in ({}, {"parallel_tool_calls": False})
+            ]
+            assert [len(answer["tool_calls"]) for answer in both] == [2, 1]
+
+    run(scenario())
+
+
+def test_a_stop_string_is_in_the_tokens_and_not_in_the_answer(serving: Any) -> None:
+    text = "Action: look\nObservation: "
 
     async def scenario() -> None:
         async with serving() as served:
             session = served.open()
-            chat = served.endpoint._chat
-            tokens = np.array(served.tokenizer.encode(text), dtype=np.int32)
-            for ending in ([], [served.tokenizer.eos_token_id]):
-                sampled = np.array([*tokens, *ending], dtype=np.int32)
-                ticket = await chat.place(session, QUESTION, [tool()])
-                sample = Sample(
-                    tokens=sampled,
-                    source=np.zeros(len(sampled), np.uint8),
-                    logprobs=np.full(len(sampled), -0.1, np.float32),
-                    spans=(VersionSpan(term=1, step=0, start=0, end=len(sampled)),),
-                    finish_reason=FinishReason.STOP,
-                    text=text,
-                    sampling=sampling(),
-                    reward=None,
-                    components={},
-                    verdict=None,
-                    extracted=None,
-                    grader=None,
-                )
-                answer = chat.answer(session, ticket, sample, QUESTION, [tool()])
-                (call,) = answer.message["tool_calls"]
-                assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
+            kept = {"include_stop_str_in_output": True}
+            for asked, said in (({}, "Action: look\n"), (kept, text)):
+                answer = await answered(served, session, text, [], stop=["Observation:"], **asked)
+                assert answer["content"] == said
+            # A client that sends it back as it got it goes on in the same branch.
+            before = session.branches[-1]
+            messages = [*QUESTION, answer, {"role": "user", "content": "a door"}]
+            ticket = await served.endpoint._chat.place(session, messages, [tool()])
+            assert ticket.branch is before
+            assert served.tokenizer.decode(before.tokens).endswith(text)
 
     run(scenario())
+
+
+async def answered(
+    served: Any, session: Any, text: str, ending: list[int], **asked: Any
+) -> dict[str, Any]:
+    """The message that a client gets for a text that the policy is taken to have written."""
+    chat = served.endpoint._chat
+    tokens = np.array([*served.tokenizer.encode(text), *ending], dtype=np.int32)
+    ticket = await chat.place(session, QUESTION, [tool()])
+    sample = Sample(
+        tokens=tokens,
+        source=np.zeros(len(tokens), np.uint8),
+        logprobs=np.full(len(tokens), -0.1, np.float32),
+        spans=(VersionSpan(term=1, step=0, start=0, end=len(tokens)),),
+        finish_reason=FinishReason.STOP,
+        text=text,
+        sampling=sampling(),
+        reward=None,
+        components={},
+        verdict=None,
+        extracted=None,
+        grader=None,
+    )
+    message: dict[str, Any] = chat.answer(
+        session, ticket, sample, QUESTION, [tool()], wanted(asked)
+    ).message
+    return message
 
 
 def test_a_prompt_of_other_tokens_but_equal_text_goes_on_with_the_recorded_ones(
@@ -457,7 +509,12 @@ def test_a_stream_has_what_the_whole_answer_has(serving: Any) -> None:
         (json.dumps({"messages": QUESTION, "tools": [{}]}).encode(), "tool"),
         (json.dumps({"messages": QUESTION, "max_tokens": "x"}).encode(), "max_tokens"),
         (json.dumps({"messages": QUESTION, "logit_bias": {"1": 2}}).encode(), "logit_bias"),
+        (json.dumps({"messages": QUESTION, "top_k": float("inf")}).encode(), "finite"),
+        (json.dumps({"messages": QUESTION, "temperature": 10**400}).encode(), "finite"),
+        (json.dumps({"messages": QUESTION, "stop": ["\ud800"]}).encode(), "surrogate"),
+        (json.dumps({"messages": QUESTION * (CONTEXT + 1)}).encode(), "4,097 messages"),
     ],
+    ids=lambda value: value[-24:] if isinstance(value, str) else "",
 )
 def test_bad_requests_are_refused_by_name(serving: Any, body: bytes, said: str) -> None:
     import aiohttp
@@ -483,5 +540,17 @@ def test_a_request_that_is_too_long_is_refused(serving: Any) -> None:
                 f"{session.base_url}/chat/completions", data=b" " * (33 << 20)
             ) as answer:
                 assert answer.status == 413
+
+    run(scenario())
+
+
+def test_where_all_interfaces_are_bound_sessions_have_an_address_that_others_reach(
+    serving: Any,
+) -> None:
+    async def scenario() -> None:
+        async with serving(host="0.0.0.0", peer=("127.0.0.1", 6379)) as served:
+            session = served.open()
+            assert session.base_url.startswith("http://127.0.0.1:")
+            await converse(served.client(session), 1)
 
     run(scenario())

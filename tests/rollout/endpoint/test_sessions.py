@@ -280,6 +280,17 @@ def test_a_session_without_room_refuses_and_its_branch_ended_by_length(bound: An
     assert len(found.turns) == 1
 
 
+def test_tokens_that_cant_fit_are_refused_before_they_are_decoded() -> None:
+    played = Played()
+    one_turn(played, [5, 5], [0, 1])
+
+    def never(tokens: Sequence[int]) -> str:
+        raise AssertionError(f"{len(tokens):,} tokens were decoded")
+
+    with pytest.raises(NoRoomError, match="1,000 tokens"):
+        played.session.place([2] * 1000, never)
+
+
 def test_a_text_that_cant_fit_is_refused_before_it_is_tokenised() -> None:
     with pytest.raises(NoRoomError, match="characters"):
         session(longest=10).check_characters(1001, 100)

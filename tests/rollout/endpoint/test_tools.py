@@ -38,6 +38,7 @@ def tagged(*calls: str) -> str:
         ("llama", f"It is {SUB}", [], f"It is {SUB}"),
         ("json", ADD, [ADDED], ""),
         ("json", f"[{ADD}, {SUB}]", [ADDED, SUBBED], ""),
+        ("json", f"[TOOL_CALLS] [{ADD}, {SUB}]", [ADDED, SUBBED], ""),
         ("json", f"So:\n```json\n{ADD}\n```", [ADDED], "So:"),
         ("json", "So:\n```\nprint(1)\n```", [], "So:\n```\nprint(1)\n```"),
         ("json", '{"answer": 3}', [], '{"answer": 3}'),

@@ -199,6 +199,17 @@ def test_a_failed_episode_says_how_and_has_no_reward(
 
 
 @pytest.mark.usefixtures("running")
+def test_an_episode_whose_beginning_has_no_room_says_which_settings_to_raise(
+    run: Run, model: Any
+) -> None:
+    prompt = "twelve letters " * 300
+    (sample,) = together(run, model, request("0-0", "talks", count=1, prompt=prompt))["0-0"].samples
+    assert sample.episode is not None
+    assert sample.episode.failure is Verdict.ENV_FAILED
+    assert "data.max_prompt_tokens" in sample.episode.detail
+
+
+@pytest.mark.usefixtures("running")
 def test_a_group_that_is_ended_keeps_what_it_has(run: Run, model: Any) -> None:
     async def scenario() -> FinishedGroup:
         async with playing(run, model) as player, asyncio.timeout(100):

@@ -1,0 +1,42 @@
+"""Environments that can't be played or can't pay, as a config refuses them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.common.config import build
+from tandem.common.errors import ConfigError
+
+TREE: dict[str, Any] = {"run": {"steps": 10}, "data": {"train": [{"path": "a.parquet"}]}}
+USE = "environments.use={one: {form: text, target: 'a.b:C'}}"
+PAID = "reward.components=[{name: environment}]"
+
+
+def test_what_can_be_played_is_accepted() -> None:
+    build(TREE, [USE, PAID, "environments.mask_malformed=true"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([PAID], "environments.use is empty"),
+        (["environments.mask_malformed=true"], "environments.use is empty"),
+        (["learner.objective.turn_discount=0.9"], "environments.use is empty"),
+        ([USE, "learner.source=offline"], "played by rollout workers"),
+        ([USE, "expert.per_group=1"], "begins with what its environment shows"),
+        ([USE, "data.template=r1_zero"], "rendered by the model's own chat template"),
+        ([USE, "data.prefill=<think>"], "rendered by the model's own chat template"),
+        ([USE, "environments.default=two"], "isn't one of environments.use: one"),
+        (["environments.use={one: {form: text, target: a b}}"], "should be an import path"),
+        (["environments.use={one: {form: game, target: 'a:b'}}"], "form"),
+        ([USE, "environments.tools=xml"], "environments.tools"),
+        ([USE, "environments.max_turns=0"], "environments.max_turns"),
+        ([USE, "environments.step_seconds=0"], "environments.step_seconds"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cant_be_played_is_refused_with_the_way_out(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+        build(TREE, overrides)
