@@ -33,8 +33,8 @@ class EvaluationJob(Record, frozen=True, kw_only=True):
     """What is sampled, and how."""
     wanted: tuple[tuple[int, int], ...]
     """Each sample's problem by its place in the set, and its number."""
-    graded: bool = True
-    """Whether answers are graded."""
+    reward: dict[str, Any]
+    """The section ``reward`` by which they are graded; the mode is the cell's."""
     token_ids: bool = False
     """Whether the samples keep their tokens."""
     subject: str | None = None

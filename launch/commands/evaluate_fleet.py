@@ -84,7 +84,7 @@ class _Fleet:
     ) -> None:
         """Makes one cell's samples."""
         benchmark = prepared.benchmark(cell.name)
-        _, _, held_out = prepared.cells[cell.name]
+        _, own, held_out = prepared.cells[cell.name]
         # Whoever holds the folder is alone with these jobs; a killed command may have left some.
         where = f"{socket.gethostname()} {folder.cell(cell.name).absolute()}"
         mark = f"{JOB}{xxhash.xxh3_64_hexdigest(where.encode())}"
@@ -104,7 +104,7 @@ class _Fleet:
                         job = EvaluationJob(
                             cell=cell,
                             wanted=tuple(waiting.pop(id_)),
-                            graded=held_out.graded,
+                            reward=own.reward.model_dump(mode="json"),
                             token_ids=prepared.plan.token_ids,
                             subject=held_out.subject,
                             level=held_out.level,

@@ -192,7 +192,8 @@ async def _by_engine(
             ),
         )
         await engine.start()
-    answers = engine if sampler is None else sampler(model.name)
+    server = None if sampler is None else sampler(model.name)
+    answers = engine or server
     assert answers is not None
     try:
         for name, batches in wanted.items():
@@ -210,6 +211,8 @@ async def _by_engine(
     finally:
         if engine is not None:
             await engine.close()
+        if server is not None:
+            server.close()
 
 
 # --- in several processes --------------------------------------------------------------------

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from ...common.config import Config, EvalSetConfig, of_set
+from ...common.config import Config, RewardConfig, of_set
 from ...common.errors import StoreError, TandemError
 from ...common.records import Sample
 from ...replay.evaluated import EvaluatedSample
@@ -135,12 +135,11 @@ class ClaimedEvaluations:
     def _why_ended(self) -> str:
         return "the weights failed their check" if self._check.suspect else "drained"
 
-    def _by(self, own: Config) -> Evaluator:
-        """The evaluator that grades by a set's own reward. Imported here, so that only a worker that
+    def _by(self, reward: RewardConfig) -> Evaluator:
+        """The evaluator that grades by a reward. Imported here, so that only a worker that
         evaluates pays for the graders' imports."""
         from .evaluation import Evaluator
 
-        reward = own.reward
         found = self._evaluators.get(reward.model_dump_json())
         if found is None:
             found = Evaluator(self._sampler, reward)
@@ -152,12 +151,11 @@ class ClaimedEvaluations:
         from .answering import Benchmark, answer
 
         cell = job.cell
-        held = EvalSetConfig(path=cell.benchmark, mode=cell.mode, graded=job.graded)
-        grader = self._by(of_set(self._config, held)).grader
+        reward = RewardConfig.model_validate(job.reward)
+        grader = self._by(reward.model_copy(update={"mode": cell.mode})).grader
         second = None
         if cell.second_mode is not None:
-            held = held.model_copy(update={"mode": cell.second_mode})
-            second = self._by(of_set(self._config, held)).grader
+            second = self._by(reward.model_copy(update={"mode": cell.second_mode})).grader
         problems = await self._in_redis(lambda: self._runs.eval_set(request.set_name))
         benchmark = Benchmark(
             problems=problems,
@@ -208,7 +206,7 @@ class ClaimedEvaluations:
         # A set that the config doesn't name (any more) is evaluated as the run says.
         held = sets.get(request.set_name)
         own = self._config if held is None else of_set(self._config, held)
-        evaluator = self._by(own)
+        evaluator = self._by(own.reward)
         problems = await self._in_redis(
             lambda: self._runs.eval_set(request.set_name, request.limit)
         )

@@ -51,6 +51,7 @@ class Elsewhere:
         except ValueError as error:
             raise ConfigError(f"--endpoint: {error}") from None
         self._model = model
+        self._running: dict[int, Exchange] = {}
         self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="endpoint")
 
     async def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[FinishedGroup]:
@@ -64,8 +65,10 @@ class Elsewhere:
                 task.cancel()
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the requests that are under way, and the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for exchange in list(self._running.values()):
+            exchange.abort()
 
     async def _answered(self, request: GroupRequest) -> FinishedGroup:
         pause = 0.5
@@ -87,7 +90,11 @@ class Elsewhere:
         exchange = Exchange(
             address=self._address.at(path), body=json.dumps(body).encode(), seconds=SECONDS
         )
-        return sample_of(request, exchange.run())
+        self._running[id(exchange)] = exchange
+        try:
+            return sample_of(request, exchange.run())
+        finally:
+            del self._running[id(exchange)]
 
 
 def request_of(request: GroupRequest, model: str) -> tuple[str, dict[str, Any]]:

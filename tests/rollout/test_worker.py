@@ -371,7 +371,9 @@ def test_it_makes_the_samples_of_a_job_and_then_goes_on_with_groups(
             id=f"job:x/{number}",
             set_name="job:x",
             step=0,
-            job=EvaluationJob(cell=cell, wanted=wanted[number:], token_ids=True),
+            job=EvaluationJob(
+                cell=cell, wanted=wanted[number:], reward={"graders": 1}, token_ids=True
+            ),
         )
         bench.runs.request_evaluation(request, bench.term)
     names = [f"job:x/{number}" for number in range(3)]
