@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         join = structs.replace(join, host=socket.getfqdn())
     write_private(out, json.dumps(sealed(structs.asdict(join))) + "\n")
     print(f"{out}: copy it to the other host (it holds the password), then run there:")
-    print(f"  tandem rollout --join {out.name}")
+    print(f"  tandem rollout --join {out.name}   (or: tandem environments, tandem reward)")
     if is_loopback(join.host):
         print(
             f"note: the run listens on {join.host}, which other hosts can't reach; start it "
