@@ -63,7 +63,7 @@ def adapted_layers(model: Any, lora: LoraConfig) -> tuple[AdaptedLayer, ...]:
     from torch import nn
 
     head = model.get_output_embeddings()
-    # A subclass that computes something else, such as a router of experts, is no linear layer.
+    # A subclass that computes something else, such as a router of experts, isn't a linear layer.
     linear = {
         name: module
         for name, module in model.named_modules()
@@ -76,7 +76,7 @@ def adapted_layers(model: Any, lora: LoraConfig) -> tuple[AdaptedLayer, ...]:
                 continue
             known = ", ".join(sorted({name.rpartition(".")[2] for name in kept}))
             raise ConfigError(
-                f"learner.lora.targets names {target!r}, which is no linear layer of the model's body: "
+                f"learner.lora.targets names {target!r}, which isn't a linear layer of the model's body: "
                 f"choose among {known}, or set learner.lora.targets=all-linear"
             )
         kept = {

@@ -31,7 +31,7 @@ NOISE = 4.0
 """The bound is at least this many times the difference between two of the model's own attention
 implementations, since deeper models, and those whose training made them very sure, are less exact."""
 MOST_NOISE = 4.0
-"""In full precision that raises the bound by this factor at most: more is no rounding."""
+"""In full precision that raises the bound by this factor at most: a larger difference isn't rounding."""
 SHORT = (5, (3, 9), 0.7), (2, (6,), 1.0)
 """Prompt length, response lengths and temperature of the groups of short rows."""
 LONG = 4, 12

@@ -93,7 +93,7 @@ def has_room(folder: Path, nbytes: int = ROOM) -> bool:
         if nbytes > ROOM and shutil.disk_usage(folder).free < nbytes:
             return False
         with tempfile.TemporaryFile(dir=folder, prefix=".room-", buffering=0) as file:
-            _write_all(file, bytes(min(nbytes, ROOM)))
+            write_all(file, bytes(min(nbytes, ROOM)))
             os.fsync(file.fileno())
     except OSError as error:
         return not is_full(error)
@@ -204,7 +204,7 @@ def try_append(file: IO[bytes], data: bytes, *, sync: bool = False) -> None:
     """
     start = os.fstat(file.fileno()).st_size
     try:
-        _write_all(file, data)
+        write_all(file, data)
         if sync:
             os.fsync(file.fileno())
     except OSError:
@@ -278,7 +278,8 @@ class _Patient(io.FileIO):
                 raise
 
 
-def _write_all(file: IO[bytes], data: bytes) -> None:
+def write_all(file: IO[bytes], data: bytes | memoryview) -> None:
+    """Writes all bytes to an unbuffered file."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]

@@ -49,6 +49,12 @@ class FencedError(TandemError):
     """The caller belongs to an older term: a newer learner has taken over."""
 
 
+class HeldError(TandemError):
+    """Another process, which is alive, has what is asked for: a scheduler may try again later."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h
+
+
 class DeadlineError(TandemError):
     """Something that was waited for didn't come in time; the message names it."""
 

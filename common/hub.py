@@ -64,7 +64,7 @@ class HubData:
         True
         """
         match = _NAME.fullmatch(name)
-        if match is None or name.endswith(DATA_ENDINGS):
+        if match is None or name.endswith((*DATA_ENDINGS, ".csv")):
             return None
         return cls(**match.groupdict())
 
@@ -75,8 +75,14 @@ class HubData:
             return False
         if self.config is not None and self.config not in path.parts[:-1]:
             return False
+        # A split is a word of the file's name or path, or, with an underscore of its own, begins the name.
         words = re.split(r"[/_.\-]", file)
-        return self.split is None or self.split in words
+        begun = f"{self.split}-", f"{self.split}."
+        return (
+            self.split is None
+            or self.split in (*words, *path.parts[:-1])
+            or path.name.startswith(begun)
+        )
 
 
 def fetch(
@@ -88,7 +94,7 @@ def fetch(
     revision: str,
     tell: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Fetches files into a folder; those that are there already stay, and parts of files are gone on with.
+    """Fetches files into a folder; those that are there already stay, and interrupted downloads are continued.
 
     Args:
         kind: what the repository holds.
@@ -130,7 +136,7 @@ def fetch(
         if not _is(part, one):
             part.unlink()
             raise DataError(
-                f"{one.rfilename} of {repo} came damaged: its digest isn't the hub's; it was removed, so "
+                f"{one.rfilename} of {repo} arrived damaged: its digest isn't the hub's; it was removed, so "
                 f"run the command again"
             )
         part.replace(path)
@@ -232,17 +238,18 @@ def get_data(
     fetch("dataset", wanted.repo, chosen, to, revision=about.sha, tell=tell)
 
 
-def local(path: str, place: Path) -> Path:
+def local(path: str, place: Path, revision: str | None = None) -> Path:
     """Where a data set is: at its place on this machine, or in the hub's cache, into which it is fetched.
 
     Args:
         path: as the user wrote it.
         place: where it would be on this machine.
+        revision: branch, tag or commit on the hub; None = the newest.
 
     Raises:
         DataError: as :func:`cached_data` does.
     """
-    return cached_data(path) if is_hub_name(path, place) else place
+    return cached_data(path, revision) if is_hub_name(path, place) else place
 
 
 def is_hub_name(path: str, place: Path) -> bool:
@@ -255,14 +262,17 @@ def is_hub_name(path: str, place: Path) -> bool:
     return not place.exists() and not place.parent.exists() and HubData.parse(path) is not None
 
 
-def cached_data(name: str, tell: Callable[[str], None] = lambda text: None) -> Path:
+def cached_data(
+    name: str, revision: str | None = None, tell: Callable[[str], None] = lambda text: None
+) -> Path:
     """The folder of a data set in the hub's cache, fetched if it isn't there yet.
 
     Raises:
         DataError: as :func:`get_data` does; with ``HF_HUB_OFFLINE`` also if it isn't there.
     """
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    folder = home / "tandem" / name.replace("/", "--").replace(":", "--")
+    at = "" if revision is None else f"@{revision}"
+    folder = home / "tandem" / f"{name}{at}".replace("/", "--").replace(":", "--")
     complete = folder / ".complete"
     if complete.exists():
         return folder
@@ -271,7 +281,7 @@ def cached_data(name: str, tell: Callable[[str], None] = lambda text: None) -> P
             f"data set {name} isn't on this machine, and HF_HUB_OFFLINE is set: fetch it elsewhere with "
             f"`tandem get data {name}`, and name the folder"
         )
-    get_data(name, folder, tell=tell)
+    get_data(name, folder, revision, tell=tell)
     complete.touch()
     return folder
 

@@ -56,14 +56,20 @@ def load(path: str, *, key: str, process: str) -> Any:
     Raises:
         ConfigError: the path is malformed, the module can't be imported, or it has no such name.
     """
-    module, name = split_path(path)
+    split_path(path)
     try:
-        target: Any = importlib.import_module(module)
-        for part in name.split("."):
-            target = getattr(target, part)
+        return resolve(path)
     except Exception as error:  # noqa: BLE001 - a user's module may raise anything
         raise ConfigError(
             f"{key}={path} can't be imported: {type(error).__name__}: {error}. Install its module, or "
             f"put its folder on PYTHONPATH of {process}"
         ) from None
-    return target
+
+
+def resolve(path: str) -> Any:
+    """Imports the object that a path names, and raises whatever that raises."""
+    module, name = split_path(path)
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

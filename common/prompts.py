@@ -48,7 +48,7 @@ def conversation(
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise DataError(
-                f"a message needs the texts role and content, and this one is {message!r:.120}"
+                f"a message needs a role and a content, both text, and this one is {message!r:.120}"
             )
         turns.append({"role": message["role"], "content": message["content"]})
     if not turns:
@@ -124,17 +124,12 @@ def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[Int32Array]:
 
 
 def encode_responses(tokenizer: Any, texts: Sequence[str]) -> list[Int32Array]:
-    """For each text its token ids, as :func:`encode_response` does, but on all cores."""
-    return [_ended(tokenizer, tokens) for tokens in encode_all(tokenizer, texts)]
-
-
-def encode_response(tokenizer: Any, text: str) -> Int32Array:
-    """``[L]`` token ids of a whole response, with the end token once, as the last one.
+    """For each whole response its ``[L]`` token ids, with the end token once, as the last one.
 
     Raises:
         DataError: the tokenizer names no end token.
     """
-    return _ended(tokenizer, encode(tokenizer, text))
+    return [_ended(tokenizer, tokens) for tokens in encode_all(tokenizer, texts)]
 
 
 def _ended(tokenizer: Any, tokens: Int32Array) -> Int32Array:

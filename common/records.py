@@ -95,6 +95,10 @@ PROMPT_MESSAGES = "prompt_messages"
 """Key of ``extra`` under which a prompt's messages travel, in a run whose reward asks for them."""
 
 
+REPEATS = "repeated_rows"
+"""Key of ``extra`` under which a held-out problem whose row is repeated says how often."""
+
+
 class Source(IntEnum):
     """Who wrote a token; loss masks follow from this."""
 
@@ -244,7 +248,7 @@ class Episode(Record, frozen=True, kw_only=True):
     """What an environment says of the sample that was played in it."""
 
     environment: str
-    """Its name in the config."""
+    """Name of the environment in the config."""
     reward: float | None
     """The reward of the whole episode, those of its turns included; None if it has none."""
     failure: Verdict | None

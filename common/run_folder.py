@@ -2,7 +2,7 @@
 
 ``config.yaml metrics.jsonl samples.jsonl summary.json report.png journal.jsonl model/
 checkpoints/ logs/ redis/ data/ run.json join.json``, ``cut/`` with the metrics and samples of
-steps that were trained again, ``archive/`` with all groups if they are kept, ``reference/`` with a
+steps that were trained again, ``archive/`` with all groups if they are kept, ``inspect/`` with logs for Inspect's viewer, ``reference/`` with a
 reference's log-probs of stored rows, ``schedule.json`` with the factors of a user's own schedule, and
 ``wandb/ tensorboard/ trackers/`` if those are on. A copy of the folder, made while the run is stopped,
 is the whole run.
@@ -43,6 +43,12 @@ class JoinInfo(Record, frozen=True, kw_only=True):
     """Never logged, printed or put on a command line."""
     tls: bool = False
     """Whether the URL's scheme is ``rediss://``."""
+    ca: str | None = None
+    """File with certificates of authorities (PEM) that the server's may be of, besides this host's own."""
+    cert: str | None = None
+    """File with this side's certificate (PEM), if the server asks for one."""
+    key: str | None = None
+    """File with its private key (PEM); None: it is in the same file."""
 
     def __repr__(self) -> str:
         return f"JoinInfo(run_id={self.run_id!r}, host={self.host!r}, port={self.port}, …)"
@@ -184,6 +190,7 @@ class RunFolder:
         self.samples = self.path / "samples.jsonl"
         self.cut = self.path / "cut"
         self.archive = self.path / "archive"
+        self.inspect = self.path / "inspect"
         self.reference = self.path / "reference"
         self.journal = self.path / "journal.jsonl"
         self.schedule = self.path / "schedule.json"
@@ -244,7 +251,7 @@ class RunFolder:
         if seal and digest.strip() != xxhash.xxh3_64_hexdigest(text).encode():
             raise DataError(
                 f"{self.config} isn't as it was written: restore it from a copy of the run's folder; "
-                f"or, if you have edited it, take its last line out"
+                f"or, if you have edited it, remove its last line"
             )
 
     def resolve(self, path: str) -> Path:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import random
 import re
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,8 @@ from zmq.utils import z85
 from .errors import ConfigError, WireError
 from .wire import MAX_MESSAGE_BYTES
 
+WILDCARDS = ("0.0.0.0", "::")
+"""Addresses that stand for all of a host's."""
 HEARTBEAT_MS = 5_000
 """Time between two heartbeats; a peer that is silent for three of them is disconnected."""
 
@@ -71,12 +76,12 @@ def check_address(who: str, endpoint: Any, public_key: Any) -> None:
     if match is None or not 0 < int(match[2]) < 65536:
         raise WireError(
             f"{who} says that it listens at {str(endpoint)[:80]!r}, which isn't tcp://host:port: "
-            f"its next heartbeat may say better"
+            f"its next heartbeat may correct that"
         )
     if public_key and not _is_key(public_key):
         raise WireError(
-            f"{who} reports a public key that isn't 40 characters of Z85: its next heartbeat may say "
-            f"better"
+            f"{who} reports a public key that isn't 40 characters of Z85: its next heartbeat may "
+            f"correct that"
         )
 
 
@@ -110,13 +115,63 @@ class Authenticator:
         self._thread.stop()
 
 
-def bind_router(
-    context: zmq.Context[zmq.Socket[bytes]], host: str, keys: CurveKeys | None
-) -> tuple[zmq.Socket[bytes], str]:
-    """Binds a ROUTER to an ephemeral port; returns it with its endpoint.
+def to_try(ports: range | None) -> Sequence[int]:
+    """The ports that a listener tries, one after the other: 0 for any free one, or those of ``launch.ports``.
+
+    The first of the range is the run's Redis'. The order is random, so that the processes of a host, and one
+    process before and after its death, mostly take different ones at once.
+    """
+    return (0,) if ports is None else random.sample(ports[1:], len(ports) - 1)
+
+
+def no_port_left(host: str, ports: range) -> ConfigError:
+    """The error of a listener that finds every port taken."""
+    return ConfigError(
+        f"all of the ports {ports[1]} to {ports[-1]} of {host} are taken: widen launch.ports="
+        f"{ports[0]}-{ports[-1]}, or name another range"
+    )
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a port of this host can be listened on now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # Lingering connections of a process that has ended keep nobody from listening.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def bind_free(listener: socket.socket, host: str, ports: range | None) -> int:
+    """Binds a TCP socket to a free port of ``launch.ports``, and returns it.
 
     Raises:
-        ConfigError: the address is beyond loopback, and there are no keys.
+        ConfigError: none of the range is free.
+    """
+    for port in to_try(ports):
+        try:
+            listener.bind((host, port))
+            return int(listener.getsockname()[1])
+        except OSError as error:
+            if ports is None or error.errno != errno.EADDRINUSE:
+                raise
+    assert ports is not None
+    raise no_port_left(host, ports)
+
+
+def bind_router(
+    context: zmq.Context[zmq.Socket[bytes]],
+    host: str,
+    keys: CurveKeys | None,
+    ports: range | None = None,
+) -> tuple[zmq.Socket[bytes], str]:
+    """Binds a ROUTER to a free port of ``launch.ports``, by default to any; returns it with its endpoint.
+
+    Raises:
+        ConfigError: the address is beyond loopback, and there are no keys; or no port of the range is free.
     """
     if keys is None and not is_loopback(host):
         raise ConfigError(
@@ -134,21 +189,76 @@ def bind_router(
     if ":" in host:
         socket.setsockopt(zmq.IPV6, 1)
         host = f"[{host}]"
-    port = socket.bind_to_random_port(f"tcp://{host}")
-    return socket, f"tcp://{host}:{port}"
+    for port in to_try(ports):
+        try:
+            socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            if ports is None or error.errno != errno.EADDRINUSE:
+                raise
+            continue
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    assert ports is not None
+    socket.close()
+    raise no_port_left(host, ports)
 
 
 def reachable(endpoint: str, host: str, port: int) -> str:
     """An endpoint that others can connect to: a wildcard address becomes this host's own, as ``host`` sees it."""
     address, _, own_port = endpoint.removeprefix("tcp://").rpartition(":")
-    if address.strip("[]") not in ("0.0.0.0", "::", "*"):
+    if address.strip("[]") not in (*WILDCARDS, "*"):
         return endpoint
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Nothing is sent: connecting a datagram socket only picks the interface towards the host.
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        own = probe.getsockname()[0]
+    own = address_towards(host, port)
     return f"tcp://[{own}]:{own_port}" if ":" in own else f"tcp://{own}:{own_port}"
+
+
+def address_towards(host: str, port: int = 9) -> str:
+    """The address of this host from which another one is reached.
+
+    Raises:
+        ConfigError: no address of this host reaches it.
+    """
+    try:
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        # Connecting a datagram socket sends nothing; it only consults the routing table.
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"no address of this host reaches {host}: {error}") from None
+
+
+def own_address(bind: str, facing: str) -> str:
+    """What a socket of this host binds for ``launch.bind``, which may be the address of another host.
+
+    Args:
+        bind: the setting, which all hosts of a run share.
+        facing: host of the run's Redis.
+
+    Raises:
+        ConfigError: no address of this host reaches ``facing``.
+    """
+    mine = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+    if bind in mine or bind in WILDCARDS or is_loopback(bind):
+        return bind
+    return address_towards(facing)
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface that holds an address of this host; names differ between hosts.
+
+    Raises:
+        ConfigError: none does.
+    """
+    found = psutil.net_if_addrs()
+    for name, entries in found.items():
+        # A link-local IPv6 address carries its interface: fe80::1%eth0.
+        if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in entries):
+            return name
+    if is_loopback(address):
+        return interface_of("127.0.0.1")
+    raise ConfigError(
+        f"no network interface of this host holds the address {address} (there are: {', '.join(found)})"
+    )
 
 
 def connect_dealer(
@@ -220,13 +330,4 @@ def local_address(interface: str, facing: str | None = None) -> str:
     mine = {entry.address for entries in addresses.values() for entry in entries}
     if interface in mine or wanted.is_loopback:
         return interface
-    family = socket.AF_INET6 if wanted.version == 6 else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket sends nothing; it only consults the routing table.
-        try:
-            probe.connect((facing or interface, 9))
-        except OSError as error:
-            raise ConfigError(
-                f"no address of this host reaches {facing or interface}: {error}"
-            ) from None
-        return str(probe.getsockname()[0])
+    return address_towards(facing or interface)

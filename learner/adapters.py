@@ -266,7 +266,7 @@ def require_same(kept: Mapping[str, Any], now: Mapping[str, Any], place: Path) -
             )
     raise DataError(
         f"{place} has adapters of a base model with the digest {before.get('base')}, and the weights in "
-        f"model.path have {here['base']}: put the weights back with which the run was started, or start over "
+        f"model.path have {here['base']}: put back the weights that the run was started with, or start over "
         f"with --fresh"
     )
 

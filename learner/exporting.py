@@ -5,6 +5,7 @@ The run may go on meanwhile: the checkpoint that is read stays as long as it is 
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -12,11 +13,14 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+from ..common import disk
 from ..common.config import Config
 from ..common.errors import DataError
 from ..common.models import load_model, resolve
@@ -73,13 +77,28 @@ class Metric:
         return cls(name=name.removeprefix("eval/"), smallest=way == "min")
 
     def values(self, folder: RunFolder) -> dict[int, float]:
-        """The run's last value of each step that has one."""
-        found = {}
+        """The run's last value of each step that has one.
+
+        Raises:
+            DataError: no step has any, and another name is like it.
+        """
+        found: dict[int, float] = {}
+        names: set[str] = set()
         for record in read_parts(folder.metrics, log.warning):
+            names |= record.keys()
             value = record.get(f"eval/{self.name}", record.get(self.name))
             if isinstance(value, int | float) and math.isfinite(value):
                 found[int(record.get("step", 0))] = float(value)
+        if not found:
+            near = self._nearest({name.removeprefix("eval/") for name in names})
+            if near:
+                raise DataError(f"no step has the metric {self.name} (did you mean {near}?)")
         return found
+
+    def _nearest(self, names: set[str]) -> str:
+        """The name that is most like this one, of all that a run has; empty if none is."""
+        ends = sorted(name for name in names if name.rpartition("/")[2] == self.name)
+        return next(iter(ends or get_close_matches(self.name, sorted(names), n=1)), "")
 
     def best(self, values: Mapping[int, float]) -> int:
         """The step with the best value, the first of equal ones."""
@@ -155,7 +174,7 @@ def _write(checkpoint: Checkpoint, config: Config, place: Path, shard: int | str
     stored = set(files.names) - trained.keys()
     if unknown := stored - dict(model.named_parameters()).keys():
         raise DataError(
-            f"{checkpoint.folder} isn't of the model in model.path={config.model.path}, which has no {min(unknown)}"
+            f"{checkpoint.folder} doesn't belong to the model in model.path={config.model.path}, which has no {min(unknown)}"
         )
 
     @contextmanager
@@ -165,15 +184,44 @@ def _write(checkpoint: Checkpoint, config: Config, place: Path, shard: int | str
 
     base = Path(resolve(config.model.path))
     tensors = entries(model, adapters, trained, whole)
-    write_model(model, tensors, place, base, config.model.dtype, shard)
-    if adapters is not None:
-        write_adapters(adapters, trained, place, base)
+    with _writing(place):
+        write_model(model, tensors, place, base, config.model.dtype, shard)
+        if adapters is not None:
+            with _both_or_none(place):
+                write_adapters(adapters, trained, place, base)
+
+
+@contextmanager
+def _writing(place: Path) -> Iterator[None]:
+    """Tells in one message why a folder can't be written."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        way_out = "look at its permissions"
+        # safetensors says it in words.
+        if disk.is_full(error) or os.strerror(errno.ENOSPC) in why:
+            free = disk.free_bytes(place) / 1e6
+            way_out = f"make room (a model needs twice its size, and {free:,.1f} MB are free)"
+        raise DataError(
+            f"{place} can't be written: {why}: {way_out}, or name another place with --out"
+        ) from None
+
+
+@contextmanager
+def _both_or_none(model: Path) -> Iterator[None]:
+    """Removes a model whose adapters can't be written beside it."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(model)
+        raise
 
 
 def _require_free(place: Path, *, adapters: bool) -> None:
     for one in [place, adapter_folder(place)][: 1 + adapters]:
         if one.exists():
-            raise DataError(f"{one} is there already: name another folder with --out")
+            raise DataError(f"{one} already exists: name another folder with --out")
 
 
 def _none(checkpoints: Checkpoints, step: int | None) -> str:
@@ -197,7 +245,7 @@ def _best_step(
         found = f"it was measured at step {_shown(values)}" if values else "no step has it"
         raise DataError(
             f"no checkpoint is of a step with the metric {metric.name}: {found}, and the checkpoints are of step "
-            f"{_shown(kept) or 'none'}. With evaluate.best={metric.name} a run keeps its best model"
+            f"{_shown(kept) or 'none'}. With evaluate.best a run keeps the best model by a figure of its evaluations"
         )
     step = metric.best(measured)
     return step, f"{metric.name} is {values[step]:.6g} there.{_better(metric, values, step)}"
@@ -225,18 +273,16 @@ def _best_model(
 
     adapter = adapter_folder(folder.best)
     _require_free(out, adapters=adapter.is_dir())
-    write_folder(out, lambda staging: copy(folder.best, staging))
-    if adapter.is_dir():
-        try:
-            write_folder(adapter_folder(out), lambda staging: copy(adapter, staging))
-        except BaseException:
-            shutil.rmtree(out)
-            raise
+    with _writing(out):
+        write_folder(out, lambda staging: copy(folder.best, staging))
+        if adapter.is_dir():
+            with _both_or_none(out):
+                write_folder(adapter_folder(out), lambda staging: copy(adapter, staging))
     return Exported(step=step, place=out, note=note)
 
 
 def _better(metric: Metric, values: Mapping[int, float], step: int) -> str:
-    """What is said if the run had a better value at another step."""
+    """A sentence about a better value that the run had at another step, if it had one."""
     if not values:
         return ""
     top = metric.best(values)

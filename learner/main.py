@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import torch
@@ -20,8 +21,9 @@ from .engine.memory import MemoryWatch, load_libraries
 from .loop.stop_signal import StopSignal
 from .loop.trainer import Trainer
 from .ranks import Leader, follow
-from .rendezvous import device_of, process_group
+from .rendezvous import Seat, device_of, process_group
 from .resume.checkpoints import what_is_left
+from .resume.far_files import CheckpointFiles
 from .updates.updates import Updates
 
 
@@ -31,36 +33,60 @@ def main(
     *,
     name: str,
     folder: RunFolder | None,
-    rank: int = 0,
-    world_size: int = 1,
-    master_port: int | None = None,
+    seat: Seat | None = None,
+    scratch: Path | None = None,
 ) -> int:
     """Runs one rank of the learner; returns the exit code.
 
     Returns 0 when the run is finished, and after SIGTERM, once the current step is done and a
     checkpoint is written.
 
+    Args:
+        join: how to join the run.
+        config: the run's config.
+        name: member id.
+        folder: the run's folder, which rank 0 must have.
+        seat: this rank's place; None = it is alone.
+        scratch: a folder of this host's for what a rank without the run's folder keeps for a while.
+
     Raises:
         TandemError: the run can't go on; the message says why.
     """
-    if folder is None:
-        raise DataError("the learner keeps journal and checkpoints in the run's folder: give it")
-    stop = StopSignal(heed=rank == 0)
-    device = prepare(config, rank)
-    with process_group(rank, world_size, master_port):
-        updates = build(config, device, folder.reference)
+    seat = seat or Seat()
+    if folder is None and seat.rank == 0:
+        raise DataError(
+            "the learner keeps its journal and checkpoints in the run's folder: give --run DIR"
+        )
+    place = folder.path if folder is not None else scratch or Path(tempfile.gettempdir())
+    stop = StopSignal(heed=seat.rank == 0)
+    device = prepare(config, seat.local_rank)
+    with process_group(seat):
+        updates = build(config, device, folder.reference if folder else place / "reference")
+        files = CheckpointFiles.agreed(
+            config.learner.checkpoints,
+            folder.checkpoints if folder is not None and seat.rank == 0 else None,
+            place,
+            local_rank=seat.local_rank,
+            several_hosts=config.learner.hosts > 1,
+        )
         with telling_parts(updates.engine.memory.parts):
-            if rank == 0:
-                _lead(join, config, name, folder, updates, stop)
+            if folder is not None and seat.rank == 0:
+                _lead(join, config, name, folder, updates, files, stop)
             else:
-                follow(updates.engine, updates)
+                follow(updates.engine, updates, files)
     return 0
 
 
 def _lead(
-    join: JoinInfo, config: Config, name: str, folder: RunFolder, updates: Updates, stop: StopSignal
+    join: JoinInfo,
+    config: Config,
+    name: str,
+    folder: RunFolder,
+    updates: Updates,
+    files: CheckpointFiles,
+    stop: StopSignal,
 ) -> None:
-    leader = Leader(updates.engine, updates)
+    leader = Leader(updates.engine, updates, files)
     store = connect(join, name=name)
     try:
         Trainer(store, join, config, name, folder, leader, stop).run()
@@ -77,11 +103,11 @@ def _lead(
     leader.stop()
 
 
-def prepare(config: Config, rank: int) -> torch.device:
+def prepare(config: Config, local_rank: int) -> torch.device:
     """Sets this process up as a rank of the learner; returns its device."""
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
-    device = device_of(rank)
+    device = device_of(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device

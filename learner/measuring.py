@@ -35,7 +35,7 @@ from ..common.records import (
     VersionSpan,
 )
 from .main import build, prepare
-from .rendezvous import process_group
+from .rendezvous import Seat, process_group
 from .rows.groups import MixedGroup
 from .updates.updates import Updates
 
@@ -224,7 +224,7 @@ def measure(config: Config) -> Measured:
     """
     own = alone(config)
     device = prepare(own, 0)
-    with process_group(0, 1, None):
+    with process_group(Seat()):
         with telling_parts(dict):
             updates = build(own, device, None)
         with telling_parts(updates.engine.memory.parts):

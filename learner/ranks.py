@@ -33,6 +33,7 @@ from .orders import (
     read_order,
 )
 from .rendezvous import broadcast_bytes
+from .resume.far_files import CheckpointFiles
 from .rows.groups import MixedGroup
 from .scored import score
 from .updates.updates import StepOutcome, Updates
@@ -44,9 +45,12 @@ IDLE_SECONDS = 20.0
 class Leader:
     """Rank 0's view of all ranks. To be used by one thread, except for the signs of life."""
 
-    def __init__(self, engine: DeepSpeedEngine, updates: Updates) -> None:
+    def __init__(
+        self, engine: DeepSpeedEngine, updates: Updates, files: CheckpointFiles | None = None
+    ) -> None:
         self.engine = engine
         self._updates = updates
+        self._files = files or CheckpointFiles()
         self._alone = engine.world_size == 1
 
     def train(
@@ -75,14 +79,16 @@ class Leader:
     def save(self, folder: Path) -> None:
         """Writes a checkpoint's engine part on all ranks."""
         self._tell(Save(folder=str(folder)))
-        self.engine.save(folder, self._updates.state())
+        with self._files.writing(folder) as place:
+            self.engine.save(place, self._updates.state())
         # All ranks' files are there once all have answered.
         self.engine.barrier()
 
     def load(self, folder: Path) -> None:
         """Reads a checkpoint's engine part on all ranks."""
         self._tell(Load(folder=str(folder)))
-        self._updates.restore(self.engine.load(folder))
+        with self._files.reading(folder) as place:
+            self._updates.restore(self.engine.load(place))
 
     def export(self, folder: Path, base: Path | None) -> None:
         self._tell(Export(folder=str(folder)))
@@ -130,8 +136,9 @@ class Leader:
             broadcast_bytes(order.pack())
 
 
-def follow(engine: DeepSpeedEngine, updates: Updates) -> None:
+def follow(engine: DeepSpeedEngine, updates: Updates, files: CheckpointFiles | None = None) -> None:
     """Follows the orders of rank 0 until it says stop."""
+    files = files or CheckpointFiles()
     while True:
         match read_order(broadcast_bytes(None)):
             case Train() as order:
@@ -146,10 +153,12 @@ def follow(engine: DeepSpeedEngine, updates: Updates) -> None:
             case Compare() as order:
                 updates.compare(order.step, None)
             case Save() as order:
-                engine.save(Path(order.folder), updates.state())
+                with files.writing(Path(order.folder)) as place:
+                    engine.save(place, updates.state())
                 engine.barrier()
             case Load() as order:
-                updates.restore(engine.load(Path(order.folder)))
+                with files.reading(Path(order.folder)) as place:
+                    updates.restore(engine.load(place))
             case Export() as order:
                 engine.export(Path(order.folder), None)
             case Parameters():

@@ -1,4 +1,9 @@
-"""Brings the learner's ranks together without a socket that listens beyond loopback."""
+"""Brings the learner's ranks together, on one host or several, without a socket that listens on all addresses.
+
+Rank 0's store listens on loopback, or on the one private address of the head that all hosts reach, and only until
+every rank has come: nobody who comes later is let in. Neither the store nor gloo and NCCL have credentials, so a
+learner on several hosts needs a private network (docs/hosts.md).
+"""
 
 from __future__ import annotations
 
@@ -6,87 +11,138 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from ..common.errors import ConfigError
+from ..common.sockets import address_towards, interface_of
 
-ADDRESS = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=10)
 """A rank that waits longer than this for another gives up; rank 0 sends signs of life while it waits."""
 
 
-def _store(rank: int, world_size: int, port: int | None) -> dist.Store:
-    if world_size == 1:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """The place of this process among the learner's ranks."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    """Its place among the ranks of its host."""
+    address: str = LOOPBACK
+    """Where rank 0's store listens."""
+    port: int | None = None
+    """The store's port; needed with more than one rank."""
+    agent_store: str | None = None
+    """torchrun's own store listens there, and the ranks use this prefix in it; None = rank 0 makes the store."""
+
+
+def _store(seat: Seat) -> tuple[dist.Store, int | None]:
+    """The ranks' store, and the descriptor at which it listens if it is here."""
+    if seat.world_size == 1:
         # A single rank meets nobody and needs no socket.
-        return dist.HashStore()
-    if port is None:
-        raise ConfigError(f"learner.ranks={world_size} needs the port at which the ranks meet")
+        return dist.HashStore(), None
+    if seat.port is None:
+        raise ConfigError(f"learner.ranks={seat.world_size} needs the port at which the ranks meet")
+    if seat.agent_store is not None:
+        store = dist.TCPStore(seat.address, seat.port, is_master=False, timeout=TIMEOUT)
+        return dist.PrefixStore(seat.agent_store, store), None
     listener = None
-    if rank == 0:
+    if seat.rank == 0:
         # By itself, TCPStore listens on every address of the host.
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        family = socket.AF_INET6 if ":" in seat.address else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((ADDRESS, port))
+            listener.bind((seat.address, seat.port))
         except OSError as error:
             listener.close()
             raise ConfigError(
-                f"port {port} of {ADDRESS}, where the learner's ranks meet, can't be bound: {error}"
+                f"port {seat.port} of {seat.address}, where the learner's ranks meet, can't be bound: {error}"
             ) from None
-        listener.listen(world_size + 8)
-    return dist.TCPStore(
-        ADDRESS,
-        port,
-        world_size,
-        rank == 0,
+        listener.listen(seat.world_size + 8)
+    # The store takes over the socket, so it must not be closed here.
+    descriptor = None if listener is None else listener.detach()
+    store = dist.TCPStore(
+        seat.address,
+        seat.port,
+        seat.world_size,
+        seat.rank == 0,
         timeout=TIMEOUT,
-        # The store takes over the socket, so it must not be closed here.
-        master_listen_fd=None if listener is None else listener.detach(),
+        master_listen_fd=descriptor,
     )
+    return store, descriptor
 
 
-def device_of(rank: int) -> torch.device:
-    """``cuda:<rank>`` if there are GPUs, else the CPU."""
+def _stop_listening(descriptor: int) -> None:
+    """Puts a socket that nobody can connect to in the place of the store's own.
+
+    The store can't be told to stop listening. The ranks' connections to it stay.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as nothing:
+        os.dup2(nothing.fileno(), descriptor, inheritable=False)
+
+
+def device_of(local_rank: int) -> torch.device:
+    """``cuda:<local rank>`` if there are GPUs, else the CPU."""
     if torch.cuda.is_available():
-        return torch.device("cuda", rank % torch.cuda.device_count())
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
     return torch.device("cpu")
 
 
-def variables(rank: int, world_size: int, port: int | None) -> dict[str, str]:
+def variables(seat: Seat) -> dict[str, str]:
     """The environment variables that DeepSpeed reads instead of asking torch."""
     # DeepSpeed takes LOCAL_RANK for the number of the GPU. In a run each rank sees its own one alone.
-    gpu = device_of(rank).index
+    gpu = device_of(seat.local_rank).index
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank if gpu is None else gpu),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": ADDRESS,
-        "MASTER_PORT": str(port or 0),
+        "RANK": str(seat.rank),
+        "LOCAL_RANK": str(seat.local_rank if gpu is None else gpu),
+        "WORLD_SIZE": str(seat.world_size),
+        "MASTER_ADDR": seat.address,
+        "MASTER_PORT": str(seat.port or 0),
     }
 
 
+def interfaces(seat: Seat) -> dict[str, str]:
+    """The variables that bind gloo and NCCL to the interface from which this host reaches rank 0.
+
+    By themselves they take the address of the host's name, which is often one of loopback.
+
+    Raises:
+        ConfigError: no address of this host reaches it, or no interface holds that address.
+    """
+    name = interface_of(address_towards(seat.address) if seat.world_size > 1 else LOOPBACK)
+    # NCCL takes a bare name for a prefix.
+    nccl = {"NCCL_SOCKET_IFNAME": f"={name}"} if torch.cuda.is_available() else {}
+    return {"GLOO_SOCKET_IFNAME": name, **nccl}
+
+
 @contextmanager
-def process_group(rank: int, world_size: int, port: int | None) -> Iterator[None]:
+def process_group(seat: Seat) -> Iterator[None]:
     """The default process group: gloo for CPU tensors, and NCCL for CUDA tensors if there are GPUs.
 
     Raises:
-        ConfigError: the port is missing or taken.
+        ConfigError: the port is missing or taken, or no interface of this host reaches rank 0.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if torch.cuda.is_available():
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    os.environ.update(variables(rank, world_size, port))
+    for variable, name in interfaces(seat).items():
+        os.environ.setdefault(variable, name)
+    os.environ.update(variables(seat))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    store, descriptor = _store(seat)
     dist.init_process_group(
         backend,
-        store=_store(rank, world_size, port),
-        rank=rank,
-        world_size=world_size,
+        store=store,
+        rank=seat.rank,
+        world_size=seat.world_size,
         timeout=TIMEOUT,
     )
+    if descriptor is not None and backend == "gloo":
+        # NCCL's watchdog may open a connection of its own later.
+        _stop_listening(descriptor)
     try:
         yield
     finally:

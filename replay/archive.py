@@ -118,7 +118,7 @@ class ArchivedGroup:
     group: Group
     """The group; its samples are the own rows."""
     traces: tuple[ExpertTrace, ...]
-    """Its expert rows."""
+    """Expert rows of the group."""
     replaced: tuple[Sample, ...]
     """Own samples that traces have replaced."""
     row: Mapping[str, Any] | None
@@ -179,7 +179,7 @@ class ArchivedStep:
     """The file's row group; a step's groups are in one."""
 
     def read(self) -> Iterator[ArchivedGroup]:
-        """Its groups, in order."""
+        """Yields the step's groups, in order."""
         return (one for one in read(self.path, self.part) if one.step == self.step)
 
 

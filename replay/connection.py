@@ -15,12 +15,12 @@ from importlib import resources
 from typing import Any, TypeVar
 
 import redis
-from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     BusyLoadingError,
     DataError,
+    NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
     RedisError,
@@ -28,12 +28,12 @@ from redis.exceptions import (
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
-from redis.retry import Retry
 
 from ..common import disk
 from ..common.errors import FencedError, RefusedError, StoreError
 from ..common.run_folder import JoinInfo
 from ..common.waiting import Wait
+from .reaching import make_client, refusal
 
 log = logging.getLogger("tandem.replay")
 
@@ -331,6 +331,12 @@ def readable_error(error: Exception, address: str = "Redis") -> Exception:
         return FencedError(rest)
     if word == "REFUSED":
         return RefusedError(rest)
+    in_script = "can't run this command" in text or "ACL failure" in text
+    if in_script or isinstance(error, NoPermissionError):
+        return StoreError(
+            f"Redis at {address} doesn't permit a command to this user ({text}): docs/redis.md has the "
+            f"ACL rule that a run needs"
+        )
     return StoreError(f"Redis at {address} answered with an error: {text}")
 
 
@@ -351,37 +357,26 @@ def connect(join: JoinInfo, *, deadline: float = 30.0, name: str = "") -> Store:
     """Connects to the run's Redis, waiting up to ``deadline`` seconds for it to come up.
 
     Raises:
-        StoreError: it never came up, refused the password (raised at once), is older than 6.2, or
-            would evict keys when full.
+        StoreError: it never came up, refused the password or the certificate, or its own certificate
+            can't be trusted (raised at once); it is older than 6.2, or would evict keys when full.
     """
-    client = redis.Redis(
-        host=join.host,
-        port=join.port,
-        db=join.db,
-        username=join.username,
-        password=join.password,
-        ssl=join.tls,
-        protocol=2,
-        decode_responses=False,
-        socket_connect_timeout=5.0,
-        socket_timeout=SOCKET_TIMEOUT,
-        socket_keepalive=True,
-        health_check_interval=0,
-        retry=Retry(NoBackoff(), 0),
-        client_name=f"tandem:{name}" if name else None,
-    )
+    client = make_client(join, timeout=SOCKET_TIMEOUT, name=name)
     store = Store(client, join, name)
-    info = store.persist("first contact", lambda: _info(client), deadline)
-    _check_server(info, store.address)
+
+    def first_contact() -> dict[str, Any]:
+        pipeline = client.pipeline(transaction=False)
+        pipeline.info("server")
+        pipeline.info("memory")
+        try:
+            server, memory = pipeline.execute()
+        except RedisConnectionError as error:
+            if why := refusal(error, join):
+                raise StoreError(why) from None
+            raise
+        return {**server, **memory}
+
+    _check_server(store.persist("first contact", first_contact, deadline), store.address)
     return store
-
-
-def _info(client: redis.Redis) -> dict[str, Any]:
-    pipeline = client.pipeline(transaction=False)
-    pipeline.info("server")
-    pipeline.info("memory")
-    server, memory = pipeline.execute()
-    return {**server, **memory}
 
 
 def _check_server(info: dict[str, Any], address: str) -> None:

@@ -237,7 +237,7 @@ class Row(Record, frozen=True, kw_only=True, forbid_unknown_fields=False, rename
     short: bool
     """Whether it has fewer than B groups; only the last row of a run set in passes may."""
     ids: tuple[RowEntry, ...]
-    """Its groups, ascending by position."""
+    """Groups of the row, ascending by position."""
     quarantined: str = ""
     """Why it was not trained on; empty unless its loss or gradient wasn't finite."""
 
@@ -265,7 +265,7 @@ class Waiting(Record, frozen=True, kw_only=True):
     group_id: str
     """The first group that is missing."""
     state: str
-    """Its state: ``admitted`` or ``leased``."""
+    """State of that group: ``admitted`` or ``leased``."""
     worker: str
     """The worker that holds it, or held it last."""
     reason: str

@@ -57,7 +57,7 @@ class Limits:
     group_size: int = 1
     """G."""
     seed: int = 0
-    """Of the run; keys what :func:`~tandem.replay.mixing.mix` draws."""
+    """The run's seed, which keys what :func:`~tandem.replay.mixing.mix` draws."""
     traces_when: str = "always"
     """``always`` or ``all_failed``: when traces are rows of their groups."""
     least_verdicts: int = 2
@@ -71,7 +71,7 @@ class Limits:
 def rank(place: float, live: Iterable[float]) -> int:
     """r: places of live ids (leased, expired, graded) before this one's.
 
-    An id stands at its own number, unless it was put back: see :func:`place_behind`.
+    An id is at its own number, unless it was put back: see :func:`place_behind`.
 
     >>> rank(7, live={3, 5, 9})
     2
@@ -89,7 +89,7 @@ def next_to_lease(returned: Mapping[int, float], cursor: int) -> int:
 
 
 def place_behind(cursor: int, places: Iterable[float]) -> float:
-    """Where a dead letter that is put back stands among the groups on their way.
+    """The place of a dead letter that is put back, among the groups on their way.
 
     Groups are ordered by their serials. One that is put back comes behind all of them, and before
     the next that was never leased (the cursor): in front, it would raise the ranks of groups that
@@ -224,7 +224,7 @@ class Release(StrEnum):
 
 
 def counts_as_failed(why: Release) -> bool:
-    """Whether it counts towards ``max_attempts``: a drain and a revocation are no group's fault.
+    """Whether it counts towards ``max_attempts``: a drain or a revocation isn't the group's fault.
 
     An outage has no entry: deadlines move on over it, so that nothing expires.
     """
@@ -232,7 +232,7 @@ def counts_as_failed(why: Release) -> bool:
 
 
 def is_given_up(failures: int, max_attempts: int) -> bool:
-    """Whether a group with so many failed attempts is rejected and listed."""
+    """Whether a group with this number of failed attempts is rejected and listed."""
     return failures >= max_attempts
 
 
@@ -250,7 +250,7 @@ def commit_verdict(
     least_verdicts: int,
     payload_is_there: bool,
 ) -> tuple[Verdict, str]:
-    """What is said of a commit, and why where that is ``rejected``.
+    """The verdict on a commit, and the reason if it is ``rejected``.
 
     All but ``resend`` are final: nobody sends such a commit again. An expired attempt that
     nobody has leased again still commits.
@@ -350,11 +350,11 @@ def is_fenced(held: int, term: int) -> bool:
 def reasserted(
     step: int, journalled: int, *, same: bool, elsewhere: bool
 ) -> Literal["known", "lost", "gap", "another history"]:
-    """What a row of the journal is to Redis. Only a ``lost`` one is written.
+    """How a row of the journal relates to what Redis has. Only a ``lost`` row is written.
 
     Args:
         same: Redis's own row of that step is the same, or was let go.
-        elsewhere: a group of it stands in another row of Redis.
+        elsewhere: one of its groups is in another row of Redis.
     """
     if step <= journalled:
         return "known" if same else "another history"

@@ -3,124 +3,32 @@
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import msgspec
-from msgspec import structs
-
 from ..common import wire
 from ..common.errors import DataError, StoreError
-from ..common.plain import Record, damaged, read_json, read_object, read_record
-from ..common.records import ExpertTrace, Problem, Version
+from ..common.plain import damaged, read_json, read_object
+from ..common.records import ExpertTrace, Problem
 from ..common.sockets import CurveKeys, new_keys
 from . import problems as stored
 from .answers import text as read_text
-from .connection import DEADLINE, Command, Store, readable_error
+from .connection import DEADLINE, Command, readable_error
+from .evaluations import EvaluationStore
 from .ledger_records import WAY_OUT
 
 RunState = Literal["running", "draining", "finished", "failed"]
 
 STATES: tuple[RunState, ...] = ("running", "draining", "finished", "failed")
-CLAIM_SECONDS = 30.0
-"""An evaluation whose worker doesn't renew its claim for this long goes to another worker."""
-EVALUATION_FAILURES = 5
-"""Number of failed attempts after which an evaluation is given up."""
-FAILED_SECONDS = 2.0
-"""Time after a failed attempt during which nobody claims the evaluation."""
 PUT_BYTES = 4 << 20
 """Bytes per round trip while problems are put."""
 
 
-class EvaluationRequest(Record, frozen=True, kw_only=True):
-    """An evaluation for some rollout worker to make."""
-
-    id: str
-    """Unique in the run, such as ``heldout@50``."""
-    set_name: str
-    """Name of the held-out set."""
-    step: int
-    """The worker must hold this step's weights or newer ones."""
-    limit: int | None = None
-    """Use only this many problems, the first ones; None = all."""
-    temperature: float = 0.0
-    """Sampling temperature; 0 = greedy."""
-    samples: int = 1
-    """Responses per problem."""
-
-
-class EvaluationResult(Record, frozen=True, kw_only=True):
-    """The result of an evaluation."""
-
-    id: str
-    """Id of the request."""
-    set_name: str
-    """Name of the held-out set."""
-    step: int
-    """Step of the oldest weights that were actually used."""
-    accuracy: float
-    """Mean over problems and samples, 0 to 1."""
-    problems: int
-    """Number of problems."""
-    format_share: float
-    """Share of responses in the right form."""
-    mean_length: float
-    """Mean tokens per response."""
-    seconds: float
-    """Wall time in seconds."""
-    member: str
-    """The worker that made it."""
-    right_and_formed: float | None = None
-    """Share of responses that are correct and in the right form, if it is known."""
-    version: str = ""
-    """The weights that were actually used, ``term.step``; several, oldest first, if new ones came
-    during the evaluation."""
-    samples: int = 1
-    """Responses per problem (k of pass@k)."""
-    pass_rate: float | None = None
-    """pass@k: share of problems with at least one correct response."""
-    accuracy_by_source: dict[str, float] = msgspec.field(default_factory=dict)
-    """Accuracy by data source."""
-    pass_by_source: dict[str, float] = msgspec.field(default_factory=dict)
-    """pass@k by data source."""
-    problems_by_source: dict[str, int] = msgspec.field(default_factory=dict)
-    """Number of problems by data source."""
-
-    def classes(self) -> dict[str, float]:
-        """Shares of responses by form and answer, see :func:`four_classes`."""
-        return four_classes(self.accuracy, self.format_share, self.right_and_formed)
-
-
-def four_classes(accuracy: float, form: float, both: float | None) -> dict[str, float]:
-    """Shares of responses by form, then answer: ``11``, ``10``, ``01`` and ``00``.
-
-    ``10`` has the right form with a wrong answer, ``01`` the right answer in a wrong form. Empty if
-    one of the three shares isn't known.
-
-    Args:
-        accuracy: share of correct responses.
-        form: share in the right form.
-        both: share that is correct and in the right form.
-    """
-    if both is None or math.isnan(accuracy + form):
-        return {}
-    return {
-        "11": both,
-        "10": max(0.0, form - both),
-        "01": max(0.0, accuracy - both),
-        "00": max(0.0, 1.0 - form - accuracy + both),
-    }
-
-
-class RunStore:
+class RunStore(EvaluationStore):
     """Run-wide data that every role may read. Every method may be repeated safely."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
 
     # -- config and keys -------------------------------------------------------------------
 
@@ -250,91 +158,6 @@ class RunStore:
         """Names of the held-out sets, sorted."""
         return sorted(n.decode() for n in self.store.call("smembers", self.store.key("eval_sets")))
 
-    # -- evaluations -----------------------------------------------------------------------
-
-    # due -> claimed -> done, and back: claimed -> due (given back, or the claim has expired). After its
-    # last failed attempt an evaluation is given up, until it is asked for again.
-
-    def request_evaluation(self, request: EvaluationRequest, term: int) -> None:
-        """Asks for an evaluation; asking again for one that is due or done changes nothing.
-
-        Raises:
-            FencedError: a newer learner has taken over.
-        """
-        self.store.script("request_evaluation", request.id, request.step, _json(request), term)
-
-    def claim_evaluation(self, member: str, held: Version) -> EvaluationRequest | None:
-        """Claims the earliest evaluation that is due with the weights that the worker holds.
-
-        A claim expires after 30 s; see :meth:`renew_evaluation`.
-        """
-        raw = self.store.script("claim_evaluation", member, held.step, int(CLAIM_SECONDS * 1000))
-        return read_request(raw) if raw else None
-
-    def renew_evaluation(self, id_: str, member: str) -> bool:
-        """Keeps a claim for another 30 s; False if another worker has it now."""
-        return bool(self.store.script("renew_evaluation", id_, member, int(CLAIM_SECONDS * 1000)))
-
-    def give_back_evaluation(self, id_: str, member: str, *, reason: str, failed: bool) -> bool:
-        """Ends a claim without a result; False if another worker has it now.
-
-        Args:
-            id_: id of the evaluation.
-            member: the worker that has claimed it.
-            reason: why there is no result.
-            failed: whether the evaluation itself failed, which counts: after
-                :data:`EVALUATION_FAILURES` failures it is given up.
-        """
-        limits = EVALUATION_FAILURES, int(FAILED_SECONDS * 1000)
-        answer = self.store.script(
-            "give_back_evaluation", id_, member, reason[:2000], int(failed), *limits
-        )
-        return bool(answer)
-
-    def finish_evaluation(self, id_: str, result: EvaluationResult) -> bool:
-        """Stores the result unless there is one already; returns whether it was stored."""
-        return bool(self.store.script("finish_evaluation", id_, _json(result)))
-
-    def evaluation(self, id_: str) -> EvaluationResult | None:
-        """The result of one evaluation, if it is done."""
-        raw = self.store.call("hget", self.store.key("evaluation_results"), id_)
-        return read_result(raw) if raw else None
-
-    def evaluation_results(self, ids: Sequence[str]) -> dict[str, EvaluationResult]:
-        """Results of those of these evaluations that are done."""
-        if not ids:
-            return {}
-        raw = self.store.call("hmget", self.store.key("evaluation_results"), list(ids))
-        return {id_: read_result(text) for id_, text in zip(ids, raw, strict=True) if text}
-
-    def asked_evaluations(self) -> list[str]:
-        """Ids of all evaluations that were ever asked for, sorted."""
-        raw = self.store.call("hkeys", self.store.key("evaluations"))
-        return sorted(read_text(name, "an evaluation's id") for name in raw)
-
-    def given_up_evaluations(self) -> dict[str, str]:
-        """Ids of evaluations that failed too often, with the last attempt's reason."""
-        failures = self.store.call("hgetall", self.store.key("evaluation_failures"))
-        if not failures:
-            return {}
-        due = set(self.open_evaluations())
-        return {
-            id_: read_text(raw, f"the failures of evaluation {id_}").partition(" ")[2]
-            for name, raw in failures.items()
-            if (id_ := read_text(name, "an evaluation's id")) not in due
-        }
-
-    def evaluations(self) -> list[EvaluationResult]:
-        """All results, by step and set."""
-        raw = self.store.call("hvals", self.store.key("evaluation_results"))
-        results = [read_result(text) for text in raw]
-        return sorted(results, key=lambda result: (result.step, result.set_name, result.id))
-
-    def open_evaluations(self) -> list[str]:
-        """Ids of evaluations that were asked for and aren't done, by step."""
-        raw = self.store.call("zrange", self.store.key("evaluations_open"), 0, -1)
-        return [name.decode() for name in raw]
-
     # -- reports ---------------------------------------------------------------------------
 
     def report(self, member: str, stats: Mapping[str, Any]) -> None:
@@ -445,20 +268,6 @@ def read_state(raw: bytes) -> RunState:
         StoreError,
         WAY_OUT,
     )
-
-
-def read_request(raw: bytes) -> EvaluationRequest:
-    """Reads a request for an evaluation; raises ``StoreError`` if it isn't one."""
-    return read_record(EvaluationRequest, raw, "a request to evaluate", StoreError, WAY_OUT)
-
-
-def read_result(raw: bytes) -> EvaluationResult:
-    """Reads the result of an evaluation; raises ``StoreError`` if it isn't one."""
-    return read_record(EvaluationResult, raw, "the result of an evaluation", StoreError, WAY_OUT)
-
-
-def _json(record: Any) -> str:
-    return json.dumps(structs.asdict(record))
 
 
 def _trace_order(trace_id: str) -> tuple[str, int, str, int, str]:

@@ -69,7 +69,7 @@ class Address:
             parts = urllib.parse.urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise ValueError(f"url={url!r} is no address: {error}") from None
+            raise ValueError(f"url={url!r} isn't an address: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
             raise ValueError(f"url={url!r} should be http://HOST:PORT or https://HOST")
         if parts.username is not None or parts.password is not None:
@@ -140,7 +140,7 @@ class Exchange:
             return self._ask(headers)
         except (OSError, http.client.HTTPException, ValueError) as error:
             if self._aborted:
-                raise ExchangeError(f"no whole answer in {self.seconds:g} s") from None
+                raise ExchangeError(f"no complete answer within {self.seconds:g} s") from None
             again = not isinstance(error, ssl.SSLCertVerificationError)
             raise ExchangeError(_in_words(error, self.seconds), again=again) from None
         finally:
@@ -188,7 +188,7 @@ class Exchange:
                 if len(received) > MAX_BYTES:
                     raise ExchangeError(f"its answer is longer than {MAX_BYTES:,} bytes")
         if self._aborted or (answer.length or 0) > 0:
-            raise ConnectionResetError("it ended in the midst of its answer")
+            raise ConnectionResetError("it ended in the middle of its answer")
         if answer.status == 200:
             return bytes(received)
         raise _refused(answer, bytes(received))

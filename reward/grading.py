@@ -43,7 +43,6 @@ from .reading.extraction import MAX_ANSWER
 
 logger = logging.getLogger("tandem.reward")
 
-
 SOLVED = 1.0
 """Reward from which an episode without a gold answer counts as right."""
 Done = Callable[[list[Grade]], None]
@@ -141,11 +140,10 @@ class Grader:
         return self._scorer.needs_verdict
 
     # --- for the owner of an event loop --------------------------------------------------------
-
     @property
     def limits(self) -> list[str]:
         """What confines the graders besides rlimits; empty until they have started."""
-        return [limit for processes in self._sets for limit in processes.limits]
+        return [limit for one in self._sets for limit in one.limits]
 
     def grader_pids(self) -> list[int]:
         """Process ids of the live graders, including those that run code."""
@@ -244,8 +242,8 @@ class Grader:
 
                 return finish
 
-            for indices in groups.values():
-                self._begin([items[index] for index in indices], into(indices))
+            for numbers in groups.values():
+                self._begin([items[index] for index in numbers], into(numbers))
             self._wait(lambda: all(g is not None for g in grades), f"{len(items)} texts")
             return [g for g in grades if g is not None]
 
@@ -260,21 +258,29 @@ class Grader:
     def unreadable_golds(self, golds: Sequence[str]) -> set[str]:
         """The gold answers that can't be read, or not within the graders' limits."""
         bad = (Verdict.GOLD_UNPARSABLE, Verdict.TIMEOUT, Verdict.MEMORY)
+        # With an empty answer, the process only says whether the gold answer can be read.
+        verdicts = self._compared([(None, gold) for gold in golds], "gold answers")
+        return {gold for gold, verdict in zip(golds, verdicts, strict=True) if verdict in bad}
+
+    def same_answers(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
+        """For each pair of answers, whether the first is right if the second is the gold answer."""
+        return [one is Verdict.CORRECT for one in self._compared(pairs, "pairs of answers")]
+
+    def _compared(self, pairs: Sequence[tuple[str | None, str]], what: str) -> list[Verdict]:
         with self._lock:
-            verdicts: dict[str, Verdict] = {}
+            verdicts: dict[int, Verdict] = {}
 
-            def into(gold: str) -> Callable[[Verdict, float, bool], None]:
-                return lambda verdict, seconds, cached: verdicts.update({gold: verdict})
+            def into(index: int) -> Callable[[Verdict, float, bool], None]:
+                return lambda verdict, *_: verdicts.update({index: verdict})
 
-            for gold in golds:
-                # With an empty answer, the process only says whether the gold answer can be read.
-                decided = decide(None, gold, self.mode)
+            for index, (answer, gold) in enumerate(pairs):
+                decided = decide(answer, gold, self.mode)
                 if decided is not None:
-                    verdicts[gold] = decided.verdict
+                    verdicts[index] = decided.verdict
                 else:
-                    self._verdicts.ask("", read_gold(gold).text, into(gold))
-            self._wait(lambda: len(verdicts) == len(set(golds)), f"{len(golds)} gold answers")
-            return {gold for gold, verdict in verdicts.items() if verdict in bad}
+                    self._verdicts.ask(answer or "", read_gold(gold).text, into(index))
+            self._wait(lambda: len(verdicts) == len(pairs), f"{len(pairs)} {what}")
+            return [verdicts[index] for index in range(len(pairs))]
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Pumps until ``ready``, which is called at least once a second.

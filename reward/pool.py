@@ -25,7 +25,14 @@ from ..common.config import Config
 from ..common.errors import StoreError, WireError
 from ..common.records import Group, GroupReceipt, GroupSubmission
 from ..common.run_folder import JoinInfo, RunFolder
-from ..common.sockets import Authenticator, bind_router, is_loopback, new_keys, reachable
+from ..common.sockets import (
+    Authenticator,
+    bind_router,
+    is_loopback,
+    new_keys,
+    own_address,
+    reachable,
+)
 from ..common.telemetry import Clock
 from ..common.waiting import Wait
 from ..replay.connection import Store, connect
@@ -253,7 +260,8 @@ def _serve(join: JoinInfo, config: Config, store: Store, grader: Grader, name: s
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     os.set_blocking(wake_read, False)
-    router, bound = bind_router(context, config.launch.bind, keys)
+    own = own_address(config.launch.bind, join.host)
+    router, bound = bind_router(context, own, keys, config.launch.port_range)
     router.setsockopt(zmq.LINGER, LINGER_MS)
     host = sockets_of_the_system.gethostname()
     restarts: list[Restart] = []

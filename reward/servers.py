@@ -88,7 +88,7 @@ class _Attempt:
     asked: list[_Asked]
     due: float
     over: bool = False
-    """Whether its questions have gone on without it."""
+    """Whether nobody waits for its answer any more."""
 
 
 @dataclass(slots=True)
@@ -195,7 +195,7 @@ class Server:
         for attempt in [one for one in self._attempts if now >= one.due]:
             attempt.exchange.abort()
             self._end(attempt)
-            late = ExchangeError(f"no whole answer in {self.asking.seconds:g} s")
+            late = ExchangeError(f"no complete answer within {self.asking.seconds:g} s")
             self._failed(attempt, late, now)
         while self._later and self._later[0][0] <= now:
             self._queue.append(heapq.heappop(self._later)[2])

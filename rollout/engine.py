@@ -11,7 +11,8 @@ The contract:
   log-prob at temperature 1, since a distribution with a single outcome carries no information.
 - A sample's tokens depend on the weights, the prompt, the prefix and the sampling parameters,
   and, if the engine has ``keyed_noise``, on ``(seed, group id, sample, position)``: never on
-  what else is in the batch, on the worker or on time.
+  what else is in the batch, on the worker or on time. A request's ``noise`` stands for its group's id
+  there.
 - Weights change **between token steps**. Samples keep their tokens, and their spans say which
   version sampled which tokens.
 - Closing the iterator of :meth:`Engine.generate` aborts what is left of its groups.
@@ -19,7 +20,8 @@ The contract:
 An engine may have more attributes. ``weights_device``: the GPU through which new weights pass on
 their way to host memory if NCCL carries them. ``processes``: those that it runs beside the worker's own, as
 ``psutil.Process``, whose memory is reported with the worker's. ``exhausted``: the error with which a token step
-ran out of memory, or None; the worker ends with it. If an engine is also a :class:`Scorer`, every version
+ran out of memory, or None; the worker ends with it. ``context``: greatest number of tokens of prompt and response
+together. If an engine is also a :class:`Scorer`, every version
 that it loads is checked; both engines above are.
 """
 
@@ -77,9 +79,14 @@ class GroupRequest:
     longest: int | None = None
     """Greatest number of tokens in a response, including its prefix; None = its prefix plus
     ``sampling.max_new_tokens``."""
+    noise: str | None = None
+    """Keys the noise in place of the group's id, so that equal requests have equal samples. An engine without
+    ``keyed_noise`` then seeds its own generators, or ignores it."""
     urgent: bool = False
     """Whether it begins before all waiting groups, even above the engine's limit of running samples.
     Meant for the few short samples of a check; an engine may ignore it."""
+    prompt_text: str = ""
+    """The prompt as text, for a server that takes no tokens; an engine ignores it."""
     task: Task | None = None
     """What to play in an environment (:mod:`tandem.rollout.player`); an engine never gets such a request."""
 
@@ -115,6 +122,18 @@ class FinishedGroup:
     """``[P]`` what all episodes of a group began with; None = the request's own prompt."""
     prompt_text: str | None = None
     """The same as text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Likeliest:
+    """What a model gives the tokens of a row, except the first, and the most likely tokens in their places."""
+
+    own: Float32Array
+    """``[S - 1]`` nats: log-probs of the row's own tokens."""
+    tokens: Int32Array
+    """``[S - 1, K]`` the most likely tokens, the likeliest first."""
+    logprobs: Float32Array
+    """``[S - 1, K]`` nats: theirs. Where one is the row's own token, exactly its log-prob."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +295,24 @@ class Scorer(Protocol):
 
         Returns:
             For each row ``[S - 1]`` nats, for every token but the first, given those before it.
+
+        Raises:
+            TandemError: the engine can't score them.
+        """
+        ...
+
+
+@runtime_checkable
+class Ranker(Protocol):
+    """The additional method that an engine needs to tell clients the log-probs of prompts."""
+
+    async def rank(self, rows: Sequence[Int32Array], count: int) -> list[Likeliest]:
+        """Log-probs, at temperature 1 over the whole vocabulary, of the tokens of some rows and of the most
+        likely tokens in their places, computed as in :meth:`Scorer.score`.
+
+        Args:
+            rows: ``[S]`` token ids each, at least two and fewer than the model's context.
+            count: K, from 1 to 20.
 
         Raises:
             TandemError: the engine can't score them.

@@ -200,7 +200,7 @@ def _imported(
         engine = factory(model, rollout, max_rows=max_rows, lora=lora)
     if not isinstance(engine, Engine):
         raise ConfigError(
-            f"rollout.engine={path} made a {type(engine).__name__}, which is no Engine: it lacks "
+            f"rollout.engine={path} made a {type(engine).__name__}, which isn't an Engine: it lacks "
             f"{', '.join(name for name in _METHODS if not hasattr(engine, name))}"
         )
     return engine

@@ -62,7 +62,7 @@ async def _main(join: JoinInfo, config: Config, name: str) -> int:
         )
         # The engine has fetched the model by now, if it comes from a hub.
         base = await asyncio.to_thread(base_of, config.model, config.learner.lora)
-        if not await _start(engine, stop):
+        if not await start(engine, stop):
             log.info(f"{name} was asked to end before its engine was ready")
             return 0
         return await Worker(config, name, store, client, engine, stop, redis, base).run()
@@ -70,7 +70,7 @@ async def _main(join: JoinInfo, config: Config, name: str) -> int:
         redis.shutdown(wait=False, cancel_futures=True)
 
 
-async def _start(engine: Engine, stop: asyncio.Event) -> bool:
+async def start(engine: Engine, stop: asyncio.Event) -> bool:
     """Starts the engine; False if SIGTERM came first."""
     # vLLM takes half a minute, and a large model takes minutes.
     starting = asyncio.create_task(engine.start())

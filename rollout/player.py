@@ -317,7 +317,7 @@ def shared_prompt(prompts: Sequence[Int32Array]) -> Int32Array:
 def _sample(request: GroupRequest, task: Task, outcome: _Outcome, prompt: Int32Array) -> Sample:
     """One episode as a sample that follows the group's prompt.
 
-    An episode that never asked the model has no tokens, so that it is no row; it still says how it failed.
+    An episode that never asked the model has no tokens, so it doesn't become a row; it still says how it failed.
     """
     played, recorded = outcome.played, outcome.recorded
     figures = {**played.metrics, "environment_seconds": played.seconds}

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..common.config import Config
 from ..common.models import load_tokenizer
-from ..common.sockets import CurveKeys
+from ..common.sockets import CurveKeys, own_address
 from ..replay.members import Members
 from ..replay.store import RunStore
 from .endpoint.server import Endpoint
@@ -48,8 +48,9 @@ class Playing:
             tokenizer,
             context=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
             model=config.model.path,
-            host=config.launch.bind,
+            host=own_address(config.launch.bind, runs.store.peer[0]),
             port=config.environments.port,
+            ports=config.launch.port_range,
             peer=runs.store.peer,
             key=runs.endpoint_key(),
             tools=config.environments.tools,

@@ -298,7 +298,7 @@ class Submitter:
                     self._turn()
                 except Exception:
                     # An error in one turn must not end the only thread that keeps groups.
-                    log.exception("a fault while submitting; going on")
+                    log.exception("an unexpected error while submitting; going on")
                     self._stopping.wait(0.5)
         finally:
             for link in self._links.values():

@@ -46,8 +46,7 @@ from .generation import Generation
 from .keeper import Keeper
 from .leases import Leases
 from .memory import held
-from .new_weights.commit import Committer
-from .new_weights.commit_check import CommitCheck
+from .new_weights.receiving import receiving
 from .playing import Playing
 from .submission import Submitter, live_pools
 
@@ -97,8 +96,6 @@ class Worker:
         redis: ThreadPoolExecutor,
         base: str = "",
     ) -> None:
-        from ..common.weights.receiver import Target, WeightReceiver
-
         self._name = name
         self._config = config
         self._store = store
@@ -112,6 +109,7 @@ class Worker:
         self._nudge = asyncio.Event()
         self._ended = threading.Event()
         self._state = "running"
+        self._after_job = False
         self._waiting_for = ""
         self._runs = RunStore(store)
         self._members = Members(store)
@@ -130,16 +128,17 @@ class Worker:
             else None
         )
         self._sampler = engine if self._playing is None else self._playing.player
-        weights, rollout = config.weights, config.rollout
-        self._check = CommitCheck(
+        receiver = receiving(
+            Membership(run_id=store.run_id, member=name, registry=self._members, client=client),
+            config,
             engine,
-            dtypes=(config.model.dtype, config.engine_dtype),
-            bound=weights.check_bound,
-            temperature=rollout.temperature,
-            runs_on=rollout.recompute_kv,
-            seconds=weights.commit_seconds,
-            longest=config.data.max_prompt_tokens + rollout.max_new_tokens,
+            term=ledger.term,
+            base=base,
+            on_change=self._on_change,
+            spoil=self._spoil,
         )
+        self._check, self._committer = receiver.check, receiver.committer
+        self._receiver = receiver.receiver
         self._generation = Generation(
             name,
             config,
@@ -151,15 +150,6 @@ class Worker:
             self._in_redis,
             self._nudge.set,
         )
-        self._committer = Committer(
-            engine,
-            self._check,
-            loop=self._loop,
-            seconds=weights.commit_seconds,
-            update_wait=rollout.update_wait_seconds,
-            on_change=self._on_change,
-            spoil=self._spoil,
-        )
         self._evaluations = ClaimedEvaluations(
             name,
             engine,
@@ -169,19 +159,6 @@ class Worker:
             self._committer.steady,
             self._in_redis,
             sampler=self._sampler,
-        )
-        self._receiver = WeightReceiver(
-            Membership(run_id=store.run_id, member=name, registry=self._members, client=client),
-            config,
-            Target(
-                specs=[(s.name, s.shape, s.dtype) for s in engine.parameter_specs()],
-                load=self._committer.load,
-                check=self._committer.examine if self._check.is_on else None,
-                base=base,
-                # An engine by import path may not have it.
-                device=getattr(engine, "weights_device", "cpu"),
-            ),
-            ledger.term,
         )
         self._keeper = Keeper(
             name, self._members, self._leases, lambda: engine.version, self._evaluations.renew
@@ -257,7 +234,7 @@ class Worker:
         try:
             await asyncio.wait_for(self._in_redis(lambda: self._members.leave(self._name)), 5.0)
         except (StoreError, TimeoutError) as error:
-            log.warning(f"{self._name} leaves without saying so: {error}")
+            log.warning(f"{self._name} leaves without deregistering: {error}")
 
     async def _in_redis(self, call: Callable[[], T]) -> T:
         """Runs a blocking call in the one thread that talks to Redis for the loop."""
@@ -329,9 +306,16 @@ class Worker:
             return False
         # Also while the weights are being checked: its result waits for that, and if training samples
         # were drawn instead, the learner's next version would come first.
-        with self._clock.doing("generate" if self._generation.groups else "redis"):
-            request = await self._in_redis(lambda: self._runs.claim_evaluation(self._name, held))
+        # After a job of an evaluation that isn't the run's own, groups come first.
+        request, after_job = None, self._after_job
+        self._after_job = False
+        if not after_job:
+            with self._clock.doing("generate" if self._generation.groups else "redis"):
+                request = await self._in_redis(
+                    lambda: self._runs.claim_evaluation(self._name, held)
+                )
         if request is not None:
+            self._after_job = request.job is not None
             with self._clock.doing("evaluate"):
                 await self._evaluations.run(request)
             return True
@@ -353,6 +337,8 @@ class Worker:
         if not reply.leases:
             self._waiting_for = "" if self._generation.groups else reply.wait or "ledger"
             slug = _slug(self._waiting_for)
+            if after_job:
+                return True
             with self._clock.doing(f"wait/{slug}" if self._waiting_for else "generate"):
                 await self._nap(IDLE_SECONDS)
             return False

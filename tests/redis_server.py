@@ -11,9 +11,10 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import redis
 
@@ -33,8 +34,20 @@ def executable() -> str | None:
 class RedisServer:
     """One server and its folder; it can be killed and started again on the same port."""
 
-    def __init__(self, folder: Path, **options: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        program: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        tls: Mapping[str, str] | None = None,
+        **options: str,
+    ) -> None:
+        """``tls`` is what its clients are told of TLS, by redis-py's names; then it has no other port."""
         self.folder = folder
+        self.program = program
+        self.environment = environment
+        self.tls = tls
         self.password = secrets.token_hex(16)
         self.options = options
         self.port = 0
@@ -55,7 +68,8 @@ class RedisServer:
     def _launch(self) -> bool:
         settings = {
             "bind": "127.0.0.1",
-            "port": str(self.port),
+            "port": "0" if self.tls else str(self.port),
+            **({"tls-port": str(self.port)} if self.tls else {}),
             "requirepass": self.password,
             "dir": str(self.folder),
             "appendonly": "yes",
@@ -65,18 +79,21 @@ class RedisServer:
             "logfile": str(self.folder / "redis.log"),
             **{name.replace("_", "-"): value for name, value in self.options.items()},
         }
-        path = executable()
+        path = self.program or executable()
         assert path is not None
         # The settings go in by standard input: a password has no place on a command line.
         self.process = subprocess.Popen(
-            [path, "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+            [path, "-"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, **(self.environment or {})},
         )
         assert self.process.stdin is not None
         text = "".join(f"{name} {value}\n" for name, value in settings.items())
         self.process.stdin.write(text.encode())
         self.process.stdin.close()
         end = time.monotonic() + 10
-        client = redis.Redis(port=self.port, password=self.password)
+        client = self.client()
         try:
             while time.monotonic() < end:
                 if self.process.poll() is not None:
@@ -89,6 +106,11 @@ class RedisServer:
         finally:
             client.close()
         return False
+
+    def client(self, db: int = 0) -> redis.Redis:
+        """A client of the user that may do everything."""
+        tls = {"ssl": True, **self.tls} if self.tls else {}
+        return redis.Redis(port=self.port, db=db, password=self.password, host="127.0.0.1", **tls)
 
     def kill(self) -> None:
         """SIGKILL, as a crash."""
@@ -125,7 +147,7 @@ class RedisServer:
 
 
 @contextmanager
-def running(folder: Path, **options: str) -> Iterator[RedisServer]:
+def running(folder: Path, **options: Any) -> Iterator[RedisServer]:
     """A started server that is gone at the end, whatever happens."""
     server = RedisServer(folder, **options)
     try:

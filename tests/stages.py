@@ -69,6 +69,9 @@ WHOLE_UPDATES = (
 )
 """Whole updates of a learner at every ZeRO stage, and of the weights of running engines; the GPU kit on a CPU."""
 
+WHOLE_CLUSTERS = ("tests/cluster/test_probes.py", "tests/cluster/test_slurm_here.py")
+"""Whole runs, by the words of manifests and on a real Slurm."""
+
 STAGES = (
     # First: the README's main job is the finished run that later stages read.
     Stage(name="docs", args=("tests/repo/test_readme.py",)),
@@ -83,11 +86,19 @@ STAGES = (
             "not vllm and not byhand",
             "--ignore=tests/e2e",
             "--ignore=tests/faults",
+            "--ignore=tests/shared_redis",
+            "--ignore=tests/hosts",
+            *(f"--ignore={path}" for path in WHOLE_CLUSTERS),
             *(f"--ignore={path}" for path in WHOLE_UPDATES),
             "--ignore=tests/repo/test_package.py",
             "--ignore=tests/repo/test_readme.py",
         ),
         byhand="bash tests/run.sh tests --ignore=tests/faults -m byhand (three quarters of an hour)",
+    ),
+    Stage(
+        name="redis",
+        args=("tests/shared_redis", "-m", "not byhand"),
+        byhand="bash tests/run.sh tests/shared_redis -m byhand (two minutes)",
     ),
     Stage(
         name="updates",
@@ -127,6 +138,21 @@ STAGES = (
         needs="tests/faults",
         long=True,
         byhand="bash tests/run.sh tests/faults -m byhand (three minutes)",
+    ),
+    Stage(
+        name="hosts",
+        # Two at a time: each waits for deadlines for half of its time.
+        args=("tests/hosts", "--numprocesses=2", "-m", "not byhand"),
+        needs="tests/hosts",
+        long=True,
+        byhand="bash tests/run.sh tests/hosts -m byhand (five minutes)",
+    ),
+    Stage(
+        name="cluster",
+        args=(*WHOLE_CLUSTERS, "--numprocesses=2", "--dist=loadfile", "-m", "not byhand"),
+        needs="tests/cluster",
+        long=True,
+        byhand="bash tests/run.sh tests/cluster -m byhand (a quarter of an hour)",
     ),
     Stage(
         name="vllm",

@@ -43,6 +43,7 @@ from .loading import (
 )
 from .log import LogConfig
 from .model import ModelConfig
+from .of_set import of_set
 from .replay import ReplayConfig
 from .resuming import CHANGEABLE, differences, frozen_differences, leaves
 from .reward import ComponentConfig, RewardConfig
@@ -94,6 +95,7 @@ __all__ = [
     "ToolsEnvironment",
     "VerifiersEnvironment",
     "EvaluateConfig",
+    "of_set",
     "LaunchConfig",
     "LogConfig",
     "DETERMINISTIC",

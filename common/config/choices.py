@@ -19,6 +19,8 @@ from ..objectives import OBJECTIVES, WITHOUT_GROUP
 from ..objectives.keys import Entropy, Expert
 from ..records import Verdict
 from .environment_choices import environments
+from .launch_choices import LAUNCH_RULES
+from .of_set import of_set
 from .tree import Config
 from .update_choices import UPDATE_RULES, Rule
 
@@ -304,17 +306,6 @@ def _context(config: Config) -> str | None:
     )
 
 
-def _engine_gpus(config: Config) -> str | None:
-    rollout = config.rollout
-    if rollout.engine != "torch" or rollout.gpus_per_worker == 1 or config.launch.gpus == "none":
-        return None
-    return (
-        f"rollout.gpus_per_worker={rollout.gpus_per_worker} shares an engine out over GPUs, and "
-        f"rollout.engine=torch uses one: set rollout.gpus_per_worker=1 and raise rollout.workers, or "
-        f"rollout.engine=vllm"
-    )
-
-
 def _accepted(config: Config) -> str | None:
     usable = [verdict.value for verdict in Verdict if not verdict.leaves_baseline]
     for name in config.expert.accept:
@@ -354,6 +345,19 @@ def _evaluations(config: Config) -> str | None:
             f"evaluate.samples={evaluate.samples} at evaluate.temperature=0 are all the same "
             f"response: set evaluate.temperature=1, or evaluate.samples=1"
         )
+    for held in config.data.evaluate:
+        own = of_set(config, held)
+        if held.samples is not None and held.samples > 1 and own.evaluate.temperature == 0:
+            return (
+                f"data.evaluate {held.name}: samples={held.samples} at temperature 0 are all the same "
+                f"response: set its temperature too, or evaluate.temperature"
+            )
+        if own.rollout.max_new_tokens > config.rollout.max_new_tokens:
+            return (
+                f"data.evaluate {held.name}: max_new_tokens={held.max_new_tokens} is over "
+                f"rollout.max_new_tokens={config.rollout.max_new_tokens}, for which the engines have room: "
+                f"lower it, or raise the latter"
+            )
     return None
 
 
@@ -414,26 +418,8 @@ def _attention(config: Config) -> str | None:
     return None
 
 
-def _waits(config: Config) -> str | None:
-    wait, commit = config.rollout.update_wait_seconds, config.weights.commit_seconds
-    if wait < commit:
-        return None
-    return (
-        f"rollout.update_wait_seconds={wait:g} lets new weights wait longer than they may take, "
-        f"weights.commit_seconds={commit:g}: lower the first or raise the second"
-    )
-
-
-def _nccl_on_cpus(config: Config) -> str | None:
-    if config.weights.transport != "nccl" or config.launch.gpus != "none":
-        return None
-    return (
-        "weights.transport=nccl joins GPUs, and launch.gpus=none: set weights.transport=auto, or "
-        "launch.gpus=required"
-    )
-
-
 START_RULES: tuple[Rule, ...] = (
+    *LAUNCH_RULES,
     _micro_batch,
     _half_sums,
     _offline,
@@ -444,15 +430,12 @@ START_RULES: tuple[Rule, ...] = (
     _bounds,
     _memory,
     _context,
-    _engine_gpus,
     _accepted,
     _unused_prefix,
     _evaluations,
     _best,
     _twice,
     _attention,
-    _waits,
-    _nccl_on_cpus,
 )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from .. import evaluation_sets, templates
 from .section import Below1, NonNegative, Positive, Section
@@ -61,7 +61,7 @@ class SourceConfig(Section):
 
 
 class EvalSetConfig(Section):
-    """One held-out set."""
+    """One held-out set, or benchmark. What it leaves at null is the run's."""
 
     path: str
     """A data file or a folder of them; ``{run}`` stands for the run's folder."""
@@ -73,10 +73,36 @@ class EvalSetConfig(Section):
     """Use only this many problems, the first ones; None = all."""
     rows: Positive | None = None
     """Number of rows without which it isn't the set that was meant; None = any number."""
+    revision: str | None = None
+    """Branch, tag or commit of a set of the hub; None = the newest."""
+    repeated: bool | None = None
+    """Whether rows with the same prompt and gold answer are samples of one problem, as in LUFFY's files: it
+    then gets so many times the samples. None = for each source in which every prompt is there equally often,
+    and more than once."""
+    subject: str | None = None
+    """Column that says what a problem is about; None = ``subject``, ``category`` or ``type``."""
+    level: str | None = None
+    """Column that says how hard it is; None = ``level`` or ``difficulty``."""
+    template: str | None = None
+    """``data.template`` for this set, whose stop strings then count too."""
+    stop: tuple[str, ...] | None = None
+    """``data.stop`` for this set."""
+    mode: str | None = None
+    """``reward.mode`` for this set: how answers are read and compared."""
+    graded: bool = True
+    """Whether answers are graded; false for sets without gold answers, such as instructions for a judge."""
+    samples: Positive | None = None
+    """``evaluate.samples`` for this set."""
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """``evaluate.temperature`` for this set."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """``evaluate.top_p`` for this set."""
+    max_new_tokens: Positive | None = None
+    """``rollout.max_new_tokens`` for this set: the greatest length of a response in tokens."""
 
     @property
     def short_name(self) -> str:
-        """Its name."""
+        """Name of the set in metrics and reports."""
         return self.name
 
 
@@ -134,8 +160,8 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _usable(self) -> DataConfig:
-        for text in self.stop or ():
-            if not text:
+        for stop in (self.stop, *(one.stop for one in self.evaluate)):
+            if "" in (stop or ()):
                 raise ValueError("stop has an empty string, which would end every response")
         return self
 

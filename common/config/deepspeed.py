@@ -1,7 +1,7 @@
-"""What DeepSpeed is told: the learner's own settings, and a user's, ``learner.deepspeed``, laid over them.
+"""DeepSpeed's settings: the learner's own, with the user's, ``learner.deepspeed``, laid over them.
 
-DeepSpeed ignores a mistyped key at the top, and of two answers to one question it takes one in silence. So each key
-of a user's is known here, or is refused by name.
+DeepSpeed ignores a mistyped key at the top level, and if two keys contradict each other it silently takes one. So a
+user's key is either known here or refused by name.
 """
 
 from __future__ import annotations
@@ -381,7 +381,7 @@ def _of_key(
         names = [*known, *(one for one in owned if "." not in one), *ELSEWHERE]
         near = difflib.get_close_matches(key, names, n=1)
         meant = f" (did you mean {prefix}{near[0]}?)" if near else ""
-        return f"{name} is no setting of DeepSpeed's{meant}"
+        return f"{name} isn't a setting of DeepSpeed{meant}"
     if value == AUTO:
         if name in _HAS_OWN:
             return None

@@ -46,7 +46,7 @@ class ToolsEnvironment(_Environment):
     """A class whose public methods are tools, with ``reset(**row)`` and, if it pays, ``get_reward()``: TRL's form."""
 
     form: Literal["tools"] = "tools"
-    """The form."""
+    """A class whose public methods are tools."""
     target: Target
     """Import path of the class, or of a callable without arguments that makes an instance."""
     params: Mapping[str, Any] = Field(default_factory=dict)
@@ -57,7 +57,7 @@ class AgentEnvironment(_Environment):
     """A function ``run(task, base_url, api_key)`` that plays an episode with any OpenAI client and returns its reward."""
 
     form: Literal["agent"] = "agent"
-    """The form."""
+    """A function that plays whole episodes."""
     target: Target
     """Import path of the function; it may be a coroutine."""
     params: Mapping[str, Any] = Field(default_factory=dict)
@@ -69,7 +69,7 @@ class TextEnvironment(_Environment):
     reward and whether the episode is over."""
 
     form: Literal["text"] = "text"
-    """The form."""
+    """A class with ``reset`` and ``step``."""
     target: Target
     """Import path of the class."""
     params: Mapping[str, Any] = Field(default_factory=dict)
@@ -80,7 +80,7 @@ class VerifiersEnvironment(_Environment):
     """A taskset of the package verifiers, in a virtual environment of its own."""
 
     form: Literal["verifiers"] = "verifiers"
-    """The form."""
+    """A taskset of verifiers."""
     python: str
     """Path of that environment's Python."""
     config: Mapping[str, Any]
@@ -100,7 +100,7 @@ class AppWorldEnvironment(_Environment):
     """AppWorld's environment server, one process for each episode that is under way."""
 
     form: Literal["appworld"] = "appworld"
-    """The form."""
+    """AppWorld's server."""
     command: str
     """Command that starts a server; ``{port}`` is replaced."""
     root: str | None = None

@@ -151,6 +151,13 @@ class LearnerConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     ranks: Positive = 1
     """Number of processes; they live and die together."""
+    hosts: Positive = 1
+    """Number of hosts over which the ranks are spread evenly, in their order; the first is the head, on which
+    ``tandem start`` runs, and the others join by ``tandem join FILE --role learner``."""
+    checkpoints: Literal["auto", "shared", "gathered"] = "auto"
+    """How ranks on other hosts keep their part of a checkpoint. ``shared``: they write into the run's folder,
+    which all hosts have under the same path; ``gathered``: rank 0 writes it for them, and sends it to them when
+    a run resumes; ``auto``: whichever a look at the folder from every host allows."""
     critic: CriticConfig | None = None
     """The critic; null for an objective without one. An objective that needs one gets the defaults."""
     lora: LoraConfig | None = None

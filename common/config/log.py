@@ -23,6 +23,9 @@ class LogConfig(Section):
     """Number of groups of every step that ``samples.jsonl`` keeps as text."""
     archive: bool = False
     """Whether every group is kept as it was trained on, in ``archive/``; see ``tandem archive``."""
+    inspect: bool = False
+    """Whether what ``samples.jsonl`` keeps is written as logs for Inspect's viewer too, in ``inspect/``, a log for every
+    20 steps; see ``tandem view``."""
     level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
     """Level of the processes' log files."""
     wandb: Annotated[Literal["off", "offline", "online"], BeforeValidator(_on_or_off)] = "off"

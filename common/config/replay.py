@@ -11,7 +11,14 @@ class ReplayConfig(Section):
     """The ledger."""
 
     redis_url: str | None = None
-    """URL of an existing server (``redis://host:port/db``); None starts one in the run's folder."""
+    """URL of an existing server (``redis://user@host:port/db``, or ``rediss://`` for TLS); its password goes into
+    TANDEM_REDIS_PASSWORD. None starts one in the run's folder."""
+    redis_ca: str | None = None
+    """File with certificates of authorities (PEM) that the server's may be of, besides the host's own."""
+    redis_cert: str | None = None
+    """File with a client certificate (PEM), if the server asks for one."""
+    redis_key: str | None = None
+    """File with its private key (PEM, without a passphrase); None: it is in the same file."""
     groups_per_step: Positive = 8
     """B: groups per learner step."""
     max_staleness: NonNegative = 1
@@ -28,7 +35,8 @@ class ReplayConfig(Section):
     """Number of failed attempts after which a group is rejected and listed."""
     max_inflight: Positive = 4096
     """Greatest number of leases at a time."""
-    durability: Literal["process", "power"] = "process"
-    """``process`` survives any SIGKILL; ``power`` syncs every write to disk."""
+    durability: Literal["process", "power", "server"] = "process"
+    """``process`` survives any SIGKILL; ``power`` syncs every write to disk; ``server`` takes an existing server as it
+    is, even if it keeps nothing over a restart."""
     maxmemory_mb: Positive = 2048
     """Memory limit of the server that is started, MiB."""

@@ -33,15 +33,20 @@ CHANGEABLE: tuple[str, ...] = (
     "reward.components.*.params.parallel",
     # Other kernels of the same attention, as another host may need them.
     "model.attention",
-    "replay.redis_url",
+    "replay.redis_*",
+    "replay.durability",
     "replay.lease_seconds",
     "replay.group_deadline_seconds",
     "replay.max_inflight",
     "replay.maxmemory_mb",
     # A checkpoint is the same for every number of ranks and stage.
     "learner.ranks",
+    "learner.hosts",
+    "learner.checkpoints",
     "learner.zero_stage",
     "learner.offload",
+    # It may name the stage, and what may be set changes no more than the order of sums.
+    "learner.deepspeed*",
     "learner.threads",
     "learner.micro_batch_tokens",
     "learner.max_idle",
@@ -55,6 +60,7 @@ CHANGEABLE: tuple[str, ...] = (
     "launch.*",
     "log.*",
     "weights.*_seconds",
+    "weights.interface",
     "weights.check_bound",
 )
 """Patterns of the keys that may differ when a run is resumed: schedule, logging, counts."""

@@ -57,7 +57,7 @@ def _no_settings(args: Mapping[str, Any]) -> Mapping[str, Any]:
         if name in VLLM_SETTINGS:
             raise ValueError(f"{name} is set by {VLLM_SETTINGS[name]}")
         if name in VLLM_FIXED:
-            raise ValueError(f"{name} is Tandem's to set: right log-probs and weights rest on it")
+            raise ValueError(f"{name} is set by Tandem: correct log-probs and weights depend on it")
         if name in VLLM_RANKS and (type(args[name]) is not int or args[name] < 1):
             raise ValueError(f"{name} should be a positive number, not {args[name]!r}")
     return args

@@ -58,6 +58,23 @@ class Config(Section):
         """Dtype of the engines' weights."""
         return self.rollout.dtype or self.model.dtype
 
+    @property
+    def weights_interface(self) -> str:
+        """Address or interface that the weight channel binds."""
+        # A wildcard names no interface, and a channel without credentials never binds all of them.
+        wildcard = self.launch.bind in ("0.0.0.0", "::")
+        return self.weights.interface or ("127.0.0.1" if wildcard else self.launch.bind)
+
+    @property
+    def weights_bound(self) -> WeightsConfig:
+        """``weights`` with :attr:`weights_interface` filled in."""
+        return self.weights.model_copy(update={"interface": self.weights_interface})
+
+    @property
+    def ranks_per_host(self) -> int:
+        """The learner's ranks on each of its hosts."""
+        return self.learner.ranks // self.learner.hosts
+
     def zero_stage(self, ranks: int | None = None) -> int:
         """The ZeRO stage that ``ranks`` ranks actually run; None = the config's ranks.
 
@@ -104,6 +121,17 @@ class Config(Section):
             raise ValueError(
                 f"data.heldout_pairs={share:g} measures pairs of stored responses, and this run with "
                 f"learner.objective.name={objective.name} has none: set it to 0"
+            )
+        learner = self.learner
+        if learner.ranks % learner.hosts:
+            raise ValueError(
+                f"learner.hosts={learner.hosts} doesn't divide learner.ranks={learner.ranks}: every host "
+                f"has as many ranks as the others"
+            )
+        if learner.hosts > 1 and self.launch.bind in ("0.0.0.0", "::"):
+            raise ValueError(
+                f"learner.hosts={learner.hosts} meet at launch.bind={self.launch.bind}, without credentials: "
+                f"set launch.bind to one private address of the head"
             )
         if self.expert.per_group >= self.rollout.group_size:
             raise ValueError(
@@ -157,8 +185,8 @@ class Config(Section):
         timed = expert.prefix not in ("fixed", "random")
         if timed and expert.prefix_steps is None and self.run.steps is None:
             raise ValueError(
-                f"expert.prefix={expert.prefix} runs over steps, and a run that is set in passes "
-                f"doesn't know theirs: set expert.prefix_steps"
+                f"expert.prefix={expert.prefix} changes over the run's steps, and a run that is "
+                f"set in passes doesn't know their number: set expert.prefix_steps"
             )
 
     def _check_packing(self, tokens: int) -> None:

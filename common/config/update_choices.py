@@ -118,7 +118,7 @@ def _float16(config: Config) -> str | None:
         )
     if config.launch.gpus == "none":
         return (
-            "model.dtype=float16 trains on GPUs alone, and launch.gpus=none: set model.dtype=bfloat16, which has the "
+            "model.dtype=float16 trains only on GPUs, and launch.gpus=none: set model.dtype=bfloat16, which has the "
             "range of float32, or launch.gpus=required"
         )
     return None

@@ -28,8 +28,9 @@ class WeightsConfig(Section):
     """Steps from one publication to the next; needs ``max_staleness >= every - 1``."""
     bucket_mb: Positive = 64
     """Size of one bucket on the wire."""
-    interface: str = "127.0.0.1"
-    """Address that the weight channel binds; the channel itself has no credentials."""
+    interface: str | None = None
+    """Address or interface that the weight channel binds, which has no credentials of its own; None = that
+    of ``launch.bind``."""
     open_seconds: Seconds = 30.0
     """Deadline for a member to open its channel."""
     stage_seconds: Seconds = 120.0

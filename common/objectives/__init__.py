@@ -96,7 +96,7 @@ def check_name(name: str) -> None:
         return
     near = difflib.get_close_matches(name, OBJECTIVES, n=1, cutoff=0.5)
     raise ConfigError(
-        f"learner.objective.name={name!r} is no objective{f' (did you mean {near[0]}?)' if near else ''}"
+        f"learner.objective.name={name!r} isn't an objective{f' (did you mean {near[0]}?)' if near else ''}"
         f": choose one of {', '.join(OBJECTIVES)}, or name your own as package.module:function"
     )
 

@@ -85,7 +85,7 @@ class ObjectiveConfig:
     use: ClassVar[str] = ""
     """When to use it."""
     trl: ClassVar[str] = ""
-    """How it stands to TRL's trainer of the same name."""
+    """How it relates to TRL's trainer of the same name."""
     fresh: ClassVar[bool] = False
     """Whether nothing in it bounds stale own tokens, so that it needs ``replay.max_staleness=0``."""
     needs: ClassVar[tuple[str, ...]] = ("behaviour",)

@@ -18,7 +18,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 
 from ..config import WeightsConfig
 from ..errors import WeightsError
-from ..sockets import local_address
+from ..sockets import bind_free, local_address
 from .protocol import Meeting
 from .shared_memory import StagedTensors
 
@@ -29,7 +29,7 @@ LEAST_BUCKET_SECONDS = 5.0
 _Gloo: Any = ProcessGroupGloo
 
 
-def meeting_point(host: str) -> TCPStore:
+def meeting_point(host: str, ports: range | None = None) -> TCPStore:
     """A new store at the learner, through which the ranks of one channel find each other.
 
     By default TCPStore listens on every address, so it is given a socket that is already bound.
@@ -38,7 +38,7 @@ def meeting_point(host: str) -> TCPStore:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((host, 0))
+    bind_free(listener, host, ports)
     return TCPStore(
         host,
         listener.getsockname()[1],
@@ -173,7 +173,7 @@ class Gloo(Channel):
         options = _Gloo._Options()
         options._timeout = timedelta(seconds=max(0.1, end - time.monotonic()))
         options._threads = 1
-        address = local_address(self.settings.interface, at.host)
+        address = local_address(self.settings.interface or "127.0.0.1", at.host)
         options._devices = [_Gloo.create_device(hostname=address, lazy_init=False)]
         try:
             self._group = _Gloo(store, at.rank, at.world_size, options)

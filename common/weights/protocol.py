@@ -231,17 +231,12 @@ def newest_learner(members: Iterable[RegisteredMember]) -> LearnerAddress | None
         WeightsError: there are learners' entries, but none is valid.
     """
     fields, found, wrong = LearnerAddress.__struct_fields__, [], None
+    way_out = "its next heartbeat replaces it"
     for m in members:
+        content = {name: m.info.get(name) for name in fields} | {"member": m.member}
+        what = f"the address of {m.member} in the registry"
         try:
-            found.append(
-                read_record(
-                    LearnerAddress,
-                    {name: m.info.get(name) for name in fields} | {"member": m.member},
-                    f"the address of {m.member} in the registry",
-                    WeightsError,
-                    "its next heartbeat replaces it",
-                )
-            )
+            found.append(read_record(LearnerAddress, content, what, WeightsError, way_out))
         except WeightsError as error:
             wrong = error
     if wrong is not None and not found:

@@ -4,7 +4,7 @@ The *control* thread talks to the learner and owns the worker's state; a *finder
 in the registry; each version that is accepted is a :class:`Job` with a thread of its own.
 
 If a version fails before the engine begins to load it, the old one stays in place. If the load itself
-fails, the engine may hold parts of both, so the process exits with status 70 and is started anew.
+fails, the engine may hold parts of both, so the process exits with status 70 and is restarted.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class WeightReceiver:
         current_term: Callable[[], int],
     ) -> None:
         self._membership = membership
-        self._settings = config.weights
+        self._settings = config.weights_bound
         self._target = target
         self._current_term = current_term
         self._identity = f"{membership.member}/{secrets.token_hex(4)}"
@@ -395,7 +395,7 @@ class WeightReceiver:
     def _on_checked(self, passed: bool) -> None:
         self._is_checking = False
         self._counts["reloaded"] += not passed
-        problem = "check: the engine computes something else than the learner"
+        problem = "check: the engine computes something other than the learner"
         # The engine's weights aren't those of its version, so the worker disowns it and is offered the
         # newest again.
         self._ask(**({} if passed else {"version": None, "content": "", "problem": problem}))

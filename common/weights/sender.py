@@ -59,7 +59,7 @@ class WeightSender:
         *,
         snapshot_folder: Path | None = None,
     ) -> None:
-        self._settings = config.weights
+        self._settings = config.weights_bound
         self._term = term
         self._member = membership.member
         self._registry = membership.registry
@@ -73,16 +73,17 @@ class WeightSender:
         self._stopping = threading.Event()
         self._slots = StagingSlots(membership.run_id, base_of(config.model, config.learner.lora))
 
-        named = config.weights.snapshot_folder
-        if named is not None:
-            snapshot_folder = Path(named).expanduser().absolute()
-        elif snapshot_folder is None:
-            snapshot_folder = Path(tempfile.gettempdir()) / f"tandem-{membership.run_id}-weights"
-        keys = new_keys()
+        folder = snapshot_folder or Path(
+            tempfile.gettempdir(), f"tandem-{membership.run_id}-weights"
+        )
+        snapshots = Path(config.weights.snapshot_folder or folder).expanduser().absolute()
+        keys, ports = new_keys(), config.launch.port_range
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = Authenticator(self._context, membership.client.public)
-        router, endpoint = bind_router(self._context, config.launch.bind, keys)
-        self._transfers = Transfers(self._settings, self._slots, router, snapshots=snapshot_folder)
+        router, endpoint = bind_router(self._context, config.launch.bind, keys, ports)
+        self._transfers = Transfers(
+            self._settings, self._slots, router, snapshots=snapshots, ports=ports
+        )
         address = LearnerAddress(
             member=self._member, term=term, endpoint=endpoint, public_key=keys.public
         )

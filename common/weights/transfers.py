@@ -85,7 +85,7 @@ class Peer:
     """One life of one worker."""
 
     identity: bytes
-    """Its ZeroMQ identity: member id and a random name for this life."""
+    """The ZeroMQ identity: the member id and a random name for this life."""
     member: str
     ask: Ask
     silence: Wait
@@ -107,6 +107,7 @@ class Transfers:
     Args:
         router: bound control socket.
         snapshots: folder in which snapshots are written.
+        ports: ``launch.ports``, of which meeting points take theirs.
     """
 
     def __init__(
@@ -116,12 +117,14 @@ class Transfers:
         router: zmq.Socket[bytes],
         *,
         snapshots: Path,
+        ports: range | None = None,
     ) -> None:
         self._settings = settings
+        self._ports = ports
         self._slots = slots
         self._router = router
         self._snapshots = snapshots
-        self._interface = local_address(settings.interface)
+        self._interface = local_address(settings.interface or "127.0.0.1")
         self._mailbox: Mailbox[Callable[[], None]] = Mailbox()
         self._stopping = False
         self._peers: dict[bytes, Peer] = {}
@@ -347,11 +350,11 @@ class Transfers:
             self._open(one, members)
 
     def _open(self, one: Round, members: list[tuple[Peer, Transfer]]) -> None:
-        """Starts sending, and tells each member where to meet."""
+        """Starts sending, and sends each member the meeting point."""
         kind, published = WAYS[one.offer.way].channel, members[0][1].published
         assert kind is not None
         try:
-            point = one.meeting_point = meeting_point(self._interface)
+            point = one.meeting_point = meeting_point(self._interface, self._ports)
             channel = one.channel = kind(self._settings, self._slots.device)
         except (RuntimeError, OSError) as error:
             self._on_sent(one, f"the weight channel can't be created: {error}")

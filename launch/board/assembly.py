@@ -5,15 +5,18 @@ Its inputs are the history of ``metrics.jsonl``, a look into Redis, and the rest
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...common.records import Verdict
+from ...replay.hosts import HEAD
 from .facts import Activity, Facts
 from .history import Evaluated, History, first_number
 from .snapshot import (
     Episodes,
     Grading,
+    HostStanding,
     Judging,
     Known,
     MemberStanding,
@@ -107,6 +110,7 @@ def assemble(
         memory_peaks=history.memory(),
         roles=_roles(members, fresh, activity, history, facts, now) or _summed(known.idle),
         members=members,
+        hosts=_hosts(facts, now),
         restarts=tuple(restarts),
         grader_restarts=facts.grader_restarts if facts else 0,
         grading=_grading(fresh),
@@ -158,6 +162,11 @@ def _evaluations(facts: Facts | None, history: History) -> tuple[Evaluated, ...]
             step=result.step,
             accuracy=result.accuracy,
             problems=result.problems,
+            figures={
+                name: float(value)
+                for name, value in result.all_figures().items()
+                if value is not None and math.isfinite(value)
+            },
         )
     return tuple(by_key[key] for key in sorted(by_key))
 
@@ -187,12 +196,12 @@ def _grading(fresh: Mapping[str, Mapping[str, Any]]) -> Grading | None:
 
 
 def _episodes(fresh: Mapping[str, Mapping[str, Any]]) -> Episodes | None:
-    told = [r["episodes"] for r in fresh.values() if isinstance(r.get("episodes"), Mapping)]
-    if not told:
+    counts = [r["episodes"] for r in fresh.values() if isinstance(r.get("episodes"), Mapping)]
+    if not counts:
         return None
 
     def total(name: str) -> float:
-        return sum(float(one.get(name) or 0) for one in told)
+        return sum(float(one.get(name) or 0) for one in counts)
 
     return Episodes(
         under_way=int(total("under_way")),
@@ -262,6 +271,24 @@ def _members(
             )
         )
     return tuple(members)
+
+
+def _hosts(facts: Facts | None, now: float) -> tuple[HostStanding, ...]:
+    """The run's hosts, the head first."""
+    found = sorted(facts.hosts, key=lambda h: (h.state.role != HEAD, h.member)) if facts else ()
+    return tuple(
+        HostStanding(
+            name=host.state.host,
+            member=host.member,
+            address=host.state.address,
+            role=host.state.role,
+            processes=host.state.processes,
+            pid=host.state.pid,
+            leaving=host.state.leaving,
+            age=round(host.age + max(0.0, now - (facts.time if facts else now)), 1),
+        )
+        for host in found
+    )
 
 
 def _seconds(
@@ -349,10 +376,10 @@ def _inside(report: Mapping[str, Any], *names: str) -> float:
 
 def _memory(report: Mapping[str, Any]) -> dict[str, int | None]:
     """The peaks of a learner's or worker's report; a learner's is the GPU's if it tells the host's apart."""
-    told = report.get("memory")
-    told = told if isinstance(told, Mapping) else {}
-    host = first_number(told, "host_bytes", "peak_bytes", "peak")
-    gpu = first_number(told, "peak_bytes" if "host_bytes" in told else "gpu")
+    found = report.get("memory")
+    peaks = found if isinstance(found, Mapping) else {}
+    host = first_number(peaks, "host_bytes", "peak_bytes", "peak")
+    gpu = first_number(peaks, "peak_bytes" if "host_bytes" in peaks else "gpu")
     return {
         "memory": None if host is None else int(host),
         "gpu_memory": None if gpu is None else int(gpu),

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import TandemError
+from ...replay.evaluations import EvaluationResult
+from ...replay.hosts import ROLE as HOST
+from ...replay.hosts import Host, Hosts
 from ...replay.ledger import Ledger
 from ...replay.members import Member, Members
-from ...replay.store import EvaluationResult, RunStore
+from ...replay.store import RunStore
 
 if TYPE_CHECKING:
     from ...replay.connection import Store
@@ -20,6 +23,8 @@ EVERY_SECONDS = 1.0
 """Time between two looks of the live view; the roles report every second or two."""
 HEARD_WITHIN = 60.0
 """A member that hasn't been heard of for this long is no longer shown."""
+HOSTS_WITHIN = 600.0
+"""A host that hasn't been heard of for this long is no longer shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +48,7 @@ class Facts:
     waiting_for: str
     """Whom the next row waits for, in one line."""
     members: tuple[Member, ...]
-    """Members heard of within :data:`HEARD_WITHIN`."""
+    """Members heard of within :data:`HEARD_WITHIN`, without hosts."""
     reports: Mapping[str, Mapping[str, Any]]
     """The newest report of every member there ever was."""
     evaluations: tuple[EvaluationResult, ...]
@@ -52,6 +57,8 @@ class Facts:
     """Evaluations that were requested and aren't done."""
     grader_restarts: int
     """Restarts of graders, as the pools counted them."""
+    hosts: tuple[Host, ...] = ()
+    """Hosts heard of within :data:`HOSTS_WITHIN`."""
     dead_letters: tuple[Mapping[str, Any], ...] = ()
     """Groups that were given up, if they were asked for."""
 
@@ -73,7 +80,8 @@ def ask(store: Store, *, dead_letters: bool = False) -> Facts:
         limit=settings.max_staleness,
         steps=settings.steps,
         waiting_for="" if settings.offline else ledger.waiting_for(),
-        members=tuple(Members(store).live(within=HEARD_WITHIN)),
+        members=tuple(m for m in Members(store).live(within=HEARD_WITHIN) if m.role != HOST),
+        hosts=tuple(Hosts(store).live(within=HOSTS_WITHIN)),
         reports=runs.reports(),
         evaluations=tuple(runs.evaluations()),
         evaluations_open=len(runs.open_evaluations()),

@@ -6,7 +6,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -32,6 +32,9 @@ class Evaluated:
     accuracy: float
     """Share of right answers, 0 to 1."""
     problems: int
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """All figures by the names that they have in the metrics after the set's, as in ``pass@4`` or
+    ``source/aime/accuracy``."""
 
 
 class History:
@@ -216,4 +219,9 @@ def _evaluations(record: Mapping[str, Any], step: int) -> Iterator[Evaluated]:
             step=step,
             accuracy=float(accuracy),
             problems=int(first_number(record, f"eval/{name}/problems") or 0),
+            figures={
+                key.removeprefix(f"eval/{name}/"): float(value)
+                for key, value in record.items()
+                if key.startswith(f"eval/{name}/") and _is_number(value)
+            },
         )

@@ -20,7 +20,7 @@ from .on_disk import read_restarts
 from .snapshot import Known, Snapshot
 
 ANSWER_SECONDS = 8.0
-"""How long Redis may take to answer a person who asks how the run stands."""
+"""How long Redis may take to answer a person who asks about the run."""
 
 
 def look(folder: RunFolder | None, join_file: Path) -> Snapshot:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TextIO
 
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from ...common.printable import printable, raw
 from ..wording import human
+from .history import Evaluated
 from .inspection import Inspection
 from .snapshot import Snapshot
 from .tty import has_blocks, has_colour, wants_live
@@ -43,6 +45,12 @@ def more(snapshot: Snapshot, inspection: Inspection) -> list[str]:
     if any(snapshot.ledger.values()):
         lines.append("ledger: " + _listed(snapshot.ledger, lambda n: f"{n:,}"))
     lines += _inspected(inspection)
+    for host in snapshot.hosts:
+        lines.append(
+            f"host {host.name} ({host.address}): {host.role}, {host.processes} "
+            f"process{'es' * (host.processes != 1)}, supervised by pid {host.pid}, last heard of {host.age:.1f} s "
+            f"ago{', leaving' * host.leaving}"
+        )
     for member in snapshot.members:
         version = f"  version {member.version[0]}.{member.version[1]}" if member.version else ""
         idle = f"  idle {member.idle:.0%}" if member.idle is not None else ""
@@ -54,13 +62,27 @@ def more(snapshot: Snapshot, inspection: Inspection) -> list[str]:
             f"{member.age:.1f} s ago{version}{idle}{held}{waits}"
         )
     for one in snapshot.evaluations[-MOST:]:
-        lines.append(f"  {one.set} at step {one.step}: {100 * one.accuracy:.1f}% of {one.problems}")
+        lines.append(
+            f"  {one.set} at step {one.step}: {100 * one.accuracy:.1f}% of {one.problems}{_also(one)}"
+        )
     lines += _dead_letters(snapshot)
     lines += [f"alarm: {alarm}" for alarm in snapshot.alarms]
     for restart in snapshot.restarts[-MOST:]:
         lines.append(f"restart: {restart['process']} at {restart['time']} ({restart['exit']})")
     lines += [f"note: {note}" for note in inspection.notes]
     return lines
+
+
+def _also(one: Evaluated) -> str:
+    """pass@k and majorities, and the accuracies of sources where there are several."""
+    sources = [name for name in one.figures if re.fullmatch("source/.*/accuracy", name)]
+    shown = [name for name in one.figures if name.startswith(("pass@", "maj"))]
+    shown += sources if len(sources) > 1 else []
+    said = (
+        f"{name.removeprefix('source/').removesuffix('/accuracy')} {100 * one.figures[name]:.1f}%"
+        for name in shown
+    )
+    return "".join(f", {text}" for text in said)
 
 
 def _inspected(inspection: Inspection) -> list[str]:

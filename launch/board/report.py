@@ -40,9 +40,9 @@ class Curve:
     """One line of a panel."""
 
     metric: str
-    """Its name in ``metrics.jsonl``."""
+    """Name of the figure in ``metrics.jsonl``."""
     label: str
-    """Its name in the legend."""
+    """Name of the curve in the legend."""
     colour: str
     """A colour by matplotlib's name."""
     thin: bool = False

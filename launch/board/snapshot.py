@@ -1,4 +1,4 @@
-"""How a run stands at one moment: the one record that the live view and ``tandem status`` show."""
+"""The state of a run at one moment: the one record that the live view and ``tandem status`` show."""
 
 from __future__ import annotations
 
@@ -87,6 +87,28 @@ class MemberStanding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostStanding:
+    """One host, as its supervisor reports it."""
+
+    name: str
+    """Name of the host."""
+    member: str
+    """Its id in the run, a new one with every start of its supervisor."""
+    address: str
+    """The address by which it takes part."""
+    role: str
+    """head, rollout, reward, learner or environments."""
+    processes: int
+    """Number of processes that it keeps running."""
+    pid: int
+    """Process id of its supervisor."""
+    leaving: bool
+    """Whether it drains."""
+    age: float
+    """Seconds since its last heartbeat."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Judging:
     """The questions of all reward pools to judges and reward models, since the pools' starts."""
 
@@ -115,7 +137,7 @@ class Episodes:
     played: int
     """Episodes that are over."""
     failed: int
-    """Of them those that failed by no fault of the policy."""
+    """Episodes among those played that failed through no fault of the policy."""
     turns: int
     """The policy's turns in them."""
     retokenised: int
@@ -208,6 +230,8 @@ class Snapshot:
     """Who is busy and who waits."""
     members: tuple[MemberStanding, ...] = ()
     """Every process that was heard of."""
+    hosts: tuple[HostStanding, ...] = ()
+    """Hosts heard of in the last ten minutes, the head first."""
     restarts: tuple[Mapping[str, Any], ...] = ()
     """Deaths of processes that the supervisor saw: process, time, exit."""
     grader_restarts: int = 0

@@ -55,7 +55,7 @@ def draw(
     """The lines of a snapshot.
 
     Args:
-        snapshot: how the run stands.
+        snapshot: the state of the run.
         width: columns; no line is wider.
         height: most lines; the least important are left out. None = all.
         glyphs: :data:`ASCII` for a terminal without block characters.

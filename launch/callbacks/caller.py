@@ -123,7 +123,7 @@ class Caller:
         try:
             greeting = read_object(line, "the greeting", WireError)
         except WireError as error:
-            raise self._end(f"said something else than it should: {error}") from None
+            raise self._end(f"said something other than it should: {error}") from None
         if "refused" in greeting:
             self.close()
             raise ConfigError(str(greeting["refused"]))
@@ -145,7 +145,7 @@ class Caller:
         try:
             return read_answer(line)
         except WireError as error:
-            raise self._end(f"said something else than it should: {error}") from None
+            raise self._end(f"said something other than it should: {error}") from None
 
     def close(self) -> None:
         """Kills the process with all that is in its group."""

@@ -41,7 +41,7 @@ def imported(path: str) -> Callback:
     """
     function: Any = load(path, key=KEY, process="Tandem, or start Tandem in that folder")
     if not callable(function):
-        raise ConfigError(f"{KEY}={path} is no function: {function!r:.200}")
+        raise ConfigError(f"{KEY}={path} isn't a function: {function!r:.200}")
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"{KEY}={path} is an async function, which is never awaited: write def")
     try:

@@ -187,7 +187,7 @@ class Host:
             self._failed_starts += 1
             log.error(f"the callbacks' process can't be started: {error}")
         if self._failed_starts >= MOST_STARTS:
-            log.error(f"it has failed {MOST_STARTS} times: callbacks are called no more")
+            log.error(f"it has failed {MOST_STARTS} times: callbacks are no longer called")
             for one in self._callbacks:
                 one.count(off=True)
             self._count_failures()

@@ -1,4 +1,8 @@
-"""Accuracy of a model on a held-out set, in this process: needs no Redis."""
+"""Accuracy of models on benchmarks, and every sample that it is made of; needs no Redis.
+
+One model on one file prints its accuracy. With several of anything, or with --to, every combination is a cell:
+its samples and all figures are kept in a folder, and the same command goes on where it was stopped.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,35 @@ import argparse
 import json
 import os
 import sys
+import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+from msgspec.structs import asdict
 
 from ...common import hub
 from ...common.errors import ConfigError
 from ...common.printable import printable
 from ...common.run_folder import RunFolder, write_atomic
+from ..wording import shown
 from .options import existing
+from .progress import Progress
 
 if TYPE_CHECKING:
     from ...common.config import Config, EvalSetConfig
-
+    from ...replay.evaluated import Plan
+    from ...rollout.evaluate.elsewhere import Elsewhere
+    from .evaluate_plan import Asked
 
 _SAMPLING = {
     "temperature": (float, "0 takes the most likely token"),
     "top_p": (float, "share of the probability that tokens are sampled from, in (0, 1]"),
-    "samples": (int, "responses per problem; their mean accuracy is reported"),
 }
-"""Settings of the section ``evaluate`` that are also options."""
+"""Settings of the section ``evaluate`` that are also options; they may be given several times."""
+OUT = Path("evaluations")
+"""Where evaluations go by default."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +51,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the preset named here",
     )
     parser.add_argument(
-        "--model", metavar="DIR", help="Hugging Face folder or hub name (default: RUN/model)"
+        "--model",
+        action="append",
+        metavar="DIR",
+        help="Hugging Face folder or hub name (default: RUN/model); RUN@50, RUN@newest: a checkpoint; "
+        "RUN@live: the workers of a run that goes on answer. Repeat it for several",
     )
-    parser.add_argument("--data", metavar="FILE", help="problems (default: the run's held-out set)")
+    parser.add_argument(
+        "--data", action="append", metavar="FILE", help="problems (default: the run's held-out set)"
+    )
+    parser.add_argument(
+        "--benchmark",
+        action="append",
+        metavar="NAME",
+        help="a known set (`tandem get benchmarks` fetches them), a file or a name on the hub; as --data, and "
+        "keeps the samples",
+    )
     parser.add_argument(
         "--form", metavar="NAME", help="form of FILE's rows (default: by its columns)"
     )
@@ -48,32 +75,291 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="the first N problems")
     for key, (kind, about) in _SAMPLING.items():
         name = key.replace("_", "-")
-        parser.add_argument(f"--{name}", type=kind, help=f"{about} (evaluate.{key})")
+        parser.add_argument(
+            f"--{name}", type=kind, action="append", help=f"{about} (evaluate.{key}); several"
+        )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        help="responses per problem; their mean accuracy is reported (evaluate.samples)",
+    )
+    parser.add_argument(
+        "--template", action="append", metavar="NAME", help="data.template; several"
+    )
+    parser.add_argument(
+        "--plan",
+        metavar="FILE",
+        help="YAML with models, benchmarks, temperatures, top_p, templates",
+    )
+    parser.add_argument(
+        "--to", metavar="DIR", help=f"folder of samples and figures (default: {OUT}/… by the plan)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="processes with an engine each"
+    )
+    parser.add_argument("--worker", metavar="I/N", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--endpoint", metavar="URL", help="an OpenAI-compatible server that has the models"
+    )
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable with the server's key"
+    )
+    parser.add_argument(
+        "--parallel", type=int, default=32, metavar="N", help="requests to the server at a time"
+    )
+    parser.add_argument(
+        "--second-grader", metavar="MODE", help="another reward.mode, whose verdicts stand beside"
+    )
+    parser.add_argument("--token-ids", action="store_true", help="keep the responses' tokens too")
+    parser.add_argument("--parquet", action="store_true", help="write samples as parquet too")
+    parser.add_argument(
+        "--recompute", metavar="DIR", help="compute the figures of a folder's samples anew"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--out", metavar="FILE", help="write the figures there, as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Returns 130 if it was interrupted and the same command goes on."""
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigError(f"--limit {arguments.limit}: at least 1 problem is needed")
-    config, folder = _config(arguments)
-    if config.evaluate.top_p < 1 and config.evaluate.temperature == 0:
+    if arguments.workers < 1 or arguments.parallel < 1:
+        raise ConfigError("--workers and --parallel are at least 1")
+    if arguments.recompute:
+        return _recompute(arguments)
+    arguments.before = argparse.Namespace(**vars(arguments))
+    if arguments.plan:
+        _read_plan(arguments)
+    lists = ("model", "data", "temperature", "top_p", "template")
+    if arguments.endpoint and (arguments.workers > 1 or arguments.token_ids):
+        raise ConfigError(
+            "--endpoint: a server's tokens aren't known, and --parallel says how many requests it gets at a "
+            "time: leave out --token-ids and --workers"
+        )
+    kept = any(
+        getattr(arguments, name)
+        for name in ("benchmark", "plan", "to", "endpoint", "second_grader", "token_ids", "parquet")
+    )
+    several = any(len(getattr(arguments, name) or ()) > 1 for name in lists)
+    live = any(name.endswith("@live") for name in arguments.model or ())
+    if kept or several or live or arguments.workers > 1:
+        return _cells(arguments)
+    return _one(arguments)
+
+
+# --- several cells, whose samples are kept ---------------------------------------------------
+
+
+def _cells(arguments: argparse.Namespace) -> int:
+    from ...replay.evaluated import EvaluationFolder
+    from .evaluate_plan import prepare, same_models
+    from .evaluate_report import summarise, table
+    from .evaluate_run import Workers, add_times, begin, finish, left, owned, work
+
+    config, run_folder = _config(arguments, every=True)
+    asked = _asked(arguments, config, run_folder)
+    if arguments.to:
+        asked = same_models(asked, EvaluationFolder(Path(arguments.to).expanduser()))
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
+    _note_greedy(list(asked.temperatures), list(asked.top_p), config)
+    exports = Path(arguments.to).expanduser() / "models" if arguments.to else OUT / "models"
+    with prepare(asked, config, exports, run_folder) as prepared:
+        place = Path(arguments.to).expanduser() if arguments.to else OUT / _short(prepared.plan)
+        folder = EvaluationFolder(place)
+        sampler = partial(_sampler, arguments) if arguments.endpoint else None
+        if arguments.worker:
+            _as_worker()
+            number, _, count = arguments.worker.partition("/")
+            work(prepared, folder, worker=(int(number), int(count)), sampler=sampler)
+            return 0
+        with owned(place):
+            begin(folder, prepared.plan)
+            total, done = left(folder, prepared)
+            progress = Progress(sys.stderr, "evaluated", total, done)
+            start = time.perf_counter()
+            try:
+                if done < total and arguments.workers > 1:
+                    gpus = config.rollout.gpus_per_worker if _has_gpu() else 0
+                    words = [*_again(arguments), "--to", str(place)]
+                    Workers(words, arguments.workers, gpus, folder).run(progress)
+                elif done < total:
+                    work(prepared, folder, progress=progress, sampler=sampler)
+                finish(folder, prepared, parquet=arguments.parquet)
+            except KeyboardInterrupt:
+                progress.end()
+                print(
+                    f"stopped: {shown(place)} has what was made; the same command goes on",
+                    file=sys.stderr,
+                )
+                return 130
+            progress.end()
+            add_times(folder, time.perf_counter() - start, total - done)
+            summary = summarise(folder)
+    _print(
+        arguments, summary, f"{table(summary)}\nsamples and all figures: {shown(place.absolute())}"
+    )
+    return 0
+
+
+def _recompute(arguments: argparse.Namespace) -> int:
+    from ...replay.evaluated import EvaluationFolder
+    from .evaluate_report import summarise, table
+
+    summary = summarise(EvaluationFolder(Path(arguments.recompute).expanduser()))
+    _print(arguments, summary, table(summary))
+    return 0
+
+
+def _print(arguments: argparse.Namespace, figures: dict[str, Any], text: str) -> None:
+    as_json = json.dumps(figures, indent=1)
+    if arguments.out:
+        write_atomic(Path(arguments.out), as_json + "\n")
+    print(as_json if arguments.json else text)
+
+
+def _read_plan(arguments: argparse.Namespace) -> None:
+    """Adds what the YAML lists to what the options name."""
+    from ...common.config import read_yaml
+    from .evaluate_plan import from_yaml
+
+    content = read_yaml(Path(arguments.plan).expanduser())
+    lists = from_yaml(content, arguments.plan)
+    arguments.model = [*(arguments.model or ()), *map(str, lists["models"])]
+    arguments.benchmark = [*(arguments.benchmark or ()), *lists["benchmarks"]]
+    arguments.temperature = [*(arguments.temperature or ()), *map(float, lists["temperatures"])]
+    arguments.top_p = [*(arguments.top_p or ()), *map(float, lists["top_p"])]
+    arguments.template = [*(arguments.template or ()), *map(str, lists["templates"])]
+    for key in ("samples", "limit"):
+        if getattr(arguments, key) is None and content.get(key) is not None:
+            setattr(arguments, key, int(content[key]))
+    arguments.words = [
+        *arguments.words[:1],
+        *map(str, content.get("settings", ())),
+        *arguments.words[1:],
+    ]
+
+
+def _asked(arguments: argparse.Namespace, config: Config, folder: RunFolder | None) -> Asked:
+    from .evaluate_plan import Asked, benchmark, distinct
+
+    models = list(arguments.model or ())
+    if not models and folder is not None:
+        models = [str(folder.model)]
+    if not models:
+        raise ConfigError("name the models with --model DIR, or a run with --run DIR")
+    given = [*(arguments.benchmark or ()), *(arguments.data or ())]
+    sets = [
+        one for name in given for one in benchmark(name, form=arguments.form, limit=arguments.limit)
+    ]
+    if not sets:
+        named = [one for one in config.data.evaluate if arguments.set in (None, one.name)]
+        if not named or folder is None:
+            raise ConfigError(
+                "name the problems with --benchmark NAME or --data FILE, or a run with --run DIR"
+            )
+        sets = [one.model_copy(update={"limit": arguments.limit or one.limit}) for one in named]
+    sets = distinct(sets)
+    if arguments.samples is not None:
+        sets = [one.model_copy(update={"samples": arguments.samples}) for one in sets]
+    return Asked(
+        models=tuple(dict.fromkeys(models)),
+        benchmarks=tuple(sets),
+        temperatures=tuple(dict.fromkeys(arguments.temperature or (None,))),
+        top_p=tuple(dict.fromkeys(arguments.top_p or (None,))),
+        templates=tuple(dict.fromkeys(arguments.template or (None,))),
+        second_mode=arguments.second_grader,
+        token_ids=arguments.token_ids,
+        endpoint=arguments.endpoint,
+    )
+
+
+def _short(plan: Plan) -> str:
+    """A folder's name that is the same for the same plan."""
+    digest = xxhash.xxh3_64(json.dumps(asdict(plan), default=asdict, sort_keys=True).encode())
+    first = plan.cells[0]
+    from .evaluate_plan import slug
+
+    return f"{slug(first.model)}.{slug(first.benchmark)}-{digest.hexdigest()[:8]}"
+
+
+def _again(arguments: argparse.Namespace) -> list[str]:
+    """The words of this command for a worker, which is told its folder."""
+    # Without what the plan's file has added: the worker reads it itself.
+    arguments = arguments.before
+    words = list(arguments.words)
+    for name in ("model", "data", "benchmark", "temperature", "top_p", "template"):
+        for value in getattr(arguments, name) or ():
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    for name in (
+        "plan",
+        "form",
+        "run",
+        "set",
+        "limit",
+        "samples",
+        "endpoint",
+        "api_key_env",
+        "parallel",
+        "second_grader",
+    ):
+        if (value := getattr(arguments, name)) is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return [*words, *(["--token-ids"] if arguments.token_ids else [])]
+
+
+def _as_worker() -> None:
+    """Ends as by Ctrl-C when the command that has started it says so."""
+    import signal
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+def _has_gpu() -> bool:
+    from ..plan.hardware import machine
+
+    return bool(machine().gpus)
+
+
+def _sampler(arguments: argparse.Namespace, model: str) -> Elsewhere:
+    from ...rollout.evaluate.elsewhere import Elsewhere
+
+    variable, parallel = arguments.api_key_env, arguments.parallel
+    return Elsewhere(model, arguments.endpoint, key_variable=variable, parallel=parallel)
+
+
+def _note_greedy(temperatures: list[Any], top_p: list[Any], config: Config) -> None:
+    sampling = config.evaluate
+    greedy = any((sampling.temperature if t is None else t) == 0 for t in temperatures)
+    narrow = [p for p in (sampling.top_p if p is None else p for p in top_p) if p < 1]
+    if greedy and narrow:
         print(
             f"note: temperature 0 takes the most likely token, so that top_p="
-            f"{config.evaluate.top_p:g} changes nothing: give --temperature too",
+            f"{narrow[0]:g} changes nothing: give --temperature too",
             file=sys.stderr,
         )
-    model = arguments.model or (str(folder.model) if folder else None)
+
+
+# --- one model on one file -------------------------------------------------------------------
+
+
+def _one(arguments: argparse.Namespace) -> int:
+    config, folder = _config(arguments)
+    _note_greedy([None], [None], config)
+    model = arguments.model[0] if arguments.model else str(folder.model) if folder else None
     if model is None:
         raise ConfigError("name the model with --model DIR, or a run with --run DIR")
     held_out, data = _held_out(arguments, config, folder)
     # The environment is read when torch is loaded, below.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+    from ...common.config import of_set
     from ..host.environments import check_environments
     from ..host.preflight import check_model
     from ..host.servers import check_servers
+    from .evaluate_plan import find_model
 
+    path = find_model(model, OUT / "models").path
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    config = of_set(config, held_out)
     check_model(config)
     check_environments(config)
     check_servers(config.reward)
@@ -83,12 +369,12 @@ def run(arguments: argparse.Namespace) -> int:
     from ..ingest.rows import SourceReader
 
     with Grader(config.reward) as grader:
-        reader = SourceReader(config, load_tokenizer(model), grader, lambda text: None)
+        reader = SourceReader(config, load_tokenizer(path), grader, lambda text: None)
         problems, _, counts = reader.read(held_out, data)
     if any(number for number, _ in counts.left_out()):
         print(f"note: {data.name}: {printable(str(counts))}", file=sys.stderr)
     result = evaluate_folder(
-        model,
+        path,
         problems,
         model=config.model,
         rollout=config.rollout,
@@ -99,51 +385,60 @@ def run(arguments: argparse.Namespace) -> int:
         name=held_out.name,
         played=config if config.environments.is_on else None,
     )
-    figures = {"model": model, "data": str(data), **result.to_dict()}
-    text = json.dumps(figures, indent=1)
-    if arguments.out:
-        write_atomic(Path(arguments.out), text + "\n")
-    if arguments.json:
-        print(text)
-    else:
-        form = "" if not result.classes else f"right form {100 * result.format_share:.1f}%, "
-        print(
-            f"accuracy {100 * result.accuracy:.1f}% on {result.problems} problems of {data}\n"
-            f"{form}{result.mean_length:.0f} tokens a response, {result.seconds:.1f} s"
+    form = "" if not result.classes else f"right form {100 * result.format_share:.1f}%, "
+    text = (
+        f"accuracy {100 * result.accuracy:.1f}% on {result.problems} problems of {data}\n"
+        f"{form}{result.mean_length:.0f} tokens a response, {result.seconds:.1f} s"
+    )
+    if episodes := [s.episode for s, _ in result.responses if s.episode is not None]:
+        failed = sum(episode.failure is not None for episode in episodes)
+        turns = sum(len(episode.turns) for episode in episodes) / len(episodes)
+        text += (
+            f"\nreward {result.reward:.3f}, {turns:.1f} turns an episode, {failed} of {len(episodes)} "
+            f"episodes failed by no fault of the model"
         )
-        if episodes := [s.episode for s, _ in result.responses if s.episode is not None]:
-            failed = sum(episode.failure is not None for episode in episodes)
-            turns = sum(len(episode.turns) for episode in episodes) / len(episodes)
-            print(
-                f"reward {result.reward:.3f}, {turns:.1f} turns an episode, {failed} of {len(episodes)} "
-                f"episodes failed by no fault of the model"
-            )
-        if result.classes:
-            shares = ", ".join(f"{k} {100 * v:.1f}%" for k, v in result.classes.items())
-            print(f"form and answer: {shares}")
+    if result.classes:
+        shares = ", ".join(f"{k} {100 * v:.1f}%" for k, v in result.classes.items())
+        text += f"\nform and answer: {shares}"
+    _print(arguments, {"model": model, "data": str(data), **result.to_dict()}, text)
     return 0
 
 
-def _config(arguments: argparse.Namespace) -> tuple[Config, RunFolder | None]:
-    """The settings to evaluate with, and the run's folder if there is a run."""
+def _config(
+    arguments: argparse.Namespace, *, every: bool = False
+) -> tuple[Config, RunFolder | None]:
+    """The settings to evaluate with, and the run's folder if there is a run.
+
+    Args:
+        every: whether sampling is settled for each cell.
+    """
     from ...common.config import build, read_yaml
     from ..run.presets import load, split
 
+    model = arguments.model[0] if arguments.model else None
     folder = existing(arguments.run) if arguments.run else None
-    if folder is None and arguments.model:
-        beside = RunFolder(Path(arguments.model).expanduser().absolute().parent)
-        if beside.run_json.exists() and beside.config.exists():
+    if folder is None and model:
+        run, at, step = model.rpartition("@")
+        of_run = at and (step.isdecimal() or step in ("live", "newest"))
+        beside = RunFolder(Path(model).expanduser().absolute().parent)
+        if of_run and not Path(model).exists():
+            folder = existing(run)
+        elif beside.run_json.exists() and beside.config.exists():
             folder = beside
     name, overrides = split(arguments.words, "")
-    given = {key: getattr(arguments, key) for key in _SAMPLING}
+    given = {} if every else {key: (getattr(arguments, key) or (None,))[0] for key in _SAMPLING}
+    given["samples"] = None if every else arguments.samples
     overrides += [f"evaluate.{key}={value}" for key, value in given.items() if value is not None]
+    if not every and arguments.template:
+        overrides.append(f"data.template={arguments.template[0]}")
     if name:
         return load(name).resolve(overrides), folder
     if folder is not None:
         return build(read_yaml(folder.config), overrides), folder
-    if arguments.model == "miniature":
+    if model == "miniature":
         return load("miniature").resolve(overrides), None
-    plain = {"run": {"steps": 1}, "data": {"train": [{"path": arguments.data or ""}]}}
+    data = arguments.data[0] if arguments.data else ""
+    plain = {"run": {"steps": 1}, "data": {"train": [{"path": data}]}}
     return build(plain, overrides), None
 
 
@@ -154,11 +449,12 @@ def _held_out(
     from ...common.config import EvalSetConfig
 
     if arguments.data:
-        place = hub.local(arguments.data, Path(arguments.data).expanduser())
-        given = EvalSetConfig(
-            path=arguments.data, name=place.stem, form=arguments.form, limit=arguments.limit
+        path = arguments.data[0]
+        place = hub.local(path, Path(path).expanduser())
+        named = EvalSetConfig(
+            path=path, name=place.stem, form=arguments.form, limit=arguments.limit
         )
-        return given, place
+        return named, place
     if folder is None:
         raise ConfigError("name the problems with --data FILE, or a run with --run DIR")
     sets = {one.name: one for one in config.data.evaluate}
@@ -167,5 +463,8 @@ def _held_out(
     name = arguments.set or next(iter(sets))
     if name not in sets:
         raise ConfigError(f"--set {name}: the run has {', '.join(sets)}")
-    chosen = sets[name].model_copy(update={"limit": arguments.limit or sets[name].limit})
-    return chosen, hub.local(chosen.path, folder.resolve(chosen.path))
+    # What the command line says stands above the set's own.
+    given = {key: (getattr(arguments, key) or (None,))[0] for key in (*_SAMPLING, "template")}
+    given |= {"limit": arguments.limit, "samples": arguments.samples}
+    chosen = sets[name].model_copy(update={k: v for k, v in given.items() if v is not None})
+    return chosen, hub.local(chosen.path, folder.resolve(chosen.path), chosen.revision)

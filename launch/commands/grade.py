@@ -191,7 +191,7 @@ class _Out:
         if not self.path.stat().st_size:
             return 0
         if not lines.seekable():
-            raise DataError(f"{self.path} is there already: --fresh moves it aside")
+            raise DataError(f"{self.path} already exists: --fresh moves it aside")
         count = 0
         rows = reader.rows(lines)
         for count, old in enumerate(read_json_lines(self.path), 1):

@@ -84,7 +84,7 @@ class Reader:
         try:
             raw = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where} is no JSON: {error}") from None
+            raise DataError(f"{where} isn't JSON: {error}") from None
         if not isinstance(raw, dict):
             raise DataError(f"{where} isn't a JSON object but {type(raw).__name__}")
         for key in ("id", "completion"):

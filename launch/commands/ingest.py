@@ -93,11 +93,12 @@ def run(arguments: argparse.Namespace) -> int:
     from ...reward.grading import Grader
     from ..ingest.prepare import load_tokenizer
     from ..ingest.rows import SourceReader
+    from ..ingest.texts import Characters
 
     files, overrides = _split(arguments.words)
     config = _config(arguments, overrides)
     model = arguments.model or (config.model.path if arguments.preset else None)
-    tokenizer = load_tokenizer(model) if model else _Characters()
+    tokenizer = load_tokenizer(model) if model else Characters()
     writer = RowWriter(arguments.write, arguments.into or "luffy") if arguments.write else None
     without = _questions(arguments.without) if arguments.without else frozenset()
     reports = []
@@ -273,17 +274,3 @@ def _questions(path: str) -> frozenset[bytes]:
     from ...replay.forms import LeftOut, read_rows
 
     return frozenset(_question(row.content) for row in read_rows(Path(path), None, LeftOut()))
-
-
-class _Characters:
-    """Stands in for a tokenizer where only lengths are asked for: every character is a token."""
-
-    eos_token_id = 0
-    eos_token = ""
-    chat_template = None
-
-    def get_vocab(self) -> dict[str, int]:
-        return {"x": 0}
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> np.ndarray:
-        return np.ones(len(text), np.int32)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from ...common.errors import DataError
+from ...common.errors import ConfigError, DataError
 from ...common.plain import sealed
 from ...common.run_folder import read_join, write_private
 from .options import existing, newest_run
@@ -22,18 +22,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run", metavar="DIR", help="the run's folder (default: the newest in runs/)"
     )
     parser.add_argument(
+        "--from", dest="source", metavar="FILE", help="take a join file in place of a run's folder"
+    )
+    parser.add_argument(
         "--host", help="the name or address by which the other host reaches this one"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = existing(arguments.run) if arguments.run else newest_run()
-    join = read_join(folder.join)
+    if arguments.source and arguments.run:
+        raise ConfigError("name the run with one of --run DIR and --from FILE")
+    if arguments.source:
+        join = read_join(Path(arguments.source))
+    else:
+        folder = existing(arguments.run) if arguments.run else newest_run()
+        join = read_join(folder.join)
     out = Path(arguments.out)
     if out.is_dir():
         raise DataError(f"{out} is a folder: name the file to write")
     if not out.absolute().parent.is_dir():
-        raise DataError(f"{out.parent} is no folder: make it first")
+        raise DataError(f"{out.parent} isn't a folder: create it first")
     from ...common.sockets import is_loopback
 
     if arguments.host:
@@ -42,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         join = structs.replace(join, host=socket.getfqdn())
     write_private(out, json.dumps(sealed(structs.asdict(join))) + "\n")
     print(f"{out}: copy it to the other host (it holds the password), then run there:")
-    print(f"  tandem rollout --join {out.name}   (or: tandem environments, tandem reward)")
+    print(f"  tandem join {out.name} --role rollout")
     if is_loopback(join.host):
         print(
             f"note: the run listens on {join.host}, which other hosts can't reach; start it "

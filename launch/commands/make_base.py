@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not any(source.glob("*.safetensors")):
         raise DataError(f"{source} has no safetensors: other formats of weights aren't read")
     if out.exists():
-        raise ConfigError(f"{out} is there already: name another folder")
+        raise ConfigError(f"{out} already exists: name another folder")
     if arguments.context < 1 or not arguments.rope_theta > 0:
         raise ConfigError("--context and --rope-theta must be greater than 0")
     part = out.with_name(f".{out.name}.part")

@@ -67,5 +67,19 @@ class Progress:
             full = round(share * BAR)
             bar = "#" * full + "." * (BAR - full)
             text = f"{self._verb} {self._done:,}/{self._total:,} [{bar}] {share:4.0%}"
+            if pace > 0 and self._done < self._total:
+                text += f", {time_left((self._total - self._done) / pace)} left"
         self._stream.write(f"{start}{text}  {pace:,.0f} rows/s {end}")
         self._stream.flush()
+
+
+def time_left(seconds: float) -> str:
+    """A duration as people say it.
+
+    >>> time_left(7.4), time_left(200), time_left(7300)
+    ('7 s', '3 min', '2 h 2 min')
+    """
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

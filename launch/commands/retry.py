@@ -97,7 +97,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[RunFolder | None, JoinInfo, l
     if wrong:
         raise ConfigError(f"{wrong[0]!r} isn't a group id: <pass>-<position>, such as 0-12")
     if words and arguments.all:
-        raise ConfigError(f"--all goes without names of groups ({words[0]})")
+        raise ConfigError(f"--all takes no group ids ({words[0]})")
     if arguments.join is not None:
         return None, read_join(Path(arguments.join)), words
     folder = existing(path) if path is not None else newest_run()

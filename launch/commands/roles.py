@@ -10,10 +10,14 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable, Mapping
 from traceback import walk_tb
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .options import add_run, joined, locate
+
+if TYPE_CHECKING:
+    from ...common.config import Config
 
 ENTRY = {
     "rollout": "tandem.rollout.main",
@@ -31,8 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_role(role: str, arguments: argparse.Namespace, **extra: Any) -> NoReturn:
+def run_role(
+    role: str,
+    arguments: argparse.Namespace,
+    more: Callable[[Config], Mapping[str, Any]] = lambda config: {},
+) -> NoReturn:
     """Joins the run and works until it has ended, or SIGTERM or Ctrl-C asks it to drain; then exits.
+
+    Args:
+        role: its name.
+        arguments: of the command line.
+        more: further arguments of the role's ``main``, by the run's config.
 
     Raises:
         TandemError: the run can't be joined.
@@ -61,7 +74,7 @@ def run_role(role: str, arguments: argparse.Namespace, **extra: Any) -> NoReturn
     entry = importlib.import_module(ENTRY[role])
     try:
         with telling_parts(dict):
-            code = int(entry.main(join, config, name=name, folder=folder, **extra))
+            code = int(entry.main(join, config, name=name, folder=folder, **more(config)))
     except OutOfMemoryError as error:
         raise OutOfMemoryError(error.asked, error.parts, name, advice(config, role)) from error
     # Everything is written and closed. A native thread still waiting for a peer (gloo can't be

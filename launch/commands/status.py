@@ -1,4 +1,4 @@
-"""Where a run stands: the live view's figures once, then processes, evaluations and restarts."""
+"""The state of a run: the live view's figures once, then processes, evaluations and restarts."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = existing(arguments.run) if arguments.run else newest_run()
     process = supervising(folder)
     if process is None:
-        print(f"{folder.path}: no `tandem start` of this host runs it")
+        print(f"{folder.path}: no `tandem start` on this host is running it")
         return 0
     seconds = ask_to_end(folder, process, arguments.wait)
     print(f"{folder.path}: stopped in {seconds:.1f} s; the same `start` resumes")

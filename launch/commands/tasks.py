@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from ...common.config import parse_yaml
 from ...common.config.environments import VerifiersEnvironment
 from ...common.errors import ConfigError, TandemError
 from ...common.printable import printable
@@ -81,7 +80,7 @@ def _of_verifiers(arguments: argparse.Namespace) -> Iterator[Mapping[str, Any]]:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ConfigError(f"--set {setting} should be KEY=VALUE")
-        taskset[key] = yaml.safe_load(value)
+        taskset[key] = parse_yaml(value, f"the value of --set {key}, {value!r},")
     spec = VerifiersEnvironment(python=arguments.python, config={"taskset": taskset})
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tasks"

@@ -3,7 +3,8 @@
 The lock is ``flock(2)`` on ``<folder>/lock``, so it ends with the last process that has the file
 open, however that process ends. The file's content only tells a person which process that is. The
 lock also leads to a redis-server that outlived its supervisor; it is ended before the folder
-changes hands, since two servers must never write one append-only file.
+changes hands, since two servers must never write one append-only file. Between hosts that share the folder
+:mod:`.head_term` does the same.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from pathlib import Path
 
 import psutil
 
-from ...common.errors import TandemError
+from ...common.errors import HeldError, TandemError
 from ...common.run_folder import RunFolder
+from .head_term import HeadTerm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,7 @@ class Holder:
 
     pid: int
     started: float
-    """Its start time in seconds since the epoch, since pids are reused."""
+    """Start time of that process in seconds since the epoch, since pids are reused."""
 
     @classmethod
     def of(cls, pid: int) -> Holder:
@@ -50,6 +52,7 @@ class Holder:
 class FolderLock:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
+        self._term = HeadTerm(folder)
         self._descriptor: int | None = None
         self._content: dict[str, object] = {}
 
@@ -57,7 +60,8 @@ class FolderLock:
         """Takes the lock, ending a redis-server that a killed supervisor left behind.
 
         Raises:
-            TandemError: a live process holds the lock; the message names its pid.
+            HeldError: a live process holds the lock, here or on another host; the message names its pid.
+            TandemError: a process holds it that can't be named.
         """
         try:
             descriptor = os.open(self._folder.lock, os.O_RDWR | os.O_CREAT, 0o600)
@@ -78,7 +82,7 @@ class FolderLock:
                 owner = _holder(content, "supervisor")
                 if elsewhere or (owner is not None and owner.process() is not None):
                     os.close(descriptor)
-                    raise TandemError(
+                    raise HeldError(
                         f"{self._folder.path} is in use by process {owner.pid if owner else '?'}"
                         f"{f' on {host}' if elsewhere else ''} (`tandem stop` or Ctrl-C there "
                         f"ends it), or name another folder: run.dir=…"
@@ -94,6 +98,11 @@ class FolderLock:
                         f"`fuser {self._folder.lock}` does; end that one, then start again"
                     ) from None
                 time.sleep(0.05)
+        try:
+            self._term.take()
+        except BaseException:
+            os.close(descriptor)
+            raise
         self._descriptor = descriptor
         me = Holder.of(os.getpid())
         self._content = {
@@ -113,9 +122,14 @@ class FolderLock:
         self._content["redis"] = {"pid": holder.pid, "started": holder.started}
         self._write()
 
+    def release_term(self) -> None:
+        """Lets go of the head's term alone, before the folder is moved."""
+        self._term.release()
+
     def release(self) -> None:
         """Closes the file; the lock ends when redis-server has closed it too."""
         if self._descriptor is not None:
+            self._term.release()
             os.close(self._descriptor)
             self._descriptor = None
 

@@ -72,7 +72,7 @@ def check_model(config: Config) -> Path | None:
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         raise DataError(
             f"model.path={config.model.path} has no tokenizer (none of "
-            f"{', '.join(TOKENIZER_FILES)}): copy the tokenizer's files of the model that it "
+            f"{', '.join(TOKENIZER_FILES)}): copy the tokenizer files of the model that it "
             f"comes from into it"
         )
     if not weight_files(path):
@@ -97,7 +97,7 @@ def check_dtype(config: Config, placement: Placement) -> None:
     if config.model.dtype != "float16" or not config.learner.train or all(placement.learner):
         return
     raise ConfigError(
-        "model.dtype=float16 trains on GPUs alone, and the learner has none here: set model.dtype=bfloat16, which "
+        "model.dtype=float16 trains only on GPUs, and the learner has none here: set model.dtype=bfloat16, which "
         "has the range of float32, or run it where there is a GPU (launch.gpus=required says how many)"
     )
 
@@ -157,12 +157,44 @@ def check_attention(config: Config, placement: Placement) -> None:
 
 
 def check_addresses(config: Config) -> None:
-    """Raises ``ConfigError`` if Redis, ZeroMQ or the weight channel can't bind its address."""
+    """Raises ``ConfigError`` if Redis, ZeroMQ or the weight channel can't bind its address, or too few of
+    ``launch.ports`` are free."""
     from ...common.sockets import local_address
     from .redis_server import choose_port
 
     choose_port(config.launch.bind, None)
-    local_address(config.weights.interface)
+    local_address(config.weights_interface)
+    if config.launch.port_range is not None:
+        check_ports(config, config.launch.port_range)
+
+
+def ports_wanted(config: Config) -> int:
+    """How many of ``launch.ports`` the processes that one host starts may need at a time, Redis' included."""
+    workers = workers_of(config)
+    served = config.learner.source == "ledger"
+    # The learner's control socket, its ranks' meeting point, and one meeting point a worker for weights.
+    wanted = 2 + (config.learner.ranks > 1) + workers
+    wanted += config.reward.pools if served else 0
+    if config.environments.is_on:
+        wanted += config.environments.servers + workers
+    return wanted
+
+
+def check_ports(config: Config, ports: range) -> None:
+    """Raises ``ConfigError`` if a port that must be free is taken, or too few of the others are free."""
+    from ...common.sockets import is_free
+    from .redis_server import holder_of
+
+    bind, wanted = config.launch.bind, ports_wanted(config)
+    taken = [port for port in ports[1:] if not is_free(bind, port)]
+    free = len(ports) - len(taken)
+    if free < wanted:
+        names = ", ".join(f"{port}{holder_of(port)}" for port in taken[:3])
+        named = f" ({names}{', …' if len(taken) > 3 else ''} taken)" if taken else ""
+        raise ConfigError(
+            f"launch.ports={config.launch.ports} has {free} free ports on {bind}{named}, and this run may need "
+            f"{wanted} of them on one host: widen it, or name another range"
+        )
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -21,8 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
+import psutil
+
 from ...common.errors import ConfigError, StoreError, TandemError
 from ...common.run_folder import JoinInfo, RunFolder, write_private
+from ...common.sockets import no_port_left, to_try
 
 if TYPE_CHECKING:
     import redis
@@ -101,9 +104,13 @@ def new_password() -> str:
     return secrets.token_urlsafe(32)
 
 
-def choose_port(bind: str, kept: int | None) -> int:
-    """The kept port if it is still free, else an ephemeral one."""
-    for port in (kept, 0):
+def choose_port(bind: str, kept: int | None, ports: range | None = None) -> int:
+    """The kept port if it is still free, else another free one: of ``launch.ports``, if they are settled.
+
+    Raises:
+        ConfigError: the address can't be bound, or none of the range is free.
+    """
+    for port in (kept, *to_try(ports)):
         if port is None:
             continue
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
@@ -120,7 +127,35 @@ def choose_port(bind: str, kept: int | None) -> int:
                     f"this host, or 127.0.0.1"
                 ) from None
             return int(probe.getsockname()[1])
-    raise AssertionError("unreachable")
+    assert ports is not None
+    raise no_port_left(bind, ports)
+
+
+def redis_port(bind: str, kept: int | None, ports: range | None) -> int:
+    """The port of the run's own server: the first of ``launch.ports``, else :func:`choose_port`'s.
+
+    Raises:
+        ConfigError: the first port of the range is taken.
+    """
+    if ports is None:
+        return choose_port(bind, kept)
+    port = choose_port(bind, ports[0], ports)
+    if port != ports[0]:
+        raise ConfigError(
+            f"port {ports[0]} of {bind}, where Redis is to listen, is taken{holder_of(ports[0])}: end that process, "
+            f"or name another range than launch.ports={ports[0]}-{ports[-1]}"
+        )
+    return port
+
+
+def holder_of(port: int) -> str:
+    """`` by process PID (NAME)`` for the process that listens at a port; empty if it can't be told."""
+    try:
+        found = [c for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port]
+        pid = next(c.pid for c in found if c.status == psutil.CONN_LISTEN and c.pid)
+        return f" by process {pid} ({psutil.Process(pid).name()})"
+    except (psutil.Error, StopIteration):
+        return ""
 
 
 def mend(folder: RunFolder) -> str:
@@ -226,7 +261,7 @@ def parse_url(url: str, run_id: str, kept: JoinInfo | None) -> tuple[JoinInfo, s
         ConfigError: it isn't a Redis URL.
     """
     wrong = ConfigError(
-        "replay.redis_url can't be read: write it as redis://HOST:PORT/DB "
+        "replay.redis_url can't be read: write it as redis://HOST:PORT/DB or redis://USER@HOST:PORT/DB "
         f"(rediss:// for TLS), with the password in {PASSWORD_VARIABLE}"
     )
     try:
@@ -235,8 +270,13 @@ def parse_url(url: str, run_id: str, kept: JoinInfo | None) -> tuple[JoinInfo, s
         db = int(parts.path.strip("/") or 0)
     except ValueError:
         raise wrong from None
-    if parts.scheme not in ("redis", "rediss") or not parts.hostname:
+    if parts.scheme not in ("redis", "rediss") or not parts.hostname or db < 0:
         raise wrong
+    if parts.query or parts.fragment:
+        raise ConfigError(
+            "replay.redis_url ends in ?… or #…, which isn't read: TLS has the settings replay.redis_ca, "
+            "redis_cert and redis_key, and the database's number follows HOST:PORT/"
+        )
     password = (
         unquote(parts.password)
         if parts.password
@@ -257,6 +297,11 @@ def parse_url(url: str, run_id: str, kept: JoinInfo | None) -> tuple[JoinInfo, s
     return join, f"{parts.scheme}://{user}{host}:{port}/{db}"
 
 
+def has_password(url: str) -> bool:
+    """Whether a Redis URL that can be read holds a password."""
+    return bool(urlsplit(url).password)
+
+
 def without_password(url: str | None) -> str | None:
     """A Redis URL as it may be shown and stored."""
     try:
@@ -266,22 +311,14 @@ def without_password(url: str | None) -> str | None:
 
 
 def client(join: JoinInfo, timeout: float = 5.0) -> redis.Redis:
-    """A plain client without retries, for looking at a server from outside a run."""
-    import redis
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
+    """A plain client without retries, for looking at a server from outside a run.
 
-    return redis.Redis(
-        host=join.host,
-        port=join.port,
-        db=join.db,
-        username=join.username,
-        password=join.password,
-        ssl=join.tls,
-        socket_timeout=timeout,
-        socket_connect_timeout=timeout,
-        retry=Retry(NoBackoff(), 0),
-    )
+    Raises:
+        StoreError: a file of TLS is missing or isn't what it should be.
+    """
+    from ...replay.reaching import make_client
+
+    return make_client(join, timeout=timeout)
 
 
 def wait_ready(
@@ -292,31 +329,47 @@ def wait_ready(
     ``alive`` says whether the server's process is still running.
 
     Raises:
-        StoreError: the password was refused (raised at once), or there was no answer within
-            ``deadline`` seconds.
+        StoreError: the password, a certificate or the database was refused (raised at once), or there was
+            no answer within ``deadline`` seconds.
     """
     import redis
 
-    server = client(join)
+    from ...replay.reaching import refusal
+
+    patience = min(5.0, max(1.0, deadline))
+    server = client(join, patience)
     end = time.monotonic() + deadline
     where = f"{join.host}:{join.port}"
     try:
         while True:
             try:
-                server.ping()
                 info: dict[str, Any] = server.info("server")
                 return info
-            except (redis.AuthenticationError, redis.exceptions.NoPermissionError):
-                raise StoreError(refused(where, join.password is not None)) from None
+            except redis.AuthenticationError:
+                raise StoreError(refused(where, join)) from None
+            except redis.exceptions.NoPermissionError as error:
+                raise StoreError(
+                    f"Redis at {where} doesn't permit the user {join.username or 'default'} what a run "
+                    f"needs ({error}): docs/redis.md has the ACL rule"
+                ) from None
             except redis.BusyLoadingError:
                 reason = "it is loading its append-only file"
-            except redis.ConnectionError:
-                reason = "nothing answers there"
+            except redis.ConnectionError as error:
+                if why := refusal(error, join):
+                    raise StoreError(why) from None
+                reason = _why_not_connected(error, join)
             except redis.TimeoutError:
-                reason = "it takes longer than 5 s to answer"
+                reason = f"it takes longer than {patience:.0f} s to answer"
+                if join.tls:
+                    reason += ": does it speak TLS on that port? (without TLS, write redis://)"
             except redis.ResponseError as error:
                 if "NOAUTH" in str(error) or "WRONGPASS" in str(error):
-                    raise StoreError(refused(where, join.password is not None)) from None
+                    raise StoreError(refused(where, join)) from None
+                if "DB index" in str(error):
+                    raise StoreError(
+                        f"Redis at {where} has no database {join.db}: name one that it has at the end of "
+                        f"replay.redis_url (its setting `databases` says how many there are)"
+                    ) from None
                 raise StoreError(f"Redis at {where} refused: {error}") from None
             if not alive():
                 raise StoreError(f"redis-server for {where} ended before it answered")
@@ -329,37 +382,21 @@ def wait_ready(
         server.close()
 
 
-def refused(where: str, had_password: bool) -> str:
+def _why_not_connected(error: Exception, join: JoinInfo) -> str:
+    text = str(error).lower()
+    if "name or service" in text or "name resolution" in text or "nodename" in text:
+        return f"the name {join.host} leads to no address"
+    if "closed" in text or "reset" in text or "eof" in text:
+        wants = "another setting of TLS" if join.tls else "TLS (rediss://)"
+        return f"it closes the connection: does it want {wants}?"
+    return "nothing answers there"
+
+
+def refused(where: str, join: JoinInfo) -> str:
     """The message for a password that a server doesn't accept."""
-    what = "the password" if had_password else "a connection without a password"
+    what = "a connection without a password" if join.password is None else "the password"
+    what += f" of user {join.username}" if join.username else ""
     return (
         f"Redis at {where} refused {what}: put the right one into {PASSWORD_VARIABLE} "
         f"(for replay.redis_url), or copy join.json again with `tandem join-file`"
     )
-
-
-def check_external(join: JoinInfo) -> str:
-    """Checks the server that ``replay.redis_url`` names, and returns its version.
-
-    Raises:
-        StoreError: it isn't reachable, refuses the password, is too old, or would evict keys.
-    """
-    where = f"{join.host}:{join.port}"
-    version = str(wait_ready(join, deadline=3.0)["redis_version"])
-    if tuple(map(int, version.split(".")[:2])) < OLDEST:
-        raise StoreError(f"Redis at {where} is {version}: Tandem needs 6.2 or newer")
-    import redis
-
-    server = client(join)
-    try:
-        policy = server.info("memory").get("maxmemory_policy")
-    except redis.RedisError as error:
-        raise StoreError(f"Redis at {where} refused INFO: {error}") from None
-    finally:
-        server.close()
-    if policy != "noeviction":
-        raise StoreError(
-            f"Redis at {where} has maxmemory-policy {policy} and would throw groups away: "
-            f"set `maxmemory-policy noeviction` there"
-        )
-    return version

@@ -144,7 +144,7 @@ def _packages(config: Config, machine: Machine) -> list[Finding]:
 
 
 def _addresses(config: Config) -> list[Finding]:
-    addresses = f"{config.launch.bind}, weights by {config.weights.interface}"
+    addresses = f"{config.launch.bind}, weights by {config.weights_interface}"
     try:
         check_addresses(config)
     except TandemError as error:

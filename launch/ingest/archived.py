@@ -31,7 +31,7 @@ class _Asked:
     """A problem, and the samples of all groups that asked it."""
 
     number: int
-    """Its place among the archive's problems, from 0."""
+    """Place among the archive's problems, from 0."""
     group: Group
     """The first of its groups."""
     samples: dict[bytes, Sample] = field(default_factory=dict)
@@ -50,12 +50,12 @@ def of_archive(path: Path) -> bool:
 
 
 def refuse_archive_keys(source: SourceConfig | EvalSetConfig) -> None:
-    """Raises ``DataError`` if a source that is no archive has a key about an archive's samples."""
+    """Raises ``DataError`` if a source that isn't an archive has a key about an archive's samples."""
     if isinstance(source, SourceConfig) and (source.pairs is not None or source.regrade):
         key = "regrade" if source.pairs is None else "pairs"
         raise DataError(
             f"data.train {source.short_name}: {key} is about an archive's samples, and "
-            f"{source.path} is no archive: leave it out"
+            f"{source.path} isn't an archive: leave it out"
         )
 
 

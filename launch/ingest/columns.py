@@ -94,7 +94,12 @@ def task_of(
 
 
 def extra_of(
-    row: DataRow, grader: Grader, data: DataConfig, task: Mapping[str, Any] | None
+    row: DataRow,
+    grader: Grader,
+    data: DataConfig,
+    task: Mapping[str, Any] | None,
+    *,
+    messages: bool = False,
 ) -> Mapping[str, Any]:
     """The problem's ``extra``: other columns as plain values, and what reward and environment ask for."""
     content = row.content
@@ -102,9 +107,9 @@ def extra_of(
     if grader.wants_columns:
         extra |= _columns(row.raw)
     extra |= content.extra
-    if grader.wants_messages:
-        messages = [{"role": m.role, "content": m.content} for m in content.prompt]
-        extra[PROMPT_MESSAGES] = prompts.conversation(messages, data) if messages else []
+    if grader.wants_messages or messages:
+        asked = [{"role": m.role, "content": m.content} for m in content.prompt]
+        extra[PROMPT_MESSAGES] = prompts.conversation(asked, data) if asked else []
     if task is not None:
         extra[ENVIRONMENT] = task
     return extra

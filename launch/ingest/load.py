@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common import models
-from ...common.config import Config, to_yaml
+from ...common.config import Config, of_set, to_yaml
 from ...common.config.choices import own_rows
 from ...common.errors import StoreError
 from ...common.templates import OWN
@@ -29,7 +29,13 @@ def role_config(config: Config) -> Config:
         if config.learner.source == "offline":
             config = config.model_copy(update={"evaluate": evaluate})
     # A template may be a file of this host, and the prompts are rendered already.
-    own: dict[str, Any] = {"stop": config.data.stops, "template": OWN}
+    sets = [
+        held.model_copy(update={"stop": of_set(config, held).data.stops, "template": None})
+        if held.template is not None
+        else held
+        for held in config.data.evaluate
+    ]
+    own: dict[str, Any] = {"stop": config.data.stops, "template": OWN, "evaluate": tuple(sets)}
     if config.data.archive is not None:
         own["archive"] = str(Path(config.data.archive).expanduser().absolute())
     data = config.data.model_copy(update=own)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...common import hub, models, wire
-from ...common.config import Config, EvalSetConfig, SourceConfig
+from ...common.config import Config, EvalSetConfig, SourceConfig, of_set
 from ...common.errors import ConfigError, DataError, TandemError
 from ...common.objectives import WITHOUT_GROUP
 from ...common.records import ExpertTrace, Problem
@@ -139,10 +139,18 @@ def inputs_digest(config: Config, folder: RunFolder) -> str:
     return digest.hexdigest()
 
 
+_OLD_OF_SET = ("path", "name", "form", "limit")
+"""Settings of a held-out set that all runs have."""
+
+
 def _without_new(data: Mapping[str, Any]) -> dict[str, Any]:
     """The section ``data`` without settings at their defaults that older runs lack."""
     evaluate = [
-        {key: value for key, value in one.items() if (key, value) != ("rows", None)}
+        {
+            k: v
+            for k, v in one.items()
+            if k in _OLD_OF_SET or (v is not None and (k, v) != ("graded", True))
+        }
         for one in data["evaluate"]
     ]
     kept = {key: value for key, value in data.items() if (key, value) != ("pack_tokens", None)}
@@ -187,18 +195,26 @@ def prepare(
             evaluate: dict[str, tuple[Problem, ...]] = {}
             for source in all_sources:
                 name = source.short_name
-                made, with_traces, counts[name] = reader.read(source, resolve(source.path))
                 if isinstance(source, SourceConfig):
+                    made, with_traces, counts[name] = reader.read(source, resolve(source.path))
                     problems += made
                     traces += with_traces
-                else:
-                    evaluate[name] = tuple(made)
+                    continue
+                own = of_set(config, source)
+                with (
+                    closing(Grader(own.reward))
+                    if own.reward != config.reward
+                    else nullcontext(grader) as by
+                ):
+                    of_it = SourceReader(own, tokenizer, by, doing) if own is not config else reader
+                    made, _, counts[name] = of_it.read(source, resolve(source.path))
+                evaluate[name] = tuple(made)
         finally:
             grader.close()
     if trains_on_traces(config) and not traces:
         raise DataError(
             "learner.source=offline trains on expert traces, and no source has one that "
-            f"expert.accept={list(config.expert.accept)} lets in{_left_out(counts, names)}"
+            f"expert.accept={list(config.expert.accept)} admits{_left_out(counts, names)}"
         )
     if trains_on_traces(config) and config.learner.objective.rejects:
         _check_pairs(config, problems)

@@ -24,32 +24,16 @@ from ...replay.forms import Content, DataRow, RowError, read_rows
 from ...reward.answers.texts import read_gold
 from ...reward.grading import Grade, GradeItem, Grader
 from .archived import ArchiveReader, of_archive, refuse_archive_keys
+from .chunk import Chunk, first_of
 from .columns import broken, check_template, extra_of, task_of
 from .counts import SourceCounts, drawn
+from .repeats import joined
 
 OPENERS = ("<think>\n", "<think>")
 """Openers that the rendered prompt may end with; a trace that repeats one loses it."""
 CHUNK_ROWS = 512
 SHOWN_TASK = 400
 """Characters of a task that stand for its prompt where people read one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """Some rows of a source that are used."""
-
-    problems: tuple[Problem, ...]
-    traces: tuple[ExpertTrace, ...]
-    """Accepted traces of these problems."""
-    rows: tuple[DataRow, ...]
-    """The row of each problem."""
-
-    def of_rows(self) -> Iterator[tuple[Problem, DataRow, ExpertTrace | None]]:
-        """Each problem with its row, and its trace if it has one."""
-        # The worse response of a pair comes after the better one.
-        traces = {trace.problem_id: trace for trace in reversed(self.traces)}
-        for problem, row in zip(self.problems, self.rows, strict=True):
-            yield problem, row, traces.get(problem.problem_id)
 
 
 def trains_on_traces(config: Config) -> bool:
@@ -91,6 +75,7 @@ class SourceReader:
         *,
         grades: bool = True,
         plays: bool = True,
+        messages: bool = False,
     ) -> None:
         """Nothing is read yet.
 
@@ -101,6 +86,7 @@ class SourceReader:
             doing: called for every chunk with what is being done.
             grades: whether traces are graded; if not, all of them are kept, and rows need no gold answer.
             plays: whether rows without a prompt need an environment of the config's.
+            messages: whether problems keep the messages of their prompts, whatever the reward asks for.
         """
         check_template(config, tokenizer)
         self._config = config
@@ -110,6 +96,7 @@ class SourceReader:
         self._grader = grader
         self._grades = grades
         self._plays = plays
+        self._messages = messages
         self._digest = prompts.tokenizer_digest(tokenizer)
 
     def read(
@@ -126,7 +113,13 @@ class SourceReader:
             )
             return *archives.read(source, file, counts), counts
         refuse_archive_keys(source)
-        for chunk in self.chunks(source, file, counts):
+        # A held-out set's limit counts problems, which may have several rows.
+        whole = (
+            source
+            if isinstance(source, SourceConfig)
+            else source.model_copy(update={"limit": None})
+        )
+        for chunk in self.chunks(whole, file, counts):
             problems += chunk.problems
             traces += chunk.traces
         if not problems:
@@ -135,13 +128,17 @@ class SourceReader:
                 f"data.max_prompt_tokens, or name another file"
             )
         expected = getattr(source, "rows", None)
-        if expected is not None and source.limit is None and counts.seen != expected:
+        if expected is not None and counts.seen != expected:
             raise DataError(
                 f"{source.short_name} should have {expected:,} rows and {file.name} has {counts.seen:,}, so "
                 f"that it isn't the set that was meant: set rows of this set to {counts.seen} or null in "
                 f"data.evaluate, if it is"
             )
-        seed = getattr(source, "seed", None)
+        if isinstance(source, EvalSetConfig):
+            problems = joined(problems, source.repeated)[: source.limit]
+            counts.problems = len(problems)
+            return problems, traces, counts
+        seed = source.seed
         if source.limit is not None and seed is not None:
             kept = drawn([problem.problem_id for problem in problems], source.limit, seed)
             problems = [problem for problem in problems if problem.problem_id in kept]
@@ -164,7 +161,7 @@ class SourceReader:
             counts.used += len(chunk)
             made = self._chunk(name, chunk, source, counts)
             if limit is not None:
-                made = _first(made, limit - done)
+                made = first_of(made, limit - done)
             done += len(made.problems)
             counts.problems += len(made.problems)
             counts.traces += len(made.traces)
@@ -191,7 +188,13 @@ class SourceReader:
                 data_source=content.data_source or name,
                 ability=content.ability,
                 trace_ids=(),
-                extra=extra_of(draft.row, self._grader, self._config.data, draft.task),
+                extra=extra_of(
+                    draft.row,
+                    self._grader,
+                    self._config.data,
+                    draft.task,
+                    messages=self._messages,
+                ),
             )
         if isinstance(source, SourceConfig):
             drafts = self._with_traces(drafts, source, counts)
@@ -485,13 +488,3 @@ def _as_judged(trace: ExpertTrace, wanted: bool) -> ExpertTrace:
     """A trace with the data's own verdict, which no grader has seen."""
     verdict = Verdict.CORRECT if wanted else Verdict.WRONG
     return replace(trace, reward=1.0 if wanted else -1.0, verdict=verdict)
-
-
-def _first(chunk: Chunk, most: int) -> Chunk:
-    """The chunk's first problems, and their traces."""
-    if len(chunk.problems) <= most:
-        return chunk
-    problems = chunk.problems[:most]
-    kept = {problem.problem_id for problem in problems}
-    traces = tuple(trace for trace in chunk.traces if trace.problem_id in kept)
-    return Chunk(problems=problems, traces=traces, rows=chunk.rows[:most])

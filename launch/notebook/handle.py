@@ -141,7 +141,7 @@ class Run:
         return content
 
     def status(self) -> dict[str, Any]:
-        """Where it stands: what ``tandem status --json`` prints."""
+        """The run's state, as ``tandem status --json`` prints it."""
         from ..board.inspection import inspect
         from ..board.look import ANSWER_SECONDS, look
 
@@ -228,7 +228,7 @@ def _flat(prefix: str, tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _word(value: Any) -> str:
-    """A value as it stands on the command line: JSON, which is YAML as well."""
+    """A value as the command line takes it: JSON, which is YAML as well."""
     return str(value) if isinstance(value, Path) else json.dumps(value)
 
 

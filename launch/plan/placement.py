@@ -18,17 +18,17 @@ class Placement:
     """The GPUs that each process sees, as indices; empty if the run is on CPUs."""
 
     learner: tuple[tuple[int, ...], ...]
-    """One entry per rank."""
+    """One entry per rank on the head."""
     rollout: tuple[tuple[int, ...], ...]
     """One entry per worker."""
 
 
 def gpus_needed(config: Config) -> int:
-    """One GPU for every learner rank and for every engine's tensor-parallel rank."""
+    """The head's GPUs: one for every learner rank there and for every engine's tensor-parallel rank."""
     engines = workers_of(config) * config.rollout.gpus_per_worker
     if config.launch.share_gpu:
-        return max(config.learner.ranks, engines)
-    return config.learner.ranks + engines
+        return max(config.ranks_per_host, engines)
+    return config.ranks_per_host + engines
 
 
 def workers_of(config: Config) -> int:
@@ -53,7 +53,7 @@ def place(config: Config, machine: Machine) -> Placement:
     Raises:
         ConfigError: ``launch.gpus=required``, and the machine has fewer than are needed.
     """
-    ranks, workers = config.learner.ranks, workers_of(config)
+    ranks, workers = config.ranks_per_host, workers_of(config)
     each, needed = config.rollout.gpus_per_worker, gpus_needed(config)
     have = len(machine.gpus)
     on_cpu = Placement(learner=((),) * ranks, rollout=((),) * workers)
@@ -62,10 +62,11 @@ def place(config: Config, machine: Machine) -> Placement:
     if have < needed:
         if config.launch.gpus == "auto":
             return on_cpu
+        named = "learner.ranks" if config.learner.hosts == 1 else "learner.ranks / learner.hosts"
         shared = " on the same GPUs" if config.launch.share_gpu else ""
         raise ConfigError(
             f"{config.run.dir}: this preset needs {needed} GPU{'s' * (needed > 1)} "
-            f"(learner.ranks={ranks} + rollout.workers={workers} x "
+            f"({named}={ranks} + rollout.workers={workers} x "
             f"rollout.gpus_per_worker={each}{shared}) and this machine has {have or 'none'} "
             f"({machine}): run it where there {'are' if needed > 1 else 'is'} {needed}, lower "
             f"those settings, or try the whole system on CPUs with `tandem start miniature`"
@@ -75,7 +76,7 @@ def place(config: Config, machine: Machine) -> Placement:
 
 def placed(config: Config, indices: Sequence[int]) -> Placement:
     """Distributes the GPUs with these indices, of which there are enough."""
-    ranks, each = config.learner.ranks, config.rollout.gpus_per_worker
+    ranks, each = config.ranks_per_host, config.rollout.gpus_per_worker
     rest = indices if config.launch.share_gpu else indices[ranks:]
     return Placement(
         learner=tuple((index,) for index in indices[:ranks]),

@@ -221,7 +221,7 @@ def for_node(config: Config, node: Node) -> Placement:
     """
     workers = workers_of(config)
     if config.launch.gpus == "none":
-        return Placement(learner=((),) * config.learner.ranks, rollout=((),) * workers)
+        return Placement(learner=((),) * config.ranks_per_host, rollout=((),) * workers)
     needed = gpus_needed(config)
     if node.gpus < needed:
         raise ConfigError(

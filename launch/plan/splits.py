@@ -22,7 +22,7 @@ FULL = 3
 until its longest sample has ended, while the others' slots are free for the next groups."""
 
 IDLE = 0.005
-"""Share of the time below which nobody is said to wait."""
+"""Share of the time below which waiting isn't mentioned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

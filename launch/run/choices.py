@@ -18,7 +18,7 @@ from ...learner.loop.schedule import CRITIC_KEY, warmup_of
 from ...reward.components.scoring import Scorer
 from ...reward.reading import modes
 from ..callbacks.caller import Caller, Ended
-from ..host.redis_server import parse_url
+from ..host import existing_redis
 
 
 def check_named(config: Config) -> None:
@@ -26,7 +26,7 @@ def check_named(config: Config) -> None:
     modes.mode(config.reward.mode, tuple_for_set=config.reward.tuple_for_set)
     Scorer(config.reward)
     if config.replay.redis_url is not None:
-        parse_url(config.replay.redis_url, "", None)
+        existing_redis.joining(config.replay, "", None)
     for key, path, process in _own(config):
         module = path.partition(":")[0].partition(".")[0]
         if importlib.util.find_spec(module) is None:

@@ -13,7 +13,7 @@ from ..host.requirements import disk_wanted, examine, missing
 from ..plan import planning, text
 from ..plan.hardware import machine
 from ..plan.node import node
-from ..plan.placement import Placement, gpus_needed
+from ..plan.placement import Placement, gpus_needed, workers_of
 from ..plan.planning import Plan, Planned
 from ..wording import human, shown
 from . import processes as started
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 PORT = "PORT"
 """Placeholder for a port that is chosen when a process starts."""
+CHECKPOINTS = {
+    "auto": "all ranks write into the run's folder if every host sees it, else rank 0 gathers them",
+    "shared": "all ranks write into the run's folder, which every host must see under this path",
+    "gathered": "rank 0 gathers what ranks on other hosts hold, over the network",
+}
+"""Who writes checkpoints where the learner is on several hosts, by ``learner.checkpoints``."""
 PARENT = "$$"
 """Placeholder for the pid whose end ends a process; in a shell it expands to the shell's own."""
 
@@ -110,11 +116,25 @@ def processes(plan: Plan, folder: RunFolder, placement: Placement) -> list[str]:
         about = ", ".join(_about(plan, planned, spec.threads))
         lines.append(f"  {planned.name:<11} {about}")
         lines.append(f"    {_command(spec)}")
+    lines += _elsewhere(plan.config)
     lines.append(
         f"  {PORT} is chosen at every start; {PARENT} is the supervisor's pid, with which a "
         f"process ends"
     )
     return lines
+
+
+def _elsewhere(config: Config) -> Iterable[str]:
+    """The processes that other hosts must bring."""
+    each = config.ranks_per_host
+    for host in range(1, config.learner.hosts):
+        first, last = host * each, (host + 1) * each - 1
+        named = f"learner-{first}" if first == last else f"learner-{first} to learner-{last}"
+        yield f"  {named:<11} on host {host + 1} of the learner: the run waits for it"
+        yield "    tandem join FILE --role learner"
+    if not workers_of(config) and config.learner.source == "ledger":
+        yield "  rollout workers on other hosts: there are none here, and without one no step is trained"
+        yield "    tandem join FILE --role rollout"
 
 
 def _about(plan: Plan, planned: Planned, threads: int) -> Iterable[str]:
@@ -160,11 +180,14 @@ def _places(plan: Plan, opening: Opening, disk: int) -> list[str]:
         ("logs", f"{shown(folder.logs)}/<process>.log"),
         ("Redis", _redis(plan, url)),
         ("ZeroMQ", f"{bind}, ports are chosen at the start and announced in Redis"),
-        ("weights", f"{text.transport(plan)}, bound to {config.weights.interface}"),
-        ("ranks", f"meet at 127.0.0.1:{PORT}"),
+        ("weights", f"{text.transport(plan)}, bound to {config.weights_interface}"),
+        ("ranks", f"meet at {started.meeting_address(config)}:{PORT}"),
+        ("checkpoints", CHECKPOINTS[config.learner.checkpoints]),
         ("model", text.model(plan)),
         ("disk", f"up to {human(disk)} in the run's folder"),
     ]
+    if config.learner.hosts == 1:
+        rows.pop(6)
     if config.learner.ranks == 1:
         rows.pop(5)
     return ["where things go", *_table(rows)]

@@ -20,6 +20,7 @@ from ..plan.hardware import Machine, machine
 from ..plan.planning import problems_on_paper
 from ..wording import shown, shown_tandem
 from . import offline_evaluation, processes, redis_part, summary
+from .meeting import Convener
 from .opening import Kind, Opening, make_folder
 from .presets import FOLDER, Preset
 from .record import RunRecord
@@ -145,8 +146,13 @@ class Job:
                 self._say(f"data {name}: {counts}")
         running = Running(config, self._folder, self._preset.name, self._record, self._terminal)
         try:
-            parts = processes.parts(config, self._folder, placement)
-            outcome = running.run(join, self._lock, lambda store: self._fill(store, found), parts)
+            convener = None
+            if config.learner.hosts > 1 and config.launch.learner == "here":
+                convener = Convener(config, processes.meeting_address(config), self._say)
+            parts = processes.parts(config, self._folder, placement, convener)
+            outcome = running.run(
+                join, self._lock, lambda store: self._fill(store, found), parts, convener
+            )
             if outcome is not Outcome.FINISHED:
                 running.write_stopped()
         finally:

@@ -69,7 +69,7 @@ def evaluate(
         outcome = supervisor.run_until(lambda: all(out.exists() for out in outputs))
     if outcome is not Outcome.FINISHED:
         raise TandemError(
-            f"stopped while evaluating; `tandem evaluate --run {shown(folder.path)}` does it"
+            f"stopped while evaluating; `tandem evaluate --run {shown(folder.path)}` makes up for it"
         )
     return [
         {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError, DataError, TandemError
 from ...common.parts import is_part, parts
-from ...common.run_folder import RunFolder
+from ...common.run_folder import RunFolder, read_join
 from ..host.folder_lock import FolderLock
 from ..host.redis_server import without_password
 from ..wording import shown
@@ -27,6 +27,7 @@ OWN_ENTRIES = frozenset(
         "config.yaml",
         "run.json",
         "join.json",
+        "head",
         "lock",
         "metrics.jsonl",
         "samples.jsonl",
@@ -127,7 +128,9 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
     if folder.path.exists() and not folder.path.is_dir():
         raise DataError(f"{shown(folder.path)} is a file: name another folder with run.dir=…")
     may_start = partial(_refuse_choices, preset, overrides)
-    new = {"run_id": secrets.token_hex(6), "preset": preset.name}
+    given = config.launch.join
+    run_id = secrets.token_hex(6) if given is None else read_join(Path(given).expanduser()).run_id
+    new = {"run_id": run_id, "preset": preset.name}
     run = folder.read_run()
     if not run:
         may_start(config)
@@ -163,8 +166,8 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
     if frozen:
         listed = "; ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in frozen.items())
         raise ConfigError(
-            f"the run in {shown(folder.path)} can't go on with other values of what it is made "
-            f"of ({listed}): leave them as they were, name another folder (run.dir=…), or start "
+            f"the run in {shown(folder.path)} can't go on with other values of settings that "
+            f"shaped it ({listed}): leave them as they were, name another folder (run.dir=…), or start "
             f"over with --fresh (the old folder is moved aside)"
         )
     finished = _is_finished(run, changed)
@@ -296,7 +299,7 @@ def _refuse_foreign(folder: RunFolder) -> None:
     )
     if others:
         raise DataError(
-            f"{shown(folder.path)} holds something else than a run ({', '.join(others[:3])}"
+            f"{shown(folder.path)} holds something other than a run ({', '.join(others[:3])}"
             f"{', …' * (len(others) > 3)}): name another folder with run.dir=…"
         )
     if parts(folder.journal) or any(folder.redis.glob("*.aof*")):
@@ -327,6 +330,7 @@ def make_folder(opening: Opening, lock: FolderLock, say: Callable[[str], None]) 
             raise begun_elsewhere
         # Its lock is held: no run is using it, and nobody else can move it.
         aside = free_name(folder.path)
+        lock.release_term()
         os.rename(folder.path, aside)
         lock.release()
         say(f"{shown(folder.path)} is now {shown(aside)}")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from typing import Protocol
 
 REAP_SECONDS = 10.0
 """A killed process that is still there after this long is left behind, and the user is told."""
@@ -26,6 +27,12 @@ THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
+
+PLACING_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+"""Variables by which torchrun and Slurm tell a process its place."""
 
 
 class Stage(IntEnum):
@@ -57,6 +64,31 @@ class ProcessSpec:
     """File descriptors that it inherits."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interruption:
+    """Why a part has to end although its processes run: of what other hosts have told."""
+
+    why: str
+    """A sentence's beginning, such as ``learner-1 on nodeb ended with exit code 1``; empty: nothing to tell."""
+    exit: int | None
+    """The exit code for which it counts as a death of the part; None = it doesn't count."""
+    gently: bool = False
+    """Whether the processes are asked to end, and not killed."""
+
+
+class OtherHosts(Protocol):
+    """What a part asks whose processes live and die with those on other hosts. No call may wait."""
+
+    def may_start(self) -> bool:
+        """Whether it may start now; called before every start, until it may."""
+
+    def interruption(self) -> Interruption | None:
+        """Why it has to end now; called at every look while its processes run."""
+
+    def ended(self, spec: ProcessSpec, code: int) -> bool:
+        """One of its processes has ended by itself; returns whether this counts as a death here."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Part:
     """Processes that live and die together."""
@@ -78,6 +110,8 @@ class Part:
     """Whether the run goes on without it when it dies: the user is told once, and it isn't restarted."""
     comes_back: bool = False
     """Whether a dispensable part is restarted all the same, ``launch.max_failures`` times at most."""
+    others: OtherHosts | None = None
+    """The hosts on which other processes live and die with these; None = there are none."""
     processes: list[tuple[ProcessSpec, subprocess.Popen[bytes]]] = field(default_factory=list)
     """Processes that are running or not yet reaped."""
     deaths: int = 0
@@ -144,8 +178,9 @@ def _spawn(spec: ProcessSpec) -> subprocess.Popen[bytes]:
     environment = {
         key: value
         for key, value in os.environ.items()
-        # Roles read the password from the join file; they need not inherit it.
-        if key != "TANDEM_REDIS_PASSWORD"
+        # Roles read the password from the join file; they need not inherit it. A rank is placed by its supervisor,
+        # whatever a scheduler says of the supervisor itself.
+        if key != "TANDEM_REDIS_PASSWORD" and key not in PLACING_VARIABLES
     }
     environment.update(environment_of(spec))
     with open(spec.log, "ab", buffering=0) as log:

@@ -11,7 +11,7 @@ Beside the sections of the config a preset's file may hold:
 - ``about``: one line for ``tandem presets``;
 - ``untested``: true where nobody has run it yet.
 
-Wherever a preset is named, ``one+another`` stands for the second laid over the first.
+Wherever a preset is named, ``one+another`` means the second laid over the first.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _stages(
     """The stages that a preset's file lists.
 
     Args:
-        given: what stands in the file.
+        given: the file's content.
         path: the file.
         seen: files that inherit from it.
         below: the sections that the file inherits.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...common.run_folder import RunFolder
@@ -13,22 +14,40 @@ from .parts import Part, ProcessSpec, Stage
 
 if TYPE_CHECKING:
     from ...common.config import Config
+    from .meeting import Convener
 
 CALLBACKS = "callbacks"
 """Name of the process that has the callbacks called."""
 
 
-def parts(config: Config, folder: RunFolder, placement: Placement) -> list[Part]:
-    """All parts of a run except its redis-server."""
-    made = [
-        Part(
-            name="learner",
-            stage=Stage.LEARNER,
-            # Each start gets a new port: the old one may linger in a half-closed rendezvous.
-            specs=lambda: learner(config, folder, placement, str(choose_port("127.0.0.1", None))),
-            may_finish=True,
+def parts(
+    config: Config, folder: RunFolder, placement: Placement, convener: Convener | None = None
+) -> list[Part]:
+    """All parts of a run on its head except its redis-server.
+
+    Args:
+        convener: calls the other hosts of the learner together; None if it has none.
+    """
+
+    def own_ranks() -> list[ProcessSpec]:
+        if convener is not None and convener.meeting is not None:
+            return learner(config, folder, placement, str(convener.meeting.port))
+        # Each start gets a new port: the old one may linger in a half-closed rendezvous.
+        port = choose_port("127.0.0.1", None, config.launch.port_range)
+        return learner(config, folder, placement, str(port))
+
+    outside = config.launch.learner == "outside"
+    made = []
+    if not outside:
+        made.append(
+            Part(
+                name="learner",
+                stage=Stage.LEARNER,
+                specs=own_ranks,
+                may_finish=True,
+                others=convener,
+            )
         )
-    ]
     for stage, specs in (
         (Stage.ROLLOUT, rollout(config, folder, placement)),
         (Stage.ENVIRONMENTS, environments(config, folder)),
@@ -41,6 +60,8 @@ def parts(config: Config, folder: RunFolder, placement: Placement) -> list[Part]
                 name=spec.name,
                 stage=stage,
                 specs=partial(list, [spec]),
+                # Whoever else starts the learner, a pool hears of the end of the run.
+                may_finish=outside and stage is Stage.REWARD,
                 dispensable=stage is Stage.TRACKERS,
                 comes_back=spec.name == CALLBACKS,
             )
@@ -52,18 +73,56 @@ def parts(config: Config, folder: RunFolder, placement: Placement) -> list[Part]
 def learner(
     config: Config, folder: RunFolder, placement: Placement, port: str
 ) -> list[ProcessSpec]:
-    """Specifications of all ranks; ``port`` is the port of their rendezvous."""
-    ranks = config.learner.ranks
+    """Specifications of the head's ranks; ``port`` is the port of their rendezvous."""
+    where = ("--run", str(folder.path))
+    address = meeting_address(config)
+    return ranks_of(
+        where, folder.logs, config, placement.learner, host=0, address=address, port=port
+    )
+
+
+def meeting_address(config: Config) -> str:
+    """The head's address at which the learner's ranks meet."""
+    return config.launch.bind if config.learner.hosts > 1 else "127.0.0.1"
+
+
+def ranks_of(
+    where: Sequence[str],
+    logs: Path,
+    config: Config,
+    gpus: Sequence[Sequence[int]],
+    *,
+    host: int,
+    address: str,
+    port: str,
+) -> list[ProcessSpec]:
+    """Specifications of one host's ranks of the learner.
+
+    Args:
+        where: options that name the run.
+        logs: folder of their logs.
+        config: the run's config.
+        gpus: the GPUs of each rank.
+        host: the host's place among the learner's hosts.
+        address: where rank 0 listens.
+        port: its port.
+    """
+    first = host * config.ranks_per_host
+    world = str(config.learner.ranks)
     return [
-        _role(
-            folder,
+        of_role(
+            where,
+            logs,
             "learner",
-            rank,
-            ("--rank", str(rank), "--world-size", str(ranks), "--master-port", port),
+            f"learner-{first + local}",
+            (
+                *("--rank", str(first + local), "--world-size", world),
+                *("--master-address", address, "--master-port", port),
+            ),
             threads=config.learner.threads,
-            gpus=placement.learner[rank],
+            gpus=own,
         )
-        for rank in range(ranks)
+        for local, own in enumerate(gpus)
     ]
 
 
@@ -127,18 +186,41 @@ def redis(folder: RunFolder, program: str, conf: str) -> ProcessSpec:
 
 def _role(
     folder: RunFolder,
-    role: str,
+    name: str,
     index: int,
+    *,
+    threads: int = 1,
+    gpus: Sequence[int] = (),
+) -> ProcessSpec:
+    where = ("--run", str(folder.path))
+    return of_role(where, folder.logs, name, f"{name}-{index}", threads=threads, gpus=gpus)
+
+
+def of_role(
+    where: Sequence[str],
+    logs: Path,
+    role: str,
+    name: str,
     extra: Sequence[str] = (),
     *,
     threads: int = 1,
     gpus: Sequence[int] = (),
 ) -> ProcessSpec:
-    name = f"{role}-{index}"
+    """Specification of one process of a role, on the run's own host or another one.
+
+    Args:
+        where: options that name the run.
+        logs: folder of its log.
+        role: the role's sub-command.
+        name: its member id.
+        extra: further options.
+        threads: CPU threads of numerical libraries.
+        gpus: the GPUs that it sees.
+    """
     return ProcessSpec(
         name=name,
-        arguments=(role, "--run", str(folder.path), "--name", name, *extra),
-        log=folder.logs / f"{name}.log",
+        arguments=(role, *where, "--name", name, *extra),
+        log=logs / f"{name}.log",
         threads=threads,
         environment={
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",

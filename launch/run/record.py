@@ -50,7 +50,7 @@ class RunRecord:
             wandb_id=wandb_id_of({"run_id": opening.run_id, **known}, self._folder.path),
             preset=preset.name,
             preset_path=str(preset.path),
-            overrides=[_without_password(word) for word in opening.overrides],
+            overrides=[as_kept(word) for word in opening.overrides],
             port=port,
             state="starting",
             wall_seconds=wall_seconds(self._content),
@@ -94,14 +94,26 @@ class RunRecord:
         return self.earlier_seconds + time.time() - self.began
 
 
-def _without_password(word: str) -> str:
-    """An override as it may be stored: the password in ``replay.redis_url`` is removed."""
+def as_kept(word: str) -> str:
+    """An override as it is kept for the next start: without the password in ``replay.redis_url``, and with the content
+    of the file that ``learner.deepspeed`` names, which may be gone by then."""
     from ...common.config import parse_override
+    from ...common.config.deepspeed import content_of
 
     key, value = parse_override(word)
-    if key == "replay.redis_url" and isinstance(value, str):
-        return f"{key}={without_password(value)}"
-    if key == "replay" and isinstance(value, dict) and isinstance(value.get("redis_url"), str):
-        kept = value | {"redis_url": without_password(value["redis_url"])}
-        return f"{key}={json.dumps(kept)}"
+    for section, name, changed in (
+        ("replay", "redis_url", without_password),
+        ("learner", "deepspeed", content_of),
+    ):
+        whole = f".{key}"  # The key may begin with a stage's name.
+        try:
+            if whole.endswith(f".{section}.{name}") and isinstance(value, str):
+                return f"{key}={json.dumps(changed(value))}"
+            if whole.endswith(f".{section}") and isinstance(value, dict):
+                given = value.get(name)
+                if isinstance(given, str):
+                    return f"{key}={json.dumps(value | {name: changed(given)})}"
+        except ValueError:
+            # A file that is gone; a later override has taken its place, or the config would have been refused.
+            return word
     return word

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from ...common.errors import DamagedError, StoreError
+from ...common.errors import ConfigError, DamagedError, StoreError
 from ...common.run_folder import JoinInfo, RunFolder, read_join
-from ..host import redis_server
+from ..host import existing_redis, redis_server
 from ..wording import shown
 from . import processes
+from .opening import Kind
 from .parts import Part, ProcessSpec, Stage, last_lines
 
 if TYPE_CHECKING:
@@ -33,16 +34,17 @@ def where(
 ) -> tuple[JoinInfo, Config]:
     """How the run's Redis will be joined, and the config without a password.
 
-    An external Redis is contacted here; nothing is written or started.
+    An existing Redis is contacted here; nothing is written or started.
 
     Raises:
-        StoreError: the external Redis can't be used.
+        StoreError: the existing Redis can't be used.
         TandemError: there is no redis-server on this host.
     """
     config, folder = opening.config, opening.folder
     kept = read_join(folder.join) if folder.join.exists() else None
     if opening.set_aside is not None:
         kept = None
+    given = _given(opening)
     before = record.get("folder")
     moved = before not in (None, os.path.realpath(folder.path))
     if config.replay.redis_url is not None:
@@ -51,23 +53,41 @@ def where(
                 f"note: this folder was {before}, and its ledger is in the Redis of "
                 f"replay.redis_url: if it is a copy, let only one of them go on"
             )
-        join, url = redis_server.parse_url(config.replay.redis_url, opening.run_id, kept)
-        record.note(redis_version=redis_server.check_external(join))
+        join, url = existing_redis.joining(config.replay, opening.run_id, given or kept)
+        new = opening.kind is Kind.NEW
+        filled = not new and record.get("ingest") is not None
+        server = existing_redis.check(join, config.replay.durability, new=new, filled=filled)
+        if redis_server.has_password(config.replay.redis_url):
+            say(
+                f"note: a password in replay.redis_url stands in a file, or on a command line where everybody on "
+                f"this host can read it: put it into {redis_server.PASSWORD_VARIABLE}"
+            )
+        for note in server.notes:
+            say(f"note: {note}")
+        record.note(redis_version=server.version)
         replay = config.replay.model_copy(update={"redis_url": url})
         return join, config.model_copy(update={"replay": replay})
     redis_server.find()
     bind = config.launch.bind
     # If every address is bound, this host's own processes use loopback.
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind)
-    if moved and kept is not None:
+    if given is not None:
+        kept = given
+    elif moved and kept is not None:
         # A copy and its original must never be mistaken for each other, whichever starts first.
         say(
             f"note: this folder was {before}: Redis gets another password and port here, and "
             f"members on other hosts need a new file from `tandem join-file`"
         )
         kept = None
-    port = redis_server.choose_port(bind, kept.port if kept else None)
+    port = redis_server.redis_port(bind, kept.port if kept else None, config.launch.port_range)
     if kept is not None and kept.run_id == opening.run_id:
+        if port != kept.port and given is not None:
+            raise ConfigError(
+                f"Redis is to listen on port {kept.port}, as launch.join={config.launch.join} says, and "
+                f"{f'launch.ports={config.launch.ports} begins with another' if config.launch.ports else 'it is taken'}"
+                f"{redis_server.holder_of(kept.port)}: free it, or make that file anew"
+            )
         if port != kept.port:
             say(
                 f"note: port {kept.port} is taken, Redis listens on {port}: members on other "
@@ -76,6 +96,24 @@ def where(
         return structs.replace(kept, host=host, port=port), config
     password = redis_server.new_password()
     return JoinInfo(run_id=opening.run_id, host=host, port=port, password=password), config
+
+
+def _given(opening: Opening) -> JoinInfo | None:
+    """The join file that was made beforehand.
+
+    Raises:
+        ConfigError: it is of another run than the folder.
+    """
+    file = opening.config.launch.join
+    if file is None:
+        return None
+    given = read_join(Path(file).expanduser())
+    if given.run_id != opening.run_id:
+        raise ConfigError(
+            f"launch.join={file} is of run {given.run_id}, and {shown(opening.folder.path)} holds run "
+            f"{opening.run_id}: name the file with which it was begun, or another folder with run.dir=…"
+        )
+    return given
 
 
 def part(

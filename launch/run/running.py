@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ from ...common import disk
 from ...common.disk import DiskFull
 from ...common.errors import StoreError, TandemError
 from ...common.run_folder import JoinInfo, RunFolder
+from ...common.waiting import Wait
+from ...replay.hosts import EVERY_SECONDS, HEAD, HostLink, HostState, new_member
 from ..board.live import LiveLook
 from ..board.progress import Progress
 from ..board.snapshot import Known
@@ -21,6 +24,7 @@ from ..wording import duration, shown
 from . import redis_part
 from .disk_watch import DiskWatch
 from .idle import ReportWatch
+from .meeting import Convener
 from .parts import Part
 from .summary import Findings
 from .supervision import Outcome, Supervisor
@@ -68,9 +72,12 @@ class Running:
             progress=self.step,
             finished=self._has_finished,
             tick=self._tick,
+            on_drain=self._tell_hosts,
             restarts_file=restarts,
             disk_watch=self._disk,
         )
+        self._link: HostLink | None = None
+        self._leave: Wait | None = None
         self._progress = Progress(
             folder.metrics,
             total=config.run.end,
@@ -111,6 +118,7 @@ class Running:
         lock: FolderLock,
         fill: Callable[[Store], None],
         parts: Sequence[Part],
+        convener: Convener | None = None,
     ) -> Outcome:
         """Starts Redis, fills it, starts the parts and supervises them to their end.
 
@@ -118,6 +126,7 @@ class Running:
             lock: the folder's lock, which redis-server inherits.
             fill: puts problems and traces into Redis.
             parts: all parts except Redis.
+            convener: calls the learner's other hosts together, if it has any.
 
         Raises:
             TandemError: the run can't go on; it can be resumed.
@@ -134,6 +143,9 @@ class Running:
             self._record.note(redis_version=version)
             # Redis may also die while problems are put into it.
             supervisor.watch_during(lambda: self._fill(join, fill))
+            self._link = self._join_hosts(len(parts))
+            if convener is not None:
+                convener.begin(self._link)
             if self._terminal.live and self._store is not None:
                 self._look.ask(self._store)
             for part in parts:
@@ -157,6 +169,8 @@ class Running:
         self._look.stop()
         if self._reports is not None:
             self._reports.stop()
+        if self._link is not None:
+            self._link.stop(leave=True)
         if self._store is not None:
             self._store.close()
 
@@ -174,6 +188,45 @@ class Running:
         if runs.state() != "running":
             runs.set_state("running")
         self._reports = ReportWatch(runs)
+
+    def _join_hosts(self, count: int) -> HostLink:
+        """Enters this host among those of the run, as its head."""
+        assert self._store is not None
+        state = HostState(
+            host=socket.gethostname(),
+            address=self._config.launch.bind,
+            pid=os.getpid(),
+            role=HEAD,
+            processes=count,
+        )
+        link = HostLink(self._store, new_member(), state)
+        link.hosts.forget_heads()
+        link.start()
+        return link
+
+    def _tell_hosts(self) -> None:
+        if self._link is not None:
+            self._link.say(leaving=True)
+            self._leave = Wait("", "leave", self._config.launch.drain_seconds)
+
+    def _await_hosts(self) -> None:
+        """Lets the other hosts hear how the run ends, and drain, while Redis still answers."""
+        link, wait = self._link, self._leave
+        if link is None or wait is None:
+            return
+        while (
+            not self._supervisor.kill_requested and link.silence < ASK_SECONDS + 2 * EVERY_SECONDS
+        ):
+            look = link.look
+            others = [
+                host
+                for host in (look.hosts if look is not None else ())
+                if host.member != link.member and host.age < 10 * EVERY_SECONDS
+            ]
+            wait.who = ", ".join(f"host {host}" for host in others)
+            if not others or wait.expired(self._say):
+                return
+            time.sleep(0.1)
 
     def _has_finished(self) -> bool | None:
         return has_finished(self._store) if self._store is not None else False
@@ -206,6 +259,9 @@ class Running:
         from ...replay.store import RunStore
 
         self._look.stop()
+        self._await_hosts()
+        if self._link is not None:
+            self._link.stop(leave=True)
         if self._store is None or self.findings.complete:
             return
         runs, ledger = RunStore(self._store), Ledger(self._store, "supervisor")
@@ -224,15 +280,15 @@ class Running:
             self._say(f"the ledger's figures couldn't be read at the end: {error}")
 
     def _write_state(self, state: str) -> None:
-        """Writes ``run.json``; on a full disk the file stays as it is, and the user is told."""
+        """Writes ``run.json``; on a full disk the file stays as it is, and a line says so."""
         changes: dict[str, object] = {"state": state}
         if state == "stopped":
             changes["wall_seconds"] = self._record.all_seconds()
         if not self._record.try_write(**changes):
             self._disk.suspect(self._folder.run_json)
             self._say(
-                f"{shown(self._folder.run_json)} can't be written, the disk is full: it doesn't "
-                f"say that the run is {state}"
+                f"{shown(self._folder.run_json)} can't be written because the disk is full: it "
+                f"doesn't say that the run is {state}"
             )
 
 

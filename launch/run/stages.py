@@ -28,6 +28,7 @@ from . import summary
 from .job import run_job
 from .opening import Kind, Opening, free_name, open_folder, open_preset, open_run
 from .presets import FOLDER, Preset, over
+from .record import as_kept
 
 _NAMED = re.compile(r"\{([a-z][a-z0-9-]*)\}")
 
@@ -37,7 +38,7 @@ class Placed:
     """One stage with the folder that it gets, ready to be opened."""
 
     label: str
-    """Its name, with the number of the round if there are several."""
+    """Name of the stage, with the number of the round if there are several."""
     name: str
     folder: Path
     preset: Preset
@@ -206,7 +207,7 @@ def _run_stages(
         record = {
             "preset": preset.name,
             "preset_path": str(preset.path),
-            "overrides": [word for word in words if not word.startswith("run.dir=")],
+            "overrides": [as_kept(word) for word in words if not word.startswith("run.dir=")],
             "stages": [stage.label for stage in stages],
         }
         content = json.dumps(record, indent=1) + "\n"
@@ -231,7 +232,7 @@ def _read(top: RunFolder, preset: Preset) -> dict[str, Any] | None:
         return None
     if record is None or record.get("preset") != preset.name:
         raise DataError(
-            f"{shown(top.path)} holds something else than the stages of {preset.name}: name another "
+            f"{shown(top.path)} holds something other than the stages of {preset.name}: name another "
             f"folder with run.dir=…"
         )
     return record
@@ -287,6 +288,8 @@ def _move_aside(top: RunFolder, labels: Sequence[str], terminal: Terminal) -> No
         for lock in locks:
             lock.take()
         aside = free_name(top.path)
+        for lock in locks:
+            lock.release_term()
         os.rename(top.path, aside)
     finally:
         for lock in locks:

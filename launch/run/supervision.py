@@ -30,7 +30,7 @@ from ...common.memory import kills
 from ...common.waiting import Wait
 from ..wording import shown
 from .disk_watch import DiskWatch
-from .parts import Part, ProcessSpec, described, exit_of, last_lines, now, signal_name
+from .parts import Interruption, Part, ProcessSpec, described, exit_of, last_lines, now, signal_name
 
 LONGEST_PAUSE = 30.0
 """Seconds between two attempts at most."""
@@ -80,6 +80,7 @@ class Supervisor:
         progress: Callable[[], int] = lambda: 0,
         finished: Callable[[], bool | None] = lambda: True,
         tick: Callable[[], None] = lambda: None,
+        on_drain: Callable[[], None] = lambda: None,
         restarts_file: Path | None = None,
         disk_watch: DiskWatch | None = None,
         oom_kills: Callable[[], int] = kills,
@@ -91,6 +92,7 @@ class Supervisor:
         self._progress = progress
         self._finished = finished
         self._tick = tick
+        self._on_drain = on_drain
         self._restarts_file = restarts_file
         self._unwritten: list[str] = []
         self._disk = disk_watch
@@ -143,6 +145,11 @@ class Supervisor:
         """Somebody wants the run to stop: check it between lengthy things."""
         return bool(self._stops)
 
+    @property
+    def kill_requested(self) -> bool:
+        """A second signal wants the run to stop at once."""
+        return len(self._stops) > 1
+
     def _wait(self, seconds: float) -> None:
         """Until a signal, a child's death, or the time is over."""
         ready, _, _ = select.select([self._wake_read], [], [], seconds)
@@ -159,6 +166,9 @@ class Supervisor:
         """
         if part not in self._parts:
             self._parts.append(part)
+        if part.others is not None and not part.others.may_start():
+            part.due = time.monotonic()
+            return
         try:
             part.start()
         except OSError as error:
@@ -242,6 +252,8 @@ class Supervisor:
             return False
         exits = [exit_of(process) for _, process in part.processes]
         if all(code is None for code in exits):
+            if part.others is not None and (found := part.others.interruption()) is not None:
+                self._interrupt(part, found)
             return False
         if part.dispensable and not self._disk_is_full():
             self._let_go(part, next(code for code in exits if code is not None))
@@ -273,8 +285,26 @@ class Supervisor:
                 self._say(f"{spec.name} {described(died)} after it had finished the run")
                 return True
         part.reap(self._say)
+        if part.others is not None and not part.others.ended(spec, died):
+            part.due = time.monotonic()
+            return False
         self._count(part, spec, died)
         return False
+
+    def _interrupt(self, part: Part, found: Interruption) -> None:
+        """Ends a part whose other processes, on other hosts, have ended or are about to."""
+        if found.gently:
+            self._say(f"{found.why}; {part.name} checkpoints and is started again")
+            part.terminate()
+            return
+        spec = part.processes[0][0]
+        part.reap(self._say)
+        if found.exit is None:
+            part.due = time.monotonic()
+            if found.why:
+                self._say(found.why)
+            return
+        self._count(part, spec, found.exit, found.why)
 
     def _let_go(self, part: Part, died: int) -> None:
         spec = part.processes[0][0]
@@ -290,28 +320,31 @@ class Supervisor:
     def _disk_is_full(self) -> bool:
         return self._disk is not None and self._disk.full()
 
-    def _count(self, part: Part, spec: ProcessSpec, died: int) -> None:
-        if died not in HOPELESS and self._died_of_a_full_disk(spec, died):
+    def _count(self, part: Part, spec: ProcessSpec, died: int, why: str = "") -> None:
+        """Counts a death, of this process or (``why``) of one on another host."""
+        if not why and died not in HOPELESS and self._died_of_a_full_disk(spec, died):
             # The disk's doing, not the part's. It is started again as soon as there is space.
             part.due = time.monotonic()
             self._note(spec, died)
             self._say(f"{spec.name} {described(died)}; it is started again once there is space")
             return
-        how = self._how(died)
+        how = self._how(died) if not why else described(died)
         progress = self._progress()
         if progress > part.progress_at_death:
             part.deaths = 0
         part.deaths += 1
         part.progress_at_death = max(progress, part.progress_at_death)
         if died in HOPELESS or part.deaths >= self._max_failures:
-            why = HOPELESS.get(
+            verdict = HOPELESS.get(
                 died,
                 f"died {part.deaths} times without a step in between; at last it {how}",
             )
+            if why:
+                raise PartFailed(f"{part.name} {verdict}: {why}")
             raise PartFailed(
-                f"{spec.name} {why}; the last lines of {shown(spec.log)}:\n{last_lines(spec.log)}"
+                f"{spec.name} {verdict}; the last lines of {shown(spec.log)}:\n{last_lines(spec.log)}"
             )
-        self._start_again(part, spec, died, how)
+        self._start_again(part, spec, died, how, why)
 
     def _how(self, died: int) -> str:
         """How a process has ended; a kill may have been the kernel's, who needed memory."""
@@ -326,11 +359,14 @@ class Supervisor:
             )
         return text
 
-    def _start_again(self, part: Part, spec: ProcessSpec, died: int, how: str) -> None:
+    def _start_again(
+        self, part: Part, spec: ProcessSpec, died: int, how: str, why: str = ""
+    ) -> None:
         pause = min(LONGEST_PAUSE, self._backoff * 2 ** (part.deaths - 1))
         part.due = time.monotonic() + pause
         self._note(spec, died)
-        self._say(f"{spec.name} {how}; starting it again in {pause:.1f} s")
+        whose = f"{why}; starting {part.name}" if why else f"{spec.name} {how}; starting it"
+        self._say(f"{whose} again in {pause:.1f} s")
 
     def _died_of_a_full_disk(self, spec: ProcessSpec, died: int) -> bool:
         if self._disk is None:
@@ -374,6 +410,7 @@ class Supervisor:
         All stages together have ``drain_seconds``, of which each later stage keeps a share.
         """
         end = time.monotonic() + self._drain_seconds
+        self._on_drain()
         clean = True
         for part in self._parts:
             # Others write to it while they drain.
@@ -400,6 +437,7 @@ class Supervisor:
             wait.who = ", ".join(part.name for part in parts if part.alive())
             if not wait.who or wait.expired(self._say):
                 break
+            self._revive_later(parts[0].stage)
             self._wait(0.1)
         late = [spec.name for part in parts for spec in part.running()]
         if len(self._stops) <= 1:
@@ -408,6 +446,17 @@ class Supervisor:
         for part in parts:
             part.reap(self._say)
         return not late
+
+    def _revive_later(self, stage: int) -> None:
+        """Starts parts with last words again that have died before their turn to end.
+
+        A scheduler tells every process of a job at once to end, and Redis does so at once: the learner, which is
+        asked to end before it, could then make no last checkpoint.
+        """
+        for part in self._parts:
+            if part.stage > stage and part.before_end is not None and not part.alive():
+                self._revive(part)
+                part.deaths += 1
 
     def _revive(self, part: Part) -> bool:
         """Starts a part with last words again if it is dead; whether it is alive now."""

@@ -200,7 +200,7 @@ def _seeds(text: str) -> list[int]:
     if "," not in text:
         seeds = list(range(seeds[0]))
     if not seeds or len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--seeds {text}: give one seed at least, and none twice")
+        raise ConfigError(f"--seeds {text}: give at least one seed, and none twice")
     return seeds
 
 
@@ -265,9 +265,9 @@ def _refuse_another(sweep: Sweep) -> None:
         found = read_object(path.read_bytes(), str(path), DataError)
     except FileNotFoundError:
         other = sweep.out.exists() and not sweep.out.is_dir()
-        if other or any(entry.name != "lock" for entry in sweep.out.glob("*")):
+        if other or any(entry.name not in ("lock", "head") for entry in sweep.out.glob("*")):
             raise DataError(
-                f"{shown(sweep.out)} holds something else than a sweep: name another folder with --out"
+                f"{shown(sweep.out)} holds something other than a sweep: name another folder with --out"
             ) from None
         return
     wanted = sweep.definition

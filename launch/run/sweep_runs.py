@@ -34,7 +34,7 @@ def run_sweep(sweep: Sweep, *, jobs: int) -> int:
         TandemError: another process runs this sweep.
     """
     if jobs < 1:
-        raise ConfigError(f"--jobs {jobs}: at least one run goes on at a time")
+        raise ConfigError(f"--jobs {jobs}: at least 1 run is needed at a time")
     disk.keep_streams()
     terminal = Terminal(plain=True)
     sweep.out.mkdir(parents=True, exist_ok=True)

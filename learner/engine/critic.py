@@ -42,7 +42,7 @@ class CriticUpdate:
     """The critic's part of an update."""
 
     loss: float
-    """Its loss over all ranks, coefficient included."""
+    """The critic's loss over all ranks, coefficient included."""
     grad_norm: float
     """Norm of its gradient before clipping, over all ranks; infinite if the update wasn't made."""
     sums: dict[str, float]
@@ -139,7 +139,7 @@ class CriticEngine:
         self.step(0.0)
         self.scale.restore(before)
 
-    def told(
+    def last_update(
         self, applied: bool, sum_by_name: Callable[[dict[str, float]], dict[str, float]]
     ) -> CriticUpdate:
         """The figures of the last update."""

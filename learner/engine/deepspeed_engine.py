@@ -199,7 +199,9 @@ class DeepSpeedEngine:
             sums=total,
             logprobs=found.logprobs,
             entropies=found.entropies,
-            critic=None if self.critic is None else self.critic.told(applied, self.sum_by_name),
+            critic=None
+            if self.critic is None
+            else self.critic.last_update(applied, self.sum_by_name),
             refused=refused,
             loss_scale=self._scales[0].value,
         )

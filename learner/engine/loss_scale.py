@@ -39,7 +39,7 @@ class LossScale:
         return None if scaler is None else float(scaler.cur_scale)
 
     def state(self) -> tuple[float, int] | None:
-        """What an overflow changes: the factor, and how many more of them it stands."""
+        """What an overflow changes: the factor, and how many more overflows it tolerates."""
         scaler = self._scaler
         return None if scaler is None else (float(scaler.cur_scale), int(scaler.cur_hysteresis))
 

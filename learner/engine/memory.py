@@ -36,12 +36,9 @@ METRICS: Mapping[str, str] = {
 DEPTH = 4
 """How deep tensors are looked for in DeepSpeed's optimizer: lists of lists in dicts of its attributes."""
 
-Storages = dict[tuple[str, int], int]
-"""Device and address of each tensor's memory, with its size in bytes."""
-
 
 def load_libraries(device: torch.device) -> None:
-    """Loads what a rank would load with its model, so that the libraries' memory can be told from the model's.
+    """Loads what a rank would load with its model, so that the libraries' memory can be told apart from the model's.
     The process group must exist."""
     prepared(device)
     # transformers loads its parts when they are first named, and torch its kernels when they first run.
@@ -120,7 +117,7 @@ def _add(total: dict[str, int], more: Mapping[str, int]) -> None:
 class MemoryWatch:
     """Measures a rank's memory from step to step.
 
-    Make it before the model is loaded, so that the libraries are told from what the run holds.
+    Make it before the model is loaded, so that what the libraries hold can be told apart from what the run holds.
 
     Args:
         device: the rank's device.

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ...common.disk import write_all
 from ...common.errors import DataError
 from ...common.models import local_folder
 from ...common.run_folder import replace_folder, sync_tree
@@ -27,6 +30,8 @@ log = logging.getLogger("tandem.learner")
 
 SHARD = "5GB"
 """Most bytes of a weights file, unless a single tensor is larger."""
+TEMPLATES = "additional_chat_templates"
+"""Where transformers keeps the chat templates of a tokenizer that has several."""
 
 
 def entries(
@@ -112,10 +117,9 @@ def _mapped(tensor: Tensor, folder: Path) -> Tensor:
     flat = tensor.detach().to("cpu").reshape(-1)
     if not flat.numel():
         return tensor.detach().to("cpu", copy=True)
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
+    with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:
         # Written before it is mapped: a full disk is then an error, and no signal.
-        file.write(flat.view(torch.uint8).numpy().data)
-        file.flush()
+        write_all(file, flat.view(torch.uint8).numpy().data)
         found = torch.from_file(file.name, shared=False, size=flat.numel(), dtype=flat.dtype)
     return found.view(tensor.shape)
 
@@ -129,9 +133,37 @@ def _side_folder(base: Path) -> Path | None:
 
 
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Replaces a folder by one that ``fill`` writes."""
+    """Replaces a folder by one that ``fill`` writes; removes what processes that were killed have left of it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    for left in folder.parent.glob(f".{folder.name}-????????.tmp"):
+        with _locked(left) as free:
+            if free:
+                shutil.rmtree(left, ignore_errors=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=".tmp", dir=folder.parent))
+    with _locked(staging):
+        _fill(staging, folder, fill)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Holds the lock of a folder that is being written; whether nobody else held it."""
+    try:
+        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # Somebody writes it, or the file system has no locks.
+            yield False
+            return
+        yield True
+    finally:
+        os.close(place)
+
+
+def _fill(staging: Path, folder: Path, fill: Callable[[Path], None]) -> None:
     try:
         fill(staging)
         for path in staging.iterdir():
@@ -155,6 +187,8 @@ def _copy_side_files(base: Path, staging: Path, dtype: str) -> None:
         heavy = path.suffix in weights or path.name.endswith(".index.json")
         if path.is_file() and not heavy:
             shutil.copyfile(path, staging / path.name)
+    if (base / TEMPLATES).is_dir():
+        shutil.copytree(base / TEMPLATES, staging / TEMPLATES)
     config = staging / "config.json"
     content = json.loads(config.read_text(encoding="utf-8"))
     for key in ("dtype", "torch_dtype"):

@@ -60,7 +60,7 @@ class Found:
     def of_scores(
         cls, micro_batches: Sequence[MicroBatch], scores: Sequence[tuple[Tensor, Tensor]]
     ) -> Found:
-        """Of passes without a loss."""
+        """Collects the scores of passes without a loss."""
         kept = [one for micro, one in zip(micro_batches, scores, strict=True) if not micro.dummy]
         return cls(
             losses=[torch.zeros(())],

@@ -155,7 +155,8 @@ class Policy(nn.Module):
             padded = difference(probe, self.score, "padded")
             self.model.set_attn_implementation(way.implementation)
             found = difference(probe, self.score, way.layout)
-        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except (ImportError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            # An ImportError is that of a torch without the kernel.
             if is_out_of_memory(error):
                 raise
             return one_line(error)

@@ -1,1 +1,1 @@
-"""The learner's loop: its steps, and what is saved, published, evaluated and told between them."""
+"""The learner's loop: its steps, and what is saved, published, evaluated and reported between them."""

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ...common.config import Config
+from ...common.config import Config, of_set
 from ...common.parts import parts
 from ...common.waiting import Wait
+from ...replay.evaluations import EvaluationRequest, EvaluationResult
 from ...replay.members import Members
-from ...replay.store import EvaluationRequest, EvaluationResult, RunStore
+from ...replay.store import RunStore
 
 log = logging.getLogger("tandem.learner")
 
@@ -51,6 +52,7 @@ class Evaluations:
         self._settings = config.evaluate
         self._sets = [held.name for held in config.data.evaluate]
         self._limits = {held.name: held.limit for held in config.data.evaluate}
+        self._own = {held.name: of_set(config, held).evaluate for held in config.data.evaluate}
         self._stopping = stopping
         self._term = 0
         self._recorded: set[str] = set()
@@ -111,8 +113,8 @@ class Evaluations:
                     set_name=name,
                     step=step,
                     limit=limit,
-                    temperature=self._settings.temperature,
-                    samples=self._settings.samples,
+                    temperature=self._own[name].temperature,
+                    samples=self._own[name].samples,
                 ),
                 self._term,
             )
@@ -202,28 +204,11 @@ def recorded_in(path: Path) -> set[str]:
 
 def record_of(result: EvaluationResult) -> dict[str, Any]:
     """The metrics of a result, with the ``step`` of the weights that it measured."""
-    name = f"eval/{result.set_name}"
     due = result.id.rpartition("@")[2].removesuffix(WHOLE)
-    several = result.samples > 1 and result.pass_rate is not None
-    record: dict[str, Any] = {
+    return {
         "step": result.step,
         "eval/id": result.id,
         "eval/due": int(due) if due.isdecimal() else result.step,
         "eval/version": result.version,
-        f"{name}/accuracy": result.accuracy,
-        f"{name}/format": result.format_share,
-        **{f"{name}/class_{k}": share for k, share in result.classes().items()},
-        f"{name}/length": result.mean_length,
-        f"{name}/problems": result.problems,
-        f"{name}/samples": result.samples,
-        f"{name}/seconds": result.seconds,
+        **{f"eval/{result.set_name}/{name}": value for name, value in result.all_figures().items()},
     }
-    if several:
-        record[f"{name}/pass@{result.samples}"] = result.pass_rate
-    for source, accuracy in result.accuracy_by_source.items():
-        by = f"{name}/source/{source}"
-        record[f"{by}/accuracy"] = accuracy
-        record[f"{by}/problems"] = result.problems_by_source.get(source)
-        if several:
-            record[f"{by}/pass@{result.samples}"] = result.pass_by_source.get(source)
-    return record

@@ -1,7 +1,7 @@
 """A user's own learning-rate schedule: its factors for all steps, computed before the run begins.
 
-The function is called in a process of its own, which ends when the table is made. So a mistake in it is told
-before anything is trained, and its module is imported into no process of the run. The same process computes the
+The function is called in a process of its own, which ends when the table is made. So a mistake in it is reported
+before anything is trained, and no process of the run imports its module. The same process computes the
 table before the start, when the number of steps is known from the settings, and for the learner.
 """
 
@@ -160,7 +160,7 @@ def table(named: str, function: Callable[[int, int], Any], first: int, total: in
         if again != before:
             raise ConfigError(
                 f"{named} returned {before!r} and then {again!r} at step {step} of {total}: a "
-                f"resumed run needs the same rates, so it may depend on its arguments alone"
+                f"resumed run needs the same rates, so it must depend on its arguments alone"
             )
     return made
 
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         function = load(path, key=key, process="Tandem, or start Tandem in that folder")
         if not callable(function):
-            raise ConfigError(f"{key}={path} is no function: {function!r:.200}")
+            raise ConfigError(f"{key}={path} isn't a function: {function!r:.200}")
         answer: dict[str, Any] = {"factors": table(f"{key}={path}", function, first, total)}
     except ConfigError as error:
         answer = {"error": str(error)}

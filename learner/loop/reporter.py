@@ -17,8 +17,9 @@ from ...common.parts import PartedLines
 from ...common.records import Int32Array, Version
 from ...common.run_folder import RunFolder
 from ...common.telemetry import Clock
-from ...replay import archive
-from ...replay.store import EvaluationResult, RunStore
+from ...replay import archive, inspect_rows
+from ...replay.evaluations import EvaluationResult
+from ...replay.store import RunStore
 from ..metrics.grading_rates import GradingRates
 from ..metrics.reports import text_of
 from ..metrics.transfer_rates import TransferRates
@@ -75,6 +76,7 @@ class Reporter:
         """Figures that every step's record has."""
         self._metrics: PartedLines | None = None
         self._samples: PartedLines | None = None
+        self._block: list[Mapping[str, Any]] = []
         self._tokenizer: Any = None
         self._rates = GradingRates()
         self._transfers = TransferRates()
@@ -94,6 +96,8 @@ class Reporter:
             cut_back(path, step, self._folder.cut)
         for part in self._folder.archive.glob(".*"):
             part.unlink()  # A learner was killed while it wrote the file.
+        if self._config.log.inspect or self._folder.inspect.exists():
+            self._block = inspect_rows.cut_logs(self._folder, step)
         self._metrics = PartedLines(self._folder.metrics)
         self._samples = PartedLines(self._folder.samples)
 
@@ -112,7 +116,27 @@ class Reporter:
         assert self._samples is not None, "cut_back opens the files"
         for mixed in groups[: self._config.log.samples_per_step]:
             played = any(sample.episode is not None for sample in mixed.group.samples)
-            self._samples.write(text_of(step, mixed, self._decode if played else None))
+            record = text_of(step, mixed, self._decode if played else None)
+            self._samples.write(record)
+            if self._config.log.inspect:
+                self._log_for_inspect(record)
+        if step == self._total:
+            self._end_block()
+
+    def _log_for_inspect(self, record: Mapping[str, Any]) -> None:
+        """Keeps a record until its block of steps is complete, which is then written as a log."""
+        block, of = self._block, inspect_rows.block_of
+        if block and of(block[0]["step"]) != of(record["step"]):
+            self._end_block()
+        self._block.append(record)
+
+    def _end_block(self) -> None:
+        block, self._block = self._block, []
+        if block and self._config.log.inspect:
+            path = inspect_rows.log_path(self._folder, block)
+            disk.persist(
+                path, lambda: inspect_rows.write_run_log(self._folder, self._config, block)
+            )
 
     def _decode(self, tokens: Int32Array) -> str:
         """The text of an episode's tokens, special ones included: they show where a turn ends."""
@@ -150,8 +174,8 @@ class Reporter:
             metrics: the step's figures.
             weights: counters of the sender of weights.
         """
-        told = self._told(weights, force=version.step == self._total)
-        self._last = {**metrics, **self.always, **told}
+        counters = self._counters(weights, force=version.step == self._total)
+        self._last = {**metrics, **self.always, **counters}
         self._memory = {
             k.removeprefix(MEMORY): v for k, v in metrics.items() if k.startswith(MEMORY)
         }
@@ -226,7 +250,7 @@ class Reporter:
         parts.append(f"waited {waited / max(self._seconds.get('total', 0.0), 1e-9):.0%}")
         log.info(", ".join(parts))
 
-    def _told(self, weights: Mapping[str, Any], *, force: bool) -> dict[str, float]:
+    def _counters(self, weights: Mapping[str, Any], *, force: bool) -> dict[str, float]:
         """What pools and workers have reported since the last call, at most once a second unless forced."""
         now = time.monotonic()
         if not force and now - self._asked < REPORT_SECONDS:
@@ -245,13 +269,15 @@ class Reporter:
 def _rollout_memory(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """The most that a rollout worker has held, by its last report: of main memory with its engine's processes,
     and of a GPU if it has one itself."""
-    told = [r["memory"] for r in reports.values() if r.get("role") == "rollout" and r.get("memory")]
+    workers = [
+        r["memory"] for r in reports.values() if r.get("role") == "rollout" and r.get("memory")
+    ]
     found: dict[str, float] = {}
     for name, metric in (
         ("peak", "memory/rollout_peak_bytes"),
         ("gpu", "memory/rollout_gpu_bytes"),
     ):
-        sizes = [float(one[name]) for one in told if isinstance(one, Mapping) and name in one]
+        sizes = [float(one[name]) for one in workers if isinstance(one, Mapping) and name in one]
         if sizes:
             found[metric] = max(sizes)
     return found

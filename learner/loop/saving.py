@@ -205,7 +205,7 @@ class Saver:
         before = _described(checkpoint.ranks, checkpoint.state.get("zero_stage"))
         now = _described(engine.world_size, engine.stage)
         if before != now:
-            log.info(f"{checkpoint.folder} was written by {before}, and is gone on from by {now}")
+            log.info(f"{checkpoint.folder} was written by {before}, and is now loaded by {now}")
 
 
 def _described(ranks: int, stage: Any) -> str:

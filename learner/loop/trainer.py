@@ -23,10 +23,11 @@ from ...common.records import Version
 from ...common.run_folder import JoinInfo, RunFolder
 from ...common.telemetry import Clock
 from ...replay.connection import Store
+from ...replay.evaluations import EvaluationResult
 from ...replay.ledger import Ledger
 from ...replay.ledger_records import Waiting
 from ...replay.members import Members, membership
-from ...replay.store import EvaluationResult, RunStore
+from ...replay.store import RunStore
 from ..adapters import identity
 from ..metrics.idle import Idle
 from ..metrics.ratio_alarm import RatioAlarm, ratios_of

@@ -204,7 +204,7 @@ def text_of(step: int, mixed: MixedGroup, decode: Decode | None = None) -> dict[
     Args:
         step: the step.
         mixed: the group.
-        decode: gives the text of the turns of episodes; None = they are told without it.
+        decode: gives the text of the turns of episodes; None = they are reported without text.
     """
     group = mixed.group
     rows: list[dict[str, Any]] = [

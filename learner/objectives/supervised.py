@@ -28,7 +28,7 @@ class Sft(Objective):
 
     def statistics(self, rows: Rows) -> dict[str, Tensor]:
         sums = counts(rows.row, rows.expert, rows.count)
-        # Own rows are no data for this objective, so they count in no denominator.
+        # This objective doesn't learn from own rows, so they count in no denominator.
         sums["own_tokens"] = torch.zeros_like(sums["own_tokens"])
         sums["sequences"] = rows.expert_row.sum().to(torch.float64)
         return sums

@@ -35,7 +35,7 @@ def load_former(
             raise
         raise DataError(
             f"{folder / tag} can't be read: {' '.join(str(error).split())[:300]}. An earlier version of Tandem "
-            f"wrote it, and only with the same learner.ranks and learner.zero_stage it can be gone on from"
+            f"wrote it, so it can be resumed only with the same learner.ranks and learner.zero_stage"
         ) from None
     if path is None:
         raise DataError(f"{folder} has no {tag}")

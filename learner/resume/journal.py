@@ -217,7 +217,7 @@ class Journal(History):
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
 
     def row(self, term: int, step: int, row: dict[str, Any]) -> UntilOnDisk:
-        """Writes a step's row unless it stands there; the callable waits until it is on disk.
+        """Writes a step's row unless the journal has it; the callable waits until it is on disk.
 
         Raises:
             StoreError: there is another row for that step, or it isn't the next one.
@@ -282,7 +282,9 @@ class Journal(History):
         try:
             self._file = os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0)
         except FileExistsError:
-            raise FencedError(f"{path} is there: another learner of term {term} made it") from None
+            raise FencedError(
+                f"{path} already exists: another learner of term {term} made it"
+            ) from None
         sync_folder(path.parent)
         self._term = term
         segments = (*self.chain.segments, Segment(path=path, end=None))

@@ -73,7 +73,7 @@ class Rows:
     lengths: Tensor
     """``[R]`` int64, own and expert tokens of the row."""
     turn: Tensor
-    """``[N]`` int32, number of the episode's turn that the token is of, from 0; 0 in rows that are no episode."""
+    """``[N]`` int32, number of the episode's turn that the token belongs to, from 0; 0 in rows that aren't episodes."""
     muted: Tensor
     """``[N]`` bool, tokens that count in denominators and stay out of the loss (turns with a malformed call)."""
     groups: int

@@ -48,7 +48,7 @@ class StepBatch:
     row: dict[str, Any]
     """The row as it is in the journal."""
     groups: list[MixedGroup]
-    """Its groups, in the row's order."""
+    """The step's groups, in the row's order."""
     quarantined: bool = False
     """Whether the row is marked: it uses up its number and isn't trained on."""
 
@@ -398,7 +398,7 @@ class ArchiveSource(StoredSource):
 
 
 def _later(sample: Sample, steps: int) -> Sample:
-    """The sample as if it had been drawn so many steps later."""
+    """The sample as if it had been drawn that many steps later."""
     if steps == 0:
         return sample
     spans = tuple(replace(span, step=max(0, span.step + steps)) for span in sample.spans)

@@ -18,6 +18,7 @@ from . import (
     countdown,
     gsm8k,
     hh,
+    instructions,
     labelled,
     luffy,
     multiple_choice,
@@ -60,6 +61,7 @@ FORMS: tuple[Form, ...] = (
     countdown.FORM,
     task.FORM,
     prompt.FORM,
+    instructions.FORM,
 )
 
 

@@ -1,12 +1,13 @@
-"""The rows of data files as plain values: parquet, JSON lines and JSON arrays, which may be gzipped.
+"""The rows of data files as plain values: parquet, JSON lines and JSON arrays, which may be gzipped, and CSV.
 
-What a file is follows from its first bytes, not from its name. It is read piece by piece, so that memory
+What a file is follows from its first bytes, and only CSV from its name (``.csv``). It is read piece by piece, so that memory
 doesn't grow with it, and a row that can't be read doesn't end the file.
 """
 
 from __future__ import annotations
 
 import codecs
+import csv
 import gzip
 import io
 import json
@@ -69,7 +70,9 @@ def raw_rows(path: Path, choose: Choose = lambda present: None) -> Iterator[Raw]
                 yield from _parquet(path, choose)
                 return
             file.seek(0)
-            if start[:2] == b"\x1f\x8b":
+            if path.suffix == ".csv":
+                yield from _csv(path, file)
+            elif start[:2] == b"\x1f\x8b":
                 with gzip.open(file) as inner:
                     yield from _json(path, inner)  # type: ignore[arg-type]
             else:
@@ -108,6 +111,14 @@ def _plain(batch: pa.RecordBatch) -> Iterator[Raw]:
                 yield RowError("row", str(error), "can't be read", "correct it or leave it out")
 
 
+def _csv(path: Path, file: IO[bytes]) -> Iterator[Raw]:
+    """Rows under the header that the file begins with."""
+    try:
+        yield from csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path} can't be read as CSV: {_first_line(error)}") from None
+
+
 def _json(path: Path, file: IO[bytes]) -> Iterator[Raw]:
     reader = io.BufferedReader(file, PIECE_CHARACTERS)  # type: ignore[type-var]
     start = reader.peek(PIECE_CHARACTERS).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
@@ -118,7 +129,7 @@ def _json(path: Path, file: IO[bytes]) -> Iterator[Raw]:
     else:
         raise DataError(
             f"{path} is neither parquet nor JSON: it begins with {reader.peek(8)[:8]!r}; convert it to "
-            f"JSON lines or parquet"
+            f"JSON lines or parquet, or name CSV with a header .csv"
             if start
             else f"{path} is empty"
         )

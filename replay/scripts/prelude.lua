@@ -27,6 +27,7 @@
 --   evaluation_claims hash    id -> <ms at which the claim expires> <member>
 --   evaluation_failures  hash id -> <failed attempts> <why the last one failed>
 --   evaluation_results   hash id -> result; the first one stands
+--   evaluation_samples   hash id -> samples of a job that no run has asked for, until they are taken
 --   answers:<caller>  hash    request number -> name of the script and its answer
 -- Sizes are read from these sets; nothing is counted beside them.
 --

@@ -31,13 +31,13 @@ class Gold:
     canonical: str
     """The normalised text without blanks that carry no meaning."""
     number: PlainNumber | None
-    """Its value, if it is a plain number."""
+    """The value, if the text is a plain number."""
     letter: str | None
-    """Its letter, if it is an option letter."""
+    """The letter, if the text is an option letter."""
     words: str | None
-    """Its words in lower case, if it is words and not a formula."""
+    """The words in lower case, if the text is words and not a formula."""
     collection: structure.Collection | None
-    """Its parts, if it lists two or more."""
+    """The parts, if the text lists two or more."""
     dangerous: bool
     """Whether it would trip the guard itself; then its answers aren't guarded."""
     any_of: tuple[str, ...]
@@ -134,7 +134,7 @@ class Answer:
     normalised: str
     """The text without what encloses it, in one spelling."""
     number: PlainNumber | None
-    """Its value if it is a plain number, or assigns one to a name that the gold answer doesn't contradict."""
+    """The text's value, if it is a plain number or assigns one to a name that the gold answer doesn't contradict."""
     mode: Mode
     """The mode that read it, with its restrictions."""
 

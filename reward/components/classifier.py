@@ -12,7 +12,7 @@
 ==============  ==========================================  ==========================================
 
 vLLM serves one conversation per request and applies the reward model's own chat template; a text is sent
-as it stands.
+as it is.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Classifier:
         if not isinstance(numbers, list) or not all(type(one) in (int, float) for one in numbers):
             raise ValueError("a response's scores aren't a list of numbers")
         if self.label is None and len(numbers) != 1:
-            raise ValueError(f"it has {len(numbers)} scores for a response: say with label which")
+            raise ValueError(f"it has {len(numbers)} scores for a response: choose one with label")
         place = self.label if isinstance(self.label, int) else 0
         if place >= len(numbers):
             raise ValueError(f"it has {len(numbers)} scores for a response, and label={place}")
@@ -109,7 +109,7 @@ class Classifier:
         name = f"LABEL_{self.label}" if isinstance(self.label, int) else self.label
         if name not in scores:
             known = ", ".join(map(str, scores))[:80]
-            raise ValueError(f"it has the labels {known}: say with label which counts")
+            raise ValueError(f"it has the labels {known}: choose one with label")
         return float(scores[name])
 
     def _scaled(self, score: float) -> float:

@@ -64,14 +64,14 @@ def _read_tests(given: Any) -> list[list[str]]:
         try:
             given = json.loads(given)
         except ValueError:
-            raise ValueError("the tests are no JSON") from None
+            raise ValueError("the tests aren't JSON") from None
     if isinstance(given, Mapping):
         if "test_cases" in given:
             return _read_tests(given["test_cases"])
         if "inputs" in given and "outputs" in given:
             inputs, outputs = given["inputs"], given["outputs"]
             if not isinstance(inputs, list) or not isinstance(outputs, list):
-                raise ValueError("inputs and outputs are no lists")
+                raise ValueError("inputs and outputs aren't lists")
             if len(inputs) != len(outputs):
                 raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
             name = given.get("fn_name")
@@ -82,7 +82,7 @@ def _read_tests(given: Any) -> list[list[str]]:
         else:
             raise ValueError("the tests have neither test_cases nor inputs and outputs")
     if not isinstance(given, list) or not given or len(given) > MAX_TESTS:
-        raise ValueError(f"the tests are no list of 1 to {MAX_TESTS}")
+        raise ValueError(f"the tests aren't a list of 1 to {MAX_TESTS}")
     return [_test(one) for one in given]
 
 
@@ -94,7 +94,7 @@ def _test(one: Any) -> list[str]:
     name = one.get("fn_name")
     if name:
         if not str(name).isidentifier():
-            raise ValueError(f"fn_name={name!r:.40} is no name")
+            raise ValueError(f"fn_name={name!r:.40} isn't a name")
         return ["call", str(name), json.dumps(one["input"]), json.dumps(one["output"])]
     return ["io", _lines(one["input"]), _lines(one["output"])]
 

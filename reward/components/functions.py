@@ -32,7 +32,7 @@ any of ``params``      as the config has it
 =====================  ========================================================================
 
 It returns a number for every completion, or None for one that it doesn't judge; as a list, or as an
-array or tensor, in which NaN stands for None. In place of a number it may return a list with one for each
+array or tensor, in which NaN means None. In place of a number it may return a list with one for each
 token of ``completion_ids``: the component's value is their sum, and ``ppo`` credits each token with its own.
 """
 

@@ -120,11 +120,11 @@ def _ended(answer: Any) -> str:
 
 def _score(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"the score {value!r:.40} is no number")
+        raise ValueError(f"the score {value!r:.40} isn't a number")
     try:
         return float(value)
     except (ValueError, OverflowError):
-        raise ValueError(f"the score {value!r:.40} is no number") from None
+        raise ValueError(f"the score {value!r:.40} isn't a number") from None
 
 
 @register("judge", place="remote")

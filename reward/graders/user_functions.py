@@ -44,7 +44,7 @@ def load(path: str) -> Function:
         process="Tandem, or start Tandem in that folder",
     )
     if not callable(function):
-        raise ConfigError(f"reward component {path} is no function: {function!r:.200}")
+        raise ConfigError(f"reward component {path} isn't a function: {function!r:.200}")
     return function
 
 
@@ -185,5 +185,5 @@ def _numbers(
 def _finite(value: Any, place: int) -> float:
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"it returned {number} for completion {place}; say None instead")
+        raise ValueError(f"it returned {number} for completion {place}; return None instead")
     return number

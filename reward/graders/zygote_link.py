@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from ...common.errors import WireError
 from .pipes import Kill, Message, Spawn, read_control
-from .starting import start_zygote
 from .zygote import MAX_MESSAGE
 
 logger = logging.getLogger("tandem.reward")
 
 END_SECONDS = 2.0
 """How long a zygote may take to end by itself when its socket closes; then it is killed."""
+KEPT_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT", "PATH")
+"""The only variables of our environment that graders get: none of them could be a secret."""
 
 
 class ZygoteLink:
@@ -29,7 +33,7 @@ class ZygoteLink:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = start_zygote(theirs.fileno(), settings)
+        self._process = _start(theirs.fileno(), settings)
         theirs.close()
         ours.setblocking(False)
         self._socket = ours
@@ -38,7 +42,7 @@ class ZygoteLink:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the zygote."""
         return self._process.pid
 
     def fileno(self) -> int:
@@ -97,3 +101,33 @@ class ZygoteLink:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+
+
+def _start(descriptor: int, settings: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+    """Starts a new zygote by its own exec; it inherits nothing of ours except one descriptor.
+
+    Args:
+        descriptor: the zygote's end of the control socket.
+        settings: as :func:`tandem.reward.graders.zygote.main` reads them.
+    """
+    environment = {k: os.environ[k] for k in KEPT_ENVIRONMENT if k in os.environ}
+    environment |= {
+        # sympy and mpmath use gmpy2 if it is there, and no signal can stop its C code.
+        "SYMPY_GROUND_TYPES": "python",
+        "MPMATH_NOGMPY": "1",
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+        # A grader may not start threads, and the zygote must have none when it forks.
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-P", "-m", f"{__package__}.zygote"]
+    return subprocess.Popen(
+        [*command, str(descriptor), json.dumps(settings)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=environment,
+        pass_fds=(descriptor,),
+        # The pool answers Ctrl-C or a SIGTERM to the process group itself: it drains first.
+        start_new_session=True,
+    )

@@ -1,4 +1,4 @@
-"""Finds where the answer stands in a response; doesn't judge it.
+"""Finds the answer in a response; doesn't judge it.
 
 Everything here is a linear scan of untrusted text. Rules apply in this order:
 

@@ -1,7 +1,7 @@
 """The ways to read an answer, by name: ``reward.mode``.
 
 ``boxed`` is the project's own. The others follow the rules of the projects that they are named
-after, reimplemented: *where* an answer stands and what form the text must have. *Whether* it is
+after, reimplemented: *where* an answer is and what form the text must have. *Whether* it is
 right is always decided by the same comparison, so that these projects' known wrong verdicts aren't
 rewarded, and no text of a model is ever evaluated (docs/grading.md).
 """
@@ -30,7 +30,7 @@ class Mode:
     """One way to read an answer and to compare it."""
 
     name: str
-    """Its value of ``reward.mode``."""
+    """Name of the mode, a value of ``reward.mode``."""
     read: Read
     """Finds the answer in a response."""
     compare: str = "math"

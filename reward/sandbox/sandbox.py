@@ -234,8 +234,8 @@ def find(wanted: str) -> Box:
             return box
         problems.append(f"{box.how}: {problem}")
     raise ConfigError(
-        f"reward component code: no sandbox works here ({'; '.join(problems)}), and what a model "
-        f"wrote is run in nothing less. Allow user namespaces "
+        f"reward component code: no sandbox works here ({'; '.join(problems)}), and code that "
+        f"a model wrote is never run outside one. Allow user namespaces "
         f"(sysctl kernel.unprivileged_userns_clone=1), install bubblewrap, or grade on another host"
     )
 

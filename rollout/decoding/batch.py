@@ -32,7 +32,7 @@ class Row:
 
     group: Running
     index: int
-    """Its place in the group."""
+    """Place of the sample in its group."""
     context: Int32Array
     """``[P + L]`` token ids of prompt and prefix."""
     spans: list[tuple[Version, int, int]] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Batch:
         for row in rows:
             request = row.group.request
             first = len(row.context) - len(request.prompt_tokens)
-            keys.append((request.seed, request.group_id, row.index, first))
+            keys.append((request.seed, request.noise or request.group_id, row.index, first))
         self._noise.put(places, keys)
         self._rows += [None] * (len(rows) - len(free))
         for place, row in zip(places, rows, strict=True):

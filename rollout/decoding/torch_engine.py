@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -28,7 +28,14 @@ from ...common.errors import OutOfMemoryError, TandemError
 from ...common.memory import is_out_of_memory, what_was_asked
 from ...common.records import FinishReason, Float32Array, Int32Array, Version
 from ..contract import NOTHING, Response, Running, enter, fitting, refusal, stream
-from ..engine import EngineStats, FinishedGroup, GroupRequest, ParameterSpec, StagedWeights
+from ..engine import (
+    EngineStats,
+    FinishedGroup,
+    GroupRequest,
+    Likeliest,
+    ParameterSpec,
+    StagedWeights,
+)
 from ..model_facts import facts_of
 from . import adapters
 from .batch import Batch, Row, rows_of
@@ -134,6 +141,11 @@ class TorchEngine:
         """Version of the weights in use."""
         return self._batch.version
 
+    @property
+    def context(self) -> int:
+        """Greatest number of tokens of prompt and response together."""
+        return self._facts.context
+
     async def start(self) -> None:
         """Starts the decode thread."""
         if self._thread is None:
@@ -161,6 +173,10 @@ class TorchEngine:
     ) -> list[Float32Array]:
         """Log-probs of tokens; see :class:`~tandem.rollout.engine.Scorer`."""
         return await self._ask(lambda: score(self._decoder, rows, temperature, self._device))
+
+    async def rank(self, rows: Sequence[Int32Array], count: int) -> list[Likeliest]:
+        """Log-probs of tokens and of others; see :class:`~tandem.rollout.engine.Ranker`."""
+        return await self._ask(lambda: rank(self._decoder, rows, count, self._device))
 
     async def pause(self) -> None:
         """Returns once no token step runs."""
@@ -383,21 +399,57 @@ class TorchEngine:
 def score(
     decoder: Decoder, rows: Sequence[Int32Array], temperature: float, device: torch.device
 ) -> list[Float32Array]:
-    """For each row ``[S - 1]`` log-probs of its tokens; scores as many rows at a time as the memory for
-    their logits allows."""
+    """For each row ``[S - 1]`` log-probs of its tokens."""
     found: list[Float32Array] = []
-    longest = max(map(len, rows), default=1)
+    for chunk, tokens, logits in _passes(decoder, rows, device):
+        logps = (logits.float() / temperature).log_softmax(-1)
+        scored = logps.gather(2, tokens[:, 1:, None]).squeeze(2).cpu().numpy()
+        found += [one[: len(row) - 1] for one, row in zip(scored, chunk, strict=True)]
+    return found
+
+
+def rank(
+    decoder: Decoder, rows: Sequence[Int32Array], count: int, device: torch.device
+) -> list[Likeliest]:
+    """For each row the log-probs of its tokens and of the most likely ones."""
+    found: list[Likeliest] = []
+    # Rows of a length together: they come in any order, and the longest decides how wide a pass is.
+    order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
+    for chunk, tokens, logits in _passes(decoder, [rows[place] for place in order], device):
+        logps = logits.float().log_softmax(-1)
+        own = logps.gather(2, tokens[:, 1:, None]).squeeze(2).cpu().numpy()
+        values, ids = (one.cpu().numpy() for one in logps.topk(min(count, logps.shape[2]), -1))
+        for place, row in enumerate(chunk):
+            end = len(row) - 1
+            found.append(
+                Likeliest(
+                    own=own[place, :end],
+                    tokens=ids[place, :end].astype(np.int32),
+                    logprobs=values[place, :end],
+                )
+            )
+    return [one for _, one in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
+
+
+def _passes(
+    decoder: Decoder, rows: Sequence[Int32Array], device: torch.device
+) -> Iterator[tuple[Sequence[Int32Array], torch.Tensor, torch.Tensor]]:
+    """Passes over as many rows at a time as the memory for their logits allows: the rows, ``[B, S]`` their
+    tokens, padded, and ``[B, S - 1, V]`` logits."""
     start = 0
     while start < len(rows):
-        chunk = rows[start : start + max(1, SCORED_TOKENS // longest)]
-        start += len(chunk)
+        # Each row is padded to the longest one of its pass.
+        count, longest = 1, len(rows[start])
+        for row in rows[start + 1 :]:
+            wider = max(longest, len(row))
+            if wider * (count + 1) > SCORED_TOKENS:
+                break
+            count, longest = count + 1, wider
+        chunk = rows[start : start + count]
+        start += count
         lengths = torch.tensor([len(row) for row in chunk], device=device)
         padded = np.zeros((len(chunk), longest), dtype=np.int64)
         for row, place in zip(chunk, padded, strict=True):
             place[: len(row)] = row
         tokens = torch.from_numpy(padded).to(device)
-        logits = decoder.logits(tokens, lengths)[:, :-1]
-        logps = (logits.float() / temperature).log_softmax(-1)
-        scored = logps.gather(2, tokens[:, 1:, None]).squeeze(2).cpu().numpy()
-        found += [one[: len(row) - 1] for one, row in zip(scored, chunk, strict=True)]
-    return found
+        yield chunk, tokens, decoder.logits(tokens, lengths)[:, :-1]

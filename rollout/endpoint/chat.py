@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...common.records import FinishReason, Sample
@@ -58,7 +59,7 @@ class Chat:
     ) -> Ticket:
         """Finds where a conversation continues the session.
 
-        If it consists of an earlier one, the answer that this one got, and messages of users and tools, their
+        Without a session all of it is rendered, as ``apply_chat_template`` does. If it consists of an earlier one, the answer that this one got, and messages of users and tools, their
         tokens go behind the recorded ones. Otherwise all of it is rendered, and placed by its tokens or text.
 
         Raises:
@@ -87,10 +88,8 @@ class Chat:
             )
         characters = self.renderer.characters(messages)
         session.check_characters(characters, MOST_CHARACTERS)
-        if characters > LONG_CHARACTERS:
-            prompt = await asyncio.to_thread(self.renderer.render, messages, tools)
-        else:
-            prompt = self.renderer.render(messages, tools)
+        render = partial(self.renderer.render, messages, tools, plain=not session.key)
+        prompt = await asyncio.to_thread(render) if characters > LONG_CHARACTERS else render()
         repeats = any(one in plain for one in _answers(session))
         return session.place(prompt, self.renderer.decode, repeats=repeats)
 

@@ -7,9 +7,11 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...common.records import FinishReason, Sample
+from ..engine import Likeliest
 from .chat import Answer
 from .requests import Wanted
 from .sessions import Ticket
@@ -19,6 +21,25 @@ if TYPE_CHECKING:
 
 Text = Callable[[int], str]
 """The text of a token."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Part:
+    """One answer of a reply."""
+
+    prompt: Sequence[int]
+    """All tokens before it."""
+    sample: Sample | None
+    """The answer; None where only the prompt was asked about."""
+    known: Likeliest | None = None
+    """Log-probs of prompt and answer, and of other tokens; None if nobody has asked for them."""
+
+    @property
+    def own(self) -> list[int]:
+        """Tokens of the answer."""
+        return [] if self.sample is None else [int(token) for token in self.sample.tokens]
+
+
 _ENDS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -60,114 +81,157 @@ def usage(prompt: int, sampled: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def _stamp(kind: str, model: str, prefix: str) -> dict[str, Any]:
+def _stamp(kind: str, model: str, prefix: str, parts: Sequence[Part]) -> dict[str, Any]:
+    versions = {(s.term, s.step) for part in parts if part.sample for s in part.sample.spans}
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
         "model": model,
+        # Which weights have answered.
+        "system_fingerprint": " ".join(f"{t}.{s}" for t, s in sorted(versions)) or None,
     }
 
 
-def _content(sample: Sample, text: Text, top: bool) -> list[dict[str, Any]]:
-    """Log-probs of a chat answer's tokens; with ``top``, each one is told as its own only alternative."""
-    found = []
-    for token, logprob in zip(sample.tokens.tolist(), sample.logprobs.tolist(), strict=True):
-        said = text(token)
-        one = {"token": said, "logprob": logprob, "bytes": list(said.encode())}
-        found.append({**one, "top_logprobs": [one] if top else []})
+def _usage(parts: Sequence[Part], count: int) -> dict[str, int]:
+    """Each prompt is counted once, whatever the number of its answers."""
+    prompts = sum(len(part.prompt) for part in parts[::count])
+    return usage(prompts, sum(len(part.own) for part in parts))
+
+
+def _likeliest(part: Part, place: int, text: Text, count: int) -> list[tuple[str, float]] | None:
+    """The most likely tokens at a place of prompt and answer, the likeliest first; None if they aren't known."""
+    known = part.known
+    if known is None or not 0 < place <= len(known.own):
+        return None
+    tokens, logprobs = known.tokens[place - 1, :count], known.logprobs[place - 1, :count]
+    return [(text(int(one)), float(p)) for one, p in zip(tokens, logprobs, strict=True)]
+
+
+def _by_text(part: Part, place: int, text: Text, count: int) -> dict[str, float] | None:
+    """The same with the token that stands there; of tokens with one text the likeliest counts, so that none of them
+    seems less likely than it is."""
+    others = _likeliest(part, place, text, count)
+    if part.known is None or others is None:
+        return None
+    own = text([*part.prompt, *part.own][place]), float(part.known.own[place - 1])
+    found: dict[str, float] = {}
+    for said, logprob in (own, *others):
+        found[said] = max(logprob, found.get(said, logprob))
     return found
 
 
+def _content(part: Part, text: Text, top: int) -> list[dict[str, Any]]:
+    """Log-probs of a chat answer's tokens, each with ``top`` alternatives; if their log-probs aren't known, with
+    itself as the only one."""
+    sample = part.sample
+    if sample is None:
+        return []
+    found = []
+    pairs = zip(sample.tokens.tolist(), sample.logprobs.tolist(), strict=True)
+    for place, (token, logprob) in enumerate(pairs, len(part.prompt)):
+        one = _told(text(token), logprob)
+        others = _likeliest(part, place, text, top)
+        told = [one][:top] if others is None else [_told(*other) for other in others]
+        found.append({**one, "top_logprobs": told})
+    return found
+
+
+def _told(said: str, logprob: float) -> dict[str, Any]:
+    return {"token": said, "logprob": logprob, "bytes": list(said.encode())}
+
+
 def chat(
-    model: str, ticket: Ticket, sample: Sample, answer: Answer, want: Wanted, text: Text
+    model: str, parts: Sequence[Part], answers: Sequence[Answer], want: Wanted, text: Text
 ) -> dict[str, Any]:
-    """``chat.completion``. ``tandem`` in the choice says how many calls couldn't be parsed."""
-    choice: dict[str, Any] = {
-        "index": 0,
-        "message": answer.message,
-        "finish_reason": answer.finish_reason,
-        "logprobs": {"content": _content(sample, text, want.top)} if want.logprobs else None,
-    }
-    if answer.malformed:
-        choice["tandem"] = {"malformed_tool_calls": answer.malformed}
+    """``chat.completion``. ``tandem`` in a choice says how many calls couldn't be parsed."""
+    choices = []
+    for number, (part, answer) in enumerate(zip(parts, answers, strict=True)):
+        choice: dict[str, Any] = {
+            "index": number,
+            "message": answer.message,
+            "finish_reason": answer.finish_reason,
+            "logprobs": {"content": _content(part, text, want.top)} if want.logprobs else None,
+        }
+        if answer.malformed:
+            choice["tandem"] = {"malformed_tool_calls": answer.malformed}
+        if want.token_ids:
+            choice["token_ids"] = part.own
+        choices.append(choice)
     body = {
-        **_stamp("chat.completion", model, "chatcmpl"),
-        "choices": [choice],
-        "usage": usage(len(ticket.context), len(sample.tokens)),
+        **_stamp("chat.completion", model, "chatcmpl", parts),
+        "choices": choices,
+        "usage": _usage(parts, want.count),
     }
     if want.token_ids:
-        body["prompt_token_ids"] = ticket.context.tolist()
-        choice["token_ids"] = sample.tokens.tolist()
+        body["prompt_token_ids"] = list(parts[0].prompt)
     return body
 
 
 def chat_chunks(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """An answer as ``chat.completion.chunk``: its role, its text, its calls, its end."""
-    choice = body["choices"][0]
-    message = choice["message"]
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    if message.get("content"):
-        deltas.append({"content": message["content"]})
-    for number, call in enumerate(message.get("tool_calls") or ()):
-        deltas.append({"tool_calls": [{"index": number, **call}]})
+    """Answers as ``chat.completion.chunk``: of each its role, its text, its calls, its end."""
     head = {**{k: body[k] for k in ("id", "created", "model")}, "object": "chat.completion.chunk"}
-    for delta in deltas:
-        yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-    more = {k: v for k, v in choice.items() if k not in ("index", "message")}
-    yield {**head, "choices": [{"index": 0, "delta": {}, **more}]}
+    for choice in body["choices"]:
+        message, index = choice["message"], choice["index"]
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        if message.get("content"):
+            deltas.append({"content": message["content"]})
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            deltas.append({"tool_calls": [{"index": number, **call}]})
+        for delta in deltas:
+            yield {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
+        more = {k: v for k, v in choice.items() if k not in ("index", "message")}
+        yield {**head, "choices": [{"index": index, "delta": {}, **more}]}
 
 
-def completion(
-    model: str,
-    prompt: Sequence[int],
-    sample: Sample | None,
-    want: Wanted,
-    scores: Sequence[float] | None,
-    text: Text,
-) -> dict[str, Any]:
-    """``text_completion``; with ``echo`` the prompt is its beginning."""
-    own = [] if sample is None else sample.tokens.tolist()
-    known: list[float | None] = [] if sample is None else [*sample.logprobs.tolist()]
-    tokens = [*prompt, *own] if want.echo else own
-    ended = sample is not None and sample.finish_reason is FinishReason.STOP
-    said = "" if sample is None else want.said(sample.text, ended)
-    if want.echo:
-        said = "".join(map(text, prompt)) + said
-    choice: dict[str, Any] = {
-        "index": 0,
-        "text": said,
-        "finish_reason": "length" if sample is None else end_of(sample),
-        "logprobs": None,
-    }
-    if want.logprobs:
-        if want.echo:
-            known = [None, *(scores or ()), *known]
-        texts = [text(token) for token in tokens]
-        offsets, place = [], 0
-        for one in texts:
-            offsets.append(place)
-            place += len(one)
-        choice["logprobs"] = {
-            "tokens": texts,
-            "token_logprobs": known,
-            "top_logprobs": [
-                None if p is None else {one: p} for one, p in zip(texts, known, strict=True)
-            ],
-            "text_offset": offsets,
+def completion(model: str, parts: Sequence[Part], want: Wanted, text: Text) -> dict[str, Any]:
+    """``text_completion``, the answers to a prompt after one another; with ``echo`` it is their beginning."""
+    choices = []
+    for number, part in enumerate(parts):
+        sample = part.sample
+        said = "" if sample is None else want.said(sample.text, end_of(sample) == "stop")
+        choice: dict[str, Any] = {
+            "index": number,
+            "text": "".join(map(text, part.prompt)) + said if want.echo else said,
+            "finish_reason": "length" if sample is None else end_of(sample),
+            "logprobs": _of_completion(part, want, text) if want.logprobs else None,
         }
-    if want.token_ids:
-        choice["token_ids"] = own
-        choice["prompt_token_ids"] = list(prompt)
+        if want.token_ids:
+            choice["token_ids"] = part.own
+            choice["prompt_token_ids"] = list(part.prompt)
+        choices.append(choice)
     return {
-        **_stamp("text_completion", model, "cmpl"),
-        "choices": [choice],
-        "usage": usage(len(prompt), len(own)),
+        **_stamp("text_completion", model, "cmpl", parts),
+        "choices": choices,
+        "usage": _usage(parts, want.count),
+    }
+
+
+def _of_completion(part: Part, want: Wanted, text: Text) -> dict[str, Any]:
+    """Log-probs of an answer's tokens, with ``echo`` of its prompt's too. The first token of all has none."""
+    tokens, start = part.own, len(part.prompt)
+    logprobs: list[float | None] = [] if part.sample is None else [*part.sample.logprobs.tolist()]
+    if want.echo:
+        given = [] if part.known is None else part.known.own[: start - 1].tolist()
+        tokens, logprobs, start = [*part.prompt, *tokens], [None, *given, *logprobs], 0
+    texts = [text(token) for token in tokens]
+    top: list[dict[str, float] | None] = []
+    offsets, offset = [], 0
+    for place, (said, logprob) in enumerate(zip(texts, logprobs, strict=True), start):
+        offsets.append(offset)
+        offset += len(said)
+        alone = None if logprob is None else {said: logprob}
+        top.append(_by_text(part, place, text, want.top) or alone)
+    return {
+        "tokens": texts,
+        "token_logprobs": logprobs,
+        "top_logprobs": top,
+        "text_offset": offsets,
     }
 
 
 def completion_chunks(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """An answer as the one chunk of a stream."""
+    """Answers as the one chunk of a stream."""
     yield {k: v for k, v in body.items() if k != "usage"}
 
 

@@ -1,15 +1,14 @@
 """Messages to tokens by a tokenizer's chat template, such that no text of theirs becomes a special token.
 
-A template's text is the model's own; what stands in messages and tools is an environment's, a user's or the
+A template's text is the model's own; the text of messages and tools is an environment's, a user's or the
 policy's. Wherever the latter hold the text of a special token or of a tag of the tokenizer's, such as ``<|im_end|>``
 or ``</tool_response>``, it is replaced by private characters before the template renders it, and encoded by a
 tokenizer without added tokens afterwards. Other conversations are encoded as ``apply_chat_template`` does.
 
-Not every family renders a longer conversation as the shorter one with something behind it (:func:`abilities` finds
-it out for a tokenizer; docs/environments.md has the table). It doesn't matter here where a client sends back the answers
-that it got: what comes after them is rendered behind a conversation of two messages, and added to the tokens that were
-sampled (:meth:`Renderer.suffix`). Where a template has no special token at an answer's end, or refuses such a
-conversation, all of it is rendered.
+Not every family renders a longer conversation as the shorter one with something after it (docs/environments.md has the
+table). It doesn't matter here where a client sends back the answers that it got: what comes after them is rendered after
+a conversation of two messages, and added to the tokens that were sampled (:meth:`Renderer.suffix`). Where a template
+has no special token at an answer's end, or refuses such a conversation, all of it is rendered.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ...common.errors import DataError
 
 OPEN, CLOSE, FIRST = "\ue000", "\ue001", 0xE100
-"""Private characters: an added token's number stands between the first two."""
+"""Private characters: an added token's number is written between the first two."""
 BRACKETS = ("<>", "[]")
 """How tags among a tokenizer's added tokens begin and end; other added tokens are words like any other."""
 MOST_CHARACTERS = 64
@@ -33,22 +31,11 @@ MARK = "\ue002"
 """Stands for the answer in the conversation behind which a tail is rendered."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that a message may have. Templates write them as they are, so that no other text may be one."""
+NOTHING = re.compile("(?!)")
+"""Matches no text."""
 TAIL = frozenset(ROLES) - {"assistant"}
 """Roles of messages that go on behind an answer without rendering the conversation anew."""
 Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abilities:
-    """What a tokenizer's chat template does with a conversation that goes on."""
-
-    extends: bool
-    """Whether a longer conversation is rendered as the shorter one with something behind it, thoughts, calls and
-    spaces around contents included: then clients may render it themselves."""
-    bridges_users: bool
-    """Whether a user's message can be rendered on its own, to go behind the recorded tokens."""
-    bridges_tools: bool
-    """Whether the results of tools can."""
 
 
 def plain_message(message: Message) -> dict[str, Any]:
@@ -179,6 +166,7 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         opened: bool = True,
+        plain: bool = False,
     ) -> list[int]:
         """Tokens of a whole conversation.
 
@@ -186,10 +174,14 @@ class Renderer:
             messages: in OpenAI's form.
             tools: the tools that are offered, in OpenAI's form.
             opened: whether the assistant's next turn is opened.
+            plain: whether it is encoded as ``apply_chat_template`` does, with special tokens wherever their text
+                stands, and nothing is cut.
 
         Raises:
             DataError: the template can't render it.
         """
+        if plain:
+            return self.encode(self._text(messages, tools, opened, plain=True))
         return self._encoded(self._text(messages, tools, opened))
 
     def characters(self, messages: Sequence[Message]) -> int:
@@ -231,23 +223,23 @@ class Renderer:
         return self._encoded(text[end.end() if has_end else end.start() :])
 
     def _bounded(
-        self, messages: Sequence[Message], *, answered: bool = False
+        self, messages: Sequence[Message], *, answered: bool = False, whole: bool = False
     ) -> list[dict[str, Any]]:
-        """Messages with texts alone, long observations cut."""
+        """Messages with texts alone, long observations cut unless they should stay whole."""
         made = []
         for message in messages:
             role = message.get("role")
             if role not in ROLES:
                 raise DataError(f"a message's role should be one of {', '.join(ROLES)}")
             one: dict[str, Any] = {**message, "content": text_of(message)}
-            if role == "tool" or (answered and role == "user"):
+            if not whole and (role == "tool" or (answered and role == "user")):
                 one["content"] = self._observation(one["content"])
             answered = answered or role in ("assistant", "tool")
             made.append(one)
         return made
 
     def _observation(self, text: str) -> str:
-        """A text of at most so many tokens: its beginning and its end, with a mark between them."""
+        """The text cut to that number of tokens: its beginning and its end, with a mark between them."""
         half = self._longest // 2
         if len(text) <= self._longest:
             return text
@@ -267,18 +259,21 @@ class Renderer:
         opened: bool,
         *,
         bounded: bool = False,
+        plain: bool = False,
     ) -> str:
-        """The template's text, in which added tokens of the contents are hidden."""
+        """The template's text, in which added tokens of the contents are hidden, unless it is plain."""
         hidden = []
-        for message in messages if bounded else self._bounded(messages):
+        for message in messages if bounded else self._bounded(messages, whole=plain):
             pattern = self._special if message.get("role") == "assistant" else self._any
+            pattern = NOTHING if plain else pattern
             one = {key: value for key, value in message.items() if key != "role"}
             if one.get("tool_calls"):
                 one["tool_calls"] = [_with_values(call) for call in one["tool_calls"]]
             # After the arguments were read: JSON can spell the text of a special token in other letters.
             one = {key: self._hide(value, pattern) for key, value in one.items()}
             hidden.append({"role": message["role"], **one})
-        offered = [self._hide(tool, self._any) for tool in tools] if tools else None
+        every = NOTHING if plain else self._any
+        offered = [self._hide(tool, every) for tool in tools] if tools else None
         try:
             text = self._tokenizer.apply_chat_template(
                 hidden, tools=offered, add_generation_prompt=opened, tokenize=False
@@ -335,33 +330,6 @@ def _before(first: Message) -> list[Message]:
         "function": {"name": MARK, "arguments": {}},
     }
     return [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
-
-
-def abilities(tokenizer: Any) -> Abilities:
-    """Finds out, on a few conversations, what a tokenizer's chat template does with one that goes on."""
-    renderer = Renderer(tokenizer, 1 << 20)
-    call = {"type": "function", "function": {"name": "f", "arguments": {"b": 1, "a": [True]}}}
-    question: list[Message] = [{"role": "user", "content": "x"}]
-    user, tool = {"role": "user", "content": "z"}, {"role": "tool", "content": "z"}
-    said: Message = {"role": "assistant", "content": "<think>\nw\n</think>\n\n y "}
-    called: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-
-    def extends(answer: Message, tail: Message) -> bool:
-        try:
-            short = renderer.render(question, opened=True)
-            with_answer = renderer.render([*question, answer], opened=False)
-            long = renderer.render([*question, answer, tail], opened=True)
-        except DataError:
-            return False
-        begun = long[: len(short)] == short and long[: len(with_answer)] == with_answer
-        text = renderer.decode(long)
-        return begun and (not answer["content"] or answer["content"] in text)
-
-    return Abilities(
-        extends=extends(said, user) and extends(called, tool),
-        bridges_users=renderer.suffix([user], 0, False) is not None,
-        bridges_tools=renderer.suffix([tool], 0, False) is not None,
-    )
 
 
 def _utf8(text: str) -> str:

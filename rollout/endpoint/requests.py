@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...common.errors import DataError
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
 REFUSED = (
@@ -23,6 +27,12 @@ REFUSED = (
     "continue_final_message",
 )
 """Fields that would have an effect which the endpoint doesn't have."""
+MOST_ALTERNATIVES = 20
+"""Log-probs of other tokens at each place; vLLM gives no more."""
+MOST_ANSWERS = 1024
+"""Answers of one request: its prompts times ``n``."""
+SEEDS = 1 << 63
+"""Seeds are taken modulo this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +50,39 @@ class Wanted:
     sampling: Mapping[str, float]
     """The parameters of :data:`SAMPLING` that were given."""
     logprobs: bool
-    top: bool
-    """Whether each token's only known alternative, itself, is told too."""
+    top: int
+    """Number of most likely tokens that are told at each place; where it is 1, a sampled token may stand for it."""
     token_ids: bool
     """``return_token_ids``."""
     stream: bool
     usage: bool
     """Whether a stream ends with the usage."""
     echo: bool
+    count: int
+    """``n``: answers to each prompt."""
+    seed: int | None
+    """Equal seeds give equal answers to equal prompts."""
+
     single_call: bool
     """Whether an answer has one tool call at most."""
+
+    def check_session(self, prompts: int = 1) -> None:
+        """Refuses what a session can't record.
+
+        Raises:
+            DataError: several answers, an echo or other tokens' log-probs are asked for.
+        """
+        if self.echo:
+            raise DataError("echo isn't supported within a session: leave it out")
+        if self.count > 1 or prompts > 1:
+            raise DataError(
+                f"n={self.count} with {prompts} prompts: within a session ask once for each answer"
+            )
+        if self.top > 1:
+            raise DataError(
+                f"{self.top} log-probs at each place: within a session only a token's own one is known, ask for "
+                f"1 at most"
+            )
 
     def said(self, text: str, ended: bool) -> str:
         """What is answered of a sampled text: nothing from the first text of ``stop`` on, if the policy has ended it."""
@@ -68,8 +101,12 @@ def wanted(body: Mapping[str, Any]) -> Wanted:
     for name in REFUSED:
         if body.get(name):
             raise DataError(f"{name} isn't supported: leave it out")
-    if body.get("n") not in (None, 1):
-        raise DataError(f"n={body['n']!r}: ask once for each answer")
+    count = 1 if body.get("n") is None else body["n"]
+    if type(count) is not int or not 1 <= count <= MOST_ANSWERS:
+        raise DataError(f"n={count!r} should be a whole number from 1 to {MOST_ANSWERS}")
+    seed = body.get("seed")
+    if seed is not None and type(seed) is not int:
+        raise DataError(f"seed={seed!r} should be a whole number")
     form = body.get("response_format")
     if isinstance(form, Mapping) and form.get("type") not in (None, "text"):
         raise DataError(f"response_format {form.get('type')!r} isn't supported: leave it out")
@@ -100,10 +137,8 @@ def wanted(body: Mapping[str, Any]) -> Wanted:
     options = body.get("stream_options")
     logprobs, top = body.get("logprobs"), body.get("top_logprobs")
     for name, value in (("logprobs", logprobs), ("top_logprobs", top)):
-        if value not in (None, False, True, 0, 1):
-            raise DataError(
-                f"{name}={value!r}: only a token's own log-prob is known, ask for 1 at most"
-            )
+        if value is not None and not (isinstance(value, int) and 0 <= value <= MOST_ALTERNATIVES):
+            raise DataError(f"{name}={value!r} should be a number from 0 to {MOST_ALTERNATIVES}")
     return Wanted(
         max_tokens=most,
         stop=stops,
@@ -113,13 +148,39 @@ def wanted(body: Mapping[str, Any]) -> Wanted:
         else (),
         sampling=sampling,
         logprobs=logprobs is not None and logprobs is not False,
-        top=bool(top),
+        # OpenAI's two forms: a number, or true and another field's number.
+        top=int(logprobs if top is None and type(logprobs) is int else top or 0),
         token_ids=body.get("return_token_ids") is True,
         stream=body.get("stream") is True,
         usage=isinstance(options, Mapping) and options.get("include_usage") is True,
         echo=body.get("echo") is True,
+        count=count,
+        seed=None if seed is None else seed % SEEDS,
         single_call=body.get("parallel_tool_calls") is False,
     )
+
+
+def prompts_of(body: Mapping[str, Any], count: int) -> Sequence[str | list[int]]:
+    """The prompts of a completion: one or several, each as text or token ids.
+
+    Args:
+        body: the request.
+        count: answers to each.
+
+    Raises:
+        DataError: they are neither, or too many.
+    """
+    given = body.get("prompt")
+    several = isinstance(given, list) and given and isinstance(given[0], str | list)
+    prompts: list[Any] = given if isinstance(given, list) and several else [given]
+    if len(prompts) * count > MOST_ANSWERS:
+        raise DataError(
+            f"{len(prompts)} prompts with n={count}: ask for {MOST_ANSWERS} answers at most"
+        )
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, str):
+            ids_of(prompt, f"prompt {number}" if several else "prompt")
+    return prompts
 
 
 def messages_of(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -148,7 +209,7 @@ def may_call(body: Mapping[str, Any]) -> bool:
 
 
 def tools_of(body: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    """The tools that are told of in the prompt; None without any.
+    """The tools that the prompt describes; None without any.
 
     Raises:
         DataError: they aren't functions, or the choice among them is forced.
@@ -178,3 +239,18 @@ def ids_of(value: Any, what: str) -> list[int]:
     if not all(type(one) is int and 0 <= one < 1 << 31 for one in value):
         raise DataError(f"{what} should hold whole numbers from 0")
     return value
+
+
+async def body_of(request: web.Request) -> Mapping[str, Any]:
+    """The request's JSON object.
+
+    Raises:
+        DataError: it isn't one.
+    """
+    try:
+        body = json.loads(await request.read())
+    except (ValueError, RecursionError):
+        raise DataError("the request's body isn't JSON") from None
+    if not isinstance(body, dict):
+        raise DataError("the request's body should be a JSON object")
+    return body

@@ -7,17 +7,18 @@
 ``POST /inference/v1/generate`` token ids in and out
 ==============================  ================================================================
 
-All of them hang below ``/sessions/KEY`` as well. A session is known by its key there or as bearer token. The run's own
-key samples without a session: nothing is recorded, and the request's sampling parameters count.
+All of them hang below ``/sessions/KEY`` as well. A session is known by its key there or as bearer token. The endpoint's own
+key (of a worker, the run's) samples without a session: nothing is recorded, the request's sampling parameters count, and it
+may ask for several answers, for a prompt's log-probs (:mod:`.plain`), and of the tokenizer (:mod:`.tokenizing`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,13 +26,15 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from ...common.errors import DataError, TandemError
-from ...common.records import FinishReason, Sample, SamplingParams
-from ...common.sockets import reachable
+from ...common.records import FinishReason, Sample
+from ...common.sockets import bind_free, reachable
 from ..engine import Engine, GroupRequest
-from . import forms
+from . import forms, tokenizing
 from .chat import Chat
+from .forms import Part
+from .plain import BusyError, EngineError, Limits, Plain, add_logprobs, sampling_of
 from .rendering import MOST_CHARACTERS
-from .requests import Wanted, ids_of, may_call, messages_of, tools_of, wanted
+from .requests import Wanted, body_of, ids_of, may_call, messages_of, prompts_of, tools_of, wanted
 from .sessions import NoRoomError, Recorded, Session, SessionSpec, Ticket
 from .tools import MOST_CALLS
 
@@ -50,14 +53,8 @@ LOOK_SECONDS = 0.005
 """Time between two looks whether it has."""
 FINISHED_KEYS = 4096
 """Keys of finished sessions that are remembered, so that a late client learns that its session is over."""
-OPEN_SESSION = 1 << 20
-"""Requests of a session that isn't recorded, of which there is one a request."""
 
 Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
-
-
-class EngineError(TandemError):
-    """The engine couldn't sample a turn."""
 
 
 class Endpoint:
@@ -69,10 +66,16 @@ class Endpoint:
         context: greatest number of tokens of prompt and answer.
         model: the model's name in answers.
         host: address that is listened on.
-        port: port; 0 takes a free one.
+        port: port; 0 takes a free one,
+        ports: of this range (``launch.ports``) if there is one.
+        port_setting: what names the port, for errors.
         peer: host and port of the run's Redis; where ``host`` is a wildcard, sessions' URLs have the address of
             this host as it is seen from there.
-        key: the run's own key; empty = sessions only.
+        key: the endpoint's own key; empty = sessions only, unless ``anyone`` may ask.
+        anyone: whether requests need no key.
+        limits: bounds of requests without a session.
+        vouch: called with the answers to such a request before they are sent; raises ``TandemError`` if they
+            mustn't be.
         tools: how calls are written (``environments.tools``).
         observation_tokens: longer observations are cut in the middle.
         max_calls: tool calls of one turn that are read.
@@ -87,25 +90,33 @@ class Endpoint:
         model: str,
         host: str = "127.0.0.1",
         port: int = 0,
+        ports: range | None = None,
+        port_setting: str = "environments.port",
         peer: tuple[str, int] | None = None,
         key: str = "",
+        anyone: bool = False,
+        limits: Limits | None = None,
+        vouch: Callable[[Sequence[Sample]], Awaitable[None]] | None = None,
         tools: str = "auto",
         observation_tokens: int = 2048,
         max_calls: int = MOST_CALLS,
     ) -> None:
         self._engine = engine
+        self._tokenizer = tokenizer
         self._vocabulary = len(tokenizer)
         self._chat = Chat(tokenizer, tools, observation_tokens, max_calls)
         self._context = context
         self.model = model
         """The name of the model in answers."""
-        self._host, self._port, self._peer = host, port, peer
-        self._key = key
+        self._host, self._port, self._ports, self._peer = host, port, ports, peer
+        self._port_setting = port_setting
+        self._key, self._anyone = key, anyone
+        self._plain = Plain(limits or Limits(), context)
+        self._vouch = vouch
         self._sessions: dict[str, Session] = {}
         self._finished: dict[str, None] = {}
         self._runner: web.AppRunner | None = None
         self._overridden = False
-        self._number = 0
         self.url = ""
         """``http://host:port`` once it has been started."""
 
@@ -158,24 +169,39 @@ class Endpoint:
         for (method, path), handler in routes.items():
             app.router.add_route(method, path, handler)
             app.router.add_route(method, "/sessions/{key}" + path, handler)
+        tokenizing.add_routes(app, self._tokenizer, self._chat.renderer, self._context)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_SECONDS
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
         try:
-            await site.start()
+            await self._site(self._runner).start()
         except OSError as error:
             await self._runner.cleanup()
             raise TandemError(
                 f"the token endpoint can't listen on {self._host}:{self._port} ({error.strerror}): "
-                f"set environments.port to 0 or to a free port"
+                f"set {self._port_setting} to 0 or to a free port"
             ) from None
         host, port = self._runner.addresses[0][:2]
         place = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
         if self._peer is not None:
             place = reachable(place, *self._peer)
         self.url = place.replace("tcp", "http", 1)
+
+    def _site(self, runner: web.AppRunner) -> web.BaseSite:
+        from aiohttp import web
+
+        if self._port or self._ports is None:
+            return web.TCPSite(runner, self._host, self._port)
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bind_free(listener, self._host, self._ports)
+        except BaseException:
+            listener.close()
+            raise
+        return web.SockSite(runner, listener)
 
     async def close(self) -> None:
         """Ends all connections."""
@@ -195,8 +221,16 @@ class Endpoint:
             if session is None:
                 return forms.error(401, "no session or run has this key", "invalid_api_key")
             request["session"] = session
+            seconds = None if session.key else self._plain.limits.seconds
             try:
-                return await handler(request)
+                async with asyncio.timeout(seconds):
+                    return await handler(request)
+            except TimeoutError:
+                if seconds is None:
+                    raise
+                return forms.error(504, f"no answer within {seconds:g} s", "deadline_exceeded")
+            except BusyError as error:
+                return forms.error(429, str(error), "too_many_requests")
             except web.HTTPException as refused:
                 return forms.error(refused.status, refused.reason, "invalid_request_error")
             except NoRoomError as error:
@@ -204,32 +238,21 @@ class Endpoint:
             except DataError as error:
                 return forms.error(400, str(error), "invalid_request_error")
             except EngineError as error:
-                log.warning(f"a turn of session {session.spec.name}: {error}")
+                log.warning(f"{session.spec.name}: {error}")
                 return forms.error(500, str(error), "engine_error")
 
         return answered
 
     def _session(self, key: str) -> Session | None:
-        """The session of a key; a new one that isn't recorded for the run's own key; None without either."""
+        """The session of a key; a new one that isn't recorded for the endpoint's own key; None without either."""
         session = self._sessions.get(key)
         if session is not None:
             if session.is_over:
                 self._finished[key] = None
                 return None
             return session
-        if self._key and hmac.compare_digest(_bytes(key), _bytes(self._key)):
-            self._number += 1
-            spec = SessionSpec(
-                name=f"open/{self._number}",
-                sampling=SamplingParams(
-                    temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=self._context
-                ),
-                seed=self._number,
-                longest=self._context,
-                max_turns=OPEN_SESSION,
-            )
-            return Session("", "", spec, self._context)
-        return None
+        own = self._key and hmac.compare_digest(_bytes(key), _bytes(self._key))
+        return self._plain.session() if own or self._anyone else None
 
     # Requests.
 
@@ -237,46 +260,57 @@ class Endpoint:
         return forms.models(self.model, self._context)
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        body = await _body(request)
+        body = await body_of(request)
         want, messages, tools = wanted(body), messages_of(body), tools_of(body)
         if want.max_tokens == 0:
             raise DataError("max_tokens=0 leaves nothing to sample: set 1 or more")
         session: Session = request["session"]
+        if session.key:
+            want.check_session()
         ticket = await self._chat.place(session, messages, tools)
-        sample = await self._sample(session, ticket, want)
-        answer = self._chat.answer(
-            session, ticket, sample, messages, tools, want, may_call=may_call(body)
-        )
-        reply = forms.chat(self.model, ticket, sample, answer, want, self._token)
+        turns = [(session, ticket)]
+        for _ in range(1, want.count):
+            other = self._plain.session()
+            turns.append((other, other.begin(ticket.context.tolist())))
+        samples = await self._samples(turns, want)
+        answers = [
+            self._chat.answer(one, placed, sample, messages, tools, want, may_call=may_call(body))
+            for (one, placed), sample in zip(turns, samples, strict=True)
+        ]
+        prompt = ticket.context.tolist()
+        parts = [Part(prompt=prompt, sample=sample) for sample in samples]
+        await add_logprobs(self._engine, parts, want, self._context)
+        reply = forms.chat(self.model, parts, answers, want, self._token)
         return await forms.send(request, reply, want, forms.chat_chunks)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = await _body(request)
-        want, prompt = wanted(body), body.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]
+        body = await body_of(request)
+        want = wanted(body)
+        prompts = prompts_of(body, want.count)
         session: Session = request["session"]
-        if isinstance(prompt, str):
-            session.check_characters(len(prompt), MOST_CHARACTERS)
-            tokens = self._chat.renderer.encode(prompt)
-        else:
-            tokens = ids_of(prompt, "prompt")
-        if want.echo and session.key:
-            raise DataError("echo isn't supported within a session: leave it out")
+        if session.key:
+            want.check_session(len(prompts))
         if want.max_tokens == 0 and not want.echo:
             raise DataError("max_tokens=0 leaves nothing to sample: set 1 or more")
-        scores = await self._scores(tokens) if want.echo and want.logprobs else None
-        ticket, sample = None, None
-        if want.max_tokens != 0:
-            ticket = self._place(session, tokens)
-            sample = await self._sample(session, ticket, want)
-            session.record(ticket, sample)
-            tokens = ticket.context.tolist()
-        reply = forms.completion(self.model, tokens, sample, want, scores, self._token)
+        rows = [self._row(session, one) for one in prompts for _ in range(want.count)]
+        if want.max_tokens == 0:
+            parts = [Part(prompt=self._given(row), sample=None) for row in rows]
+        else:
+            sessions = [session, *(self._plain.session() for _ in rows[1:])]
+            turns = [(one, self._place(one, row)) for one, row in zip(sessions, rows, strict=True)]
+            samples = await self._samples(turns, want)
+            for (one, ticket), sample in zip(turns, samples, strict=True):
+                one.record(ticket, sample)
+            parts = [
+                Part(prompt=ticket.context.tolist(), sample=sample)
+                for (_, ticket), sample in zip(turns, samples, strict=True)
+            ]
+        await add_logprobs(self._engine, parts, want, self._context)
+        reply = forms.completion(self.model, parts, want, self._token)
         return await forms.send(request, reply, want, forms.completion_chunks)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await _body(request)
+        body = await body_of(request)
         params = body.get("sampling_params")
         if params is not None and not isinstance(params, Mapping):
             raise DataError("sampling_params should be an object")
@@ -290,6 +324,17 @@ class Endpoint:
         sample = await self._sample(session, ticket, want)
         session.record(ticket, sample)
         return forms.generated(ticket, sample, want)
+
+    def _row(self, session: Session, prompt: str | list[int]) -> list[int]:
+        """Tokens of a completion's prompt.
+
+        Raises:
+            NoRoomError: it is a text that can't fit.
+        """
+        if not isinstance(prompt, str):
+            return prompt
+        session.check_characters(len(prompt), MOST_CHARACTERS)
+        return self._chat.renderer.encode(prompt)
 
     def _texts(self, tokens: Sequence[int]) -> list[str]:
         """The texts of special tokens at which a client wants an answer to end.
@@ -316,28 +361,49 @@ class Endpoint:
         """
         ticket = session.place(tokens, self._chat.renderer.decode)
         added = ticket.added if ticket.branch.turns else ticket.context.tolist()
-        unknown = max(added, default=0)
-        if unknown >= self._vocabulary:
+        try:
+            self._check_ids(added)
+        except DataError:
             session.drop(ticket)
-            raise DataError(f"token id {unknown} isn't one of the model's {self._vocabulary:,}")
+            raise
         return ticket
 
-    async def _scores(self, tokens: list[int]) -> list[float]:
-        """Log-probs of all tokens of a prompt but the first."""
-        import numpy as np
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        unknown = max(tokens, default=0)
+        if unknown >= self._vocabulary:
+            raise DataError(f"token id {unknown} isn't one of the model's {self._vocabulary:,}")
 
-        score = getattr(self._engine, "score", None)
-        if score is None:
-            raise DataError("this engine can't score prompts: leave echo or logprobs out")
-        if len(tokens) < 2:
-            return []
+    def _given(self, tokens: list[int]) -> list[int]:
+        """A prompt that is only scored.
+
+        Raises:
+            DataError: it has tokens that the model hasn't got.
+            NoRoomError: it is too long.
+        """
+        self._check_ids(tokens)
         if len(tokens) >= self._context:
             raise NoRoomError(f"the prompt has {len(tokens):,} tokens of {self._context:,}")
-        found: list[float] = (await score([np.array(tokens, dtype=np.int32)]))[0].tolist()
-        return found
+        return tokens
 
-    async def _sample(self, session: Session, ticket: Ticket, want: Wanted) -> Sample:
-        """Samples one turn.
+    async def _samples(self, turns: Sequence[tuple[Session, Ticket]], want: Wanted) -> list[Sample]:
+        """Samples the turns of one request."""
+        if turns[0][0].key:
+            return [await self._sample(*turn, want) for turn in turns]
+        # With a seed, equal prompts have equal answers, whatever else a request asks for.
+        samples = await self._plain.together(
+            [self._sample(*turn, want, number % want.count) for number, turn in enumerate(turns)]
+        )
+        if self._vouch is not None:
+            try:
+                await self._vouch(samples)
+            except TandemError as error:
+                raise EngineError(str(error)) from None
+        return samples
+
+    async def _sample(
+        self, session: Session, ticket: Ticket, want: Wanted, number: int = 0
+    ) -> Sample:
+        """Samples one turn; without a session, the answer to a prompt that has this number.
 
         Raises:
             EngineError: the engine couldn't.
@@ -358,15 +424,17 @@ class Endpoint:
         try:
             if session.is_over:
                 raise NoRoomError("the session is over")
+            keyed = not session.key and want.seed is not None
             if not session.key:
-                sampling = _of_request(sampling, want)
+                sampling = sampling_of(sampling, want)
             request = GroupRequest(
                 group_id=name,
                 prompt_tokens=ticket.context,
                 count=1,
                 sampling=replace(sampling, max_new_tokens=room),
-                seed=spec.seed,
-                stop=(*spec.stop, *want.stop, *self._texts(want.stop_tokens)),
+                seed=want.seed if keyed and want.seed is not None else spec.seed,
+                noise=f"{number}" if keyed else None,
+                stop=(*spec.stop, *self._stops(want)),
             )
             async for group in self._engine.generate([request]):
                 error = group.error
@@ -384,30 +452,15 @@ class Endpoint:
             raise NoRoomError("the session was ended before the first token")
         return sample
 
+    def _stops(self, want: Wanted) -> list[str]:
+        """The strings that end an answer, without the end token's own text, which ends it in any case: engines
+        look for strings at every token."""
+        own = self._tokenizer.eos_token
+        return [*(stop for stop in want.stop if stop != own), *self._texts(want.stop_tokens)]
+
     def _token(self, token: int) -> str:
         """The text of one token."""
         return self._chat.renderer.decode([token])
-
-
-def _of_request(sampling: SamplingParams, want: Wanted) -> SamplingParams:
-    """The distribution that a request outside of sessions asks for.
-
-    Raises:
-        DataError: no engine can draw from it.
-    """
-    given = dict(want.sampling)
-    for name in ("presence_penalty", "frequency_penalty", "min_p"):
-        if given.pop(name, 0.0):
-            raise DataError(f"{name} isn't supported: leave it out")
-    try:
-        return replace(
-            sampling,
-            temperature=given.get("temperature", sampling.temperature),
-            top_p=given.get("top_p", sampling.top_p),
-            top_k=max(0, int(given.get("top_k", sampling.top_k))),
-        )
-    except ValueError as error:
-        raise DataError(str(error)) from None
 
 
 def _key_of(request: web.Request) -> str:
@@ -422,18 +475,3 @@ def _key_of(request: web.Request) -> str:
 def _bytes(key: str) -> bytes:
     """A key as it was sent, bytes that are no text included."""
     return key.encode("utf-8", "surrogatepass")
-
-
-async def _body(request: web.Request) -> Mapping[str, Any]:
-    """The request's JSON object.
-
-    Raises:
-        DataError: it isn't one.
-    """
-    try:
-        body = json.loads(await request.read())
-    except (ValueError, RecursionError):
-        raise DataError("the request's body isn't JSON") from None
-    if not isinstance(body, dict):
-        raise DataError("the request's body should be a JSON object")
-    return body

@@ -77,7 +77,7 @@ class Answered:
     order: int
     """Number of its request in the session."""
     text: str
-    """Its text without special tokens."""
+    """Text of the turn without special tokens."""
     ended: bool
     """Whether the policy ended it."""
     reason: FinishReason

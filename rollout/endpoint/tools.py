@@ -6,7 +6,7 @@ format     a call                                                families
 hermes     ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``  Hermes, Qwen2.5, Qwen3, QwQ
 llama      ``{"name": …, "parameters": {…}}``, perhaps behind        Llama 3.1, 3.2, 3.3
            ``<|python_tag|>``, several with ``;`` between them
-json       the same, or a list of such objects, perhaps behind       Mistral; any model that is told so
+json       the same, or a list of such objects, perhaps behind       Mistral; any model that is told to
            ``[TOOL_CALLS]``, or in a fence
 =========  ====================================================  =================================
 

@@ -202,7 +202,7 @@ class AppWorld:
 
 
 def opening(found: Mapping[str, Any], single: bool = False) -> list[dict[str, str]]:
-    """The messages with which an episode begins, from what ``initialize`` tells."""
+    """The messages with which an episode begins, from the answer to ``initialize``."""
     person = found.get("supervisor")
     person = person if isinstance(person, Mapping) else {}
     facts = [

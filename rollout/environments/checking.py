@@ -1,7 +1,7 @@
 """Loads environments once, each in a process like those that will play its episodes, and says which can't be loaded.
 
-It is a program (``python -m tandem.rollout.environments.checking``), since whatever an environment's module
-starts or prints is no business of the process that wants to know.
+It is a program of its own (``python -m tandem.rollout.environments.checking``), so that whatever an environment's module
+starts or prints stays out of the process that asks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...common.confinement import adopt_orphans, die_with
-from .hosts import (
-    Hosts,
-)
-from .process import (
-    Bounds,
-    NotStarted,
-)
+from .hosts import Hosts
+from .process import Bounds, NotStarted
 
 
 async def problems(

@@ -65,11 +65,11 @@ class ServerAddress:
     """What the registry says of one environment server."""
 
     member: str
-    """Its member id."""
+    """Member id of the server."""
     endpoint: str
     """``tcp://host:port``."""
     public_key: str | None
-    """Its CURVE key; None if the run has no keys."""
+    """CURVE key of the server; None if the run has no keys."""
     environments: tuple[str, ...]
     """The environments that it plays."""
     slots: int

@@ -18,6 +18,7 @@ import socket
 import sys
 import traceback
 
+from ...common import import_path
 from ...common.confinement import (
     adopt_orphans,
     die_with,
@@ -81,7 +82,7 @@ def last_line(error: BaseException) -> str:
     said = "".join(traceback.format_exception_only(error)).strip().splitlines()
     first = f"{type(error).__name__}: {error}" if isinstance(error, SyntaxError) else said[-1]
     frames = traceback.extract_tb(error.__traceback__)
-    ours = os.path.dirname(__file__)
+    ours = os.path.dirname(__file__), import_path.__file__
     place = next((f for f in reversed(frames) if not f.filename.startswith(ours)), None)
     where = f" ({os.path.basename(place.filename)}, line {place.lineno})" if place else ""
     return f"{first[:3000]}{where}"

@@ -47,7 +47,7 @@ class Order(_Message, frozen=True):
     user: int | None
     """User that root's process becomes if that user can read the environment's file."""
     folder: str
-    """Its own working folder."""
+    """Working folder of the process, which no other process has."""
 
 
 class Play(_Message, frozen=True):
@@ -91,7 +91,7 @@ class Raised(_Message, frozen=True):
     """The user's code raised an exception."""
 
     error: Annotated[str, msgspec.Meta(max_length=4000)]
-    """Its last line, and where it was raised."""
+    """Last line of the traceback, and where the exception was raised."""
 
 
 ToProcess = Order | Play

@@ -1,4 +1,4 @@
-"""One process in which episodes are played: what it is told and says, its deadlines and its end."""
+"""One process in which episodes are played: messages to and from it, its deadlines and its end."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Host:
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 before its start."""
+        """The process id; 0 before the process has started."""
         return self.process.pid if self.process is not None else 0
 
     async def start(self) -> None:
@@ -241,7 +241,7 @@ class Host:
         if isinstance(said, Raised):
             raise NotStarted(brief(said.error), refused=True)
         if not isinstance(said, Ready):
-            raise NotStarted("it said something else than that it is ready", refused=False)
+            raise NotStarted("it said something other than that it is ready", refused=False)
 
     def _environment(self) -> dict[str, str]:
         kept = {k: os.environ[k] for k in KEPT_ENVIRONMENT if k in os.environ}

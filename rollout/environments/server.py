@@ -36,7 +36,14 @@ from ...common.confinement import adopt_orphans, hide_memory
 from ...common.errors import ConfigError, WireError
 from ...common.records import Verdict
 from ...common.run_folder import JoinInfo, RunFolder
-from ...common.sockets import Authenticator, bind_router, is_loopback, new_keys, reachable
+from ...common.sockets import (
+    Authenticator,
+    bind_router,
+    is_loopback,
+    new_keys,
+    own_address,
+    reachable,
+)
 from ...replay.connection import Store, connect
 from ...replay.members import Members
 from ...replay.store import RunStore
@@ -264,8 +271,8 @@ class Server:
         except Lost:
             raise
         except Exception as error:
-            # One episode's fault is no reason to lose the others.
-            log.exception(f"a fault while playing {run.task_data.environment}")
+            # A fault in one episode is no reason to lose the others.
+            log.exception(f"an unexpected error while playing {run.task_data.environment}")
             return failed(Verdict.ENV_FAILED, f"{type(error).__name__}: {error}")
 
     async def _answer(self, route: Route, kind: bytes, data: bytes) -> None:
@@ -388,7 +395,7 @@ async def ready(
     keys = new_keys()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     authenticator = Authenticator(context, client_public)
-    bound_socket, bound = bind_router(context, bind, keys)
+    bound_socket, bound = bind_router(context, bind, keys, config.launch.port_range)
     bound_socket.setsockopt(zmq.LINGER, LINGER_MS)
     router = zmq.asyncio.Socket(bound_socket)
     server = Server(
@@ -418,7 +425,8 @@ async def _serve(join: JoinInfo, config: Config, store: Store, name: str, logs: 
     settings = config.environments
     run, members = RunStore(store), Members(store)
     public, drain_seconds = run.curve_client().public, config.launch.drain_seconds / 2
-    async with ready(config, public, config.launch.bind, logs, drain_seconds) as found:
+    own = own_address(config.launch.bind, join.host)
+    async with ready(config, public, own, logs, drain_seconds) as found:
         server, hosts = found.server, found.hosts
         endpoint = reachable(found.endpoint, join.host, join.port)
         info = {

@@ -273,7 +273,7 @@ class VerifiersWorld:
                 await self._ask(child, b"cancel", {"request_id": name}, CANCEL_SECONDS)
             await asyncio.wait({running.ended}, timeout=CANCEL_SECONDS)
             if not running.ended.done():
-                log.warning(f"{self._name}: an episode wasn't given up; its server is started anew")
+                log.warning(f"{self._name}: an episode wasn't given up; its server is restarted")
                 await self._end(child, "verifiers' server was ended because of another episode")
             elif not running.ended.cancelled():
                 running.ended.exception()  # Nobody waits for it, and nothing is to be said about it.

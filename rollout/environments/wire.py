@@ -102,7 +102,7 @@ class Span(Struct, frozen=True, kw_only=True):
 
     @property
     def seconds(self) -> float:
-        """Its length; 0 if it never ended."""
+        """Length of the interval in seconds; 0 if it never ended."""
         length = self.end - self.start if self.end else 0.0
         return length if math.isfinite(length) and length > 0 else 0.0
 
@@ -259,11 +259,6 @@ class Reading:
     def __init__(self) -> None:
         self._traces: dict[str, _Trace] = {}
         self._deltas = 0
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the episode is being played (before that it waits for a place)."""
-        return self._deltas > 0
 
     def add(self, data: bytes) -> None:
         """Reads one delta.

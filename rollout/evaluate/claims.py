@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from ...common.config import Config
+from ...common.config import Config, EvalSetConfig, of_set
 from ...common.errors import StoreError, TandemError
 from ...common.records import Sample
-from ...replay.store import EvaluationRequest, EvaluationResult, RunStore
+from ...replay.evaluated import EvaluatedSample
+from ...replay.evaluations import EvaluationJob, EvaluationRequest, EvaluationResult
+from ...replay.store import RunStore
 from ..engine import Engine
 from ..new_weights.commit_check import CommitCheck
 from ..player import Player
@@ -54,8 +57,8 @@ class ClaimedEvaluations:
         self._check = check
         self._steady = steady
         self._in_redis = in_redis
-        self._evaluator: Evaluator | None = None
-        self._task: asyncio.Task[Evaluation] | None = None
+        self._evaluators: dict[str, Evaluator] = {}
+        self._task: asyncio.Task[Any] | None = None
         self._claimed: EvaluationRequest | None = None
         self.done = 0
         """Number of evaluations whose results this worker has submitted."""
@@ -77,8 +80,8 @@ class ClaimedEvaluations:
 
     def close(self) -> None:
         """Ends the graders."""
-        if self._evaluator is not None:
-            self._evaluator.close()
+        for evaluator in self._evaluators.values():
+            evaluator.close()
 
     async def run(self, request: EvaluationRequest) -> None:
         """Does one claimed evaluation; submits its result, or gives it back.
@@ -88,11 +91,12 @@ class ClaimedEvaluations:
         """
         self._claimed = request
         try:
+            if request.job is not None:
+                await self._do(request, request.job)
+                return
             evaluation, step = await self._evaluate(request)
             if evaluation is None:
-                spoiled = self._check.suspect
-                reason = "the weights failed their check" if spoiled else "drained"
-                await self._give_back(request, reason, failed=False)
+                await self._give_back(request, self._why_ended(), failed=False)
                 return
             result = EvaluationResult(
                 id=request.id,
@@ -111,6 +115,7 @@ class ClaimedEvaluations:
                 mean_length=evaluation.mean_length,
                 seconds=evaluation.seconds,
                 member=self._name,
+                figures=evaluation.figures,
             )
             await self._in_redis(lambda: self._runs.finish_evaluation(request.id, result))
             self.done += 1
@@ -127,37 +132,107 @@ class ClaimedEvaluations:
         finally:
             self._claimed = None
 
+    def _why_ended(self) -> str:
+        return "the weights failed their check" if self._check.suspect else "drained"
+
+    def _by(self, own: Config) -> Evaluator:
+        """The evaluator that grades by a set's own reward. Imported here, so that only a worker that
+        evaluates pays for the graders' imports."""
+        from .evaluation import Evaluator
+
+        reward = own.reward
+        found = self._evaluators.get(reward.model_dump_json())
+        if found is None:
+            found = Evaluator(self._sampler, reward)
+            self._evaluators[reward.model_dump_json()] = found
+        return found
+
+    async def _do(self, request: EvaluationRequest, job: EvaluationJob) -> None:
+        """Makes the samples of a job, and stores them before the result."""
+        from .answering import Benchmark, answer
+
+        cell = job.cell
+        held = EvalSetConfig(path=cell.benchmark, mode=cell.mode, graded=job.graded)
+        grader = self._by(of_set(self._config, held)).grader
+        second = None
+        if cell.second_mode is not None:
+            held = held.model_copy(update={"mode": cell.second_mode})
+            second = self._by(of_set(self._config, held)).grader
+        problems = await self._in_redis(lambda: self._runs.eval_set(request.set_name))
+        benchmark = Benchmark(
+            problems=problems,
+            grader=grader,
+            second=second,
+            subject=job.subject,
+            level=job.level,
+        )
+        kept: list[EvaluatedSample] = []
+        start = time.perf_counter()
+        async with self._steady:
+            version = self._engine.version
+            self._task = asyncio.create_task(
+                answer(
+                    self._sampler,
+                    benchmark,
+                    cell,
+                    job.wanted,
+                    kept.extend,
+                    token_ids=job.token_ids,
+                )
+            )
+            await asyncio.wait([self._task])
+        await self._check.settled(version=version)
+        if self._task.cancelled() or self._check.suspect:
+            await self._give_back(request, self._why_ended(), failed=False)
+            return
+        self._task.result()
+        await self._in_redis(lambda: self._runs.put_samples(request.id, kept))
+        result = EvaluationResult(
+            id=request.id,
+            set_name=request.set_name,
+            step=version.step if version is not None else request.step,
+            accuracy=sum(one.correct for one in kept) / len(kept),
+            problems=len({one.place for one in kept}),
+            format_share=0.0,
+            mean_length=sum(one.tokens for one in kept) / len(kept),
+            seconds=time.perf_counter() - start,
+            member=self._name,
+        )
+        await self._in_redis(lambda: self._runs.finish_evaluation(request.id, result))
+        self.done += 1
+
     async def _evaluate(self, request: EvaluationRequest) -> tuple[Evaluation | None, int]:
         """The result, and the step of the weights that were measured; None if it was ended or the weights
         failed their check."""
-        # Imported here, so that only a worker that evaluates pays for the graders' imports.
-        from .evaluation import Evaluator
-
-        if self._evaluator is None:
-            self._evaluator = Evaluator(self._sampler, self._config.reward)
+        sets = {held.name: held for held in self._config.data.evaluate}
+        # A set that the config doesn't name (any more) is evaluated as the run says.
+        held = sets.get(request.set_name)
+        own = self._config if held is None else of_set(self._config, held)
+        evaluator = self._by(own)
         problems = await self._in_redis(
             lambda: self._runs.eval_set(request.set_name, request.limit)
         )
         async with self._steady:
             version = self._engine.version
-            self._task = asyncio.create_task(
-                self._evaluator.evaluate(
+            task = asyncio.create_task(
+                evaluator.evaluate(
                     problems,
                     temperature=request.temperature,
-                    top_p=self._config.evaluate.top_p,
+                    top_p=own.evaluate.top_p,
                     samples=request.samples,
-                    max_new_tokens=self._config.rollout.max_new_tokens,
-                    seed=self._config.run.seed,
-                    stop=self._config.data.stops,
+                    max_new_tokens=own.rollout.max_new_tokens,
+                    seed=own.run.seed,
+                    stop=own.data.stops,
                     name=f"evaluate {request.set_name}",
                 )
             )
-            await asyncio.wait([self._task])
-        await self._check.settled(_responses(self._task))
+            self._task = task
+            await asyncio.wait([task])
+        await self._check.settled(_responses(task))
         step = version.step if version is not None else request.step
-        if self._task.cancelled() or self._check.suspect:
+        if task.cancelled() or self._check.suspect:
             return None, step
-        evaluation = self._task.result()
+        evaluation = task.result()
         return evaluation, evaluation.step if evaluation.step is not None else step
 
     async def _give_back(self, request: EvaluationRequest, reason: str, *, failed: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,17 +17,16 @@ import numpy as np
 
 from ...common.config import Config, EvaluateConfig, ModelConfig, RewardConfig, RolloutConfig
 from ...common.errors import DataError, TandemError
-from ...common.records import FinishReason, Problem, Sample, SamplingParams, Verdict
-from ...replay.store import four_classes
-from ...reward.grading import Grade, GradeItem, Grader
+from ...common.records import Problem, Sample, SamplingParams
+from ...replay.evaluations import four_classes
+from ...reward.grading import Grade, Grader
 from ..engine import Engine, GroupRequest
 from ..engines import make_engine
 from ..leases import task_of
 from ..player import Player
+from . import scores
 from .episodes import playing, unless_it_dies
-
-FORMAT = "format"
-"""The reward component that says whether a response has the right form."""
+from .keeping import classified, count_of, item, kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,7 @@ class Evaluation:
     problems: int
     """Number of problems."""
     samples: int
-    """Responses per problem (k of avg@k)."""
+    """Responses per problem (k of avg@k), of those whose rows aren't repeated."""
     accuracy: float
     """avg@k: mean over problems of the share of their responses that are correct."""
     pass_rate: float
@@ -70,6 +69,9 @@ class Evaluation:
     """Wall time in seconds, grading included."""
     tokens: int
     """Number of sampled tokens."""
+    figures: dict[str, float]
+    """Further figures by name: ``pass@k`` for powers of two, ``maj@k``, ``truncated``, ``ungraded``, the bounds
+    ``accuracy_low`` and ``accuracy_high`` of the 95% interval, and by source as ``source/NAME/pass@k``."""
     responses: tuple[tuple[Sample, Grade], ...] = field(repr=False, default=())
     """Every response with its grade, by problem, then sample."""
 
@@ -117,7 +119,6 @@ async def evaluate(
     if not problems:
         raise DataError("an evaluation needs at least one problem, and the set is empty")
     start = time.perf_counter()
-    count = 1 if temperature == 0 else samples
     sampling = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=0, max_new_tokens=max_new_tokens
     )
@@ -125,7 +126,7 @@ async def evaluate(
         GroupRequest(
             group_id=f"{name}:{i}",
             prompt_tokens=problem.prompt_tokens,
-            count=count,
+            count=count_of(problem, temperature, samples),
             sampling=sampling,
             seed=seed,
             stop=stop,
@@ -151,22 +152,18 @@ async def evaluate(
         ) from None
     responses = [answered[request.group_id] for request in requests]
     items = [
-        GradeItem(
-            text=sample.text,
-            gold=problem.gold,
-            data_source=problem.data_source,
-            finish_reason=sample.finish_reason,
-            prompt_text=problem.prompt_text,
-            tokens=sample.tokens,
-            extra=problem.extra,
-            group=f"{place}",
-            episode=sample.episode,
-        )
+        item(problem, sample, group=f"{place}")
         for place, (problem, group) in enumerate(zip(problems, responses, strict=True))
         for sample in group
     ]
-    grades = await asyncio.to_thread(grader.grade_texts, items)
-    return summarise(problems, responses, grades, seconds=time.perf_counter() - start)
+
+    def grade() -> Evaluation:
+        grades = grader.grade_texts(items)
+        return summarise(
+            problems, responses, grades, seconds=time.perf_counter() - start, grader=grader
+        )
+
+    return await asyncio.to_thread(grade)
 
 
 class Evaluator:
@@ -174,15 +171,15 @@ class Evaluator:
 
     def __init__(self, engine: Engine | Player, reward: RewardConfig) -> None:
         self._engine = engine
-        self._grader = Grader(reward)
+        self.grader = Grader(reward)
 
     async def evaluate(self, problems: Sequence[Problem], **settings: Any) -> Evaluation:
         """See :func:`evaluate`."""
-        return await evaluate(self._engine, problems, self._grader, **settings)
+        return await evaluate(self._engine, problems, self.grader, **settings)
 
     def close(self) -> None:
         """Ends the grader's processes."""
-        self._grader.close()
+        self.grader.close()
 
 
 def summarise(
@@ -191,63 +188,87 @@ def summarise(
     grades: Sequence[Grade],
     *,
     seconds: float,
+    grader: Grader | None = None,
 ) -> Evaluation:
     """The result for graded responses.
 
     Args:
         problems: ``[N]`` problems.
-        responses: ``[N][k]`` responses to them.
-        grades: ``[N * k]`` grades by problem, then sample.
+        responses: for each problem its responses, at least one.
+        grades: grades by problem, then response.
         seconds: wall time of the whole evaluation.
+        grader: says which wrong answers are the same, for majorities; without one each is for itself.
     """
-    count = len(responses[0])
-    correct = np.array([_is_correct(grade) for grade in grades])
-    per_problem = correct.reshape(len(problems), count)
-    forms = [g.components.get(FORMAT) for g in grades]
-    formed = np.array([value is not None and value > 0 for value in forms])
-    known_forms = [value for value in forms if value is not None]
-    rewards = [g.reward for g in grades if g.reward is not None]
     flat = [sample for group in responses for sample in group]
+    places = [(place, n) for place, group in enumerate(responses) for n in range(len(group))]
+    samples = [
+        kept(problems[place], sample, grade, place=place, number=number, grader=_name(grader))
+        for (place, number), sample, grade in zip(places, flat, grades, strict=True)
+    ]
+    if grader is not None and len(flat) > len(problems):
+        samples = classified(samples, grader)
+    groups = scores.by_problem(samples)
+    by_source = scores.split(groups, "source")
+    found = scores.figures(groups)
+    forms = [one.formed for one in samples]
+    formed = np.array([bool(form) for form in forms])
+    correct = np.array([one.correct for one in samples])
+    is_known = any(form is not None for form in forms)
+    both = float(np.mean(formed & correct)) if is_known else None
+    accuracy = found["accuracy"]
     steps = [s.oldest_step for s in flat if s.oldest_step is not None]
     versions = sorted({(span.term, span.step) for s in flat for span in s.spans})
-    sources = sorted({problem.data_source for problem in problems})
-    of_source = {
-        source: np.array([problem.data_source == source for problem in problems])
-        for source in sources
-    }
-    both = float(np.mean(formed & correct)) if known_forms else None
-    accuracy = float(per_problem.mean())
     return Evaluation(
         problems=len(problems),
-        samples=count,
+        samples=min(map(len, responses)),
         accuracy=accuracy,
-        pass_rate=float(per_problem.any(axis=1).mean()),
-        format_share=float(np.mean(known_forms)) if known_forms else float("nan"),
+        pass_rate=_any_right(groups),
+        format_share=found["format"] if is_known else float("nan"),
         right_and_formed=both,
-        classes=four_classes(
-            accuracy, float(np.mean(formed)) if known_forms else float("nan"), both
-        ),
-        reward=float(np.mean(rewards)) if rewards else float("nan"),
-        mean_length=float(np.mean([len(sample.tokens) for sample in flat])),
-        cut_share=float(np.mean([s.finish_reason is FinishReason.LENGTH for s in flat])),
-        ungraded=sum(grade.verdict.leaves_baseline for grade in grades),
-        by_source={s: float(per_problem[mask].mean()) for s, mask in of_source.items()},
-        pass_by_source={
-            s: float(per_problem[mask].any(axis=1).mean()) for s, mask in of_source.items()
-        },
-        problems_by_source={s: int(mask.sum()) for s, mask in of_source.items()},
+        classes=four_classes(accuracy, float(np.mean(formed)) if is_known else float("nan"), both),
+        reward=found["reward"] if found["reward"] is not None else float("nan"),
+        mean_length=found["length"],
+        cut_share=found["truncated"],
+        ungraded=found["ungraded"],
+        by_source={s: float(scores.shares(part).mean()) for s, part in sorted(by_source.items())},
+        pass_by_source={s: _any_right(part) for s, part in sorted(by_source.items())},
+        problems_by_source={s: len(part) for s, part in sorted(by_source.items())},
         step=min(steps, default=None),
         version=" ".join(f"{term}.{step}" for term, step in versions),
         seconds=seconds,
         tokens=sum(len(sample.tokens) for sample in flat),
+        figures=_flat(found, by_source),
         responses=tuple(zip(flat, grades, strict=True)),
     )
 
 
-def _is_correct(grade: Grade) -> bool:
-    """Whether the answer is right; a judge that fails costs the reward, not the accuracy."""
-    failed = grade.verdict is Verdict.JUDGE_FAILED
-    return (grade.answer if failed else grade.verdict) is Verdict.CORRECT
+def _name(grader: Grader | None) -> str:
+    return "" if grader is None else grader.name
+
+
+def _any_right(groups: Sequence[scores.Group]) -> float:
+    return float(np.mean([any(one.correct for one in group) for group in groups]))
+
+
+def _flat(
+    found: Mapping[str, Any], by_source: Mapping[str, Sequence[scores.Group]]
+) -> dict[str, float]:
+    """Figures that a run records beside its own."""
+
+    def several(figures: Mapping[str, Any]) -> dict[str, float]:
+        return {k: v for k, v in figures.items() if k.startswith(("pass@", "maj"))}
+
+    low, high = found["interval"]
+    flat = {
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "truncated": found["truncated"],
+        "ungraded": float(found["ungraded"]),
+        **several(found),
+    }
+    for source, groups in by_source.items():
+        flat |= {f"source/{source}/{k}": v for k, v in several(scores.figures(groups)).items()}
+    return flat
 
 
 def evaluate_folder(

@@ -40,7 +40,7 @@ from ...common.config.learner import LoraConfig
 from ...common.errors import ConfigError, TandemError, WeightsError
 from ...common.records import FinishReason, Float32Array, SamplingParams, Version
 from ..contract import Response
-from ..engine import ParameterSpec
+from ..engine import Likeliest, ParameterSpec
 from . import vllm_requests
 from .vllm_process import VllmProcess
 from .vllm_weights import RPC_SECONDS, UNNAMED, VllmWeights, complaint
@@ -438,6 +438,18 @@ class VllmAdapters(VllmWeights):
                 name,
                 row,
                 temperature,
+                salt=name,
+                adapter=adapter.request() if adapter is not None else None,
+            )
+
+    async def rank(self, name: str, row: Sequence[int], count: int) -> Likeliest:
+        """The same with the most likely tokens; see :func:`.vllm_requests.rank`."""
+        with self._used(name, may_move=False) as (_, adapter):
+            return await vllm_requests.rank(
+                self._process.llm,
+                name,
+                row,
+                count,
                 salt=name,
                 adapter=adapter.request() if adapter is not None else None,
             )

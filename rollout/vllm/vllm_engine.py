@@ -25,9 +25,17 @@ import torch
 from ...common.config.learner import LoraConfig
 from ...common.errors import TandemError
 from ...common.records import Float32Array, Int32Array, Version
+from ...common.seeds import keyed_seed
 from ...common.weights.manifest import SegmentPlace
 from ..contract import NOTHING, Running, enter, fitting, refusal, stream
-from ..engine import EngineStats, FinishedGroup, GroupRequest, ParameterSpec, StagedWeights
+from ..engine import (
+    EngineStats,
+    FinishedGroup,
+    GroupRequest,
+    Likeliest,
+    ParameterSpec,
+    StagedWeights,
+)
 from ..model_facts import ModelFacts
 from .vllm_adapters import VllmAdapters
 from .vllm_process import VllmProcess
@@ -146,6 +154,11 @@ class VllmEngine:
         llm = self._process.llm
         return self._weights.broken or ("vLLM has died" if llm is not None and llm.errored else "")
 
+    @property
+    def context(self) -> int:
+        """Greatest number of tokens of prompt and response together."""
+        return self._facts.context
+
     async def start(self) -> None:
         """Starts vLLM unless it is running already."""
         if not self._process.started:
@@ -174,6 +187,10 @@ class VllmEngine:
     ) -> list[Float32Array]:
         """Log-probs of tokens; see :class:`~tandem.rollout.engine.Scorer`."""
         return await self._process.run(self._score(rows, temperature))
+
+    async def rank(self, rows: Sequence[Int32Array], count: int) -> list[Likeliest]:
+        """Log-probs of tokens and of others; see :class:`~tandem.rollout.engine.Ranker`."""
+        return await self._process.run(self._rank(rows, count))
 
     async def pause(self) -> None:
         """Returns once no token step runs."""
@@ -331,6 +348,10 @@ class VllmEngine:
                 end_tokens=self._stop,
                 urgent=group.request.urgent,
                 stops=group.stops,
+                # Never two samples of a request the same.
+                seed=None
+                if group.request.noise is None
+                else keyed_seed(group.request.seed, group.request.noise, indices.start) >> 1,
             )
             group.finished.update(zip(indices, ended, strict=True))
         except asyncio.CancelledError:
@@ -360,6 +381,21 @@ class VllmEngine:
                 return await asyncio.gather(*map(one, names, rows))
             # One at a time, since each returns whole distributions.
             return [await one(name, row) for name, row in zip(names, rows, strict=True)]
+        except Exception as error:  # vLLM raises many kinds.
+            raise TandemError(f"vLLM couldn't score {len(rows)} rows: {error}") from error
+
+    async def _rank(self, rows: Sequence[Int32Array], count: int) -> list[Likeliest]:
+        if self.broken:
+            raise TandemError(self.broken)
+        self._requests += 1
+        names = [f"rank/{self._requests}/{number}" for number in range(len(rows))]
+        try:
+            return await asyncio.gather(
+                *(
+                    self._weights.rank(name, row.tolist(), count)
+                    for name, row in zip(names, rows, strict=True)
+                )
+            )
         except Exception as error:  # vLLM raises many kinds.
             raise TandemError(f"vLLM couldn't score {len(rows)} rows: {error}") from error
 

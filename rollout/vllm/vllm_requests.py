@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...common.errors import TandemError
 from ...common.records import FinishReason, Float32Array, SamplingParams, Version
 from ..contract import Response
+from ..engine import Likeliest
 from ..stops import StopStrings
 
 REASONS = {
@@ -83,6 +85,7 @@ async def sample(
     stops: StopStrings | None = None,
     adapter: Any = None,
     before: tuple[int, ...] = (),
+    seed: int | None = None,
 ) -> list[Response]:
     """Draws samples of one prompt. Doesn't wait until vLLM has registered the request.
 
@@ -103,6 +106,7 @@ async def sample(
         adapter: vLLM's ``LoRARequest``; None = the model's own weights.
         before: the last tokens of the context, if they are part of the sample: a stop string may have
             begun there.
+        seed: seeds the request's own generators; None = vLLM's common one draws.
     """
     import vllm
     from vllm.sampling_params import RequestOutputKind
@@ -119,6 +123,7 @@ async def sample(
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
+        seed=seed,
         # Tandem decides what ends a response, not the model's files as vLLM reads them.
         ignore_eos=True,
         stop_token_ids=list(end_tokens),
@@ -191,14 +196,49 @@ async def score(
         salt: must be unique to this request.
         adapter: see :func:`sample`.
     """
+    # The row's own tokens, or every token.
+    count = 0 if temperature == 1.0 else -1
+    starts, ends, distributions, _ = await _given(llm, name, row, count, salt, adapter)
+    own = distributions[starts]
+    if temperature == 1.0:
+        return own.astype(np.float32)
+    logprobs = []
+    for start, end in zip(starts, ends, strict=True):
+        # All tokens follow, among them the row's own token a second time.
+        heated = distributions[start + 1 : end] / temperature
+        most = heated.max()
+        logprobs.append(
+            distributions[start] / temperature - most - np.log(np.exp(heated - most).sum())
+        )
+    return np.array(logprobs, dtype=np.float32)
+
+
+async def rank(
+    llm: Any, name: str, row: Sequence[int], count: int, *, salt: str, adapter: Any = None
+) -> Likeliest:
+    """Log-probs of a row's tokens except the first, and of the ``count`` most likely ones; see :func:`score`."""
+    starts, _, values, tokens = await _given(llm, name, row, count, salt, adapter)
+    # The most likely ones follow the row's own token.
+    places = starts[:, None] + np.arange(1, count + 1)
+    return Likeliest(
+        own=values[starts].astype(np.float32),
+        tokens=tokens[places].astype(np.int32),
+        logprobs=values[places].astype(np.float32),
+    )
+
+
+async def _given(
+    llm: Any, name: str, row: Sequence[int], count: int, salt: str, adapter: Any
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """A prompt's log-probs by vLLM: where each position of the row but the first begins and ends in the two flat
+    arrays that follow, of log-probs and of tokens. At each position the row's own token comes first."""
     import vllm
     from vllm.sampling_params import RequestOutputKind
 
     parameters = vllm.SamplingParams(
         temperature=0.0,
         max_tokens=1,
-        # The row's own tokens, or every token.
-        prompt_logprobs=0 if temperature == 1.0 else -1,
+        prompt_logprobs=count,
         flat_logprobs=True,
         detokenize=False,
         ignore_eos=True,
@@ -213,21 +253,13 @@ async def score(
         raise TandemError(
             f"vLLM gave log-probs of {0 if flat is None else len(flat)} of {len(row)} tokens"
         )
-    # The first token has none; at each position the row's own token comes first.
-    starts, ends = np.array(flat.start_indices[1:]), np.array(flat.end_indices[1:])
-    distributions = np.array(flat.logprobs, dtype=np.float64)
-    own = distributions[starts]
-    if temperature == 1.0:
-        return own.astype(np.float32)
-    logprobs = []
-    for start, end in zip(starts, ends, strict=True):
-        # All tokens follow, among them the row's own token a second time.
-        heated = distributions[start + 1 : end] / temperature
-        most = heated.max()
-        logprobs.append(
-            distributions[start] / temperature - most - np.log(np.exp(heated - most).sum())
-        )
-    return np.array(logprobs, dtype=np.float32)
+    # The first token has none.
+    return (
+        np.array(flat.start_indices[1:]),
+        np.array(flat.end_indices[1:]),
+        np.array(flat.logprobs, dtype=np.float64),
+        np.array(flat.token_ids),
+    )
 
 
 def _prompt(context: list[int], salt: str) -> Any:

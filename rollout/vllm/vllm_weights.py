@@ -28,6 +28,7 @@ from ...common.records import Float32Array, SamplingParams, Version
 from ...common.weights.manifest import SegmentPlace, plan
 from ...common.weights.shared_memory import Segment, StagedTensors
 from ..contract import Response
+from ..engine import Likeliest
 from . import vllm_requests
 from .vllm_extension import Reply
 from .vllm_process import VllmProcess
@@ -129,6 +130,10 @@ class VllmWeights:
     async def score(self, name: str, row: Sequence[int], temperature: float) -> Float32Array:
         """Log-probs of a row's tokens; see :func:`.vllm_requests.score`."""
         return await vllm_requests.score(self._process.llm, name, row, temperature, salt=name)
+
+    async def rank(self, name: str, row: Sequence[int], count: int) -> Likeliest:
+        """Log-probs of a row's tokens and of the most likely ones; see :func:`.vllm_requests.rank`."""
+        return await vllm_requests.rank(self._process.llm, name, row, count, salt=name)
 
     @contextlib.contextmanager
     def _watched(self, count: int) -> Iterator[vllm_requests.Progress | None]:

@@ -54,7 +54,7 @@ from tandem.common.models import load_model
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.forward import layouts
 from tandem.learner.objectives import make
-from tandem.learner.rendezvous import process_group
+from tandem.learner.rendezvous import Seat, process_group
 from tandem.learner.rows.microbatch import LayoutName, MicroBatch, micro_batch
 from tandem.learner.rows.packing import plan
 from tandem.learner.rows.rows import Rows, ragged
@@ -309,7 +309,7 @@ def main() -> None:
         "| model, rows | whole: a/s | b/s | b/a | | passes: a/s | b/s | b/a | |\n"
         "|---|---|---|---|---|---|---|---|---|"
     )
-    with process_group(0, 1, None):
+    with process_group(Seat()):
         for case in CASES:
             if not options.models or case.name in options.models:
                 measure(case, options, device)

@@ -31,7 +31,7 @@ from tandem.learner.engine.update_result import UpdateResult
 from tandem.learner.forward.policy import Policy
 from tandem.learner.loop.schedule import learning_rate
 from tandem.learner.objectives import Objective
-from tandem.learner.rendezvous import process_group
+from tandem.learner.rendezvous import Seat, process_group
 from tandem.learner.rows.groups import MixedGroup
 from tandem.learner.rows.microbatch import MicroBatch
 from tandem.learner.updates.updates import Updates
@@ -224,7 +224,7 @@ def main() -> None:
     preset = presets.load(options.preset)
     config = build(preset.tree, options.overrides)
     # The diagnostics sum over ranks; a group of one rank has no socket.
-    with process_group(0, 1, None):
+    with process_group(Seat()):
         print(json.dumps(asyncio.run(loop(config, options.steps))))
 
 

@@ -332,6 +332,16 @@ NOTHING = [
     ),
     (["learner.objective.entropy_target=0.3"], "set learner.objective.entropy_coefficient"),
     (["replay.maxmemory_mb=1", "rollout.max_new_tokens=9000"], "raise it to 2 or more"),
+    (["replay.redis_ca=a.pem"], "and replay.redis_url is not set"),
+    (
+        ["replay.redis_cert=a.pem", "replay.redis_url=redis://h:1/0"],
+        "begins with redis://: write replay.redis_url=rediss://",
+    ),
+    (
+        ["replay.redis_key=a.key", "replay.redis_url=rediss://h:1/0"],
+        "set replay.redis_cert as well",
+    ),
+    (["replay.durability=server"], "set it to process or power"),
     (["rollout.engine=vllm", "rollout.vllm.max_model_len=2047"], "raise it to at least 2,048"),
     (["rollout.engine=torch", "rollout.gpus_per_worker=2"], "set rollout.gpus_per_worker=1"),
     (["expert.accept=[corect]"], "did you mean correct?"),

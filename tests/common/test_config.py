@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tandem.common import config as c
+from tandem.common.config.choices import why_not_started
 from tandem.common.errors import ConfigError
 from tandem.common.objectives import OBJECTIVES
 
@@ -352,14 +353,89 @@ def test_an_unknown_evaluation_set_names_the_nearest():
         build(data={"train": [{"path": "a"}], "evaluate": ["mat-500"]})
 
 
-def test_every_named_evaluation_set_is_one_of_the_hub_with_a_known_form():
+def test_every_named_evaluation_set_is_one_of_the_hub_or_a_file_with_a_known_form_and_rows():
     from tandem.common import evaluation_sets
     from tandem.common.hub import HubData
     from tandem.replay.forms import named_form
 
+    on_the_hub = evaluation_sets.fetchable()
     for name in evaluation_sets.names():
         for entry in evaluation_sets.named(name):
-            found = HubData.parse(entry["path"])
-            assert found is not None
-            assert found.split is not None
-            assert named_form(entry["form"])
+            held_out = c.EvalSetConfig(**entry)
+            assert held_out.rows is not None
+            assert held_out.form is not None
+            assert named_form(held_out.form)
+            found = HubData.parse(held_out.path)
+            if held_out.name in on_the_hub:
+                assert found is not None
+                assert found.split is not None
+            else:
+                assert held_out.path.startswith(f"benchmarks/{held_out.name}/")
+
+
+def test_a_set_in_the_benchmarks_folder_is_read_from_there(tmp_path: Path):
+    from tandem.common import evaluation_sets
+
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "luffy-valid").mkdir()
+    paths = [
+        evaluation_sets.named(name, tmp_path)[0]["path"]
+        for name in ("gsm8k", "luffy-valid", "math")
+    ]
+    assert paths == [
+        str(tmp_path / "gsm8k"),
+        str(tmp_path / "luffy-valid" / "valid.parquet"),
+        "EleutherAI/hendrycks_math:test",
+    ]
+
+
+def test_sets_that_are_not_on_the_hub_are_not_fetched():
+    from tandem.common import evaluation_sets
+
+    assert list(evaluation_sets.fetchable(["luffy-other", "arc-c"])) == [
+        *("arc-c", "gpqa-diamond", "mmlu-pro")
+    ]
+    with pytest.raises(ValueError, match=r"alpaca-eval isn't on the hub.*alpaca_eval\.json"):
+        evaluation_sets.fetchable(["alpaca-eval"])
+
+
+def test_a_held_out_set_may_have_its_own_way_of_sampling_and_grading():
+    held = {"path": "b", "name": "b", "template": "r1_zero", "mode": "r1_zero", "top_p": 0.9}
+    held |= {"samples": 4, "temperature": 0.6, "max_new_tokens": 7}
+    config = build(
+        data={"train": [{"path": "a"}], "evaluate": [held, {"path": "c"}], "stop": ["x"]}
+    )
+    own = c.of_set(config, config.data.evaluate[0])
+    assert own.data.stops == ("</answer>",)
+    assert own.reward.mode == "r1_zero"
+    assert (own.evaluate.samples, own.evaluate.temperature, own.evaluate.top_p) == (4, 0.6, 0.9)
+    assert own.rollout.max_new_tokens == 7
+    assert c.of_set(config, config.data.evaluate[1]) is config
+
+
+def test_a_set_that_is_not_graded_needs_no_gold_answer():
+    config = build(data={"train": [{"path": "a"}], "evaluate": [{"path": "b", "graded": False}]})
+    own = c.of_set(config, config.data.evaluate[0])
+    assert [part.weight for part in own.reward.components] == [0.0]
+
+
+def test_the_learners_hosts_share_its_ranks_evenly():
+    assert build("learner.ranks=6", "learner.hosts=3").ranks_per_host == 2
+    with pytest.raises(ConfigError, match=r"learner.hosts=4 doesn't divide learner.ranks=6"):
+        build("learner.ranks=6", "learner.hosts=4")
+    with pytest.raises(ConfigError, match=r"without credentials: set launch.bind to one private"):
+        build("learner.ranks=2", "learner.hosts=2", "launch.bind=0.0.0.0")
+
+
+def test_the_weight_channel_follows_the_runs_address_unless_it_is_told_otherwise():
+    assert build().weights_interface == "127.0.0.1"
+    assert build("launch.bind=10.0.0.1").weights_interface == "10.0.0.1"
+    assert build("launch.bind=10.0.0.1").weights_bound.interface == "10.0.0.1"
+    own = build("launch.bind=10.0.0.1", "weights.interface=ib0")
+    assert own.weights_interface == "ib0"
+    assert build("launch.bind=0.0.0.0").weights_interface == "127.0.0.1"
+
+
+def test_a_learner_that_is_started_from_outside_leaves_something_to_start():
+    offline = build("launch.learner=outside", learner={"source": "offline"})
+    assert "launch.learner=outside leaves nothing to start" in str(why_not_started(offline))

@@ -91,7 +91,7 @@ def test_what_is_no_prompt_is_refused(tokenizer: Any, messages: Any, word: str) 
 
 @pytest.mark.parametrize("text", ["12+3=15", "12+3=15<eos>"])
 def test_a_response_ends_with_the_end_token_once(tokenizer: Any, text: str) -> None:
-    tokens = prompts.encode_response(tokenizer, text)
+    tokens = prompts.encode_responses(tokenizer, [text])[0]
     assert tokens[-1] == miniature.EOS_ID
     assert (tokens == miniature.EOS_ID).sum() == 1
 
@@ -100,7 +100,7 @@ def test_a_tokenizer_without_an_end_token_is_refused() -> None:
     endless = miniature.build()
     endless.eos_token = None
     with pytest.raises(DataError, match="eos_token"):
-        prompts.encode_response(endless, "1")
+        prompts.encode_responses(endless, ["1"])
     with pytest.raises(DataError, match="end-of-sequence"):
         prompts.end_tokens(endless)
 
@@ -116,7 +116,7 @@ def test_end_tokens_are_those_of_tokenizer_and_generation_config(tokenizer: Any)
 
 def test_decoding_leaves_special_tokens_out_and_keeps_spaces(tokenizer: Any) -> None:
     text = "<think> 1 + 2 </think> <answer> \\boxed{3} </answer>"
-    tokens = prompts.encode_response(tokenizer, text)
+    tokens = prompts.encode_responses(tokenizer, [text])[0]
     assert prompts.decode(tokenizer, [tokens, tokens[:3]]) == [
         text,
         tokenizer.decode(tokens[:3].tolist()),

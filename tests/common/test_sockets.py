@@ -19,8 +19,10 @@ from tandem.common.sockets import (
     CurveKeys,
     bind_router,
     connect_dealer,
+    interface_of,
     is_loopback,
     new_keys,
+    own_address,
 )
 
 Context = zmq.Context
@@ -206,7 +208,7 @@ def test_the_secret_key_is_not_shown():
 )
 def test_what_passes_the_check_is_taken_by_libzmq(endpoint: str, key: str, right: bool):
     if not right:
-        with pytest.raises(WireError, match="its next heartbeat may say better"):
+        with pytest.raises(WireError, match="its next heartbeat may correct that"):
             sockets.check_address("learner", endpoint, key)
         return
     sockets.check_address("learner", endpoint, key)
@@ -217,3 +219,18 @@ def test_what_passes_the_check_is_taken_by_libzmq(endpoint: str, key: str, right
         server_public=key or None,
         client=new_keys(),
     ).close(0)
+
+
+def test_an_address_of_another_host_stands_for_the_one_from_which_it_is_reached() -> None:
+    assert own_address("127.0.0.1", "10.0.0.1") == "127.0.0.1"
+    assert own_address("0.0.0.0", "10.0.0.1") == "0.0.0.0"
+    # 192.0.2.0/24 is nobody's (RFC 5737).
+    assert own_address("192.0.2.7", "127.0.0.1") == "127.0.0.1"
+    with pytest.raises(ConfigError, match="no address of this host reaches nowhere"):
+        own_address("192.0.2.7", "nowhere.invalid")
+
+
+def test_an_address_is_held_by_an_interface() -> None:
+    assert interface_of("127.0.0.1").startswith("lo")
+    with pytest.raises(ConfigError, match=r"no network interface of this host holds .* 192\.0\.2"):
+        interface_of("192.0.2.7")

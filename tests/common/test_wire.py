@@ -216,7 +216,7 @@ def test_what_is_not_exactly_one_record_is_refused_with_its_reason(data: bytes, 
 
 
 SAMPLE_DAMAGE: list[tuple[str, Any, str]] = [
-    ("tokens", b"\x00\x00\x00", "3 bytes are no multiple of 4"),
+    ("tokens", b"\x00\x00\x00", "3 bytes aren't a multiple of 4"),
     ("tokens", [1, 2], "Expected the bytes of `int32`, got `list`"),
     ("source", b"\x00", "differ in length"),
     ("finish_reason", "tired", "Invalid enum value 'tired'"),
@@ -299,7 +299,7 @@ def test_any_sample_comes_out_as_it_went_in(tokens: list[int], text: str, compon
 
 
 def test_what_is_no_record_does_not_travel():
-    with pytest.raises(WireError, match="a dict is no record"):
+    with pytest.raises(WireError, match="a dict isn't a record"):
         wire.encode({"term": 1})
 
 

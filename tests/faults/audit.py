@@ -8,6 +8,7 @@ its keys. :func:`gather` reads, :func:`examine` judges, so that planted breaches
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import itertools
@@ -16,6 +17,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,21 +81,19 @@ class Findings:
     """Groups by end and the like, for the table."""
 
 
-def gather(folder: Path) -> Evidence:
-    """Reads a folder whose run has ended. Redis is read from a copy."""
+def gather(folder: Path, client: redis.Redis | None = None) -> Evidence:
+    """Reads a folder whose run has ended. Its own Redis is read from a copy; for another one, give a client."""
     run = json.loads((folder / "run.json").read_text())
     checkpoints = folder / "checkpoints"
     newest = checkpoints / (checkpoints / "LATEST").read_text().strip()
     samples: dict[int, dict[str, list[dict[str, Any]]]] = {}
     for line in (one for path in sorted(folder.glob("samples*.jsonl")) for one in _lines(path)):
         samples.setdefault(line["step"], {})[line["group_id"]] = line["rows"]
-    with tempfile.TemporaryDirectory(prefix="tandem-audit-") as place:
-        copied = Path(place) / "redis"
-        shutil.copytree(folder / "redis", copied)
-        with _servers().running(copied) as server:
-            client = redis.Redis(port=server.port, password=server.password)
-            found = _read_redis(client, f"tandem:{run['run_id']}:")
-            client.close()
+    prefix = f"tandem:{run['run_id']}:"
+    with contextlib.ExitStack() as stack:
+        if client is None:
+            client = stack.enter_context(_copied(folder))
+        found = _read_redis(client, prefix)
     metrics = [line for path in sorted(folder.glob("metrics*.jsonl")) for line in _lines(path)]
     return Evidence(
         told=[record for record in metrics if "eval/id" in record],
@@ -105,6 +105,18 @@ def gather(folder: Path) -> Evidence:
         optimizer_steps=_optimizer_steps(newest),
         **found,
     )
+
+
+@contextlib.contextmanager
+def _copied(folder: Path) -> Iterator[redis.Redis]:
+    """A client of a server that has read a copy of the folder's append-only file."""
+    with tempfile.TemporaryDirectory(prefix="tandem-audit-") as place:
+        copied = Path(place) / "redis"
+        shutil.copytree(folder / "redis", copied)
+        with _servers().running(copied) as server:
+            client = server.client()
+            yield client
+            client.close()
 
 
 def journal_of(folder: Path) -> list[dict[str, Any]]:

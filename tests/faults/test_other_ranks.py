@@ -1,4 +1,4 @@
-"""A run that is stopped in the midst of its steps goes on with other ranks, and still trains each group once."""
+"""A run that is stopped in the middle of its steps goes on with other ranks, and still trains each group once."""
 
 from __future__ import annotations
 

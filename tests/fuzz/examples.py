@@ -27,6 +27,7 @@ from tandem.common.records import (
 from tandem.common.weights import manifest, protocol
 from tandem.common.weights.manifest import ScoredRows
 from tandem.learner.resume import journal, journal_file
+from tandem.replay.evaluated import EvaluatedSample
 
 KEYS = sockets.new_keys()
 
@@ -51,6 +52,36 @@ def a_sample(length: int = 5, **changes: Any) -> Sample:
         "grader": "boxed@1",
     }
     return Sample(**{**values, **changes})
+
+
+def an_evaluated_sample(**changes: Any) -> EvaluatedSample:
+    """With every field."""
+    values: dict[str, Any] = {
+        "problem_id": "h/1",
+        "place": 1,
+        "sample": 2,
+        "source": "a",
+        "prompt": "é?",
+        "response": "∑",
+        "gold": "4",
+        "finish_reason": FinishReason.STOP,
+        "verdict": Verdict.WRONG,
+        "answer": Verdict.WRONG,
+        "components": {"format": None},
+        "reward": 0.0,
+        "grader": "boxed@5",
+        "tokens": 3,
+        "logprob": -1.5,
+        "version": "1.2",
+        "extracted": "5",
+        "answer_class": 0,
+        "subject": "s",
+        "question": "q",
+        "level": "5",
+        "second": Verdict.CORRECT,
+        "token_ids": [1, 2, 3],
+    }
+    return EvaluatedSample(**{**values, **changes})
 
 
 def an_episode(length: int = 5, **changes: Any) -> Episode:

@@ -46,9 +46,9 @@ local NAMES = {
   meta = 1, leased = 1, deadlines = 1, returned = 1, graded = 1, ages = 1, taken = 1, trained = 1,
   rows = 1, quarantined = 1, server = 1, heard = 1, dead = 1, members = 1, beats = 1,
   evaluations = 1, evaluations_open = 1, evaluation_claims = 1, evaluation_failures = 1,
-  evaluation_results = 1,
+  evaluation_results = 1, evaluation_samples = 1,
   problems = 1, traces = 1, reports = 1, config = 1, curve_client = 1, eval_sets = 1,
-  callback_requests = 1, callback_served = 1, callback_stopped = 1,
+  callback_requests = 1, callback_served = 1, callback_stopped = 1, meeting = 1,
 }
 local FAMILIES = {
   group = 1, final = 1, rejected = 1, payload = 1, answers = 1, problem_rows = 1, eval = 1,

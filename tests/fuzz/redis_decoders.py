@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import zmq
 from decoder import Decoder, round_trip, text
 from examples import (
@@ -14,10 +15,12 @@ from examples import (
     KEYS,
     RECORDS,
     ROW,
+    an_evaluated_sample,
 )
 from frames import (
     flipped,
     mutated_json,
+    mutated_msgpack,
     mutated_yaml,
 )
 from msgspec import structs
@@ -32,7 +35,16 @@ from tandem.common.weights import protocol
 from tandem.launch.board.facts import Activity
 from tandem.launch.callbacks.caller import read_answer
 from tandem.launch.run.idle import IdleShares
-from tandem.replay import answers, callback_requests, ledger, members, problems, store
+from tandem.replay import (
+    answers,
+    callback_requests,
+    evaluations,
+    hosts,
+    ledger,
+    members,
+    problems,
+    store,
+)
 
 
 def read_report(data: bytes) -> Any:
@@ -75,7 +87,7 @@ def check_row(found: Any) -> str:
 
 def from_redis() -> Iterable[Decoder]:
     """What is kept in Redis, and what its scripts answer."""
-    request = structs.asdict(store.EvaluationRequest(id="h@1", set_name="h", step=1))
+    request = structs.asdict(evaluations.EvaluationRequest(id="h@1", set_name="h", step=1))
     result = {
         "id": "h@1", "set_name": "h", "step": 1, "accuracy": 0.5, "problems": 3,
         "format_share": 1.0, "mean_length": 4.0, "seconds": 1.0, "member": "rollout-0",
@@ -167,6 +179,15 @@ def from_redis() -> Iterable[Decoder]:
     )
     yield json_of("replay.settings", text(fields), settings_of)
     yield json_of("replay.member", text(member), lambda data: members.read_member(b"m", data, 1))
+    called = {"attempt": 2, "address": "10.0.0.1", "port": 5, "hosts": ["a-1", "b-2"], "ranks": 4}
+    yield json_of("replay.meeting", text(called, {**called, "hosts": []}), hosts.read_meeting)
+    died = {"attempt": 2, "process": "learner-3", "exit": -9, "log": "l", "lines": "  | x"}
+    host = {"host": "b", "address": "10.0.0.2", "pid": 7, "role": "learner", "processes": 2}
+    yield json_of(
+        "replay.host",
+        text(host, {**host, "attempt": 2, "failed": died, "leaving": True}),
+        lambda data: hosts.read_state(data, "b"),
+    )
     stop = {"callback": "m:f", "reason": "r", "step": 3}
     requested = {"stop": stop, "checkpoint": 2, "evaluate": 3, "values": {"a/b": [4, 0.5]}}
     yield json_of(
@@ -181,14 +202,20 @@ def from_redis() -> Iterable[Decoder]:
     yield json_of(
         "replay.evaluation_request",
         text(request),
-        store.read_request,
-        check=round_trip(store.read_request),
+        evaluations.read_request,
+        check=round_trip(evaluations.read_request),
     )
     yield json_of(
         "replay.evaluation_result",
         text(result),
-        store.read_result,
-        check=round_trip(store.read_result),
+        evaluations.read_result,
+        check=round_trip(evaluations.read_result),
+    )
+    yield Decoder(
+        name="replay.job_samples",
+        corpus=[msgspec.msgpack.encode([an_evaluated_sample()])],
+        decode=evaluations.read_kept,
+        mutate=mutated_msgpack,
     )
     yield json_of("replay.report", text(report), read_report)
     yield json_of("replay.client_keys", text(["k" * 40, "s" * 40]), store.read_keys)

@@ -20,15 +20,11 @@ from tandem.common.records import (
     VersionSpan,
 )
 from tandem.replay.connection import Store
+from tandem.replay.evaluations import EVALUATION_FAILURES, EvaluationRequest, EvaluationResult
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import Lease, LedgerSettings
 from tandem.replay.members import Members
-from tandem.replay.store import (
-    EVALUATION_FAILURES,
-    EvaluationRequest,
-    EvaluationResult,
-    RunStore,
-)
+from tandem.replay.store import RunStore
 
 RESTORE = """
 for _, name in ipairs(redis.call('keys', '*')) do

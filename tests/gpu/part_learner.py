@@ -28,7 +28,7 @@ from tandem.launch.plan.speed import forward_flops
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.engine.memory import MemoryWatch
 from tandem.learner.forward import layouts
-from tandem.learner.rendezvous import process_group
+from tandem.learner.rendezvous import Seat, process_group
 from tandem.learner.rows.groups import MixedGroup
 from tandem.learner.updates.updates import Updates
 
@@ -76,7 +76,7 @@ def _all(
     budget: int,
     ways: Mapping[str, Settings],
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder, process_group(0, 1, None):
+    with tempfile.TemporaryDirectory() as folder, process_group(Seat()):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         case = case_of(shape, rows=1, batches=1, prompt=1, new=1)

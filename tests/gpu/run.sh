@@ -40,7 +40,7 @@ stop() { printf 'gpu kit: %s\n' "$@" >&2; exit 2; }
 
 # torch last: importing it takes seconds.
 complete='import importlib.util as u, sys
-names = "zmq msgspec msgpack redis xxhash pydantic rich psutil yaml pyarrow transformers peft tensorboard deepspeed math_verify re2 pytest pytest_timeout tandem torch".split()
+names = "zmq msgspec msgpack redis xxhash pydantic rich psutil yaml pyarrow aiohttp hypothesis transformers peft tensorboard deepspeed math_verify re2 pytest pytest_timeout tandem torch".split()
 missing = [n for n in names if u.find_spec(n) is None]
 if missing:
     sys.exit("lacks " + ", ".join(missing))

@@ -137,7 +137,7 @@ def fetch(names: Iterable[str], folder: Path) -> None:
 def main() -> int:
     """Fills the folder and prints its size."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder, which may exist")
+    parser.add_argument("--out", type=Path, help="folder, which may exist")
     parser.add_argument("--most-mb", type=float, default=60.0, help="greatest size (default 60)")
     parser.add_argument(
         "--carry",
@@ -153,6 +153,8 @@ def main() -> int:
     if given.list:
         print("\n".join(sorted(names)))
         return 0
+    if given.out is None:
+        parser.error("name the folder: --out DIR")
     given.out.mkdir(parents=True, exist_ok=True)
     for old in given.out.glob("*.whl"):
         old.unlink()

@@ -88,10 +88,10 @@ def parity() -> ModuleType:
 def group() -> Iterator[None]:
     """The process group of one rank, in which this process may make DeepSpeed engines."""
     pytest.importorskip("deepspeed")
-    from tandem.learner.rendezvous import process_group
+    from tandem.learner.rendezvous import Seat, process_group
 
     before = dict(os.environ)
-    with process_group(0, 1, None):
+    with process_group(Seat()):
         yield
     for name in set(os.environ) - set(before):
         del os.environ[name]

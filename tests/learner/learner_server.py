@@ -23,6 +23,7 @@ from tandem.common.errors import TandemError
 from tandem.common.run_folder import RunFolder, read_join
 from tandem.common.telemetry import start_log
 from tandem.learner.main import main
+from tandem.learner.rendezvous import Seat
 from tandem.replay.connection import connect
 from tandem.replay.store import RunStore
 
@@ -40,9 +41,7 @@ def learn(path: str, rank: int, ranks: int, port: int) -> int:
             config,
             name="learner-0",
             folder=folder,
-            rank=rank,
-            world_size=ranks,
-            master_port=port or None,
+            seat=Seat(rank=rank, world_size=ranks, local_rank=rank, port=port or None),
         )
     except TandemError as error:
         print(f"learner: {error}", file=sys.stderr)

@@ -30,9 +30,10 @@ from tandem.learner.objectives import Objective
 from tandem.learner.rows.groups import MixedGroup, rows_of
 from tandem.learner.rows.rows import Rows
 from tandem.replay.connection import connect
+from tandem.replay.evaluations import EvaluationRequest, EvaluationResult
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import Lease, LedgerSettings
-from tandem.replay.store import EvaluationRequest, EvaluationResult, RunStore
+from tandem.replay.store import RunStore
 
 
 def config_of(**sections: Any) -> Config:

@@ -30,7 +30,7 @@ import made_up
 from tandem.common.config import Config
 from tandem.learner.engine.critic import CriticEngine
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
-from tandem.learner.rendezvous import process_group
+from tandem.learner.rendezvous import Seat, process_group
 from tandem.learner.updates.updates import Updates
 
 RATES = (20.0, 20.0, 1e6)
@@ -290,7 +290,8 @@ def stages_as_set() -> Iterator[None]:
 def main() -> None:
     rank, ranks, port, out, *cells = sys.argv[1:]
     torch.set_num_threads(1)
-    with process_group(int(rank), int(ranks), int(port) or None):
+    seat = Seat(rank=int(rank), world_size=int(ranks), local_rank=int(rank), port=int(port) or None)
+    with process_group(seat):
         found = {cell: measured(Cell.of(cell), int(ranks)) for cell in cells}
     if rank == "0":
         Path(out).write_text(json.dumps(found), encoding="utf-8")

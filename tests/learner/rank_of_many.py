@@ -24,7 +24,7 @@ from tandem.common.config import LoraConfig
 from tandem.common.objectives import OBJECTIVES, reads
 from tandem.learner.engine.critic import CriticEngine
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
-from tandem.learner.rendezvous import process_group
+from tandem.learner.rendezvous import Seat, process_group
 from tandem.learner.rows.groups import MixedGroup
 from tandem.learner.rows.microbatch import micro_batch
 from tandem.learner.scored import score
@@ -131,7 +131,8 @@ def main() -> None:
     reference_module.load_model = lambda path, **kwargs: made_up.tiny_model(seed=5)  # type: ignore[assignment]
     tensors: dict[str, torch.Tensor] = {}
     metrics = {}
-    with process_group(int(rank), int(ranks), int(port) or None):
+    seat = Seat(rank=int(rank), world_size=int(ranks), local_rank=int(rank), port=int(port) or None)
+    with process_group(seat):
         for name, stage in itertools.product(names, stages.split(",")):
             found, told = train(name, int(ranks), int(stage), out)
             if several:

@@ -21,7 +21,7 @@ import numpy as np
 import tandem.learner.engine.deepspeed_engine as engine_module
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 from tandem.learner.objectives import make
-from tandem.learner.rendezvous import process_group
+from tandem.learner.rendezvous import Seat, process_group
 from tandem.learner.resume.state_files import POLICY, StateFiles
 from tandem.learner.rows.microbatch import micro_batch
 from tandem.learner.rows.packing import plan
@@ -97,7 +97,8 @@ def save(engine: DeepSpeedEngine, folder: Path) -> None:
 def main() -> None:
     rank, ranks, port, place = sys.argv[1:]
     torch.set_num_threads(1)
-    with process_group(int(rank), int(ranks), int(port) or None):
+    seat = Seat(rank=int(rank), world_size=int(ranks), local_rank=int(rank), port=int(port) or None)
+    with process_group(seat):
         go_through(Path(place), int(ranks), sources=1)
 
 

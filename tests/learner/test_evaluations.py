@@ -13,13 +13,9 @@ from tandem.common.records import Version
 from tandem.learner.loop import evaluations as module
 from tandem.learner.loop.evaluations import Evaluations, record_of
 from tandem.replay.connection import Store, connect
+from tandem.replay.evaluations import EVALUATION_FAILURES, EvaluationRequest, EvaluationResult
 from tandem.replay.members import Members
-from tandem.replay.store import (
-    EVALUATION_FAILURES,
-    EvaluationRequest,
-    EvaluationResult,
-    RunStore,
-)
+from tandem.replay.store import RunStore
 
 
 @pytest.fixture
@@ -70,6 +66,21 @@ def answer(store: Store, request: EvaluationRequest) -> None:
             member="rollout-0",
         ),
     )
+
+
+def test_a_set_has_its_own_temperature_and_samples(store: Store, made_up: ModuleType) -> None:
+    own = {"path": "y", "name": "own", "temperature": 0.6, "samples": 8}
+    config = made_up.config_of(
+        evaluate={"every": 2}, data={"evaluate": [{"path": "x", "name": "heldout"}, own]}
+    )
+    Evaluations(RunStore(store), Members(store), config, lambda: False).request(0, 4)
+    requests = [claim(store, 0), claim(store, 0)]
+    for request in requests[:1]:
+        assert request is not None
+        answer(store, request)
+    requests[1] = claim(store, 0)
+    found = {r.set_name: (r.temperature, r.samples) for r in requests if r is not None}
+    assert found == {"heldout": (0.0, 1), "own": (0.6, 8)}
 
 
 def test_first_and_last_use_the_whole_set_and_those_between_a_part(
@@ -219,6 +230,9 @@ def test_a_record_carries_what_each_source_gave_and_the_version_that_was_measure
     assert found["eval/heldout/source/gsm8k/accuracy"] == 0.25
     assert found["eval/heldout/source/lab/math/pass@4"] == 1.0
     assert found["eval/heldout/source/lab/math/problems"] == 2
+    more = structs.replace(result, figures={"maj@4": 0.5, "source/gsm8k/pass@2": 0.4})
+    assert record_of(more)["eval/heldout/maj@4"] == 0.5
+    assert record_of(more)["eval/heldout/source/gsm8k/pass@2"] == 0.4
     once = record_of(structs.replace(result, samples=1))
     assert not [name for name in once if "pass@" in name]
     assert once["eval/heldout/source/gsm8k/accuracy"] == 0.25

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,13 +24,15 @@ from tandem.common.records import Version
 from tandem.common.run_folder import RunFolder
 from tandem.learner.adapters import identity
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
-from tandem.learner.engine.model_folder import adapter_folder
+from tandem.learner.engine.model_folder import adapter_folder, write_folder
 from tandem.learner.exporting import export
 from tandem.learner.loop.best import Best
 from tandem.learner.resume.checkpoints import Checkpoints
 
 pytestmark = [pytest.mark.usefixtures("group"), pytest.mark.timeout(300)]
 SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+FURTHER = "additional_chat_templates"
+"""Where transformers keeps the chat templates of a tokenizer that has several."""
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +42,8 @@ def base(tmp_path_factory: pytest.TempPathFactory, made_up: ModuleType) -> Path:
     made_up.tiny_model().save_pretrained(folder)
     for name in SIDE_FILES:
         shutil.copy(Path(resolve("miniature")) / name, folder / name)
+    (folder / FURTHER).mkdir()
+    (folder / FURTHER / "tools.jinja").write_text("{{ tools }}")
     return folder
 
 
@@ -78,7 +87,8 @@ def kept(tmp_path: Path, base: Path, states: ModuleType) -> Make:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
@@ -145,7 +155,10 @@ def test_in_several_files_it_has_an_index_and_tied_weights_once(kept: Make, tmp_
     for (name, ours), theirs in zip(run.engine.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
     tokenizer = AutoTokenizer.from_pretrained(place)
-    assert tokenizer.chat_template == (place / "chat_template.jinja").read_text()
+    assert tokenizer.chat_template == {
+        "default": (place / "chat_template.jinja").read_text(),
+        "tools": "{{ tools }}",
+    }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"]
 
 
@@ -180,9 +193,58 @@ def test_what_is_there_already_stays(kept: Make, tmp_path: Path) -> None:
     run.save(1)
     place = tmp_path / "model"
     adapter_folder(place).mkdir()
-    with pytest.raises(DataError, match=r"adapter is there already: name another folder"):
+    with pytest.raises(DataError, match=r"adapter already exists: name another folder"):
         export(run.folder, run.config, place)
     assert not place.exists()
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
+def test_a_full_disk_is_told_and_nothing_is_left(
+    lora: dict[str, Any] | None, kept: Make, small_disk: Callable[[int], Any]
+) -> None:
+    run, disk = kept(lora=lora), small_disk(1)
+    run.save(1)
+    disk.fill()
+    place = disk.folder / "model"
+    with pytest.raises(DataError, match=r"model can't be written: No space .* twice its size"):
+        export(run.folder, run.config, place)
+    assert [path.name for path in disk.folder.iterdir()] == ["filler"]
+    disk.empty()
+    assert export(run.folder, run.config, place).place == place
+
+
+def test_a_model_without_its_adapters_is_not_left(kept: Make, tmp_path: Path) -> None:
+    run = kept(lora={"rank": 2, "alpha": 4.0})
+    run.save(1)
+    place = tmp_path / "out" / "model"
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tandem.learner.exporting.write_adapters", full)
+        with pytest.raises(DataError, match="can't be written"):
+            export(run.folder, run.config, place)
+    assert not list(place.parent.iterdir())
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tandem.learner.engine.model_folder import write_folder
+write_folder(Path(sys.argv[1]), lambda staging: os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+def test_what_a_killed_writer_has_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    place = tmp_path / "model"
+    done = subprocess.run([sys.executable, "-c", KILLED, str(place)], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    # What somebody is still writing stays.
+    write_folder(place, lambda staging: write_folder(place, lambda _: None))
+    assert not left.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_the_run_goes_on_while_a_checkpoint_is_read(
@@ -260,11 +322,15 @@ def test_a_metric_that_no_kept_step_has_is_refused(kept: Make) -> None:
     run.save(2)
     run.measured({1: 0.5, 3: 0.7})
     with pytest.raises(
-        DataError, match=r"measured at step 1, 3, and the checkpoints are of step 2.*evaluate\.best"
+        DataError,
+        match=r"measured at step 1, 3, and there are checkpoints of step 2.*evaluate\.best",
     ):
         export(run.folder, run.config, best="held/accuracy")
     with pytest.raises(DataError, match=r"no step has it"):
-        export(run.folder, run.config, best="held/loss")
+        export(run.folder, run.config, best="speed")
+    for mistyped in ("held/acuracy", "accuracy"):
+        with pytest.raises(DataError, match=r"did you mean held/accuracy\?"):
+            export(run.folder, run.config, best=mistyped)
     with pytest.raises(DataError, match=r"--best held/accuracy:most: name a metric"):
         export(run.folder, run.config, best="held/accuracy:most")
 

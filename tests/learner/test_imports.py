@@ -70,8 +70,8 @@ def test_a_learners_start_leaves_no_folder_behind(tmp_path: Path) -> None:
     code = """
 import os, signal, torch
 from tandem.learner.engine.zero import prepared
-from tandem.learner.rendezvous import process_group
-with process_group(0, 1, None):
+from tandem.learner.rendezvous import Seat, process_group
+with process_group(Seat()):
     prepared(torch.device("cpu"))
     print(os.environ["TORCH_EXTENSIONS_DIR"], flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -169,6 +169,6 @@ def test_float16_is_refused_where_it_cannot_train() -> None:
     half = "model.dtype=float16"
     with pytest.raises(ConfigError, match=r"float16 needs .*learner.zero_stage=1"):
         build(tree, [half, "learner.zero_stage=0"])
-    with pytest.raises(ConfigError, match=r"float16 trains on GPUs alone.*launch.gpus=required"):
+    with pytest.raises(ConfigError, match=r"float16 trains only on GPUs.*launch.gpus=required"):
         build(tree, [half, "launch.gpus=none"])
     assert build(tree, [half])

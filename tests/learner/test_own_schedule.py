@@ -92,7 +92,7 @@ def test_steps_of_the_warm_up_are_not_asked_for() -> None:
         ("nothing", r"at step 1 of 5, returned None: it should return the factor"),
         ("endless", r"at step 4 of 5, returned inf"),
         ("ends", r"ended with exit code 3 and without an answer"),
-        ("number", r"is no function: 1\.0"),
+        ("number", r"isn't a function: 1\.0"),
         ("unknown", r"can't be imported: AttributeError.*PYTHONPATH"),
     ],
 )

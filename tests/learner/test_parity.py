@@ -78,6 +78,7 @@ def test_so_it_is_with_a_users_settings_of_deepspeed(name: str, parity: ModuleTy
         check(name, parity.measured(parity.Cell.of(name), 1))
 
 
+@pytest.mark.timeout(300)
 def test_on_two_ranks(tmp_path: Path, many: ModuleType) -> None:
     of_two(OF_TWO_RANKS, tmp_path, many)
 

@@ -151,8 +151,8 @@ def save(folder: Path, form: str, **state: Any) -> Path:
     ("ranks", "stage", "said"),
     [
         (2, 1, []),
-        (1, 0, ["2 ranks with ZeRO-1, and is gone on from by 1 rank with ZeRO-0"]),
-        (2, 3, ["2 ranks with ZeRO-1, and is gone on from by 2 ranks with ZeRO-3"]),
+        (1, 0, ["2 ranks with ZeRO-1, and is now loaded by 1 rank with ZeRO-0"]),
+        (2, 3, ["2 ranks with ZeRO-1, and is now loaded by 2 ranks with ZeRO-3"]),
     ],
 )
 def test_other_ranks_or_another_stage_are_told_in_one_line(

@@ -423,7 +423,7 @@ def test_a_payload_that_was_flipped_ends_the_run_once_with_what_can_be_saved(
     assert {n: t.shape for n, t in exported.items()} == {n: t.shape for n, t in trained_on.items()}
     told = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
     assert told.returncode == 2
-    assert "is there already: name another folder with --out" in told.stderr
+    assert "already exists: name another folder with --out" in told.stderr
 
 
 def poison(run: Any, bad_groups: set[str]) -> None:

@@ -87,6 +87,7 @@ ROWS: dict[str, Callable[[int], Row]] = {
         "rejected": f"\n\nHuman: {asked(n)}\n\nAssistant: No idea.",
     },
     "countdown": lambda n: {"nums": [n, 2, 3], "target": 2 * n + 3},
+    "instructions": lambda n: {"id": n, "prompts_final": asked(n), "harm_area": "sums"},
 }
 
 BAD: dict[str, Sequence[Row | str]] = {
@@ -174,6 +175,13 @@ BAD: dict[str, Sequence[Row | str]] = {
         {"nums": ["3"]},
         {"target": None},
         {"target": 2.5},
+    ),
+    "instructions": (
+        {"prompts_final": None},
+        {"prompts_final": ""},
+        {"prompts_final": 4},
+        {"prompts_final": " "},
+        {"prompts_final": ["x"]},
     ),
 }
 """For each form five rows that can't be used, by what they change in a good one."""

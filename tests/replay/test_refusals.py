@@ -13,10 +13,11 @@ from tandem.common.errors import StoreError
 from tandem.common.records import Version
 from tandem.replay.answers import read_take
 from tandem.replay.connection import Store, connect
+from tandem.replay.evaluations import EvaluationRequest, EvaluationResult
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import Row
 from tandem.replay.members import Members
-from tandem.replay.store import EvaluationRequest, EvaluationResult, RunStore
+from tandem.replay.store import RunStore
 
 Worlds = Callable[..., Any]
 

@@ -10,12 +10,8 @@ import pytest
 from tandem.common.errors import DataError, FencedError, StoreError
 from tandem.common.records import ExpertTrace, Verdict, Version
 from tandem.replay.connection import Store
-from tandem.replay.store import (
-    EVALUATION_FAILURES,
-    EvaluationRequest,
-    EvaluationResult,
-    RunStore,
-)
+from tandem.replay.evaluations import EVALUATION_FAILURES, EvaluationRequest, EvaluationResult
+from tandem.replay.store import RunStore
 
 
 @pytest.fixture

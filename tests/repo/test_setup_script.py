@@ -276,7 +276,7 @@ def test_a_python_can_be_named(machine: Machine) -> None:
     machine.env["TANDEM_PYTHON"] = str(named)
     code, output = machine.run()
     assert code == 0, output
-    assert "making it anew" in output
+    assert "making it again" in output
     assert "Python 3.11.7" in output
     assert machine.run() == (0, "")
     machine.run("--dev")  # adds to it, and forgets nothing
@@ -546,7 +546,7 @@ def test_a_folder_that_is_no_environment_is_left_alone(machine: Machine) -> None
     machine.env["TANDEM_VENV"] = str(precious)
     code, output = machine.run()
     assert code == 1
-    assert "is no virtual environment" in output
+    assert "is not a virtual environment" in output
     assert [path.name for path in precious.iterdir()] == ["thesis.txt"]
 
 

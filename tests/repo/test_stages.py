@@ -98,11 +98,12 @@ def test_what_fails_once_is_run_again_alone_and_named(
     assert "2 failed" not in found[3]
 
 
-def test_ci_requires_vllms_stage(tmp_path: Path) -> None:
-    for folder in (".ci", "launch", "tests"):
-        (tmp_path / folder).mkdir()
+def test_ci_requires_vllms_stage_and_that_of_existing_servers(tmp_path: Path) -> None:
+    for folder in (".ci", "launch", "tests/shared_redis"):
+        (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
     (tmp_path / "launch" / "setup.sh").write_text('echo "setup $*"\n')
+    (tmp_path / "tests" / "shared_redis" / "get.sh").write_text('echo "get"; exit 1\n')
     (tmp_path / "tests" / "run.sh").write_text('echo "run $*"\n')
     said = subprocess.run(
         ["bash", str(tmp_path / ".ci" / "run")],
@@ -111,7 +112,8 @@ def test_ci_requires_vllms_stage(tmp_path: Path) -> None:
         timeout=60,
         check=True,
     )
-    assert said.stdout.splitlines() == ["setup --dev --vllm", "run --all --require vllm"]
+    required = "run --all --require vllm --require redis"
+    assert said.stdout.splitlines() == ["setup --dev --vllm", "get", required]
 
 
 def test_a_stage_that_does_not_exist_cannot_be_required() -> None:
@@ -147,10 +149,11 @@ stages.run_stages(frozenset(sys.argv[3:]), every=sys.argv[2] == "all")
         left = {line.split(":")[1].split()[1] for line in said if "--all runs it" in line}
         return {line.split()[1] for line in said if line.startswith("ran ")}, left
 
+    always = {"docs", "unit", "redis"}
     long = {"updates", "e2e", "twins", "faults", "vllm", "package"}
-    assert ran("some") == ({"docs", "unit"}, long)
-    assert ran("some", "vllm") == ({"docs", "unit", "vllm"}, long - {"vllm"})
-    assert ran("all") == ({"docs", "unit"} | long, set())
+    assert ran("some") == (always, long)
+    assert ran("some", "vllm") == (always | {"vllm"}, long - {"vllm"})
+    assert ran("all") == (always | long, set())
 
 
 def test_coverage_is_that_of_every_process(tmp_path: Path) -> None:

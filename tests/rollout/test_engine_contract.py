@@ -19,6 +19,7 @@ from tandem.rollout.engine import (
     FinishedGroup,
     GroupRequest,
     NamedWeights,
+    Ranker,
     Scorer,
 )
 
@@ -740,10 +741,62 @@ def test_an_urgent_group_does_not_wait_its_turn(new_engine: NewEngine, tiny: Any
     assert order.index("check") < order.index("0-1")
 
 
+class TestRanks:
+    """What clients are told of prompts: log-probs of their tokens, and the most likely ones."""
+
+    def test_they_are_those_of_a_forward_pass(self, new_engine: NewEngine, tiny: Any) -> None:
+        model = tiny.model()
+        rows = [prompt(length, key) for key, length in enumerate((2, 31, 9, 70))]
+        engine = new_engine(tiny.model())
+        found = in_engine(engine, lambda e: e.rank(rows, 3))
+        for row, ranked in zip(rows, found, strict=True):
+            with torch.no_grad():
+                logits = model(input_ids=torch.from_numpy(row).long()[None]).logits[0, :-1]
+            known = logits.float().log_softmax(-1)
+            own = known.gather(1, torch.from_numpy(row[1:]).long()[:, None])[:, 0]
+            np.testing.assert_allclose(ranked.own, own.numpy(), atol=2e-4)
+            best = known.topk(3, -1)
+            assert ranked.tokens.shape == ranked.logprobs.shape == (len(row) - 1, 3)
+            np.testing.assert_allclose(ranked.logprobs, best.values.numpy(), atol=2e-4)
+            at = known.gather(1, torch.from_numpy(ranked.tokens).long())
+            np.testing.assert_allclose(ranked.logprobs, at.numpy(), atol=2e-4)
+            # A client compares the two to find out whether a token is the greedy one.
+            same = ranked.tokens == row[1:, None]
+            assert (ranked.logprobs[same] == np.repeat(ranked.own, same.sum(1))).all()
+
+    def test_samples_go_on_meanwhile(self, new_engine: NewEngine, tiny: Any) -> None:
+        async def both(engine: Any) -> Any:
+            return await asyncio.gather(
+                collect(engine, asks(new=40)), engine.rank([prompt(20)] * 5, 1)
+            )
+
+        groups, ranked = in_engine(new_engine(tiny.model()), both)
+        assert len(groups["0-0"].samples) == 4
+        assert len(ranked) == 5
+
+
+def test_a_noise_of_its_own_makes_equal_requests_equal(new_engine: NewEngine, tiny: Any) -> None:
+    def ask(name: str, **how: Any) -> GroupRequest:
+        return asks(name, new=24, count=1, **how)
+
+    engine = new_engine(tiny.model())
+    asked = [
+        ask("a", seed=1, noise="0"),
+        ask("b", seed=1, noise="0"),
+        ask("c", seed=1, noise="1"),
+        ask("d", seed=2, noise="0"),
+    ]
+    found = generate(engine, *asked)
+    assert same_tokens(found["a"], found["b"])
+    assert not same_tokens(found["a"], found["c"])
+    assert not same_tokens(found["a"], found["d"])
+
+
 def test_it_is_an_engine(new_engine: NewEngine, tiny: Any) -> None:
     engine = new_engine(tiny.model())
     assert isinstance(engine, Engine)
     assert isinstance(engine, Scorer)
+    assert isinstance(engine, Ranker)
 
 
 class TestStopStrings:

@@ -47,7 +47,7 @@ def test_an_import_path_makes_an_engine_of_ones_own(module: Path) -> None:
 def test_what_it_makes_must_be_an_engine(module: Path) -> None:
     (module / "half_engine.py").write_text(OWN)
     with pytest.raises(
-        ConfigError, match=r"half_engine:Own made a Own, which is no Engine: .*load"
+        ConfigError, match=r"half_engine:Own made a Own, which isn't an Engine: .*load"
     ):
         make("half_engine:Own")
 

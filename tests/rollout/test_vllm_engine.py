@@ -112,8 +112,8 @@ class TestWithoutVllm:
         [
             ("dtype=bfloat16", r"dtype is set by rollout\.dtype"),
             ("kv_cache_memory_bytes=1", r"is set by rollout\.vllm\.kv_cache_mb"),
-            ("logprobs_mode=raw_logprobs", "logprobs_mode is Tandem's to set"),
-            ("worker_extension_cls=my.own", "worker_extension_cls is Tandem's to set"),
+            ("logprobs_mode=raw_logprobs", "logprobs_mode is set by Tandem"),
+            ("worker_extension_cls=my.own", "worker_extension_cls is set by Tandem"),
             ("tensor_parallel_size=two", "tensor_parallel_size should be a positive number"),
         ],
     )

@@ -35,10 +35,12 @@ from tandem.common.telemetry import Clock
 from tandem.common.weights.manifest import ScoredRows
 from tandem.learner.scored import fixed_rows
 from tandem.replay.connection import connect
+from tandem.replay.evaluated import Cell
+from tandem.replay.evaluations import EvaluationJob, EvaluationRequest
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import LedgerSettings, Row
 from tandem.replay.members import Members, membership
-from tandem.replay.store import EvaluationRequest, RunStore
+from tandem.replay.store import RunStore
 
 START = """
 import json, sys
@@ -353,6 +355,44 @@ def test_it_makes_a_due_evaluation(bench: Bench, worker: subprocess.Popen[bytes]
     assert result.version == f"{bench.term}.{bench.step}"
     assert sum(result.problems_by_source.values()) == 10
     assert result.accuracy_by_source.keys() == result.problems_by_source.keys()
+
+
+def test_it_makes_the_samples_of_a_job_and_then_goes_on_with_groups(
+    bench: Bench, worker: subprocess.Popen[bytes]
+) -> None:
+    cell = Cell(
+        name="c", model="run@live", benchmark="heldout", template="own", temperature=1.0, top_p=0.9,
+        samples=3, max_new_tokens=8, stop=(), mode="boxed", seed=5, second_mode="math_verify",
+    )  # fmt: skip
+    bench.runs.put_eval_set("job:x", bench.problems[:4])
+    wanted = ((3, 2), (0, 1), (3, 0))
+    for number in range(3):
+        request = EvaluationRequest(
+            id=f"job:x/{number}",
+            set_name="job:x",
+            step=0,
+            job=EvaluationJob(cell=cell, wanted=wanted[number:], token_ids=True),
+        )
+        bench.runs.request_evaluation(request, bench.term)
+    names = [f"job:x/{number}" for number in range(3)]
+    until(lambda: len(bench.runs.evaluation_results(names)) == 3, lambda: bench.log()[-2000:])
+    found = {(s.place, s.sample): s for s in bench.runs.samples("job:x/0")}
+    assert sorted(found) == sorted(wanted)
+    again = bench.runs.samples("job:x/2")
+    assert [found[(3, 0)].token_ids] == [one.token_ids for one in again]
+    for one in found.values():
+        assert one.problem_id == bench.problems[one.place].problem_id
+        assert one.second is not None
+        assert one.version
+    # None of it is the run's own.
+    assert bench.runs.evaluations() == []
+    assert bench.runs.asked_evaluations() == []
+    until(lambda: bench.judged, "groups between the jobs")
+    for name in names:
+        bench.runs.forget_job(name)
+    bench.runs.forget_set("job:x")
+    assert bench.runs.jobs() == []
+    assert bench.runs.eval_set_names() == ["heldout"]
 
 
 def test_an_evaluation_that_can_not_be_made_is_given_up_and_the_worker_goes_on(

@@ -1,4 +1,4 @@
-"""A rollout worker that stands still in the midst of an update, for as long as a test wants."""
+"""A rollout worker that stands still in the middle of an update, for as long as a test wants."""
 
 from __future__ import annotations
 

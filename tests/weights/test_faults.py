@@ -1,4 +1,4 @@
-"""Whatever happens in the midst of an update: all serve a whole version, the newest in the end."""
+"""Whatever happens in the middle of an update: all serve a whole version, the newest in the end."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def ends_on(worker: Any, version: Version) -> bool:
     while True:
         try:
             served, found = worker.next(DEADLINE)
-        except (EOFError, OSError):  # It may end in the midst of what it says.
+        except (EOFError, OSError):  # It may end in the middle of what it says.
             worker.process.join(DEADLINE)
             assert worker.process.exitcode == 70
             return False

@@ -249,7 +249,7 @@ def test_a_worker_whose_engine_fails_while_loading_ends_itself(run: Any) -> None
 
 def test_every_socket_listens_on_loopback_only(run: Any) -> None:
     learner = run.learner(big=True)
-    # It stands still in the midst of a transfer, while the channel is open.
+    # It stands still in the middle of a transfer, while the channel is open.
     worker = run.worker(half=True, specs=specs_of(model(0, big=True)))
     learner.pipe.send((1, 1))
     assert worker.next() == "half"

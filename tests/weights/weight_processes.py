@@ -136,7 +136,7 @@ def worker(pipe: Connection, join: JoinInfo, member: str, options: dict[str, Any
 def learner(pipe: Connection, join: JoinInfo, term: int, options: dict[str, Any]) -> None:
     """A learner that publishes ``model(seed)`` as each version that it is told.
 
-    With ``halfway`` it says ``half`` in the midst of copying that version's tensors, and goes no further.
+    With ``halfway`` it says ``half`` in the middle of copying that version's tensors, and goes no further.
     """
     torch.set_num_threads(1)
     store = connect(join, name="learner-0")

@@ -8,10 +8,10 @@ msgspec.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ....common.import_path import resolve
 from ..pipes import Done, Phase, Play
 
 Tell = Callable[[Phase], None]
@@ -31,7 +31,7 @@ def load(form: str, target: str, params: Mapping[str, Any]) -> Player:
         target: its import path.
         params: keyword arguments of it, from the config.
     """
-    made = imported(target)
+    made = resolve(target)
     if form == "text":
         from .text import TextEpisodes
 
@@ -45,14 +45,3 @@ def load(form: str, target: str, params: Mapping[str, Any]) -> Player:
 
         return AgentEpisodes(made, params).play
     raise ValueError(f"there is no form {form!r}: it is one of {', '.join(FORMS)}")
-
-
-def imported(path: str) -> Any:
-    """The object of an import path, ``package.module:name`` or ``package.module.name``."""
-    module, colon, name = path.partition(":")
-    if not colon:
-        module, _, name = path.rpartition(".")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found

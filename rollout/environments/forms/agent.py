@@ -32,7 +32,7 @@ class AgentEpisodes:
 
     def __init__(self, target: Callable[..., Any], params: Mapping[str, Any]) -> None:
         if not callable(target):
-            raise TypeError(f"{target!r:.100} is no function")
+            raise TypeError(f"{target!r:.100} isn't a function")
         self._run, self._params = target, dict(params)
         self._finish = Awaiting()
 

@@ -33,9 +33,9 @@ class Answer:
     message: Mapping[str, Any]
     """As it goes into the history."""
     text: str
-    """Its text, empty if there is none."""
+    """Text of the message, empty if there is none."""
     calls: Sequence[Mapping[str, Any]]
-    """Its tool calls."""
+    """Tool calls of the message."""
     malformed: int
     """Number of tool calls that couldn't be parsed."""
     finish_reason: str | None
@@ -143,13 +143,13 @@ def _read(answer: Any) -> Answer:
         content, calls = message.get("content"), message.get("tool_calls") or []
     except (KeyError, IndexError, TypeError, AttributeError):
         raise ModelError(
-            "the model's endpoint answered with something else than a message"
+            "the model's endpoint answered with something other than a message"
         ) from None
     text = content if isinstance(content, str) else ""
     kept = {"role": "assistant", "content": content}
     kept |= {k: message[k] for k in ("tool_calls", "reasoning_content") if message.get(k)}
-    told = choice.get("tandem")
-    malformed = told.get("malformed_tool_calls") if isinstance(told, dict) else 0
+    own = choice.get("tandem")
+    malformed = own.get("malformed_tool_calls") if isinstance(own, dict) else 0
     return Answer(
         message=kept,
         text=text,

@@ -38,7 +38,7 @@ MALFORMED = (
 )
 """Told to the model after a turn with calls that the endpoint couldn't parse."""
 OWN = ("reset", "get_reward")
-"""Public methods that are no tools."""
+"""Public methods that aren't tools."""
 
 
 class ToolEpisodes:
@@ -136,7 +136,7 @@ class ToolEpisodes:
             return {"error": f"the arguments of {name} should be an object"}
         try:
             return self._finish(tool(**arguments))
-        except Exception as error:  # noqa: BLE001 - whatever a tool raises is told to the model
+        except Exception as error:  # noqa: BLE001 - the model gets whatever a tool raises as its result
             return {"error": str(error) or type(error).__name__}
 
 

@@ -51,7 +51,7 @@ def number(value: Any, what: str) -> float | None:
         raise TypeError(f"{what} is {value!r:.100}, neither a number nor None")
     found = float(value)
     if not math.isfinite(found):
-        raise ValueError(f"{what} is {found}; say None if there is none")
+        raise ValueError(f"{what} is {found}; return None if there is none")
     return found
 
 

@@ -9,8 +9,8 @@ from tandem.launch.board.assembly import assemble
 from tandem.launch.board.facts import Facts
 from tandem.launch.board.history import History
 from tandem.launch.board.snapshot import Known, Snapshot
+from tandem.replay.evaluations import EvaluationResult
 from tandem.replay.members import Member
-from tandem.replay.store import EvaluationResult
 
 NOW = 2000.0
 KNOWN = Known(

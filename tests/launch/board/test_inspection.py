@@ -20,6 +20,7 @@ from tandem.launch.board.page import more
 from tandem.launch.board.snapshot import Episodes, Grading, Judging
 from tandem.launch.cli import main
 from tandem.learner.resume.journal import Journal
+from tandem.replay.hosts import HEAD, Host, HostState
 from tandem.replay.inspection import KINDS, MemoryUse, OldestLease, WaitingAges
 
 FOUND = Inspection(
@@ -139,6 +140,23 @@ def keys(plain: Any, prefix: str = "") -> Iterator[str]:
             yield from keys(value, prefix.removesuffix(".") + "[].")
 
 
+HOST = Host(
+    member="b-2f",
+    state=HostState(host="b", address="10.0.0.2", pid=7, role="learner", processes=2, leaving=True),
+    age=3.0,
+)
+
+
+def test_hosts_are_listed_with_the_head_first() -> None:
+    head = HostState(host="a", address="10.0.0.1", pid=5, role=HEAD, processes=4)
+    made = snapshot(hosts=(HOST, Host(member="z-1a", state=head, age=1.0)))
+    assert [host.name for host in made.hosts] == ["a", "b"]
+    lines = [line for line in more(made, Inspection()) if line.startswith("host ")]
+    assert lines[1] == (
+        "host b (10.0.0.2): learner, 2 processes, supervised by pid 7, last heard of 3.0 s ago, leaving"
+    )
+
+
 def test_every_key_of_the_json_is_on_the_page(documented: set[str], root: Path) -> None:
     letter = {"group_id": "0-1", "attempt": 1, "worker": "w", "reason": "r", "failures": 1}
     graded = Grading(
@@ -155,7 +173,7 @@ def test_every_key_of_the_json_is_on_the_page(documented: set[str], root: Path) 
             asked=1, failed=0, retries=0, cached=0, waiting=0, seconds=0.5, failed_share=0.0
         ),
     )
-    made = snapshot(dead_letters=(letter, {"step": 1, "reason": "r"}))
+    made = snapshot(dead_letters=(letter, {"step": 1, "reason": "r"}), hosts=(HOST,))
     played = Episodes(
         under_way=1, played=9, failed=1, turns=18, retokenised=0,
         environment_seconds=1.5, model_seconds=4.5,
@@ -167,6 +185,8 @@ def test_every_key_of_the_json_is_on_the_page(documented: set[str], root: Path) 
     plain["memory_peaks"] = {}
     plain["disk"]["parts"] = {}
     plain["grading"]["verdicts"] = {}
+    for one in plain["evaluations"]:
+        one["figures"] = {}
     assert set(keys(plain)) == documented - {"ledger.STATE", "disk.parts.PART"}
     page = (root / "docs" / "status.md").read_text(encoding="utf-8")
     for part in disk_use(RunFolder(root / "docs")).parts:

@@ -197,7 +197,10 @@ def test_what_is_printed_is_kept_up_to_a_limit(started: Made) -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("babbles", "said something else than it should"), ("answers_for_ever", "its answer is over")],
+    [
+        ("babbles", "said something other than it should"),
+        ("answers_for_ever", "its answer is over"),
+    ],
 )
 def test_a_callback_that_writes_on_the_socket_ends_its_process(
     started: Made, name: str, said: str
@@ -221,7 +224,7 @@ def test_the_password_of_redis_is_not_handed_on(
         ("elsewhere:one", "No module named 'elsewhere'"),
         ("broken:one", "OSError: no display"),
         ("large:one", "MemoryError"),
-        ("my_callbacks:number", "is no function: 1"),
+        ("my_callbacks:number", "isn't a function: 1"),
         ("my_callbacks:waits", "is an async function"),
         ("my_callbacks:two", r"can't be called with \(step, metrics, handle\)"),
     ],

@@ -105,11 +105,11 @@ def test_a_flipped_byte_is_found(
     standin.flips["model.safetensors"] = 100_000
     done = get(environment, tmp_path, "model", "org/tiny")
     assert done.returncode != 0
-    assert "model.safetensors of org/tiny came damaged" in done.stderr
+    assert "model.safetensors of org/tiny arrived damaged" in done.stderr
     standin.flips = {"tokenizer_config.json": 3}
     (tmp_path / "models" / "tiny" / "tokenizer_config.json").unlink(missing_ok=True)
     done = get(environment, tmp_path, "model", "org/tiny")
-    assert "tokenizer_config.json of org/tiny came damaged" in done.stderr
+    assert "tokenizer_config.json of org/tiny arrived damaged" in done.stderr
     assert not list(tmp_path.rglob(".*.part"))
 
 
@@ -185,6 +185,29 @@ def test_a_name_on_the_hub_stands_for_a_file(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100
     )
     assert "HF_HUB_OFFLINE is set" in done.stderr
+
+
+def test_benchmarks_are_fetched_to_where_they_are_found_by_name(
+    standin: StandinHub, environment: dict[str, str], tmp_path: Path
+) -> None:
+    from tandem.common.evaluation_sets import named
+
+    source = tmp_path / "source"
+    (source / "main").mkdir(parents=True)
+    write_lines(source / "main" / "test.jsonl", [ROWS["gsm8k"](n) for n in range(1, 8)])
+    standin.add("dataset", "openai/gsm8k", source)
+    done = get(environment, tmp_path, "benchmarks", "gsm8k", "aime25")
+    assert done.returncode != 0
+    assert "1 of 2 benchmarks can't be fetched: aime25" in done.stderr
+    folder = tmp_path / "benchmarks"
+    assert [one.name for one in folder.iterdir() if not one.name.startswith(".")] == ["gsm8k"]
+    (entry,) = named("gsm8k", folder)
+    assert (entry["path"], entry["rows"]) == (str(folder / "gsm8k"), 1319)
+    # What is there isn't asked for again.
+    asked = len(standin.requests)
+    assert get(environment, tmp_path, "benchmarks", "gsm8k").returncode == 0
+    assert len(standin.requests) == asked
+    assert "did you mean gsm8k" in get(environment, tmp_path, "benchmarks", "gsm8").stderr
 
 
 def test_what_is_not_there_is_one_line(environment: dict[str, str], tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_function_of_ones_own_in_the_working_folder_gets_columns_and_groups(he
         ('{"id": 1, "completion": "2"}', "line 2 has no 'gold'"),
         ('{"id": 1, "completion": 2, "gold": true}', "line 2: gold is bool"),
         ('{"id": 1, "completion": {}, "gold": ""}', "line 2: completion is dict"),
-        ('{"id": 1', "line 2 is no JSON"),
+        ('{"id": 1', "line 2 isn't JSON"),
         ("[1]", "line 2 isn't a JSON object but list"),
         (
             '{"id": 1, "completion": "2", "gold": "2", "finish_reason": "eos"}',

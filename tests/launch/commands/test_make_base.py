@@ -98,7 +98,7 @@ def test_a_template_of_ones_own(plain: Path, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["none", "base"], "has no config.json"),
-        (["plain", "plain"], "is there already"),
+        (["plain", "plain"], "already exists"),
         (["plain", "base", "--context", "0"], "must be greater than 0"),
         (["plain", "base", "--chat-template", "none.jinja"], "none.jinja can't be read"),
     ],

@@ -120,7 +120,7 @@ def test_one_that_is_no_dead_letter_makes_the_exit_code_1_and_the_others_go_back
     [
         ((), "for all 3 dead letters"),
         (("0-0", "0_1"), "'0_1' isn't a group id"),
-        (("--all", "0-1"), "--all goes without names"),
+        (("--all", "0-1"), "--all takes no group ids"),
         (("--join", "x"), "one of --run DIR and --join FILE"),
     ],
 )

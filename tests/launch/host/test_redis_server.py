@@ -195,15 +195,6 @@ def test_power_durability_syncs_every_write(folder: RunFolder, join: JoinInfo) -
     assert "appendfsync always\n" in conf
 
 
-def test_an_external_server_that_evicts_is_refused(join: JoinInfo, server) -> None:
-    client = redis_server.client(join)
-    assert redis_server.check_external(join).split(".")[0] >= "6"
-    client.config_set("maxmemory-policy", "allkeys-lru")
-    client.close()
-    with pytest.raises(StoreError, match="noeviction"):
-        redis_server.check_external(join)
-
-
 def test_a_url_is_read_and_shown_without_its_password(monkeypatch) -> None:
     monkeypatch.delenv(redis_server.PASSWORD_VARIABLE, raising=False)
     join, shown = redis_server.parse_url("redis://me:pa%20ss@db.local:7000/3", "r", None)
@@ -215,10 +206,17 @@ def test_a_url_is_read_and_shown_without_its_password(monkeypatch) -> None:
     assert redis_server.parse_url("rediss://h:1/0", "r", None)[0].tls
 
 
-@pytest.mark.parametrize("url", ["localhost:6379", "http://h:1", "redis://h:port", "redis://h/x"])
+@pytest.mark.parametrize(
+    "url", ["localhost:6379", "http://h:1", "redis://h:port", "redis://h/x", "redis://h/-1"]
+)
 def test_what_is_no_redis_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="redis://HOST:PORT/DB"):
         redis_server.parse_url(url, "r", None)
+
+
+def test_settings_at_the_end_of_a_url_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"isn't read: TLS has the settings replay\.redis_ca"):
+        redis_server.parse_url("rediss://h:1/0?ssl_cert_reqs=none", "r", None)
 
 
 def test_a_bind_address_of_another_host_is_refused() -> None:

@@ -125,7 +125,7 @@ def test_a_resume_refuses_them_all_before_it_changes_anything(folder: RunFolder)
 def test_an_edited_config_is_resumed_without_its_last_line(folder: RunFolder) -> None:
     text = folder.config.read_text().replace("stall_seconds: 300", "stall_seconds: 301")
     folder.config.write_text(text)
-    with pytest.raises(TandemError, match="if you have edited it, take its last line out"):
+    with pytest.raises(TandemError, match="if you have edited it, remove its last line"):
         open_folder(load("miniature"), [], fresh=False)
     folder.config.write_text(text[: text.rindex("#")])
     changed = open_folder(load("miniature"), [], fresh=False).changed

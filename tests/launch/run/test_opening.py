@@ -13,7 +13,7 @@ from tandem.common.run_folder import RunFolder
 from tandem.launch.host.folder_lock import FolderLock
 from tandem.launch.run.opening import Kind, Opening, make_folder, open_folder
 from tandem.launch.run.presets import load
-from tandem.launch.run.record import RunRecord, _without_password
+from tandem.launch.run.record import RunRecord, as_kept
 
 
 @pytest.fixture(autouse=True)
@@ -286,7 +286,7 @@ def test_a_folder_that_another_process_has_moved_is_told(starts_over) -> None:
     ],
 )
 def test_no_form_of_an_override_keeps_a_password(word: str) -> None:
-    kept = _without_password(word)
+    kept = as_kept(word)
     assert "secret" not in kept
     before, after = parse_override(word), parse_override(kept)
     assert before[0] == after[0]
@@ -308,6 +308,40 @@ def test_the_record_of_a_run_keeps_no_password(tmp_path: Path) -> None:
     assert "secret" not in kept
 
 
+@pytest.mark.parametrize(
+    "word",
+    ["learner.deepspeed=it.json", "learner={deepspeed: it.json}", "sft.learner.deepspeed=it.json"],
+)
+def test_a_deepspeed_file_is_kept_by_its_content(word: str, here: Path) -> None:
+    (here / "it.json").write_text('{"memory_breakdown": true}')
+    kept = as_kept(word)
+    (here / "it.json").unlink()
+    assert parse_override(kept)[0] == parse_override(word)[0]
+    assert "it.json" not in kept
+    assert "memory_breakdown" in kept
+    assert as_kept(word) == word  # It is gone.
+
+
+def test_a_run_goes_on_without_its_deepspeed_file_and_at_another_stage(here: Path) -> None:
+    file = here / "it.json"
+    file.write_text('{"zero_optimization": {"stage": 2, "overlap_comm": true}}')
+    folder = start("learner.zero_stage=2", f"learner.deepspeed={file}")
+    run = folder.read_run()
+    folder.write_run(run | {"overrides": [as_kept(word) for word in run["overrides"]]})
+    file.unlink()
+    opening = again()
+    assert opening.changed == {}
+    assert opening.config.learner.deepspeed == {
+        "zero_optimization": {"stage": 2, "overlap_comm": True}
+    }
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage=2 .*learner\.zero_stage"):
+        again("learner.zero_stage=1")
+    opening = again("learner.zero_stage=1", "learner.deepspeed=null")
+    assert opening.kind is Kind.RESUMED
+    assert opening.changed["learner.zero_stage"] == (2, 1)
+    assert "learner.deepspeed.zero_optimization.overlap_comm" in opening.changed
+
+
 def test_other_overrides_are_kept_as_they_are() -> None:
     for word in ("run.steps=3", "replay={window: 2}", "data.train=[{path: a}]"):
-        assert _without_password(word) == word
+        assert as_kept(word) == word

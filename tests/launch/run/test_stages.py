@@ -163,10 +163,10 @@ def test_a_folder_of_something_else_is_left_alone() -> None:
     path = written(TWO)
     Path("runs/mine").mkdir(parents=True)
     Path("runs/mine/note.txt").write_text("mine")
-    with pytest.raises(DataError, match="holds something else than the stages of mine"):
+    with pytest.raises(DataError, match="holds something other than the stages of mine"):
         run_words([path], fresh=False, offline=False, plain=True)
     Path("runs/mine/stages.json").write_text(json.dumps({"preset": "other", "stages": []}))
-    with pytest.raises(DataError, match="holds something else than the stages of mine"):
+    with pytest.raises(DataError, match="holds something other than the stages of mine"):
         run_words([path], fresh=True, offline=False, plain=True)
 
 

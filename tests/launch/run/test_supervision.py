@@ -500,3 +500,44 @@ def test_a_kill_is_told_as_the_kernels_if_its_counter_rose(risen: bool, tmp_path
     assert "was killed by SIGKILL" in first
     # The counter that rose once explains one death.
     assert ("for want of memory" in str(failed.value)) is not risen
+
+
+def test_a_part_that_was_told_to_end_too_early_is_brought_back_for_those_before_it(
+    tmp_path: Path,
+) -> None:
+    """As Redis, where a scheduler sends SIGTERM to every process of a job at once."""
+    ledger = tmp_path / "ledger"
+    redis = part(
+        tmp_path,
+        "redis",
+        f"import time\nopen({str(ledger)!r}, 'a').write('up ')\ntime.sleep(600)",
+        stage=9,
+        before_end=lambda: None,
+    )
+    # It ends once its ledger is up for the second time.
+    saving = (
+        "import signal, sys, time\n"
+        "def save(*_):\n"
+        f"    open({str(tmp_path / 'asked')!r}, 'w')\n"
+        f"    while open({str(ledger)!r}).read() != 'up up ': time.sleep(0.01)\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        f"open({str(tmp_path / 'ready')!r}, 'w')\n"
+        "while True: time.sleep(1)"
+    )
+    with supervisor() as running:
+        running.start(redis)
+        running.start(part(tmp_path, "learner", saving, stage=0))
+        wait_for(lambda: (tmp_path / "ready").exists() and ledger.exists())
+        wait_for(lambda: ledger.read_text() == "up ")
+        learner = running._parts[1].processes[0][1].pid
+
+        def told() -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_for((tmp_path / "asked").exists)
+            os.kill(redis.processes[0][1].pid, signal.SIGTERM)
+
+        threading.Thread(target=told, daemon=True).start()
+        assert running.run() is Outcome.STOPPED
+        assert gone(learner)
+    assert ledger.read_text() == "up up "

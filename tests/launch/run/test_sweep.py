@@ -99,7 +99,7 @@ def test_names_of_long_and_strange_values_are_readable_and_differ() -> None:
         (["log.every=5,6", "log.every=7"], "1", "log.every is given twice"),
         (["run.seed=1,2"], "1", "use --seeds"),
         (["run.dir=a,b"], "1", "use --out"),
-        (["log.every=5,6"], "0", "--seeds 0: give one seed at least"),
+        (["log.every=5,6"], "0", "--seeds 0: give at least one seed"),
         (["log.every=5,6"], "1,1", "none twice"),
         (["log.every=5,6"], "x", "--seeds x: give a number of seeds"),
         (["log.every=5,6", "miniature"], "1", "only one preset"),
@@ -198,7 +198,7 @@ def test_another_sweep_in_the_folder_is_refused_and_more_seeds_are_not(here: Pat
             plan(*words, seeds=seeds, out=str(made.out))
     (here / "other").mkdir()
     (here / "other" / "file").touch()
-    with pytest.raises(DataError, match="other holds something else than a sweep"):
+    with pytest.raises(DataError, match="other holds something other than a sweep"):
         plan(*WORDS, out="other")
 
 

@@ -529,6 +529,20 @@ def test_a_model_whose_rows_would_see_each_other_keeps_padded_rows(
     assert "log-probs are off by" in caplog.text
 
 
+def test_a_torch_without_the_kernel_keeps_padded_rows(
+    made_up: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def older(*words: Any) -> Any:
+        raise ModuleNotFoundError("No module named 'torch.nn.attention.varlen'")
+
+    monkeypatch.setattr(packed, "_by_row", older)
+    policy = Policy(made_up.tiny_model())
+    with caplog.at_level(logging.INFO, "tandem.learner"):
+        assert policy.choose_layout(attention="varlen") == "padded"
+    assert policy.model.config._attn_implementation == "sdpa"
+    assert "No module named 'torch.nn.attention.varlen'" in caplog.text
+
+
 def test_a_cap_of_the_scores_keeps_padded_rows(caplog: pytest.LogCaptureFixture) -> None:
     import families
 

@@ -112,11 +112,11 @@ def test_the_same_term_begins_once(path: Path) -> None:
     train(Journal(path), 1, 1, 1)
     one, other = Journal(path), Journal(path)
     one.resumed(2, 1)
-    with pytest.raises(FencedError, match=r"journal-0002\.jsonl is there"):
+    with pytest.raises(FencedError, match=r"journal-0002\.jsonl already exists"):
         other.resumed(2, 1)
     fresh, twin = Journal(path.with_name("new.jsonl")), Journal(path.with_name("new.jsonl"))
     fresh.row(1, 1, row(1))()
-    with pytest.raises(FencedError, match=r"new\.jsonl is there"):
+    with pytest.raises(FencedError, match=r"new\.jsonl already exists"):
         twin.row(2, 1, row(1))
 
 

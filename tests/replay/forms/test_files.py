@@ -138,3 +138,14 @@ def test_a_parquet_file_is_never_held_whole(tmp_path: Path):
     held = [pa.total_allocated_bytes() - before for _ in files_module.raw_rows(path)]
     assert len(held) == 32 * rows
     assert max(held) < size / 4
+
+
+def test_csv_is_read_by_its_name_under_its_header(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('\ufeffid,prompts_final\n1,"two\nlines, one cell"\n', encoding="utf-8")
+    assert list(files_module.raw_rows(path)) == [
+        {"id": "1", "prompts_final": "two\nlines, one cell"}
+    ]
+    path.write_bytes(b"id\n\xff\n")
+    with pytest.raises(DataError, match="can't be read as CSV"):
+        list(files_module.raw_rows(path))

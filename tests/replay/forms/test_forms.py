@@ -13,11 +13,8 @@ from tandem.replay.forms import FORMS, DataRow, LeftOut, Message, named_form, re
 from tandem.replay.forms.row import RowError
 
 FORM_NAMES = [form.name for form in FORMS]
-WITH_GOLD = [
-    name
-    for name in FORM_NAMES
-    if name not in ("hh", "countdown", "multiple_choice", "task", "prompt")
-]
+WITHOUT_GOLD = ("hh", "countdown", "multiple_choice", "task", "prompt", "instructions")
+WITH_GOLD = [name for name in FORM_NAMES if name not in WITHOUT_GOLD]
 WITH_TARGET = [name for name in WITH_GOLD if name not in ("question_answer", "gsm8k")]
 
 

@@ -290,7 +290,7 @@ def test_a_function_that_breaks_the_form_is_a_crash_that_says_how(
         ("own_rewards:nothing", "has no attribute 'nothing'"),
         ("broken_rewards:f", "No module named 'nothing_of_that_name'"),
         ("own_rewards.MODULE_NAME", "can't be imported"),
-        ("own_rewards:os.sep", "is no function"),
+        ("own_rewards:os.sep", "isn't a function"),
     ],
 )
 def test_a_function_that_is_not_there_is_told_of_at_start(

@@ -76,9 +76,8 @@ def serving(chat_model: Any, chat_tokenizer: Any) -> Any:
             model, tokenizer, version=Version(term=1, step=0), max_rows=64, longest=CONTEXT
         )
         await engine.start()
-        endpoint = Endpoint(
-            engine, tokenizer, context=CONTEXT, model="tiny", key=RUN_KEY, **changes
-        )
+        given = {"key": RUN_KEY, **changes}
+        endpoint = Endpoint(engine, tokenizer, context=CONTEXT, model="tiny", **given)
         await endpoint.start()
         try:
             yield Served(endpoint, engine, known, tokenizer)

@@ -15,12 +15,7 @@ from chat_templates import tokenizer
 from endpoint_calls import tool
 
 from tandem.common.errors import DataError
-from tandem.rollout.endpoint.rendering import (
-    MARK,
-    Abilities,
-    Renderer,
-    abilities,
-)
+from tandem.rollout.endpoint.rendering import MARK, Message, Renderer
 
 FORMS = ("chatml", "thinking", "llama", "miniature")
 PIECES = [
@@ -253,18 +248,51 @@ def test_a_tail_with_another_answer_in_it_has_no_suffix() -> None:
     ("form", "extends"),
     [("chatml", True), ("miniature", True), ("thinking", False), ("llama", False)],
 )
-def test_what_a_template_can_is_found_out(form: str, extends: bool) -> None:
-    found = abilities(tokenizer(form))
-    assert found == Abilities(extends=extends, bridges_users=True, bridges_tools=True)
+def test_families_extend_their_tokens_as_the_table_in_the_docs_says(
+    form: str, extends: bool
+) -> None:
+    renderer = Renderer(tokenizer(form), 1 << 20)
+    call = {"type": "function", "function": {"name": "f", "arguments": {"b": 1, "a": [True]}}}
+    answers: list[tuple[Message, Message]] = [
+        (
+            {"role": "assistant", "content": "<think>\nw\n</think>\n\n y "},
+            {"role": "user", "content": "z"},
+        ),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "z"},
+        ),
+    ]
+    assert all(_extends(renderer, *pair) for pair in answers) == extends
 
 
-def test_a_template_without_an_end_of_turns_has_no_suffix() -> None:
+def _extends(renderer: Renderer, answer: Message, tail: Message) -> bool:
+    """Whether the conversation with the tail is rendered as the one before, with something after it."""
+    question: list[Message] = [{"role": "user", "content": "x"}]
+    try:
+        short = renderer.render(question, opened=True)
+        with_answer = renderer.render([*question, answer], opened=False)
+        long = renderer.render([*question, answer, tail], opened=True)
+    except DataError:
+        return False
+    begun = long[: len(short)] == short and long[: len(with_answer)] == with_answer
+    return begun and (not answer["content"] or answer["content"] in renderer.decode(long))
+
+
+@pytest.mark.parametrize("role", ["tool", "user"])
+@pytest.mark.parametrize("form", ["chatml", "miniature", "thinking", "llama"])
+def test_a_tail_has_a_suffix_of_its_own(form: str, role: str) -> None:
+    renderer = Renderer(tokenizer(form), 1 << 20)
+    assert renderer.suffix([{"role": role, "content": "z"}], 0, False) is not None
+
+
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_a_template_without_an_end_of_turns_has_no_suffix(role: str) -> None:
     import copy
 
     own = copy.deepcopy(tokenizer("chatml"))
     own.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    found = abilities(own)
-    assert (found.bridges_users, found.bridges_tools) == (False, False)
+    assert Renderer(own, 1 << 20).suffix([{"role": role, "content": "z"}], 0, False) is None
 
 
 @pytest.mark.parametrize("role", ["tool", "user"])

@@ -1,0 +1,26 @@
+# Everything that a host of a run may do: head, learner, rollout worker, reward pool, environment server.
+#   docker build -t tandem .
+# It is made by launch/setup.sh, which installs the versions of constraints.txt, as on any other machine.
+#   --build-arg OPTIONS="--role all --vllm"      with vLLM (its CUDA build where the building machine has a GPU)
+#   --build-arg OPTIONS="--role reward"          a small one, for grading alone
+ARG PYTHON=3.12
+FROM python:${PYTHON}-slim-bookworm
+
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends git redis-server tini \
+    && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /opt/tandem
+COPY . .
+ARG OPTIONS="--role all"
+ENV TANDEM_VENV=/opt/venv
+RUN bash launch/setup.sh ${OPTIONS} </dev/null && rm -rf /root/.cache
+
+# The user of the manifests' securityContext.
+RUN useradd --uid 1000 --create-home tandem && mkdir /runs && chown tandem /runs
+USER tandem
+ENV PATH=/opt/venv/bin:$PATH
+WORKDIR /runs
+# Reaps what is left of ended processes, and hands SIGTERM on.
+ENTRYPOINT ["tini", "--", "tandem"]
+CMD ["--help"]

@@ -1,0 +1,152 @@
+"""What head, learner hosts and rollout workers ask a scheduler for, from the plan of a run."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...common.errors import ConfigError
+from ..plan import planning
+from ..plan.hardware import machine
+from ..plan.node import node
+from ..plan.placement import gpus_needed
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+    from ..plan.planning import Plan, Planned
+
+SLACK = 1.3
+"""Main memory that is asked for, relative to the plan's, which is an estimate."""
+LEAST_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """The resources of one host, or of one pod."""
+
+    cpus: int
+    gpus: int
+    memory: int | None
+    """Bytes of main memory; None if the plan doesn't know the model's sizes."""
+
+    @property
+    def gibibytes(self) -> int | None:
+        """Memory in GiB, rounded up."""
+        return None if self.memory is None else math.ceil(self.memory / (1 << 30))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demands:
+    """What each kind of host asks for."""
+
+    head: Demand
+    """Redis, reward pools, environment servers and the learner's ranks of the first host."""
+    learner: Demand
+    """The ranks of one more host of the learner."""
+    rollout: Demand
+    """One rollout worker."""
+    hosts: int
+    """Hosts of the learner, the head included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run that is to be put on a cluster."""
+
+    name: str
+    """Names jobs and objects: a DNS label."""
+    preset: str
+    """The preset as the command line takes it."""
+    overrides: tuple[str, ...]
+    config: Config
+    demands: Demands
+    notes: tuple[str, ...] = field(default=())
+    """What the user should know, a sentence each."""
+
+
+def label(name: str) -> str:
+    """A name as a DNS label of at most 32 characters.
+
+    >>> label("Qwen2.5_math")
+    'qwen2-5-math'
+    """
+    found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:32].strip("-")
+    return found or "run"
+
+
+def job_of(words: Iterable[str], name: str | None = None) -> Job:
+    """A preset and its overrides as a job.
+
+    Raises:
+        ConfigError: the preset or an override is wrong, or it has stages or trains offline.
+    """
+    from ..run.presets import load, split
+
+    preset_name, overrides = split(list(words), "miniature")
+    preset = load(preset_name)
+    if preset.stages:
+        raise ConfigError(
+            f"{preset_name} makes several runs one after another: name one that is a single run"
+        )
+    config = preset.resolve(overrides)
+    preset.tell_unread(overrides)
+    if config.learner.source == "offline":
+        raise ConfigError(
+            f"{preset_name} trains on what is stored, without rollout workers (learner.source=offline): one host runs "
+            f"it by `tandem offline {preset_name}`"
+        )
+    is_file = Path(preset_name).suffix in (".yaml", ".yml")
+    notes = []
+    demands = demands_of(preset.name, config)
+    if demands.rollout.memory is None:
+        notes.append(
+            f"the sizes of {config.model.path} aren't known here, so no memory is asked for: add it by hand"
+        )
+    return Job(
+        name=f"tandem-{label(name or preset.name)}",
+        preset=str(Path(preset_name).absolute()) if is_file else preset_name,
+        overrides=tuple(overrides),
+        config=config,
+        demands=demands,
+        notes=tuple(notes),
+    )
+
+
+def demands_of(name: str, config: Config) -> Demands:
+    """What the hosts of a run ask for, one rollout worker counted whatever ``rollout.workers`` says."""
+    rollout = config.rollout.model_copy(update={"workers": 1})
+    config = config.model_copy(update={"rollout": rollout})
+    paper = node(machine(), needed=gpus_needed(config))
+    plan = planning.make(name, config, paper, planning.for_node(config, paper))
+    hosts = config.learner.hosts
+    ranks = config.learner.ranks // hosts
+    learner = [p for p in plan.processes if p.name.startswith("learner")][:ranks]
+    workers = [p for p in plan.processes if p.name.startswith("rollout")]
+    others = [p for p in plan.processes if not p.name.startswith(("learner", "rollout"))]
+    served = config.reward.pools * (1 + config.reward.graders)
+    environments = config.environments.servers if config.environments.is_on else 0
+    on_ranks = ranks * config.learner.threads
+    return Demands(
+        head=_demand(plan, [*others, *learner], 1 + on_ranks + served + environments),
+        learner=_demand(plan, learner, on_ranks),
+        rollout=_demand(plan, workers, config.rollout.threads),
+        hosts=hosts,
+    )
+
+
+def _demand(plan: Plan, processes: list[Planned], cpus: int) -> Demand:
+    gpus = {gpu for planned in processes for gpu in planned.gpus}
+    held = [planned.holding for planned in processes]
+    memory: int | None = 0
+    for holding in held:
+        if holding is None or memory is None:
+            memory = None
+        else:
+            memory += holding.host + (holding.total if holding.device == "cpu" else 0)
+    if memory is not None:
+        memory = max(LEAST_BYTES, int(SLACK * (memory + planning.SMALL_BYTES)))
+    return Demand(cpus=max(1, cpus), gpus=len(gpus) if plan.device == "cuda" else 0, memory=memory)

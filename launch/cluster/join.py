@@ -1,0 +1,78 @@
+"""A join file that is made before the run is, where members get theirs with the manifest and not from the head."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from msgspec import structs
+
+from ...common.errors import DataError
+from ...common.plain import read_object, read_record, sealed, unsealed
+from ...common.run_folder import JoinInfo
+from ..host import existing_redis, redis_server
+
+if TYPE_CHECKING:
+    from ...common.config import Config
+
+PORTS = "29500-29563"
+"""``launch.ports`` where the preset says nothing: Tandem's listeners must be known to a policy beforehand."""
+
+
+def port_range(config: Config) -> range:
+    """``launch.ports``, or the default of clusters."""
+    first, last = map(int, (config.launch.ports or PORTS).split("-"))
+    return range(first, last + 1)
+
+
+def new_join(config: Config, host: str) -> JoinInfo:
+    """How members will reach a run that isn't begun yet.
+
+    Args:
+        config: the run's.
+        host: name or address by which members reach the head.
+
+    Raises:
+        ConfigError: ``replay.redis_url`` isn't a Redis URL.
+    """
+    run_id = secrets.token_hex(6)
+    if config.replay.redis_url is not None:
+        return existing_redis.joining(config.replay, run_id, None)[0]
+    port = port_range(config)[0]
+    return JoinInfo(run_id=run_id, host=host, port=port, password=redis_server.new_password())
+
+
+def text_of(join: JoinInfo) -> str:
+    """The content of a join file."""
+    return json.dumps(sealed(structs.asdict(join))) + "\n"
+
+
+def kept_text(path: Path, *, in_secret: bool) -> str | None:
+    """The join file that an earlier call has made, which a run may have been begun with; None if there is none.
+
+    Args:
+        path: the file, or the manifest of a Secret that holds it.
+        in_secret: which of both.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    way_out = "move it away for a new one; a run that was begun with it can't be joined then"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    if in_secret:
+        try:
+            content: Any = yaml.safe_load(text)
+            text = str(content["stringData"]["join.json"])
+        except (yaml.YAMLError, KeyError, TypeError):
+            raise DataError(f"{path} holds no join file: {way_out}") from None
+    content = unsealed(
+        read_object(text.encode(), str(path), DataError, way_out), str(path), DataError, way_out
+    )
+    read_record(JoinInfo, content, str(path), DataError, way_out)
+    return text

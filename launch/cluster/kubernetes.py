@@ -1,0 +1,155 @@
+"""Manifests for Kubernetes: a head with its volume, workers that are scaled, and the learner's other hosts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...common.errors import ConfigError, DataError
+from ...common.models import resolve
+from .demand import Demand, Job
+from .join import kept_text, new_join, port_range, text_of
+from .rendering import Values, render
+
+MARGIN = 30.0
+"""Seconds by which the grace of a pod is longer than its drain."""
+SECRET = "secret.yaml"
+JOIN = "/etc/tandem/join/join.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What the command line says about the cluster."""
+
+    out: Path | None
+    """Folder of the manifests; None = they are printed, without the Secret."""
+    command: str
+    """The command line, for the first lines of ``kustomization.yaml``."""
+    image: str
+    namespace: str
+    nodes: int
+    """Pods of rollout workers to begin with."""
+    workers: int
+    """Rollout workers in each of them."""
+    storage: str
+    """Size of the volume, as a quantity of Kubernetes."""
+    storage_class: str | None = None
+    """None = the cluster's default."""
+    jobset: bool = False
+    """The learner's other hosts as a JobSet in place of a StatefulSet."""
+    templates: Path | None = None
+    """A folder of templates that go before Tandem's."""
+
+
+def manifests(job: Job, site: Site) -> dict[str, str]:
+    """File name to content; :data:`SECRET` holds a password.
+
+    Raises:
+        ConfigError: an option makes no sense.
+        DataError: the preset's file or a template can't be read, or the Secret of an earlier call is damaged.
+    """
+    if site.nodes < 0 or site.workers < 1:
+        raise ConfigError("--nodes is a number from 0, and --workers-per-node one from 1")
+    if site.jobset and job.demands.hosts == 1:
+        raise ConfigError(
+            "--jobset is for the learner's other hosts, and learner.hosts=1: leave it out"
+        )
+    demands, hosts, config = job.demands, job.demands.hosts, job.config
+    ports = port_range(config)
+    drain = config.launch.drain_seconds
+    host = f"{job.name}-head.{site.namespace}.svc"
+    join = kept_text(site.out / SECRET, in_secret=True) if site.out is not None else None
+    is_file = Path(job.preset).is_absolute()
+    run = job.name.removeprefix("tandem-")
+    preset = f"/etc/tandem/preset/{Path(job.preset).name}" if is_file else job.preset
+    head = [
+        *("start", preset, "--head"),
+        *(_literal(word) for word in job.overrides),
+        f"run.dir=/runs/{run}",
+        f"launch.ports={ports[0]}-{ports[-1]}",
+        "launch.bind=$(POD_IP)",
+        f"launch.join={JOIN}",
+    ]
+    members = ["--drain", f"{drain:g}"]
+    shared = hosts > 1
+    values: Values = {
+        "name": job.name,
+        "run": run,
+        "command": site.command,
+        "here": "DIR" if site.out is None else str(site.out),
+        "namespace": site.namespace,
+        "image": json.dumps(site.image),
+        "nodes": site.nodes,
+        "others": hosts - 1,
+        "redis_port": ports[0],
+        "last_port": ports[-1],
+        "drain": f"{drain:g}",
+        "grace": int(drain + MARGIN),
+        "storage": site.storage,
+        "storage_class": site.storage_class,
+        "own_class": None if shared else site.storage_class,
+        "results_claim": f"{job.name}-runs" if shared else f"runs-{job.name}-head-0",
+        "head_args": json.dumps(head),
+        "rollout_args": json.dumps(
+            ["join", JOIN, "--role", "rollout", "--workers", str(site.workers), *members]
+        ),
+        "learner_args": json.dumps(["join", JOIN, "--role", "learner", *members]),
+        **_resources("head", demands.head),
+        **_resources("rollout", demands.rollout, site.workers),
+        **_resources("learner", demands.learner),
+        "join_json": json.dumps(join or text_of(new_join(config, host))),
+        "preset_file": json.dumps(Path(job.preset).name),
+        "preset_text": json.dumps(_text(job.preset)) if is_file else None,
+        "if_preset": "" if is_file else None,
+        "if_shared": "" if shared else None,
+        "if_own": None if shared else "",
+    }
+    names = ["head.yaml", "rollout.yaml", "network.yaml", SECRET]
+    if is_file:
+        names.append("preset.yaml")
+    if shared:
+        names += ["claim.yaml", "jobset.yaml" if site.jobset else "learner.yaml"]
+    if shared or config.weights.transport != "snapshot":
+        names.append("network-data.yaml")
+    values = {**values, "resources": json.dumps(names)}
+    names = ["kustomization.yaml", *names, "results.yaml"]
+    return {name: render(f"kubernetes/{name}", values, site.templates) for name in names}
+
+
+def notes(job: Job) -> list[str]:
+    """What the user should know, a sentence each."""
+    found = list(job.notes)
+    local = [job.config.model.path] if Path(resolve(job.config.model.path)).is_dir() else []
+    local = [path for path in local if not path.startswith("miniature")]
+    local += [source.path for source in job.config.data.train if Path(source.path).exists()]
+    if local:
+        found.append(
+            f"{', '.join(dict.fromkeys(local))} is on this machine: put it into the image or on the volume, and name it "
+            f"by its path there"
+        )
+    return found
+
+
+def _literal(word: str) -> str:
+    """A word in which Kubernetes replaces nothing."""
+    return word.replace("$(", "$$(")
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path} can't be read: {error.strerror}") from None
+
+
+def _resources(kind: str, demand: Demand, count: int = 1) -> dict[str, str | int | None]:
+    gibibytes = demand.gibibytes
+    memory = {} if gibibytes is None else {"memory": f"{gibibytes * count}Gi"}
+    gpus = {"nvidia.com/gpu": demand.gpus * count} if demand.gpus else {}
+    shm = 8 if gibibytes is None else max(1, gibibytes * count // 4)
+    return {
+        f"{kind}_requests": json.dumps({"cpu": demand.cpus * count, **memory, **gpus}),
+        f"{kind}_limits": json.dumps({**memory, **gpus}),
+        f"{kind}_shm": f"{shm}Gi",
+    }

@@ -1,0 +1,74 @@
+"""A task file for SkyPilot: the first node is the head, the others are workers."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...common.errors import ConfigError
+from .demand import Job
+from .join import kept_text, new_join, port_range, text_of
+from .rendering import Values, render
+
+JOIN = "join.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What the command line says about the machines."""
+
+    out: Path | None
+    """Folder of the task and its join file; None = the task is printed."""
+    command: str
+    nodes: int
+    """Machines with rollout workers."""
+    workers: int
+    """Rollout workers on each of them."""
+    gpu: str
+    """Kind of the GPUs, as SkyPilot writes it."""
+    image: str | None = None
+    """``docker:…``; None = the cloud's own."""
+    templates: Path | None = None
+
+
+def task(job: Job, site: Site) -> dict[str, str]:
+    """File name to content; the join file holds a password.
+
+    Raises:
+        ConfigError: an option makes no sense.
+        DataError: the join file of an earlier call is damaged.
+    """
+    if site.nodes < 1 or site.workers < 1:
+        raise ConfigError("--nodes and --workers-per-node are numbers from 1")
+    demands, config = job.demands, job.config
+    ports = port_range(config)
+    asked = [demands.head, demands.learner]
+    gpus = max([demands.rollout.gpus * site.workers, *(one.gpus for one in asked)])
+    cpus = max([demands.rollout.cpus * site.workers, *(one.cpus for one in asked)])
+    sizes = [demands.rollout.gibibytes, *(one.gibibytes for one in asked)]
+    known = [size for size in sizes if size is not None]
+    memory = max(known[0] * site.workers, *known[1:]) if len(known) == len(sizes) else None
+    preset = Path(job.preset)
+    named = preset.relative_to(Path.cwd()) if preset.is_relative_to(Path.cwd()) else preset
+    head = ["start", str(named), "--head", *job.overrides, f"launch.ports={ports[0]}-{ports[-1]}"]
+    values: Values = {
+        "name": job.name,
+        "command": site.command,
+        "here": "." if site.out is None else str(site.out),
+        "all_nodes": demands.hosts + site.nodes,
+        "accelerators": f"{site.gpu}:{gpus}" if gpus else None,
+        "cpus": json.dumps(f"{cpus}+"),
+        "memory": None if memory is None else json.dumps(f"{memory}+"),
+        "image": site.image,
+        "join_file": f"./{JOIN}" if site.out is None else str(site.out / JOIN),
+        "head_words": shlex.join(head),
+        "hosts": demands.hosts,
+        "workers": site.workers,
+        "drain": f"{config.launch.drain_seconds:g}",
+    }
+    made = {"task.yaml": render("skypilot/task.yaml", values, site.templates)}
+    join = None if site.out is None else kept_text(site.out / JOIN, in_secret=False)
+    # The head's address is known when it runs: `tandem join-file --from` puts it in.
+    return {**made, JOIN: join or text_of(new_join(config, "127.0.0.1"))}

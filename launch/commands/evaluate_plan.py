@@ -1,0 +1,407 @@
+"""What an evaluation of several cells is: models, benchmarks, ways of sampling, templates; and their problems."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+from msgspec import structs
+
+from ...common import evaluation_sets, hub, wire
+from ...common.config import Config, EvalSetConfig, of_set
+from ...common.errors import ConfigError, DataError
+from ...common.printable import printable
+from ...common.run_folder import RunFolder
+from ...replay.evaluated import Cell, EvaluationFolder, Plan
+from .options import existing
+
+if TYPE_CHECKING:
+    from ...common.records import Problem
+    from ...reward.grading import Grader
+    from ...rollout.evaluate.answering import Benchmark
+
+LIVE = "live"
+"""In the place of a checkpoint's step: the newest weights that a run's workers have."""
+NEWEST = "newest"
+UNLIMITED = 10**9
+FIRST_BYTES = 1 << 20
+"""Bytes of a file of weights that tell it from another."""
+KEYS = ("models", "benchmarks", "temperatures", "top_p", "templates")
+"""Keys of a plan's YAML that are lists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """One model, where it is."""
+
+    name: str
+    """As it was named, with a checkpoint's step in the place of ``newest``."""
+    path: str
+    """Folder or hub name; of a live run that of the model that it trains. Empty for an endpoint's."""
+    live: RunFolder | None = None
+    """The run whose workers answer."""
+    digest: str = ""
+    """Of the first bytes of its weights; empty for what isn't a folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line or the YAML asks for."""
+
+    models: tuple[str, ...]
+    benchmarks: tuple[EvalSetConfig, ...]
+    temperatures: tuple[float | None, ...] = (None,)
+    """None = the benchmark's or the config's own."""
+    top_p: tuple[float | None, ...] = (None,)
+    templates: tuple[str | None, ...] = (None,)
+    second_mode: str | None = None
+    token_ids: bool = False
+    endpoint: str | None = None
+    """Address of a server that has the models."""
+
+
+def benchmark(
+    given: Any, *, form: str | None = None, limit: int | None = None
+) -> list[EvalSetConfig]:
+    """The sets that a name, a path or an entry stands for.
+
+    Args:
+        given: a known name, a path here or on the hub, or an entry of ``data.evaluate``.
+        form: form of its rows, if it isn't to be found out.
+        limit: at most so many problems of each.
+
+    Raises:
+        ConfigError: it is nothing of this.
+    """
+    try:
+        if not isinstance(given, str):
+            entries = [given]
+        elif given in evaluation_sets.names():
+            entries = evaluation_sets.named(given)
+        else:
+            place = Path(given).expanduser()
+            if not place.exists() and hub.HubData.parse(given) is None:
+                # It names the nearest.
+                evaluation_sets.named(given)
+            entries = [{"path": given, "name": _stem(given)}]
+        own = {"form": form, "limit": limit}
+        given_here = {key: value for key, value in own.items() if value is not None}
+        return [EvalSetConfig(**{**entry, **given_here}) for entry in entries]
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"benchmark {given}: {error}") from None
+
+
+def _stem(path: str) -> str:
+    parsed = hub.HubData.parse(path)
+    return Path(path).stem if parsed is None else parsed.repo.rpartition("/")[2]
+
+
+def distinct(sets: Sequence[EvalSetConfig]) -> list[EvalSetConfig]:
+    """The sets, those with the same name named by their folders too."""
+    names = [one.name for one in sets]
+    return [
+        one.model_copy(update={"name": slug(str(Path(one.path).with_suffix("")))})
+        if names.count(one.name) > 1
+        else one
+        for one in sets
+    ]
+
+
+def from_yaml(content: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
+    """The lists of a plan's YAML; a single value stands for a list of one.
+
+    Raises:
+        ConfigError: it has another key.
+    """
+    unknown = sorted(content.keys() - {*KEYS, "samples", "limit", "settings"})
+    if unknown:
+        raise ConfigError(
+            f"{name}: unknown key {unknown[0]!r}: it may have {', '.join(KEYS)}, samples, limit and settings"
+        )
+    found = {}
+    for key in KEYS:
+        value = content.get(key, [])
+        found[key] = value if isinstance(value, list) else [value]
+    return found
+
+
+def find_model(name: str, exports: Path, *, elsewhere: bool = False) -> Model:
+    """Where a model is. A checkpoint (``RUN@STEP``) is exported into the evaluation's folder.
+
+    Args:
+        name: a folder, a hub name, ``RUN@STEP``, ``RUN@newest`` or ``RUN@live``.
+        exports: folder for the models of checkpoints.
+        elsewhere: whether a server has it, under this name.
+
+    Raises:
+        DataError: there is no such run or checkpoint.
+    """
+    if elsewhere:
+        return Model(name=name, path="")
+    run, at, step = name.rpartition("@")
+    if at and not Path(name).exists() and (step.isdecimal() or step in (LIVE, NEWEST)):
+        folder = existing(run)
+        if step == LIVE:
+            return Model(name=name, path="", live=folder)
+        path, number = _exported(folder, None if step == NEWEST else int(step), exports)
+        return Model(name=f"{run}@{number}", path=str(path), digest=model_digest(path))
+    path = Path(name).expanduser()
+    return Model(name=name, path=name, digest=model_digest(path) if path.is_dir() else "")
+
+
+def same_models(asked: Asked, folder: EvaluationFolder) -> Asked:
+    """With the steps that ``newest`` stood for when the evaluation was begun."""
+    if not folder.plan_json.exists():
+        return asked
+    known = dict.fromkeys(cell.model for cell in folder.plan().cells)
+
+    def same(name: str) -> str:
+        run, at, step = name.rpartition("@")
+        if not at or step != NEWEST:
+            return name
+        begun = (
+            one for one in known if one.startswith(f"{run}@") and one[len(run) + 1 :].isdecimal()
+        )
+        return next(begun, name)
+
+    return replace(asked, models=tuple(map(same, asked.models)))
+
+
+def _exported(folder: RunFolder, step: int | None, exports: Path) -> tuple[Path, int]:
+    from ...common.config import build, read_yaml
+    from ...learner.exporting import export
+    from ...learner.resume.checkpoints import Checkpoints
+
+    if step is None:
+        with Checkpoints(folder.checkpoints).hold(None) as checkpoint:
+            if checkpoint is None:
+                raise DataError(f"{folder.path} has no checkpoint yet: name {folder.path}@{LIVE}")
+            step = checkpoint.version.step
+    out = exports / f"{folder.path.name}@{step}"
+    if not out.exists():
+        exports.mkdir(parents=True, exist_ok=True)
+        export(folder, build(read_yaml(folder.config), stored=True), out, step=step)
+    return out, step
+
+
+def model_digest(folder: Path) -> str:
+    """Tells a model from another in the same folder: a digest of the beginning of its weights, and their sizes."""
+    digest = xxhash.xxh3_64()
+    for file in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        with open(file, "rb") as content:
+            digest.update(content.read(FIRST_BYTES))
+            # The end has other layers than the beginning.
+            content.seek(max(0, file.stat().st_size - FIRST_BYTES))
+            digest.update(content.read(FIRST_BYTES))
+    return digest.hexdigest()
+
+
+@dataclass(slots=True)
+class Prepared:
+    """The cells, with what each is made of. Close it to end its graders."""
+
+    plan: Plan
+    cells: dict[str, tuple[Model, Config, EvalSetConfig]]
+    """By the cell's name."""
+    _reading: _Reading
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def benchmark(self, name: str) -> Benchmark:
+        """A cell's problems and graders."""
+        model, own, held_out = self.cells[name]
+        return self._reading.benchmark(model, own, held_out, self.plan_cell(name).second_mode)
+
+    def plan_cell(self, name: str) -> Cell:
+        """A cell by its name."""
+        return next(cell for cell in self.plan.cells if cell.name == name)
+
+    def __enter__(self) -> Prepared:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reading.close()
+
+
+def prepare(asked: Asked, config: Config, exports: Path, run: RunFolder | None) -> Prepared:
+    """Finds the models, reads every benchmark for each, and settles the cells.
+
+    Args:
+        asked: what is wanted.
+        config: settings of everything else.
+        exports: folder for the models of checkpoints.
+        run: the run to whose folder paths may be relative.
+
+    Raises:
+        ConfigError: two cells would be the same, or a setting can't be.
+        DataError: a model or a benchmark can't be read.
+    """
+    reading = _Reading(run, chat=asked.endpoint is not None)
+    cells: list[Cell] = []
+    parts: dict[str, tuple[Model, Config, EvalSetConfig]] = {}
+    try:
+        for name in asked.models:
+            model = find_model(name, exports, elsewhere=asked.endpoint is not None)
+            base = _config_of(model, config)
+            if asked.endpoint is not None:
+                # Its tokens aren't known here; the server refuses what is too long.
+                data = base.data.model_copy(update={"max_prompt_tokens": UNLIMITED})
+                base = base.model_copy(update={"data": data})
+            for held_out, template, temperature, top_p in product(
+                asked.benchmarks, asked.templates, asked.temperatures, asked.top_p
+            ):
+                given = {"template": template, "temperature": temperature, "top_p": top_p}
+                changed = {key: value for key, value in given.items() if value is not None}
+                own = of_set(base, held_out.model_copy(update=changed))
+                cell = _cell(model, own, held_out, asked)
+                if cell.name in parts:
+                    raise ConfigError(
+                        f"two cells are named {cell.name}: give each benchmark its own name"
+                    )
+                parts[cell.name] = (model, own, held_out)
+                problems = reading.benchmark(model, own, held_out, cell.second_mode).problems
+                cells.append(_with_data(cell, problems, model.digest))
+    except BaseException:
+        reading.close()
+        raise
+    settings = {
+        "engine": config.rollout.engine,
+        "dtype": config.engine_dtype,
+        "deterministic": config.run.deterministic,
+        "reward": config.reward.model_dump(mode="json", exclude={"graders", "pools", "mode"}),
+        "endpoint": asked.endpoint,
+    }
+    plan = Plan(cells=tuple(cells), settings=settings, token_ids=asked.token_ids)
+    return Prepared(plan=plan, cells=parts, _reading=reading)
+
+
+def _config_of(model: Model, config: Config) -> Config:
+    """With the model in it; that of a live run is the run's own."""
+    path = model.path
+    if not path:
+        path = config.model.path
+    if model.live is not None:
+        from ...common.config import build, read_yaml
+
+        path = build(read_yaml(model.live.config), stored=True).model.path
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+
+
+def _cell(model: Model, own: Config, held_out: EvalSetConfig, asked: Asked) -> Cell:
+    sampling = own.evaluate
+    name = ".".join(
+        (
+            slug(model.name),
+            slug(held_out.name),
+            slug(own.data.template),
+            f"t{sampling.temperature:g}",
+            f"p{sampling.top_p:g}",
+        )
+    )
+    return Cell(
+        name=name,
+        model=model.name,
+        benchmark=held_out.name,
+        template=own.data.template,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        samples=1 if sampling.temperature == 0 else sampling.samples,
+        max_new_tokens=own.rollout.max_new_tokens,
+        stop=own.data.stops,
+        mode=own.reward.mode,
+        seed=own.run.seed,
+        second_mode=asked.second_mode,
+    )
+
+
+def _with_data(cell: Cell, problems: Sequence[Problem], model: str) -> Cell:
+    digest = xxhash.xxh3_64()
+    for problem in problems:
+        digest.update(wire.encode(problem))
+    return structs.replace(cell, problems=len(problems), data=digest.hexdigest(), weights=model)
+
+
+def slug(text: str) -> str:
+    """A text as a part of a file's name: its last two folders' names, what isn't a letter or digit a hyphen.
+
+    >>> slug("runs/miniature@50"), slug("Qwen/Qwen2.5-Math-1.5B"), slug("/a/b/c/model/")
+    ('runs-miniature@50', 'Qwen-Qwen2.5-Math-1.5B', 'c-model')
+    """
+    short = "/".join(text.rstrip("/").split("/")[-2:])
+    return re.sub(r"[^\w@+-]+", "-", short.replace(".", "\0")).replace("\0", ".").strip("-.") or "-"
+
+
+class _Reading:
+    """Reads benchmarks for models, each once, and holds the graders.
+
+    Args:
+        run: the run to whose folder paths may be relative.
+        chat: whether a server has the models, which gets texts or messages.
+    """
+
+    def __init__(self, run: RunFolder | None, *, chat: bool) -> None:
+        self._run = run
+        self._chat = chat
+        self._graders: dict[str, Grader] = {}
+        self._tokenizers: dict[str, Any] = {}
+        self._problems: dict[str, list[Problem]] = {}
+
+    def benchmark(
+        self, model: Model, own: Config, held_out: EvalSetConfig, second_mode: str | None
+    ) -> Benchmark:
+        """A benchmark as a model gets it."""
+        from ...rollout.evaluate.answering import Benchmark
+
+        grader = self._grader(own)
+        key = f"{own.model.path}\n{held_out!r}\n{own.data!r}\n{own.reward!r}"
+        if key not in self._problems:
+            self._problems[key] = self._read(own, held_out, grader)
+        second = None
+        if second_mode is not None:
+            reward = own.reward.model_copy(update={"mode": second_mode})
+            second = self._grader(own.model_copy(update={"reward": reward}))
+        return Benchmark(
+            problems=self._problems[key],
+            grader=grader,
+            second=second,
+            subject=held_out.subject,
+            level=held_out.level,
+        )
+
+    def close(self) -> None:
+        """Ends the graders."""
+        for grader in self._graders.values():
+            grader.close()
+
+    def _grader(self, own: Config) -> Grader:
+        from ...reward.grading import Grader
+
+        key = own.reward.model_dump_json()
+        if key not in self._graders:
+            self._graders[key] = Grader(own.reward)
+        return self._graders[key]
+
+    def _read(self, own: Config, held_out: EvalSetConfig, grader: Grader) -> list[Problem]:
+        from ..ingest.prepare import load_tokenizer
+        from ..ingest.rows import SourceReader
+        from ..ingest.texts import Texts
+
+        path = own.model.path
+        if path not in self._tokenizers:
+            self._tokenizers[path] = Texts() if self._chat else load_tokenizer(path)
+        place = Path(held_out.path).expanduser()
+        if self._run is not None:
+            place = self._run.resolve(held_out.path)
+        data = hub.local(held_out.path, place, held_out.revision)
+        reader = SourceReader(own, self._tokenizers[path], grader, lambda text: None, messages=True)
+        problems, _, counts = reader.read(held_out, data)
+        if any(number for number, _ in counts.left_out()):
+            print(f"note: {data.name}: {printable(str(counts))}", file=sys.stderr)
+        return problems

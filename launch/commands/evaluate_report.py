@@ -1,0 +1,100 @@
+"""The figures of an evaluation, computed from its samples alone, as JSON and as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import structs
+
+from ...common.errors import DataError
+from ...common.run_folder import write_atomic
+from ...replay.evaluated import Cell, EvaluationFolder
+from ...rollout.evaluate import scores
+
+
+def summarise(folder: EvaluationFolder) -> dict[str, Any]:
+    """The figures of all finished cells; writes them into the folder.
+
+    Raises:
+        DataError: the folder isn't an evaluation's, or no cell is finished.
+    """
+    cells = folder.finished()
+    if not cells:
+        raise DataError(f"no cell of {folder.path} is finished: run `tandem evaluate` again")
+    found = {
+        "cells": [
+            {
+                **structs.asdict(cell),
+                "figures": scores.plain(scores.summary(folder.samples(cell.name), seed=cell.seed)),
+            }
+            for cell in cells
+        ]
+    }
+    write_atomic(folder.summary, json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """One line for each cell."""
+    rows: list[tuple[str, ...]] = [
+        (
+            "model",
+            "benchmark",
+            "template",
+            "T",
+            "top-p",
+            "n",
+            "accuracy",
+            "95%",
+            "pass",
+            "majority",
+            "cut",
+            "tokens",
+        )
+    ]
+    rows += [_row(cell, cell["figures"]) for cell in summary["cells"]]
+    return aligned(rows)
+
+
+def _row(cell: Mapping[str, Any], figures: Mapping[str, Any]) -> tuple[str, ...]:
+    passes = [name for name in figures if name.startswith("pass@")]
+    majority = next((name for name in figures if name.startswith("maj")), None)
+    each = figures["per_problem"]
+    low, high = figures["interval"]
+    return (
+        cell["model"],
+        cell["benchmark"],
+        cell["template"],
+        f"{cell['temperature']:g}",
+        f"{cell['top_p']:g}",
+        f"{figures['problems']:,}x{each if isinstance(each, int) else '-'.join(map(str, (each[0], each[-1])))}",
+        percent(figures["accuracy"])
+        + (f" ({figures['ungraded']} ungraded)" if figures["ungraded"] else ""),
+        f"{100 * low:.1f}-{100 * high:.1f}",
+        f"@{passes[-1].removeprefix('pass@')} {percent(figures[passes[-1]])}" if passes else "",
+        percent(figures[majority]) if majority else "",
+        percent(figures["truncated"]),
+        f"{figures['length']:,.0f}",
+    )
+
+
+def percent(share: float) -> str:
+    """A share for people."""
+    return f"{100 * share:.1f}%"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def cell_name(cell: Cell) -> str:
+    """What a cell is, without its model."""
+    return f"{cell.benchmark} t{cell.temperature:g} p{cell.top_p:g} {cell.template}"

@@ -1,0 +1,365 @@
+"""Makes the samples of an evaluation's cells: in this process, in several, or by a live run's workers.
+
+Every sample is appended to a file of its cell as soon as it is graded, so that a process may be killed at any
+time and the same command goes on. Which process makes a sample follows from its place alone. A cell whose
+samples are all there is written anew, in order, and its figures follow from that file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from ...common.errors import ConfigError, TandemError
+from ...common.plain import read_object
+from ...common.run_folder import write_atomic
+from ...replay.evaluated import (
+    PARQUET,
+    Cell,
+    EvaluationFolder,
+    Plan,
+    write_parquet,
+    write_samples,
+)
+from .evaluate_parts import Samples
+from .evaluate_plan import Prepared
+from .progress import Progress
+
+if TYPE_CHECKING:
+    from ...rollout.engine import Engine
+    from ...rollout.evaluate.answering import Place
+    from ...rollout.evaluate.elsewhere import Elsewhere
+
+ROWS = 256
+"""Greatest number of responses that an engine generates at a time; also the samples of a block, see
+``run.deterministic``."""
+FAILURES = 5
+"""Times in a row that a worker may end without having made a sample."""
+LOOK_SECONDS = 0.5
+END_SECONDS = 15.0
+"""Time in which a worker ends its engine when it is asked to."""
+
+
+def begin(folder: EvaluationFolder, plan: Plan) -> None:
+    """Writes the plan, or checks that the folder's is the same.
+
+    Raises:
+        ConfigError: the folder is another evaluation's.
+    """
+    if not folder.plan_json.exists():
+        if folder.path.exists() and any(
+            one.name not in ("models", "lock") for one in folder.path.iterdir()
+        ):
+            raise ConfigError(f"{folder.path} has other files: name another folder with --to")
+        folder.path.mkdir(parents=True, exist_ok=True)
+        content = json.dumps(structs.asdict(plan), indent=1, default=structs.asdict)
+        write_atomic(folder.plan_json, content + "\n")
+        return
+    before = folder.plan()
+    if before != plan:
+        raise ConfigError(
+            f"{folder.path} is an evaluation of {_differing(before, plan)}: name another folder with --to, "
+            f"or ask for the same"
+        )
+
+
+def _differing(before: Plan, now: Plan) -> str:
+    names = [cell.name for cell in before.cells], [cell.name for cell in now.cells]
+    if names[0] != names[1]:
+        return f"other cells ({', '.join(sorted(set(names[0]) ^ set(names[1]))[:4]) or 'in another order'})"
+    for old, new in zip(before.cells, now.cells, strict=True):
+        for key in structs.asdict(old):
+            if getattr(old, key) != getattr(new, key):
+                return (
+                    f"another {key} ({new.name}: {getattr(old, key)!r}, not {getattr(new, key)!r})"
+                )
+    for key in sorted(before.settings.keys() | now.settings.keys()):
+        if before.settings.get(key) != now.settings.get(key):
+            return f"another {key} ({before.settings.get(key)!r:.80}, not {now.settings.get(key)!r:.80})"
+    return "other settings"
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Holds the folder, so that two commands don't write into it.
+
+    Raises:
+        TandemError: another process has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TandemError(
+                f"another process evaluates into {folder}: wait for it, or stop it"
+            ) from None
+        yield
+
+
+# --- in this process -------------------------------------------------------------------------
+
+
+def work(
+    prepared: Prepared,
+    folder: EvaluationFolder,
+    *,
+    worker: tuple[int, int] = (0, 1),
+    progress: Progress | None = None,
+    sampler: Callable[[str], Elsewhere] | None = None,
+) -> None:
+    """Makes the samples that are missing, model after model.
+
+    Args:
+        prepared: the cells.
+        folder: where they go.
+        worker: number of this process, and how many there are.
+        progress: is told of each sample.
+        sampler: makes what answers for a model of that name, in the place of engines.
+
+    Raises:
+        TandemError: a model can't be loaded, or a problem can't be answered.
+    """
+    for _, cells in itertools.groupby(prepared.plan.cells, key=lambda cell: cell.model):
+        wanted = {cell.name: _missing(prepared, folder, cell, worker) for cell in cells}
+        wanted = {cell: places for cell, places in wanted.items() if places}
+        if not wanted:
+            continue
+        made = [prepared.cells[cell] for cell in wanted]
+        if made[0][0].live is not None:
+            from .evaluate_fleet import by_fleet
+
+            flat = {
+                cell: [p for batch in batches for p in batch] for cell, batches in wanted.items()
+            }
+            by_fleet(made[0][0], prepared, folder, flat, progress)
+            continue
+        asyncio.run(_by_engine(prepared, folder, wanted, worker[0], progress, sampler))
+
+
+def _missing(
+    prepared: Prepared, folder: EvaluationFolder, cell: Cell, worker: tuple[int, int]
+) -> list[list[Place]]:
+    """The samples that this process is to make, in batches that are answered together."""
+    if folder.samples_file(cell.name).exists():
+        return []
+    places = prepared.benchmark(cell.name).places(cell)
+    found = Samples(folder, cell.name).found()
+    number, count = worker
+    if not prepared.plan.settings["deterministic"]:
+        mine = [place for place in places[number::count] if place not in found]
+        return [mine] if mine else []
+    blocks = [places[start : start + ROWS] for start in range(0, len(places), ROWS)]
+    # A block that is not whole is made again as a whole: the last bits of log-probs depend on the batch.
+    return [block for block in blocks[number::count] if any(place not in found for place in block)]
+
+
+async def _by_engine(
+    prepared: Prepared,
+    folder: EvaluationFolder,
+    wanted: dict[str, list[list[Place]]],
+    number: int,
+    progress: Progress | None,
+    sampler: Callable[[str], Elsewhere] | None,
+) -> None:
+    from ...rollout.engines import make_engine
+    from ...rollout.evaluate.answering import answer
+
+    model, config, _ = prepared.cells[next(iter(wanted))]
+    benchmarks = {name: prepared.benchmark(name) for name in wanted}
+    engine: Engine | None = None
+    if sampler is None:
+        most = max(prepared.plan_cell(name).max_new_tokens for name in wanted)
+        engine = make_engine(
+            config.model,
+            config.rollout.model_copy(update={"max_new_tokens": most}),
+            max_rows=ROWS,
+            max_prompt_tokens=max(
+                len(p.prompt_tokens) for one in benchmarks.values() for p in one.problems
+            ),
+        )
+        await engine.start()
+    answers = engine if sampler is None else sampler(model.name)
+    assert answers is not None
+    try:
+        for name, batches in wanted.items():
+            with Samples(folder, name).adding(number, progress) as add:
+                for batch in batches:
+                    await answer(
+                        answers,
+                        benchmarks[name],
+                        prepared.plan_cell(name),
+                        batch,
+                        add,
+                        token_ids=prepared.plan.token_ids,
+                        block=bool(prepared.plan.settings["deterministic"]),
+                    )
+    finally:
+        if engine is not None:
+            await engine.close()
+
+
+# --- in several processes --------------------------------------------------------------------
+
+
+class Workers:
+    """Processes that make the samples together, each with an engine of its own.
+
+    Args:
+        arguments: of this command, with which each is started.
+        count: how many.
+        gpus: GPUs of each engine; where there are any, each process sees its own.
+        folder: the evaluation's; their logs are in it.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], count: int, gpus: int, folder: EvaluationFolder
+    ) -> None:
+        self._arguments = arguments
+        self._count = count
+        self._gpus = gpus
+        self._folder = folder
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._failures = [0] * count
+        self._counted: dict[Path, tuple[int, int]] = {}
+
+    def run(self, progress: Progress) -> None:
+        """Returns when all samples are made; a worker that dies is started again, and goes on.
+
+        Raises:
+            TandemError: a worker died too often without having made anything.
+        """
+        try:
+            for number in range(self._count):
+                self._start(number)
+            known = self.lines()
+            while self._processes:
+                for number, process in list(self._processes.items()):
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(LOOK_SECONDS / len(self._processes))
+                    lines = self.lines()
+                    if lines != known:
+                        progress.add(lines - known)
+                        known, self._failures = lines, [0] * self._count
+                    progress.turn()
+                    if process.poll() is not None:
+                        self._ended(number, process.returncode)
+        finally:
+            self.end()
+
+    def lines(self) -> int:
+        """Number of samples in all parts; reads only what is new."""
+        total = 0
+        for cell in self._folder.plan().cells:
+            for part in self._folder.parts(cell.name):
+                start, count = self._counted.get(part, (0, 0))
+                with open(part, "rb") as file:
+                    file.seek(start)
+                    new = file.read()
+                self._counted[part] = (start + len(new), count + new.count(b"\n"))
+                total += self._counted[part][1]
+        return total
+
+    def end(self) -> None:
+        """Ends those that run: first they are asked, so that engines end their own processes."""
+        for process in self._processes.values():
+            process.send_signal(signal.SIGTERM)
+        until = time.monotonic() + END_SECONDS
+        for process in self._processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, until - time.monotonic()))
+            process.kill()
+            process.wait()
+        self._processes.clear()
+
+    def _start(self, number: int) -> None:
+        words = [sys.executable, "-P", "-m", "tandem.launch.lifeline", str(os.getpid()), "evaluate"]
+        words += [*self._arguments, "--worker", f"{number}/{self._count}"]
+        log = self._folder.path / "logs" / f"worker-{number}.log"
+        log.parent.mkdir(exist_ok=True)
+        environment = dict(os.environ)
+        if self._gpus:
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            names = seen.split(",") if seen else [str(n) for n in range(self._gpus * self._count)]
+            own = [names[(number * self._gpus + i) % len(names)] for i in range(self._gpus)]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        with open(log, "ab") as out:
+            self._processes[number] = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment
+            )
+
+    def _ended(self, number: int, code: int) -> None:
+        del self._processes[number]
+        if code == 0:
+            return
+        self._failures[number] += 1
+        log = self._folder.path / "logs" / f"worker-{number}.log"
+        last = log.read_text("utf-8", "replace").strip().rpartition("\n")[2]
+        # A refusal would be the same again.
+        if code == ConfigError.exit_code or self._failures[number] >= FAILURES:
+            raise TandemError(f"worker {number} ended with status {code} ({log}): {last[:400]}")
+        self._start(number)
+
+
+# --- afterwards ------------------------------------------------------------------------------
+
+
+def finish(folder: EvaluationFolder, prepared: Prepared, *, parquet: bool) -> None:
+    """Writes the samples of each cell in order, with the classes of their answers, and removes the parts.
+
+    Raises:
+        TandemError: samples are missing.
+    """
+    from ...rollout.evaluate.keeping import classified
+
+    for cell in prepared.plan.cells:
+        file = folder.samples_file(cell.name)
+        if not file.exists():
+            benchmark = prepared.benchmark(cell.name)
+            found = Samples(folder, cell.name).found()
+            places = benchmark.places(cell)
+            if missing := [place for place in places if place not in found]:
+                raise TandemError(
+                    f"{cell.name} lacks {len(missing)} samples: run the command again"
+                )
+            write_samples(file, classified([found[place] for place in places], benchmark.grader))
+        for part in folder.parts(cell.name):
+            part.unlink()
+        table = folder.cell(cell.name) / PARQUET
+        if parquet and not table.exists():
+            write_parquet(table, list(folder.samples(cell.name)))
+
+
+def add_times(folder: EvaluationFolder, seconds: float, samples: int) -> None:
+    """Adds the time of one attempt, and the samples that it made."""
+    known = {"seconds": 0.0, "samples": 0, "attempts": 0}
+    if folder.times.exists():
+        known |= read_object(folder.times.read_bytes(), str(folder.times), TandemError)
+    known["seconds"] += seconds
+    known["samples"] += samples
+    known["attempts"] += 1
+    write_atomic(folder.times, json.dumps(known, indent=1) + "\n")
+
+
+def left(folder: EvaluationFolder, prepared: Prepared) -> tuple[int, int]:
+    """(all samples, samples that are there)."""
+    total = done = 0
+    for cell in prepared.plan.cells:
+        count = len(prepared.benchmark(cell.name).places(cell))
+        total += count
+        whole = folder.samples_file(cell.name).exists()
+        done += count if whole else len(Samples(folder, cell.name).found())
+    return total, done

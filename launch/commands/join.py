@@ -1,0 +1,61 @@
+"""Join a run with processes of one role: starts them here, keeps them running, and ends with the run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ...common.errors import ConfigError
+
+ROLES = ("rollout", "reward", "learner", "environments")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="the file that `tandem join-file` wrote")
+    parser.add_argument(
+        "--role",
+        choices=ROLES,
+        default="rollout",
+        help="what the processes do (default rollout); a host of the learner runs its share of the ranks",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="number of processes (default: as many as this host's GPUs serve, or 1)",
+    )
+    parser.add_argument(
+        "--folder",
+        metavar="DIR",
+        help="where their logs go, private to this host (default: a new folder in ./hosts)",
+    )
+    parser.add_argument(
+        "--drain",
+        type=float,
+        metavar="SECONDS",
+        help="time to finish what they are at after SIGTERM or Ctrl-C, less than the scheduler's own grace "
+        "(default: launch.drain_seconds)",
+    )
+    parser.add_argument("--name", help="what others call this host (default: its host name)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Works until the run has ended or it is asked to drain."""
+    if arguments.workers is not None and arguments.workers < 1:
+        raise ConfigError(f"--workers {arguments.workers} should be at least 1")
+    if arguments.drain is not None and not arguments.drain > 0:
+        raise ConfigError(f"--drain {arguments.drain:g} should be over 0 seconds")
+    from ...common import disk
+    from ..board.terminal import Terminal
+    from ..run.joining import Joining, join
+
+    disk.keep_streams()
+    joining = Joining(
+        file=Path(arguments.file),
+        role=arguments.role,
+        workers=arguments.workers,
+        folder=None if arguments.folder is None else Path(arguments.folder),
+        drain_seconds=arguments.drain,
+        name=arguments.name,
+    )
+    return join(joining, Terminal(plain=True))

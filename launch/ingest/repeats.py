@@ -1,0 +1,47 @@
+"""Rows of a held-out set that are there several times: so many samples of one problem.
+
+LUFFY's files repeat a row in the place of sampling several times. Taken for problems of their own, equal rows
+would make pass@k, majorities and every interval wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from ...common.records import REPEATS, Problem
+
+Key = tuple[str, bytes, str]
+
+
+def joined(problems: Sequence[Problem], repeated: bool | None = None) -> list[Problem]:
+    """The distinct problems in the order of their first rows; repeated ones say how often they are there.
+
+    Args:
+        problems: a row each.
+        repeated: whether equal rows are joined; None = those of a source in which every prompt is there
+            equally often, and more than once.
+    """
+    if repeated is False:
+        return list(problems)
+    counts = Counter(map(_key, problems))
+    often: dict[str, set[int]] = {}
+    for (source, _, _), count in counts.items():
+        often.setdefault(source, set()).add(count)
+    found: dict[Key | str, Problem] = {}
+    for problem in problems:
+        key = _key(problem)
+        count = counts[key]
+        if count == 1 or not (repeated or len(often[problem.data_source]) == 1):
+            found[problem.problem_id] = problem
+        elif key not in found:
+            found[key] = replace(problem, extra={**problem.extra, REPEATS: count})
+    return list(found.values())
+
+
+def _key(problem: Problem) -> Key:
+    # Episodes have no prompt of their own; what is played tells them apart.
+    what = problem.prompt_tokens.tobytes() or problem.prompt_text.encode()
+    return problem.data_source, what, problem.gold

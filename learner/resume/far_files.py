@@ -1,0 +1,208 @@
+"""A checkpoint's files where ranks of the learner are on hosts that may not have the run's folder.
+
+Before anything is trained, rank 0 writes a random word into the run's ``checkpoints/``, and every rank looks for it
+and answers beside it. Ranks that find it, and whose answer rank 0 finds, write and read checkpoints there
+themselves. For the others rank 0 does: their files come to it over the process group when one is saved, and all
+files go to their host, once, when one is loaded. What a checkpoint holds is the same in both cases.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ...common.errors import ConfigError, DataError
+from ...common.plain import read_json
+from ..rendezvous import broadcast_bytes, gather_names, sum_over_ranks
+
+log = logging.getLogger("tandem.learner")
+
+BLOCK = 16 << 20
+"""Number of bytes that are sent at a time."""
+PREFIX = ".shared-"
+"""How the names of the files begin by which hosts look for the folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFiles:
+    """Where this rank writes and reads its files; without arguments, in the run's folder."""
+
+    far: tuple[int, ...] = ()
+    """Ranks that don't have the run's folder, ascending."""
+    receivers: tuple[int, ...] = ()
+    """The first of them on each host, which gets all files of a checkpoint that is loaded."""
+    place: Path | None = None
+    """A folder that the far ranks of a host share."""
+
+    @classmethod
+    def agreed(
+        cls,
+        setting: str,
+        checkpoints: Path | None,
+        place: Path,
+        *,
+        local_rank: int,
+        several_hosts: bool,
+    ) -> CheckpointFiles:
+        """Finds out which ranks have the run's folder. Collective.
+
+        Args:
+            setting: ``learner.checkpoints``.
+            checkpoints: the run's ``checkpoints/``, on rank 0.
+            place: a folder of this rank's host.
+            local_rank: this rank's place among those of its host.
+            several_hosts: whether there are any other hosts.
+
+        Raises:
+            ConfigError: ``learner.checkpoints=shared``, and a rank doesn't have it.
+        """
+        if not several_hosts or dist.get_world_size() == 1:
+            return cls()
+        seen = _look(checkpoints)
+        mine = [str(local_rank), "yes" if seen else "", socket.gethostname()]
+        everyone = gather_names(["|".join(mine)])
+        if checkpoints is not None:
+            for path in checkpoints.glob(f"{PREFIX}*"):
+                path.unlink(missing_ok=True)
+        told = [line.split("|", 2) for (line,) in everyone]
+        # Ranks are numbered host by host, and on each host from 0.
+        hosts: list[int] = []
+        for local, _, _ in told:
+            hosts.append((hosts[-1] if hosts else -1) + (local == "0" or not hosts))
+        lacking = [rank for rank, (_, yes, _) in enumerate(told) if not yes]
+        if setting == "gathered":
+            lacking = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
+        if setting == "shared" and lacking:
+            names = ", ".join(f"rank {rank} on {told[rank][2]}" for rank in lacking)
+            raise ConfigError(
+                f"learner.checkpoints=shared, and {names} can't read and write the run's checkpoints folder under "
+                f"the head's path: mount it there, or set learner.checkpoints=gathered"
+            )
+        if checkpoints is not None:
+            if lacking:
+                listed = ", ".join(str(rank) for rank in lacking)
+                log.info(f"checkpoints are gathered by rank 0 for ranks on other hosts: {listed}")
+            else:
+                log.info(f"checkpoints are written by all hosts into {checkpoints}")
+        first = {hosts[rank]: rank for rank in reversed(lacking)}
+        return cls(far=tuple(lacking), receivers=tuple(sorted(first.values())), place=place)
+
+    @contextmanager
+    def writing(self, folder: Path) -> Iterator[Path]:
+        """The folder into which this rank writes; afterwards everything is in the run's ``folder``. Collective."""
+        rank = dist.get_rank() if self.far else 0
+        if rank not in self.far:
+            yield folder
+            for far in self.far if rank == 0 else ():
+                _receive(folder, far)
+            return
+        own = self._own(f"checkpoint-of-rank-{rank}")
+        try:
+            yield own
+            _send(own, 0)
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+
+    @contextmanager
+    def reading(self, folder: Path) -> Iterator[Path]:
+        """A folder with all that is in the run's ``folder``, for this rank to read. Collective."""
+        if not self.far:
+            yield folder
+            return
+        rank = dist.get_rank()
+        place = folder
+        if rank in self.far:
+            assert self.place is not None
+            place = self.place / "checkpoint-to-load"
+        if rank in self.receivers:
+            _receive(self._own(place.name), 0)
+        for receiver in self.receivers if rank == 0 else ():
+            _send(folder, receiver)
+        # The files of a host are there for all of its ranks once everybody has come here.
+        sum_over_ranks([0.0])
+        try:
+            yield place
+            sum_over_ranks([0.0])
+        finally:
+            if rank in self.receivers:
+                shutil.rmtree(place, ignore_errors=True)
+
+    def _own(self, name: str) -> Path:
+        """An empty folder on this host."""
+        assert self.place is not None
+        path = self.place / name
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True, mode=0o700)
+        return path
+
+
+def _look(checkpoints: Path | None) -> bool:
+    """Whether this rank reads what rank 0 has written, and rank 0 what this one answers. Collective."""
+    rank = dist.get_rank()
+    told: bytes | None = None
+    if checkpoints is not None:
+        word = secrets.token_hex(16)
+        (checkpoints / f"{PREFIX}{word[:8]}").write_text(word)
+        told = json.dumps([str(checkpoints), word]).encode()
+    path, word = read_json(broadcast_bytes(told), "rank 0's word about its folder", DataError)
+    place = Path(path) / f"{PREFIX}{word[:8]}"
+    answer = place.with_name(f"{place.name}-{rank}")
+    try:
+        found = place.read_text() == word
+        if found:
+            answer.write_text(word)
+    except OSError:
+        found = False
+    sum_over_ranks([0.0])
+    answered = [0.0] * dist.get_world_size()
+    if checkpoints is not None:
+        answered = [
+            float(place.with_name(f"{place.name}-{r}").exists()) for r in range(len(answered))
+        ]
+    # Only rank 0 has anything to add.
+    return found and sum_over_ranks(answered)[rank] == 1.0
+
+
+def _send(folder: Path, to: int) -> None:
+    """Sends all files below a folder to another rank."""
+    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    sizes = [(folder / name).stat().st_size for name in names]
+    head = json.dumps(list(zip(names, sizes, strict=True))).encode()
+    dist.send(torch.tensor([len(head)], dtype=torch.int64), to)
+    dist.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), to)
+    for name, size in zip(names, sizes, strict=True):
+        with open(folder / name, "rb") as file:
+            for start in range(0, size, BLOCK):
+                block = bytearray(min(BLOCK, size - start))
+                if file.readinto(block) != len(block):
+                    raise DataError(f"{folder / name} has become shorter while it was sent")
+                dist.send(torch.frombuffer(block, dtype=torch.uint8), to)
+
+
+def _receive(folder: Path, source: int) -> None:
+    """The other end of :func:`_send`."""
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, source)
+    head = torch.empty(int(length), dtype=torch.uint8)
+    dist.recv(head, source)
+    what = f"the list of files of rank {source}"
+    for name, size in read_json(head.numpy().tobytes(), what, DataError):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise DataError(f"rank {source} sends a file named {name!r}")
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            for start in range(0, size, BLOCK):
+                block = torch.empty(min(BLOCK, size - start), dtype=torch.uint8)
+                dist.recv(block, source)
+                file.write(block.numpy().data)

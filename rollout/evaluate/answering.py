@@ -1,0 +1,199 @@
+"""Answers and grades any samples of a benchmark's problems, in any order: what can be cut, resumed and spread.
+
+A sample depends on the weights, the problem, the cell's settings, the seed and its own number, and not on which
+other samples are made with it: each is a group of its own for the engine, whose noise is keyed by it. Only the
+last bits of its log-probs depend on what else is in the batch; with ``block`` that is settled too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...common.errors import TandemError
+from ...common.records import Problem, Sample, SamplingParams
+from ...replay.evaluated import Cell, EvaluatedSample
+from ...reward.grading import Grader
+from ..engine import FinishedGroup, GroupRequest
+from ..leases import task_of
+from .keeping import count_of, item, kept
+
+WINDOW = 4096
+"""Samples that an engine has at a time, running or waiting."""
+GRADED = 512
+"""Greatest number of samples that are graded and kept together."""
+
+Place = tuple[int, int]
+"""Of a sample: its problem's place in the benchmark, and its number."""
+
+
+class Sampler(Protocol):
+    """What answers: an engine, a player, or an endpoint elsewhere."""
+
+    def generate(self, requests: Sequence[GroupRequest]) -> AsyncIterator[FinishedGroup]:
+        """Yields each group once, as it finishes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """A benchmark's problems, as one model gets them, and how its samples are graded."""
+
+    problems: Sequence[Problem]
+    """In their order."""
+    grader: Grader
+    """The grader whose verdict counts."""
+    second: Grader | None = None
+    """A second one, whose verdicts stand beside it."""
+    subject: str | None = None
+    """Column that says what a problem is about."""
+    level: str | None = None
+    """Column that says how hard it is."""
+
+    def places(self, cell: Cell) -> list[Place]:
+        """All samples of a cell, by problem, then number."""
+        return [
+            (place, number)
+            for place, problem in enumerate(self.problems)
+            for number in range(count_of(problem, cell.temperature, cell.samples))
+        ]
+
+
+async def answer(
+    sampler: Sampler,
+    benchmark: Benchmark,
+    cell: Cell,
+    wanted: Sequence[Place],
+    keep: Callable[[list[EvaluatedSample]], None],
+    *,
+    token_ids: bool = False,
+    block: bool = False,
+    window: int = WINDOW,
+) -> None:
+    """Samples and grades; ``keep`` gets the samples in the order in which they come, from a thread.
+
+    Args:
+        sampler: an engine that has been started; it may answer others at the same time.
+        benchmark: the problems, and the graders.
+        cell: how they are sampled.
+        wanted: the samples that are to be made.
+        keep: called for some samples at a time, never twice at once.
+        token_ids: whether the samples keep their tokens.
+        block: answer all of ``wanted`` as one batch, begun together, so that its samples are always the same to
+            the last bit. It must fit into the engine's batch, and nothing else may run there.
+        window: greatest number of samples that the engine is given at a time.
+
+    Raises:
+        TandemError: the engine can't answer a problem.
+    """
+    finished: asyncio.Queue[tuple[Place, Sample] | None] = asyncio.Queue()
+    requests = {_name(cell, benchmark.problems[p], n): (p, n) for p, n in wanted}
+    ended = asyncio.Event()
+    outstanding = 0
+
+    async def feed(chunk: Sequence[GroupRequest]) -> None:
+        nonlocal outstanding
+        async for group in sampler.generate(chunk):
+            place = requests[group.group_id]
+            if group.error is not None:
+                problem = benchmark.problems[place[0]].problem_id
+                raise TandemError(f"{cell.name}: {problem} can't be answered: {group.error}")
+            outstanding -= 1
+            ended.set()
+            await finished.put((place, group.samples[0]))
+
+    async def produce() -> None:
+        nonlocal outstanding
+        step = len(requests) if block else max(1, window // 2)
+        names = list(requests)
+        async with asyncio.TaskGroup() as feeding:
+            for start in range(0, len(names), max(1, step)):
+                chunk = [
+                    _request(name, requests, benchmark, cell)
+                    for name in names[start : start + step]
+                ]
+                while outstanding > window - len(chunk) and outstanding:
+                    ended.clear()
+                    await ended.wait()
+                outstanding += len(chunk)
+                feeding.create_task(feed(chunk))
+        await finished.put(None)
+
+    async def consume() -> None:
+        over = False
+        while not over:
+            some = [await finished.get()]
+            while not finished.empty() and len(some) < GRADED:
+                some.append(finished.get_nowait())
+            over = some[-1] is None
+            samples = [one for one in some if one is not None]
+            if samples:
+                await asyncio.to_thread(lambda: keep(_graded(benchmark, samples, token_ids)))  # noqa: B023
+
+    try:
+        async with asyncio.TaskGroup() as both:
+            both.create_task(produce())
+            both.create_task(consume())
+    except BaseExceptionGroup as group:
+        raise _first(group) from None
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error that ended a group of tasks."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _name(cell: Cell, problem: Problem, number: int) -> str:
+    """Keys the noise: equal for another model, engine or worker, and for another place in the folder."""
+    sampling = f"t{cell.temperature:g} p{cell.top_p:g} {cell.template}"
+    return f"{cell.benchmark} {sampling}:{problem.problem_id}:{number}"
+
+
+def _request(
+    name: str, places: Mapping[str, Place], benchmark: Benchmark, cell: Cell
+) -> GroupRequest:
+    problem = benchmark.problems[places[name][0]]
+    return GroupRequest(
+        group_id=name,
+        prompt_tokens=problem.prompt_tokens,
+        count=1,
+        sampling=SamplingParams(
+            temperature=cell.temperature,
+            top_p=cell.top_p,
+            top_k=0,
+            max_new_tokens=cell.max_new_tokens,
+        ),
+        seed=cell.seed,
+        stop=cell.stop,
+        prompt_text=problem.prompt_text,
+        task=task_of(problem),
+    )
+
+
+def _graded(
+    benchmark: Benchmark, samples: Sequence[tuple[Place, Sample]], token_ids: bool
+) -> list[EvaluatedSample]:
+    items = [item(benchmark.problems[place], sample) for (place, _), sample in samples]
+    grades = benchmark.grader.grade_texts(items)
+    seconds = (
+        [None] * len(items) if benchmark.second is None else benchmark.second.grade_texts(items)
+    )
+    return [
+        kept(
+            benchmark.problems[place],
+            sample,
+            grade,
+            place=place,
+            number=number,
+            grader=benchmark.grader.name,
+            subject=benchmark.subject,
+            level=benchmark.level,
+            second=second,
+            token_ids=token_ids,
+        )
+        for ((place, number), sample), grade, second in zip(samples, grades, seconds, strict=True)
+    ]

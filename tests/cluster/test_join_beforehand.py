@@ -1,0 +1,70 @@
+"""A join file that is made before the run: the run takes its id, its password and its port from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.common.config import LaunchConfig
+from tandem.common.errors import ConfigError
+from tandem.common.run_folder import JoinInfo, read_join
+from tandem.launch.cluster.join import new_join, text_of
+from tandem.launch.host import redis_server
+from tandem.launch.run.opening import open_folder
+from tandem.launch.run.presets import load
+from tandem.launch.run.record import RunRecord
+from tandem.launch.run.redis_part import where
+
+
+def made(path: Path, port: int) -> JoinInfo:
+    preset = load("miniature")
+    config = preset.resolve([f"launch.ports={port}-{port + 31}"])
+    path.write_text(text_of(new_join(config, "head.example")))
+    return read_join(path)
+
+
+def joined(tmp_path: Path, *words: str) -> JoinInfo:
+    opening = open_folder(load("miniature"), [f"run.dir={tmp_path}/run", *words], fresh=False)
+    return where(opening, RunRecord(opening, 0.0), lambda line: None)[0]
+
+
+def test_a_new_run_takes_id_password_and_port_from_it_and_its_own_address(tmp_path: Path):
+    port = redis_server.choose_port("127.0.0.1", None)
+    given = made(tmp_path / "given.json", port)
+    assert given.host == "head.example"
+    found = joined(tmp_path, f"launch.join={tmp_path}/given.json")
+    assert (found.run_id, found.password, found.port) == (given.run_id, given.password, port)
+    assert found.host == LaunchConfig().bind
+
+
+def test_a_port_that_the_range_does_not_begin_with_is_refused(tmp_path: Path):
+    port = redis_server.choose_port("127.0.0.1", None)
+    made(tmp_path / "given.json", port)
+    other = redis_server.choose_port("127.0.0.1", None)
+    words = [f"launch.join={tmp_path}/given.json", f"launch.ports={other}-{other + 31}"]
+    with pytest.raises(ConfigError, match=f"Redis is to listen on port {port}, as launch.join="):
+        joined(tmp_path, *words)
+
+
+def test_the_file_of_another_run_is_refused(tmp_path: Path):
+    given = made(tmp_path / "given.json", redis_server.choose_port("127.0.0.1", None))
+    opening = open_folder(
+        load("miniature"),
+        [f"run.dir={tmp_path}/run", f"launch.join={tmp_path}/given.json"],
+        fresh=False,
+    )
+    made(tmp_path / "given.json", given.port)
+    with pytest.raises(ConfigError, match=f"is of run .* holds run {given.run_id}"):
+        where(opening, RunRecord(opening, 0.0), lambda line: None)
+
+
+def test_it_says_how_an_existing_redis_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TANDEM_REDIS_PASSWORD", "secret")
+    preset = load("miniature")
+    url = "replay.redis_url=rediss://me@redis.example:6380/2"
+    config = preset.resolve([url, "replay.redis_ca=/tls/ca.pem", "replay.redis_cert=/tls/both.pem"])
+    join = new_join(config, "head.example")
+    assert (join.host, join.port, join.db) == ("redis.example", 6380, 2)
+    assert (join.username, join.password, join.tls) == ("me", "secret", True)
+    assert (join.ca, join.cert, join.key) == ("/tls/ca.pem", "/tls/both.pem", None)

@@ -1,0 +1,289 @@
+"""Manifests: what Kubernetes' own schemas say of them, and whether their parts fit together."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from crossing import findings
+
+from tandem.common.errors import ConfigError, DataError
+from tandem.common.run_folder import read_join
+from tandem.launch.cli import dispatch, main
+from tandem.launch.cluster.rendering import fill
+
+HERE = Path(__file__).parent
+STORM = str(HERE.parent / "faults" / "storm.yaml")
+HOSTS = ["learner.ranks=2", "learner.hosts=2"]
+KINDS: dict[str, list[str]] = {
+    "one host": ["miniature"],
+    "GPUs": ["qwen2.5-math-7b-luffy-8gpu", "--storage-class", "fast", "--nodes", "4"],
+    "hosts": ["miniature", *HOSTS, "--workers-per-node", "2"],
+    "own preset": [STORM, "weights.transport=snapshot"],
+    "jobset": ["miniature", *HOSTS, "--jobset", "--name", "My_Run"],
+}
+SCHEMA = json.loads((HERE / "jobset.schema.json").read_text())
+
+
+def made(folder: Path, words: list[str]) -> Path:
+    assert main(["cluster", "kubernetes", *words, "--out", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module", params=KINDS.values(), ids=list(KINDS))
+def manifests(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("manifests"), request.param)
+
+
+def objects_of(folder: Path) -> list[dict[str, Any]]:
+    files = [path for path in sorted(folder.glob("*.yaml")) if path.name != "kustomization.yaml"]
+    return [one for path in files for one in yaml.safe_load_all(path.read_text())]
+
+
+def differing(folder: Path) -> set[str]:
+    """Files that only one of the kustomization and the folder has."""
+    listed = set(yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"])
+    there = {path.name for path in folder.glob("*.yaml")}
+    return listed ^ (there - {"kustomization.yaml", "results.yaml"})
+
+
+def schema_faults(objects: list[dict[str, Any]]) -> list[str]:
+    """What the schemas say, unknown fields included; JobSets by their own, and the Jobs within by Kubernetes'."""
+    found = []
+    for one in objects:
+        if one["kind"] == "JobSet":
+            errors = jsonschema.Draft202012Validator(SCHEMA).iter_errors(one)
+            found += [f"{error.json_path}: {error.message}" for error in errors]
+            for job in one["spec"].get("replicatedJobs", ()):
+                as_job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
+                found += schema_faults([{**as_job, "spec": job["template"]["spec"]}])
+            continue
+        try:
+            kubernetes_validate.validate(one, "1.37", strict=True)
+        except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as e:
+            found.append(str(e))
+    return found
+
+
+def test_kubernetes_own_schemas_know_every_field(manifests: Path):
+    assert schema_faults(objects_of(manifests)) == []
+
+
+def test_what_one_object_names_is_there_in_another(manifests: Path):
+    assert findings(objects_of(manifests), differing(manifests)) == []
+
+
+def test_the_validators_own_command_has_nothing_to_say(tmp_path: Path):
+    folder = made(tmp_path / "k8s", ["miniature", *HOSTS])
+    files = [str(p) for p in folder.glob("*.yaml") if p.name != "kustomization.yaml"]
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("kubernetes-validate")), "--strict", *files],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "warn" not in (done.stdout + done.stderr).lower()
+
+
+# --- each check finds the fault that it is for ---------------------------------------------
+
+Fault = Callable[[dict[str, Any]], Any]
+
+
+def _kind(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    return next(one for one in objects if one["kind"] == kind)
+
+
+def _container(one: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = one["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+CROSSED: dict[str, tuple[str, Fault, str]] = {
+    "selector": (
+        "Deployment",
+        lambda one: one["spec"]["selector"]["matchLabels"].update(a="b"),
+        "the selector of Deployment tandem-miniature-rollout isn't among",
+    ),
+    "mount": (
+        "Deployment",
+        lambda one: _container(one)["volumeMounts"].append({"name": "data", "mountPath": "/d"}),
+        "mounts data, which is no volume",
+    ),
+    "volume": (
+        "StatefulSet",
+        lambda one: _container(one)["volumeMounts"].pop(1),
+        "has the volume join, which is mounted nowhere",
+    ),
+    "secret": (
+        "Secret",
+        lambda one: one["metadata"].update(name="other"),
+        "mounts the secret tandem-miniature-join, which isn't there",
+    ),
+    "port": (
+        "Service",
+        lambda one: one["spec"]["ports"][0].update(port=6379),
+        "port 6379 of the service tandem-miniature-head is {29500}",
+    ),
+    "policy's port": (
+        "NetworkPolicy",
+        lambda one: one["spec"]["ingress"][0]["ports"][0].update(port=29501),
+        "keeps others from port 29500",
+    ),
+    "policy's selector": (
+        "NetworkPolicy",
+        lambda one: one["spec"]["podSelector"]["matchLabels"].update({"x": "y"}),
+        "the policy tandem-miniature selects no pod",
+    ),
+    "quantity": (
+        "Deployment",
+        lambda one: _container(one)["resources"]["requests"].update(cpu="banana"),
+        "asks for cpu: banana",
+    ),
+    "grace": (
+        "Deployment",
+        lambda one: one["spec"]["template"]["spec"].update(terminationGracePeriodSeconds=30),
+        "drains for longer than its grace of 30 s",
+    ),
+    "variable": (
+        "StatefulSet",
+        lambda one: _container(one).pop("env"),
+        "uses $(POD_IP), which isn't in its environment",
+    ),
+    "claim": (
+        "StatefulSet",
+        lambda one: one["spec"]["volumeClaimTemplates"][0]["metadata"].update(name="other"),
+        "mounts runs, which is no volume",
+    ),
+    "service": (
+        "StatefulSet",
+        lambda one: one["spec"].update(serviceName="other"),
+        "names the service other, which isn't there",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def miniature(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = made(tmp_path_factory.mktemp("crossed"), ["miniature"])
+    found = objects_of(folder)
+    # The policy of the data's ports comes first by its file's name.
+    return sorted(found, key=lambda one: one["metadata"]["name"].endswith("-data"))
+
+
+@pytest.mark.parametrize(("kind", "plant", "says"), CROSSED.values(), ids=list(CROSSED))
+def test_a_planted_fault_is_found(
+    miniature: list[dict[str, Any]], kind: str, plant: Fault, says: str
+):
+    objects = copy.deepcopy(miniature)
+    plant(_kind(objects, kind))
+    assert any(says in one for one in findings(objects)), findings(objects)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plant"),
+    [
+        ("Deployment", lambda one: one["spec"].update(replica=2)),
+        ("StatefulSet", lambda one: _container(one).update(arguments=[])),
+        ("Secret", lambda one: one["stringData"].update(number=1)),
+        ("NetworkPolicy", lambda one: one["spec"].update(podselector={})),
+    ],
+)
+def test_the_schemas_find_a_misspelt_field_and_a_wrong_type(
+    miniature: list[dict[str, Any]], kind: str, plant: Fault
+):
+    objects = copy.deepcopy(miniature)
+    plant(_kind(objects, kind))
+    assert len(schema_faults(objects)) == 1
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda spec: spec.update(failurepolicy={}),
+        lambda spec: spec["failurePolicy"].update(restartStrategy="Never"),
+        lambda spec: spec["network"].update(dns=True),
+        lambda spec: spec["replicatedJobs"][0]["template"]["spec"].update(parallel=2),
+    ],
+)
+def test_the_schema_of_jobsets_finds_a_field_that_it_does_not_know(tmp_path: Path, plant: Fault):
+    objects = objects_of(made(tmp_path, ["miniature", *HOSTS, "--jobset"]))
+    plant(_kind(objects, "JobSet")["spec"])
+    assert len(schema_faults(objects)) == 1
+
+
+def test_a_file_that_the_kustomization_lacks_is_found(tmp_path: Path):
+    folder = made(tmp_path, ["miniature"])
+    (folder / "more.yaml").write_text("{}")
+    assert differing(folder) == {"more.yaml"}
+
+
+# --- what is written ------------------------------------------------------------------------
+
+
+def test_the_join_file_is_in_a_secret_and_stays_when_manifests_are_made_again(tmp_path: Path):
+    folder = made(tmp_path / "k8s", ["miniature"])
+    secret = folder / "secret.yaml"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    text = yaml.safe_load(secret.read_text())["stringData"]["join.json"]
+    file = tmp_path / "join.json"
+    file.write_text(text)
+    join = read_join(file)
+    assert (join.host, join.port) == ("tandem-miniature-head.default.svc", 29500)
+    made(folder, ["miniature", "run.steps=20"])
+    assert yaml.safe_load(secret.read_text())["stringData"]["join.json"] == text
+    secret.write_text("stringData: {join.json: '{}'}")
+    with pytest.raises(DataError, match=r"secret\.yaml"):
+        dispatch(["cluster", "kubernetes", "miniature", "--out", str(folder)])
+
+
+def test_no_password_is_printed(capsys: pytest.CaptureFixture[str]):
+    assert main(["cluster", "kubernetes", "miniature"]) == 0
+    printed = capsys.readouterr().out
+    assert "password: --out DIR writes it" in printed
+    assert "join.json: " not in printed
+    kinds = [one["kind"] for one in yaml.safe_load_all(printed)]
+    assert kinds.count("NetworkPolicy") == 2
+    assert "Secret" not in kinds
+
+
+def test_resources_are_the_plans(tmp_path: Path):
+    folder = made(tmp_path, ["qwen2.5-math-7b-luffy-8gpu", "--workers-per-node", "2"])
+    by_name = {one["metadata"]["name"]: one for one in objects_of(folder)}
+    name = "tandem-qwen2-5-math-7b-luffy-8gpu"
+    worker = _container(by_name[f"{name}-rollout"])
+    head = _container(by_name[f"{name}-head"])
+    assert worker["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert head["resources"]["limits"]["nvidia.com/gpu"] == 6
+    assert worker["args"][worker["args"].index("--workers") + 1] == "2"
+
+
+def test_a_place_without_a_value_is_named():
+    with pytest.raises(DataError, match="example line 2 has @three@, which is none of one, two"):
+        fill("@one@\n@three@\n", {"one": 1, "two": 2}, "example")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["miniature", "--jobset"], "learner.hosts=1"),
+        (["miniature", "--partition", "gpu"], "--partition is an option of slurm"),
+        (["miniature-sft-rl"], "several runs"),
+        (["miniature-sft"], "tandem offline"),
+        (["miniature", "learner.hosts=2"], "doesn't divide learner.ranks=1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words: list[str], says: str):
+    with pytest.raises(ConfigError, match=says):
+        dispatch(["cluster", "kubernetes", *words])

@@ -1,0 +1,281 @@
+"""Slurm's scripts: what they ask for, and how their shell answers signals and exit codes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tandem.common.errors import ConfigError, DataError
+from tandem.common.run_folder import read_join
+from tandem.launch.cli import dispatch
+
+BIN = Path(sys.executable).parent
+HOSTS = ["learner.ranks=4", "learner.hosts=2"]
+FORMS: dict[str, list[str]] = {
+    "plain": [],
+    "hosts": HOSTS,
+    "site": ["--partition", "gpu", "--account", "me", "--qos", "high", "--time", "2-00:00:00"],
+    "apptainer": ["--container", "tandem image.sif", "learner.optimizer.lr=3e-4"],
+    "pyxis": ["--container", "/images/tandem.sqsh"],
+    "hetjob": ["--hetjob", "--nodes", "3"],
+    "loopback": ["launch.bind=127.0.0.1"],
+}
+
+
+def scripts(out: Path, *words: str) -> dict[str, str]:
+    assert dispatch(["cluster", "slurm", "miniature", *words, "--out", str(out)]) == 0
+    return {path.name: path.read_text() for path in out.glob("*.sbatch")}
+
+
+def asked(script: str) -> dict[str, str]:
+    """The ``#SBATCH`` options."""
+    lines = re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", script, re.MULTILINE)
+    return dict(lines)
+
+
+@pytest.mark.parametrize("words", FORMS.values(), ids=list(FORMS))
+def test_bash_reads_what_is_printed(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert dispatch(["cluster", "slurm", "miniature", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "#SBATCH" in printed
+    read = subprocess.run(["bash", "-n"], input=printed, capture_output=True, text=True, timeout=20)
+    assert read.returncode == 0, read.stderr
+
+
+@pytest.mark.parametrize("words", FORMS.values(), ids=list(FORMS))
+def test_shellcheck_finds_nothing(tmp_path: Path, words: list[str]):
+    scripts(tmp_path, *words)
+    files = sorted(map(str, tmp_path.glob("*.sbatch")))
+    done = subprocess.run(
+        [str(BIN / "shellcheck"), "--shell=bash", *files],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_jobs_get_nothing_of_the_submitters_environment_and_are_requeued(tmp_path: Path):
+    made = scripts(tmp_path, *HOSTS)
+    assert made.keys() == {"head.sbatch", "rollout.sbatch", "learner.sbatch"}
+    for text in made.values():
+        assert asked(text)["export"] == "NONE"
+        assert "#SBATCH --requeue\n" in text
+        assert "partition" not in asked(text)
+    assert asked(made["rollout.sbatch"])["array"] == "1-2"
+    assert asked(made["learner.sbatch"])["array"] == "1-1"
+    assert asked(made["head.sbatch"])["dependency"] == "singleton"
+    # Two of the four ranks, a reward pool with one grader, and Redis.
+    assert asked(made["head.sbatch"])["cpus-per-task"] == "5"
+    assert asked(made["learner.sbatch"])["cpus-per-task"] == "2"
+
+
+def test_a_site_is_asked_for_what_the_user_says(tmp_path: Path):
+    made = scripts(tmp_path, *FORMS["site"], "--workers-per-node", "3")
+    for text in made.values():
+        found = asked(text)
+        assert (found["partition"], found["account"], found["qos"]) == ("gpu", "me", "high")
+        assert found["time"] == "2-00:00:00"
+    assert asked(made["rollout.sbatch"])["cpus-per-task"] == "3"
+    assert "--workers 3" in made["rollout.sbatch"]
+
+
+def test_gpus_are_asked_for_as_the_plan_places_them(tmp_path: Path):
+    preset = "qwen2.5-math-7b-luffy-8gpu"
+    assert dispatch(["cluster", "slurm", preset, "--out", str(tmp_path)]) == 0
+    assert asked((tmp_path / "head.sbatch").read_text())["gpus-per-node"] == "6"
+    assert asked((tmp_path / "rollout.sbatch").read_text())["gpus-per-node"] == "1"
+
+
+@pytest.mark.parametrize(("grace", "drain"), [([], "25"), (["--grace", "120"], "115")])
+def test_draining_fits_into_the_grace_and_begins_long_before_the_time_limit(
+    tmp_path: Path, grace: list[str], drain: str
+):
+    made = scripts(tmp_path, *grace)
+    assert f" launch.drain_seconds={drain} " in made["head.sbatch"]
+    assert f" --drain {drain} " in made["rollout.sbatch"]
+    for text in made.values():
+        assert int(asked(text)["signal"].removeprefix("B:USR1@")) >= int(drain) + 60
+
+
+def test_a_container_gets_the_folders_that_the_run_uses(tmp_path: Path):
+    apptainer = scripts(tmp_path / "a", *FORMS["apptainer"], "run.dir=/shared/runs/mine")
+    assert "tandem=(apptainer exec --nv " in apptainer["head.sbatch"]
+    assert f"--bind={Path.cwd()} --bind=/shared/runs " in apptainer["head.sbatch"]
+    assert "'tandem image.sif' tandem)" in apptainer["rollout.sbatch"]
+    pyxis = scripts(tmp_path / "p", *FORMS["pyxis"])
+    assert "tandem=(srun --ntasks=1 --container-image=/images/tandem.sqsh" in pyxis["head.sbatch"]
+
+
+def test_own_templates_go_before_tandems(tmp_path: Path):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "head.sbatch").write_text("#!/bin/bash\n# @name@ on @partition@\n# mine: @time@\n")
+    made = scripts(tmp_path / "out", "--templates", str(own))
+    assert made["head.sbatch"] == "#!/bin/bash\n# mine: 1-00:00:00\n"
+    assert "Rollout workers of tandem-miniature" in made["rollout.sbatch"]
+    (own / "head.sbatch").write_text("@nothing@\n")
+    with pytest.raises(DataError, match=r"own/head\.sbatch line 1 has @nothing@"):
+        scripts(tmp_path / "out", "--templates", str(own))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--grace", "5"], "draining needs 10 s at least"),
+        (["--time", "soon"], "--time soon"),
+        (["--nodes", "0"], "numbers from 1"),
+        (["--hetjob", *HOSTS], "no place for learner.hosts=2"),
+        (["--hetjob", "--container", "x.sqsh"], "so does pyxis"),
+        (["--namespace", "x"], "option of kubernetes, not of slurm"),
+        (["learner.hsots=2"], "hsots"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words: list[str], says: str):
+    with pytest.raises(ConfigError, match=says):
+        dispatch(["cluster", "slurm", "miniature", *words])
+
+
+# --- the shell of the scripts, with a program in the place of tandem and one of scontrol --------
+
+PROGRAM = """#!/bin/bash
+echo "$@" > "$STAGE/called"
+trap 'echo told >> "$STAGE/told"; sleep 0.3; exit "$STAGE_DRAINED"' TERM
+touch "$STAGE/up"
+for ((i = 0; i < 600; i++)); do
+    [ -e "$STAGE/end" ] && exit "$(cat "$STAGE/end")"
+    sleep 0.05
+done
+"""
+SCONTROL = '#!/bin/bash\necho "$@" >> "$STAGE/asked"\n'
+
+
+class Staged:
+    """A script that runs."""
+
+    def __init__(self, tmp_path: Path, file: str, drained: int) -> None:
+        self.here = tmp_path
+        for name, text in (("tandem-program", PROGRAM), ("scontrol", SCONTROL)):
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(0o755)
+        scripts(tmp_path / "out", f"run.dir={tmp_path}/run")
+        script = tmp_path / "out" / file
+        program = f"tandem=({tmp_path}/tandem-program)"
+        script.write_text(re.sub(r"^tandem=\(.*\)$", program, script.read_text(), flags=re.M))
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "join.json").write_text("{}")
+        self.process = subprocess.Popen(
+            ["bash", str(script)],
+            env={
+                "PATH": f"{tmp_path}:{os.environ['PATH']}",
+                "STAGE": str(tmp_path),
+                "STAGE_DRAINED": str(drained),
+                "SLURM_JOB_ID": "7",
+                "SLURM_ARRAY_JOB_ID": "7",
+                "SLURM_ARRAY_TASK_ID": "2",
+            },
+            start_new_session=True,
+        )
+        self.until((tmp_path / "up").exists)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < end, "it did not come about"
+            time.sleep(0.01)
+
+    def end(self, code: int) -> int:
+        (self.here / "end.new").write_text(str(code))
+        (self.here / "end.new").rename(self.here / "end")
+        return self.process.wait(20)
+
+    @property
+    def requeued(self) -> list[str]:
+        path = self.here / "asked"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+BOTH = [("head.sbatch", "7", 143), ("rollout.sbatch", "7_2", 75)]
+
+
+@pytest.mark.parametrize(
+    ("place", "code"), list(itertools.product(BOTH, [0, 1, 2, 3, 64, 75, 78])), ids=str
+)
+def test_a_job_ends_as_its_program_does_and_is_requeued_for_75_alone(
+    tmp_path: Path, place: tuple[str, str, int], code: int
+):
+    file, job, drained = place
+    staged = Staged(tmp_path, file, drained)
+    assert staged.end(code) == code
+    assert staged.requeued == ([f"requeue {job}"] if code == 75 else [])
+
+
+@pytest.mark.parametrize("place", BOTH, ids=str)
+def test_before_the_time_limit_it_drains_and_is_requeued(
+    tmp_path: Path, place: tuple[str, str, int]
+):
+    file, job, drained = place
+    staged = Staged(tmp_path, file, drained)
+    staged.process.send_signal(signal.SIGUSR1)
+    assert staged.process.wait(20) == drained
+    assert (staged.here / "told").read_text() == "told\n"
+    assert staged.requeued == [f"requeue {job}"]
+
+
+@pytest.mark.parametrize("place", BOTH, ids=str)
+def test_what_slurm_ends_is_told_once_and_does_not_requeue_itself(
+    tmp_path: Path, place: tuple[str, str, int]
+):
+    file, _, drained = place
+    staged = Staged(tmp_path, file, drained)
+    # As Slurm does: to every process of the job.
+    os.killpg(staged.process.pid, signal.SIGTERM)
+    assert staged.process.wait(20) == drained
+    assert (staged.here / "told").read_text() == "told\n"
+    assert staged.requeued == []
+
+
+@pytest.mark.parametrize("place", BOTH, ids=str)
+def test_a_run_that_ends_while_its_time_limit_nears_is_not_requeued(
+    tmp_path: Path, place: tuple[str, str, int]
+):
+    staged = Staged(tmp_path, place[0], 0)
+    staged.process.send_signal(signal.SIGUSR1)
+    assert staged.process.wait(20) == 0
+    assert staged.requeued == []
+
+
+# --- SkyPilot ------------------------------------------------------------------------------------
+
+
+def test_a_task_for_skypilot_branches_on_the_node(tmp_path: Path):
+    preset = "qwen2.5-math-7b-luffy-8gpu"
+    words = ["cluster", "skypilot", preset, "--nodes", "3", "--gpu", "A100-80GB"]
+    assert dispatch([*words, "--out", str(tmp_path)]) == 0
+    task = yaml.safe_load((tmp_path / "task.yaml").read_text())
+    assert task["num_nodes"] == 4
+    assert task["resources"]["accelerators"] == "A100-80GB:6"
+    assert task["resources"].keys() == {"accelerators", "cpus", "memory"}
+    for script in (task["setup"], task["run"]):
+        read = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+        assert read.returncode == 0, read.stderr
+    file = Path(task["file_mounts"]["~/tandem-join.json"])
+    assert file.stat().st_mode & 0o777 == 0o600
+    # What the other nodes do with it.
+    assert (
+        dispatch(["join-file", "--from", str(file), "--host", "10.1.2.3", str(tmp_path / "joined")])
+        == 0
+    )
+    made, joined = read_join(file), read_join(tmp_path / "joined")
+    assert (joined.host, joined.password, joined.port) == ("10.1.2.3", made.password, 29500)

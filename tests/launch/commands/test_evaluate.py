@@ -1,0 +1,390 @@
+"""``tandem evaluate``: cells, samples that are kept, resumed and compared."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from random import Random
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from tandem.common.errors import TandemError
+from tandem.launch import cli
+from tandem.launch.miniature.parquet import table
+from tandem.launch.miniature.problems import distinct
+from tandem.replay.evaluated import EvaluatedSample, EvaluationFolder
+
+Samples = list[EvaluatedSample]
+
+
+def chains(path: Path, k: int, count: int, copies: int = 1) -> Path:
+    """Problems of the miniature's kind with k operations."""
+    path.parent.mkdir(exist_ok=True)
+    rows = table(distinct(Random(k), k, count), split="heldout", with_target=False)
+    import pyarrow as pa
+
+    pq.write_table(pa.concat_tables([rows] * copies), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two sets, and a second model."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from tandem.common.models import resolve
+
+    folder = tmp_path_factory.mktemp("evaluate")
+    chains(folder / "two.parquet", 2, 8)
+    chains(folder / "three.parquet", 3, 8)
+    shutil.copytree(resolve("miniature"), folder / "noisy")
+    noise = torch.Generator().manual_seed(1)
+    for file in (folder / "noisy").glob("*.safetensors"):
+        weights = load_file(file)
+        for name, value in weights.items():
+            weights[name] = value + 0.02 * torch.randn(value.shape, generator=noise).to(value.dtype)
+        save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def grid(place: Path) -> list[str]:
+    words = ["evaluate", "miniature", "run.deterministic=true", "--samples", "4"]
+    words += ["--model", "miniature", "--model", str(place / "noisy")]
+    words += [
+        "--benchmark",
+        str(place / "two.parquet"),
+        "--benchmark",
+        str(place / "three.parquet"),
+    ]
+    words += ["--temperature", "0.7", "--temperature", "1.3", "--top-p", "0.9", "--top-p", "1"]
+    return words
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Path:
+    """16 cells, made without an interruption."""
+    out = place / "whole"
+    assert (
+        cli.main([*grid(place), "--to", str(out), "--parquet", "--second-grader", "math_verify"])
+        == 0
+    )
+    return out
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """What must be the same: all but times, the lock and logs."""
+    wanted = [*folder.glob("cells/*/samples.jsonl"), folder / "plan.json", folder / "summary.json"]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in wanted}
+
+
+def until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 90
+    while not holds():
+        assert process.poll() is None, "it ended before it was killed"
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.timeout(240)
+def test_killed_twice_it_ends_with_the_same_bytes(
+    place: Path, whole: Path, tandem_command: str
+) -> None:
+    out = place / "killed"
+    words = [tandem_command, *grid(place), "--to", str(out), "--second-grader", "math_verify"]
+    for least in (3, 9):
+        with subprocess.Popen(words, text=True, stderr=subprocess.PIPE) as process:
+            until(lambda least=least: len(list(out.glob("cells/*/part-0.jsonl"))) >= least, process)
+            process.kill()
+        newest = max(out.glob("cells/*/part-0.jsonl"), key=lambda file: file.stat().st_mtime)
+        # As if the last write had been cut in the middle of a line.
+        content = newest.read_bytes()
+        newest.write_bytes(content[: len(content) * 2 // 3])
+    assert not (out / "summary.json").exists()
+    assert cli.main(words[1:]) == 0
+    assert files(out) == files(whole)
+    assert json.loads((out / "times.json").read_text())["samples"] < 16 * 8 * 4
+
+
+def brute(samples: Samples) -> dict[str, Any]:
+    """Figures of a cell, each counted in the plainest way."""
+    problems: dict[str, Samples] = {}
+    for sample in samples:
+        problems.setdefault(sample.problem_id, []).append(sample)
+    rights = [[s.verdict == "correct" for s in group] for group in problems.values()]
+    won = []
+    for group in problems.values():
+        votes = Counter(s.answer_class for s in group if s.answer_class is not None)
+        best = max(votes.values(), default=0)
+        first = next((s for s in group if votes[s.answer_class] == best), None)
+        won.append(first is not None and first.verdict == "correct")
+    kinds = Counter(
+        f"{int(s.components['format'] == 1.0)}{int(s.verdict == 'correct')}" for s in samples
+    )
+    rng = np.random.Generator(np.random.Philox(0))
+    each = np.array([mean(row) for row in rights])
+    drawn = each[rng.integers(0, len(each), (2000, len(each)))].mean(axis=1)
+
+    def passes(k: int) -> float:
+        return mean(1 - math.comb(4 - sum(r), k) / math.comb(4, k) for r in rights)
+
+    return {
+        "problems": 8,
+        "samples": 32,
+        "accuracy": mean(map(mean, rights)),
+        "interval": np.percentile(drawn, [2.5, 97.5]).tolist(),
+        "pass@2": passes(2),
+        "pass@4": passes(4),
+        "maj@4": mean(won),
+        "classes": {name: kinds[name] / 32 for name in ("11", "10", "01", "00")},
+        "length": mean(s.tokens for s in samples),
+        "truncated": mean(s.finish_reason == "length" for s in samples),
+        "reward": mean(s.reward or 0.0 for s in samples),
+    }
+
+
+def test_every_figure_follows_from_the_samples(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = EvaluationFolder(whole)
+    summary = json.loads(folder.summary.read_text())
+    assert len(summary["cells"]) == 16
+    accuracies = set()
+    for cell in summary["cells"]:
+        samples = list(folder.samples(cell["name"]))
+        figures = cell["figures"]
+        for name, value in brute(samples).items():
+            assert figures[name] == pytest.approx(value, abs=1e-12), (cell["name"], name)
+        assert figures["by_source"]["miniature"]["accuracy"] == figures["accuracy"]
+        agree = [s.correct == (s.second == "correct") for s in samples]
+        assert figures["second"]["agree"] == mean(agree)
+        assert [s.sample for s in samples] == list(range(4)) * 8
+        accuracies.add(figures["accuracy"])
+        rows = pq.read_table(folder.cell(cell["name"]) / "samples.parquet").to_pylist()
+        assert [row["response"] for row in rows] == [s.response for s in samples]
+    assert len(accuracies) > 4
+    before = folder.summary.read_bytes()
+    folder.summary.unlink()
+    assert cli.main(["evaluate", "--recompute", str(whole)]) == 0
+    assert folder.summary.read_bytes() == before
+    assert "pass" in capsys.readouterr().out
+
+
+def test_workers_share_the_samples_and_a_killed_one_costs_nothing(
+    place: Path, whole: Path, tandem_command: str
+) -> None:
+    out = place / "shared"
+    name = "miniature.two.own.t0.7.p1"
+    words = [
+        "evaluate",
+        "miniature",
+        "--model",
+        "miniature",
+        "--samples",
+        "4",
+        "--temperature",
+        "0.7",
+    ]
+    words += ["--benchmark", str(place / "two.parquet"), "--to", str(out), "--workers", "2"]
+    with subprocess.Popen([tandem_command, *words], text=True, stderr=subprocess.PIPE) as process:
+        import psutil
+
+        until(lambda: bool(list(out.glob("logs/worker-1.log"))), process)
+        victims = [one for one in psutil.Process(process.pid).children() if "1/2" in one.cmdline()]
+        assert len(victims) == 1
+        victims[0].send_signal(signal.SIGKILL)
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+    ours, theirs = (
+        [
+            (s.problem_id, s.sample, s.response, s.verdict)
+            for s in EvaluationFolder(one).samples(name)
+        ]
+        for one in (out, whole)
+    )
+    # Which process makes a sample changes nothing about it.
+    assert ours == theirs
+
+
+def test_two_evaluations_are_compared_by_problem(
+    whole: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cells = whole / "cells"
+    first, second = cells / "miniature.two.own.t0.7.p1", next(cells.glob("*noisy.two.own.t0.7.p1"))
+    assert cli.main(["compare", str(first), str(second), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    summary = json.loads((whole / "summary.json").read_text())
+    accuracy = {cell["name"]: cell["figures"]["accuracy"] for cell in summary["cells"]}
+    assert found["difference"] == pytest.approx(accuracy[second.name] - accuracy[first.name])
+    assert found["interval"][0] <= found["difference"] <= found["interval"][1]
+    assert cli.main(["compare", str(first), str(cells / "miniature.three.own.t0.7.p1")]) == 2
+    assert "aren't of the same problems" in capsys.readouterr().err
+    assert cli.main(["compare", str(whole), str(whole)]) == 2
+    assert "several models" in capsys.readouterr().err
+
+
+def test_another_plan_is_refused_with_what_differs(
+    place: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*grid(place), "--to", str(whole), "--second-grader", "math_verify"]
+    assert cli.main([*words, "run.seed=9"]) == 2
+    assert "another seed" in capsys.readouterr().err
+    assert cli.main([*words, "--temperature", "0.1"]) == 2
+    assert "other cells" in capsys.readouterr().err
+
+
+def test_a_plan_in_yaml_gives_benchmarks_their_own_settings(place: Path) -> None:
+    plan = place / "plan.yaml"
+    repeated = chains(place / "repeated.parquet", 2, 3, copies=2)
+    plan.write_text(
+        f"models: miniature\n"
+        f"benchmarks:\n"
+        f"  - {{path: {place / 'two.parquet'}, name: two, limit: 2, mode: exact, samples: 3, temperature: 1}}\n"
+        f"  - {{path: {repeated}, name: twice, temperature: 0.5, max_new_tokens: 9}}\n"
+        f"settings: [rollout.engine=torch]\n"
+    )
+    out = place / "by-plan"
+    assert cli.main(["evaluate", "miniature", "--plan", str(plan), "--to", str(out)]) == 0
+    two, twice = json.loads((out / "summary.json").read_text())["cells"]
+    assert (two["mode"], two["figures"]["problems"], two["figures"]["per_problem"]) == (
+        "exact",
+        2,
+        3,
+    )
+    # Each row was there twice: two samples of three problems.
+    assert (twice["figures"]["problems"], twice["figures"]["per_problem"]) == (3, 2)
+    assert twice["figures"]["truncated"] == 1.0
+    plan.write_text("model: miniature\n")
+    assert cli.main(["evaluate", "--plan", str(plan)]) == 2
+
+
+class Server(BaseHTTPRequestHandler):
+    """Says what it was asked; refuses the first request of all."""
+
+    asked: list[tuple[str, dict[str, Any]]]
+    refuse: list[int]
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body["key"] = self.headers.get("Authorization")
+        self.asked.append((self.path, body))
+        status = self.refuse.pop() if self.refuse else 200
+        said = "6*7=42</think> <answer> \\boxed{42} </answer>"
+        usage = {"completion_tokens": 11}
+        choice: dict[str, Any] = {"text": said, "finish_reason": "stop"}
+        if "messages" in body:
+            choice = {"message": {"content": said}, "finish_reason": "length"}
+        content = json.dumps({"choices": [choice], "usage": usage}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, type[Server]]]:
+    handler = type("Handler", (Server,), {"asked": [], "refuse": [503]})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        thread = threading.Thread(target=running.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_port}/v1", handler
+        running.shutdown()
+        thread.join()
+
+
+def test_a_server_elsewhere_answers_and_is_asked_again(
+    tmp_path: Path, server: tuple[str, type[Server]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, handler = server
+    data = tmp_path / "a.jsonl"
+    rows = [{"question": f"{n}?", "answer": "42", "subject": f"s{n % 2}"} for n in range(3)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setenv("THE_KEY", "secret")
+    monkeypatch.chdir(tmp_path)
+    words = ["evaluate", "--endpoint", url, "--api-key-env", "THE_KEY", "--model", "big"]
+    words += ["--benchmark", str(data), "--template", "own", "--template", "r1_zero", "--to", "out"]
+    words += ["--temperature", "0.6", "--samples", "2"]
+    assert cli.main(words) == 0
+    chats = [body for path, body in handler.asked if path == "/v1/chat/completions"]
+    texts = [body for path, body in handler.asked if path == "/v1/completions"]
+    # One more than the samples: the first was refused.
+    assert sorted((len(chats), len(texts))) == [6, 7]
+    assert {body["messages"][0]["content"] for body in chats} == {"0?", "1?", "2?"}
+    assert all(body["prompt"].endswith("<think>") for body in texts)
+    assert all(body["stop"] == ["</answer>"] for body in texts)
+    assert {(body["model"], body["temperature"], body["key"]) for body in chats + texts} == {
+        ("big", 0.6, "Bearer secret")
+    }
+    assert len({body["seed"] for body in chats}) == 6
+    own, r1_zero = json.loads(Path("out/summary.json").read_text())["cells"]
+    assert (own["figures"]["accuracy"], own["figures"]["truncated"]) == (1.0, 1.0)
+    assert r1_zero["figures"]["length"] == 11
+    assert sorted(own["figures"]["by_subject"]) == ["s0", "s1"]
+    assert "secret" not in Path("out/plan.json").read_text()
+
+
+def test_a_judges_labels_stand_beside_and_instructions_need_no_gold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    judge = Path(__file__).parents[2] / "judge_server.py"
+    folder = tmp_path / "benchmarks" / "simple-safety-tests"
+    folder.mkdir(parents=True)
+    lines = "".join(f"{n},area{n % 2},c,What is {n}?\n" for n in range(100))
+    (folder / "simple_safety_tests.csv").write_text(f"id,harm_area,category,prompts_final\n{lines}")
+    monkeypatch.chdir(tmp_path)
+    words = ["evaluate", "miniature", "--model", "miniature", "--benchmark", "simple-safety-tests"]
+    words += ["--limit", "6", "--to", "out", "rollout.max_new_tokens=8"]
+    assert cli.main(words) == 0
+    (cell,) = json.loads(Path("out/summary.json").read_text())["cells"]
+    assert sorted(cell["figures"]["by_subject"]) == ["area0", "area1"]
+    log = tmp_path / "asked"
+    log.touch()
+    process = subprocess.Popen(
+        [sys.executable, str(judge), "0", str(log)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        port = process.stdout.readline().strip()
+        words = ["judge", "out", "--url", f"http://127.0.0.1:{port}", "--model", "tiny", "--json"]
+        for _ in range(2):
+            capsys.readouterr()
+            assert cli.main(words) == 0
+            (found,) = json.loads(capsys.readouterr().out).values()
+            assert found["score"] == pytest.approx(0.8)
+            assert (found["judged"], found["failed"]) == (6, 0)
+        # The second time all labels were there.
+        posts = [json.loads(line) for line in log.read_text().splitlines()]
+        assert len([one for one in posts if one["body"]]) <= 6
+        assert "What is 0?" in log.read_text()
+        assert cli.main([*words, "--safety"]) == 2
+    finally:
+        process.kill()
+        process.communicate()
+    assert cli.main(["judge", "out", "--alpaca", "outputs.json"]) == 0
+    rows = json.loads(Path("outputs.json").read_text())
+    assert [row["instruction"] for row in rows] == [f"What is {n}?" for n in range(6)]
+    assert set(rows[0]) == {"instruction", "output", "generator", "dataset"}
+
+
+def test_a_model_that_cannot_answer_a_problem_is_said(place: Path, tmp_path: Path) -> None:
+    words = ["evaluate", "miniature", "--model", "miniature", "--to", str(tmp_path / "o")]
+    with pytest.raises(TandemError, match="no evaluation set 'mathh'"):
+        cli.dispatch([*words, "--benchmark", "mathh"])
