@@ -152,8 +152,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _cells(arguments: argparse.Namespace) -> int:
     from ...replay.evaluated import EvaluationFolder
-    from ..host.environments import check_environments
     from ...replay.inspect_rows import evaluation_logs
+    from ..host.environments import check_environments
     from .evaluate_plan import prepare, same_models
     from .evaluate_report import summarise, table
     from .evaluate_run import Workers, add_times, begin, finish, left, owned, work
