@@ -82,7 +82,8 @@ class Metric:
         Raises:
             DataError: no step has any, and another name is like it.
         """
-        found, names = {}, set()
+        found: dict[int, float] = {}
+        names: set[str] = set()
         for record in read_parts(folder.metrics, log.warning):
             names |= record.keys()
             value = record.get(f"eval/{self.name}", record.get(self.name))
