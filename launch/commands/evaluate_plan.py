@@ -344,7 +344,7 @@ def slug(text: str) -> str:
     ('runs-miniature@50', 'Qwen-Qwen2.5-Math-1.5B', 'c-model')
     """
     short = "/".join(text.rstrip("/").split("/")[-2:])
-    return re.sub(r"[^\w@+-]+", "-", short.replace(".", "\0")).replace("\0", ".").strip("-.") or "-"
+    return re.sub(r"[^\w@+.-]+", "-", short).strip("-.") or "-"
 
 
 class _Reading:

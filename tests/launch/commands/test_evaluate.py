@@ -123,6 +123,47 @@ def test_killed_twice_it_ends_with_the_same_bytes(
     assert json.loads((out / "times.json").read_text())["samples"] < 16 * 8 * 4
 
 
+def test_deterministic_samples_are_made_in_whole_blocks_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tandem.launch.commands import evaluate_run
+    from tandem.rollout.evaluate import answering
+
+    out, asked, real = place / "blocks", [], answering.answer
+
+    async def answer(sampler: Any, benchmark: Any, cell: Any, wanted: Any, *rest: Any, **more: Any):
+        if len(asked) == 2 and not (out / "again").exists():
+            raise KeyboardInterrupt
+        asked.append(list(wanted))
+        await real(sampler, benchmark, cell, wanted, *rest, **more)
+
+    monkeypatch.setattr(evaluate_run, "ROWS", 8)
+    monkeypatch.setattr(answering, "answer", answer)
+    words = [
+        "evaluate",
+        "miniature",
+        "--model",
+        "miniature",
+        "--temperature",
+        "1",
+        "--samples",
+        "4",
+    ]
+    words += ["--benchmark", str(place / "two.parquet"), "--to", str(out), "run.deterministic=true"]
+    assert cli.main(words) == 130
+    (part,) = out.glob("cells/*/part-0.jsonl")
+    lines = part.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 16
+    part.write_bytes(b"".join(lines[:13]))
+    (out / "again").touch()
+    assert cli.main(words) == 0
+    # The second block, of which three samples were lost, and the two that hadn't begun.
+    assert asked[2:] == [asked[1], asked[3], asked[4]]
+    assert [len(block) for block in asked] == [8] * 5
+    places = sorted(place for block in (asked[0], *asked[2:]) for place in block)
+    assert places == [(problem, number) for problem in range(8) for number in range(4)]
+
+
 def brute(samples: Samples) -> dict[str, Any]:
     """Figures of a cell, each counted in the plainest way."""
     problems: dict[str, Samples] = {}
