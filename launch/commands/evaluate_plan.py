@@ -329,13 +329,13 @@ def _with_data(cell: Cell, problems: Sequence[Problem], model: str) -> Cell:
 
 
 def slug(text: str) -> str:
-    """A text as a part of a file's name: its last two folders' names, what isn't a letter or digit a hyphen.
+    """A text as a part of a file's name: its last two folders' names, with hyphens for what can't be in one.
 
     >>> slug("runs/miniature@50"), slug("Qwen/Qwen2.5-Math-1.5B"), slug("/a/b/c/model/")
     ('runs-miniature@50', 'Qwen-Qwen2.5-Math-1.5B', 'c-model')
     """
     short = "/".join(text.rstrip("/").split("/")[-2:])
-    return re.sub(r"[^\w@+-]+", "-", short.replace(".", "\0")).replace("\0", ".").strip("-.") or "-"
+    return re.sub(r"[^\w@+.-]+", "-", short).strip("-.") or "-"
 
 
 class _Reading:
