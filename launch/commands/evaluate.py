@@ -152,11 +152,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _cells(arguments: argparse.Namespace) -> int:
     from ...replay.evaluated import EvaluationFolder
+    from ...replay.inspect_rows import evaluation_logs
+    from ..host.environments import check_environments
     from .evaluate_plan import prepare, same_models
     from .evaluate_report import summarise, table
     from .evaluate_run import Workers, add_times, begin, finish, left, owned, work
 
     config, run_folder = _config(arguments, every=True)
+    check_environments(config)
     asked = _asked(arguments, config, run_folder)
     if arguments.to:
         asked = same_models(asked, EvaluationFolder(Path(arguments.to).expanduser()))
@@ -195,6 +198,9 @@ def _cells(arguments: argparse.Namespace) -> int:
             progress.end()
             add_times(folder, time.perf_counter() - start, total - done)
             summary = summarise(folder)
+            if config.log.inspect:
+                for _ in evaluation_logs(folder):
+                    pass
     _print(
         arguments, summary, f"{table(summary)}\nsamples and all figures: {shown(place.absolute())}"
     )

@@ -278,6 +278,15 @@ def prepare(asked: Asked, config: Config, exports: Path, run: RunFolder | None) 
         "reward": config.reward.model_dump(mode="json", exclude={"graders", "pools", "mode"}),
         "endpoint": asked.endpoint,
     }
+    if config.environments.is_on:
+        if asked.endpoint is not None:
+            raise ConfigError(
+                "--endpoint answers prompts, and episodes of environments.use are played by a model that is loaded "
+                "here: leave --endpoint out, or set environments.use={}"
+            )
+        settings["environments"] = config.environments.model_dump(
+            mode="json", exclude={"servers", "episodes", "port"}
+        )
     plan = Plan(cells=tuple(cells), settings=settings, token_ids=asked.token_ids)
     return Prepared(plan=plan, cells=parts, _reading=reading)
 

@@ -41,6 +41,7 @@ def documented(name: str, page: Iterable[str]) -> bool:
         "eval/SET/": r"eval/[^/]+/",
         "source/NAME/": r"source/.+/",
         "pass@K": r"pass@\d+",
+        "maj@K": r"maj(@\d+)?",
         "replay/staleness_share_AGE": r"replay/staleness_share_\d+",
         "weights/MEMBER/": r"weights/[a-z]+-[\w.-]+/",
         "environment/own/FIGURE": r"environment/own/.+",
@@ -80,7 +81,9 @@ def test_every_metric_on_the_page_is_written_by_the_run_or_stands_in_the_code(
 ) -> None:
     """Those of other objectives and settings are looked for where metrics are named."""
     names = {name for record in written for name in record}
-    code = "\n".join(path.read_text(encoding="utf-8") for path in (root / "learner").rglob("*.py"))
+    rooms = ("learner", "rollout/evaluate", "replay")
+    files = [path for room in rooms for path in (root / room).rglob("*.py")]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in files)
     unknown = []
     for entry in page:
         if any(documented(name, [entry]) for name in names):
@@ -90,7 +93,7 @@ def test_every_metric_on_the_page_is_written_by_the_run_or_stands_in_the_code(
         stem = re.sub("(AGE|NAME|COMPONENT|FIGURE)$", "", entry)
         # `f"{name}/class_{k}"` writes several that the page names one by one.
         made = (f'f"{stem}{{', f"}}/{last.rpartition('_')[0]}_{{")
-        made += (f"/{last.replace('@K', '@{')}",) if "@K" in last else ()
+        made += (f'f"{last.replace("@K", "@{")}',) if "@K" in last else ()
         if not any(one in code for one in (*literals, *made)):
             unknown.append(entry)
     assert unknown == []

@@ -105,10 +105,14 @@ def test_killed_twice_it_ends_with_the_same_bytes(
 ) -> None:
     out = place / "killed"
     words = [tandem_command, *grid(place), "--to", str(out), "--second-grader", "math_verify"]
-    for least in (3, 9):
+    for least, how in ((3, signal.SIGKILL), (6, signal.SIGINT), (10, signal.SIGKILL)):
         with subprocess.Popen(words, text=True, stderr=subprocess.PIPE) as process:
             until(lambda least=least: len(list(out.glob("cells/*/part-0.jsonl"))) >= least, process)
-            process.kill()
+            process.send_signal(how)
+            _, said = process.communicate(timeout=60)
+        if how is signal.SIGINT:
+            assert process.returncode == 130
+            assert "the same command goes on" in said
         newest = max(out.glob("cells/*/part-0.jsonl"), key=lambda file: file.stat().st_mtime)
         # As if the last write had been cut in the middle of a line.
         content = newest.read_bytes()
@@ -183,6 +187,7 @@ def test_every_figure_follows_from_the_samples(
     assert "pass" in capsys.readouterr().out
 
 
+@pytest.mark.timeout(240)
 def test_workers_share_the_samples_and_a_killed_one_costs_nothing(
     place: Path, whole: Path, tandem_command: str
 ) -> None:
@@ -382,6 +387,32 @@ def test_a_judges_labels_stand_beside_and_instructions_need_no_gold(
     rows = json.loads(Path("outputs.json").read_text())
     assert [row["instruction"] for row in rows] == [f"What is {n}?" for n in range(6)]
     assert set(rows[0]) == {"instruction", "output", "generator", "dataset"}
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+def test_both_engines_write_equal_samples(place: Path, tandem_command: str) -> None:
+    found: dict[str, list[dict[str, Any]]] = {}
+    figures = {}
+    for engine in ("torch", "vllm"):
+        out = place / engine
+        words = [tandem_command, "evaluate", "miniature", "--model", "miniature", "--samples", "4"]
+        words += ["--benchmark", str(place / "two.parquet"), "--token-ids", "--to", str(out)]
+        words += ["--temperature", "0", "--temperature", "1", f"rollout.engine={engine}"]
+        subprocess.run(words, check=True, timeout=300, capture_output=True)
+        greedy, sampled = EvaluationFolder(out).finished()
+        lines = (out / "cells" / greedy.name / "samples.jsonl").read_bytes().splitlines()
+        found[engine] = [json.loads(line) for line in lines]
+        cells = json.loads((out / "summary.json").read_text())["cells"]
+        figures[engine] = next(c["figures"] for c in cells if c["name"] == sampled.name)
+    logprobs = [[row.pop("logprob") for row in rows] for rows in found.values()]
+    # Fields and their order, texts, verdicts, and every greedy token.
+    assert [list(row) for row in found["torch"]] == [list(row) for row in found["vllm"]]
+    assert found["torch"] == found["vllm"]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-2)
+    low, high = figures["torch"]["interval"]
+    assert low <= figures["vllm"]["accuracy"] <= high
+    assert list(figures["torch"]) == list(figures["vllm"])
 
 
 def test_a_model_that_cannot_answer_a_problem_is_said(place: Path, tmp_path: Path) -> None:
