@@ -338,7 +338,7 @@ def _with_data(cell: Cell, problems: Sequence[Problem], model: str) -> Cell:
 
 
 def slug(text: str) -> str:
-    """A text as a part of a file's name: its last two folders' names, what isn't a letter or digit a hyphen.
+    """A text as a part of a file's name: its last two folders' names, with hyphens for what can't be in one.
 
     >>> slug("runs/miniature@50"), slug("Qwen/Qwen2.5-Math-1.5B"), slug("/a/b/c/model/")
     ('runs-miniature@50', 'Qwen-Qwen2.5-Math-1.5B', 'c-model')
