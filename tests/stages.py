@@ -69,8 +69,8 @@ WHOLE_UPDATES = (
 )
 """Whole updates of a learner at every ZeRO stage, and of the weights of running engines; the GPU kit on a CPU."""
 
-WHOLE_CLUSTERS = ("tests/cluster/test_probes.py", "tests/cluster/test_slurm_here.py")
-"""Whole runs, by the words of manifests and on a real Slurm."""
+PROBES = "tests/cluster/test_probes.py"
+"""Whole runs by the words of manifests."""
 
 STAGES = (
     # First: the README's main job is the finished run that later stages read.
@@ -88,7 +88,7 @@ STAGES = (
             "--ignore=tests/faults",
             "--ignore=tests/shared_redis",
             "--ignore=tests/hosts",
-            *(f"--ignore={path}" for path in WHOLE_CLUSTERS),
+            f"--ignore={PROBES}",
             *(f"--ignore={path}" for path in WHOLE_UPDATES),
             "--ignore=tests/repo/test_package.py",
             "--ignore=tests/repo/test_readme.py",
@@ -98,6 +98,7 @@ STAGES = (
     Stage(
         name="redis",
         args=("tests/shared_redis", "-m", "not byhand"),
+        long=True,
         byhand="bash tests/run.sh tests/shared_redis -m byhand (two minutes)",
     ),
     Stage(
@@ -128,9 +129,10 @@ STAGES = (
     ),
     Stage(
         name="twins",
-        # Every preset's method on the miniature, two runs at a time.
+        # A preset of each method on the miniature, two runs at a time.
         args=("tests/e2e/test_twins.py", "--numprocesses=2", "-m", "not byhand"),
         long=True,
+        byhand="bash tests/run.sh tests/e2e/test_twins.py -m byhand (ten minutes)",
     ),
     Stage(
         name="faults",
@@ -142,17 +144,10 @@ STAGES = (
     Stage(
         name="hosts",
         # Two at a time: each waits for deadlines for half of its time.
-        args=("tests/hosts", "--numprocesses=2", "-m", "not byhand"),
+        args=("tests/hosts", PROBES, "--numprocesses=2", "--dist=loadfile", "-m", "not byhand"),
         needs="tests/hosts",
         long=True,
-        byhand="bash tests/run.sh tests/hosts -m byhand (five minutes)",
-    ),
-    Stage(
-        name="cluster",
-        args=(*WHOLE_CLUSTERS, "--numprocesses=2", "--dist=loadfile", "-m", "not byhand"),
-        needs="tests/cluster",
-        long=True,
-        byhand="bash tests/run.sh tests/cluster -m byhand (a quarter of an hour)",
+        byhand="bash tests/run.sh tests/hosts tests/cluster -m byhand (twenty minutes)",
     ),
     Stage(
         name="vllm",

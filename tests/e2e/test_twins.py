@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import Run
@@ -58,6 +59,19 @@ def different() -> list[str]:
     return chosen
 
 
+def with_most_by_hand(presets: list[str]) -> list[Any]:
+    """One preset of each method; the others are run by hand, since each of them takes a quarter of a minute."""
+    methods: set[tuple[Any, ...]] = set()
+    marked: list[Any] = []
+    for name in presets:
+        learner = load(name).resolve([]).learner
+        method = (learner.objective.name, learner.source, learner.train, learner.lora is None)
+        marks = [pytest.mark.byhand] if method in methods else []
+        methods.add(method)
+        marked.append(pytest.param(name, marks=marks))
+    return marked
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all twins run, with pairs of right and wrong chains."""
@@ -83,7 +97,7 @@ def ran(here: Path, name: str) -> Path:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", different())
+@pytest.mark.parametrize("name", with_most_by_hand(different()))
 def test_a_preset_trains_the_miniature(name: str, here: Path) -> None:
     if name == AGAIN:
         ran(here, SAMPLED)
@@ -112,6 +126,7 @@ def test_a_preset_trains_the_miniature(name: str, here: Path) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.byhand  # CI runs stages of the miniature's own (test_stages.py).
 @pytest.mark.parametrize("name", STAGED)
 def test_a_presets_stages_train_the_miniature_one_after_another(name: str, here: Path) -> None:
     preset = load(f"{name}+miniature-twin")
