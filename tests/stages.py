@@ -54,10 +54,13 @@ class Stage:
 
 WHOLE_UPDATES = (
     "tests/gpu",
+    "tests/learner/forward/test_packed.py",
+    "tests/learner/objectives/test_on_archives.py",
     "tests/learner/resume/test_partitions.py",
     "tests/learner/test_adamw_8bit.py",
     "tests/learner/test_adapters.py",
     "tests/learner/test_critic.py",
+    "tests/learner/test_engine.py",
     "tests/learner/test_exporting.py",
     "tests/learner/test_loss_scale.py",
     "tests/learner/test_parity.py",
@@ -68,6 +71,15 @@ WHOLE_UPDATES = (
     "tests/weights/test_faults.py",
 )
 """Whole updates of a learner at every ZeRO stage, and of the weights of running engines; the GPU kit on a CPU."""
+
+WHOLE_COMMANDS = (
+    "tests/launch/commands/test_evaluate.py",
+    "tests/launch/commands/test_serve.py",
+    "tests/launch/notebook/test_handle.py",
+    "tests/rollout/environments/test_own_server.py",
+    "tests/rollout/environments/test_servers.py",
+)
+"""Commands and servers that are started as processes, each test with new ones."""
 
 PROBES = "tests/cluster/test_probes.py"
 """Whole runs by the words of manifests."""
@@ -89,7 +101,7 @@ STAGES = (
             "--ignore=tests/shared_redis",
             "--ignore=tests/hosts",
             f"--ignore={PROBES}",
-            *(f"--ignore={path}" for path in WHOLE_UPDATES),
+            *(f"--ignore={path}" for path in (*WHOLE_UPDATES, *WHOLE_COMMANDS)),
             "--ignore=tests/repo/test_package.py",
             "--ignore=tests/repo/test_readme.py",
         ),
@@ -117,6 +129,7 @@ STAGES = (
         # Two whole runs at a time: each waits for its own processes for half of its time.
         args=(
             "tests/e2e",
+            *WHOLE_COMMANDS,
             "--ignore=tests/e2e/test_twins.py",
             "--numprocesses=2",
             "--dist=loadfile",
