@@ -157,7 +157,7 @@ STAGES = (
     Stage(
         name="hosts",
         # Two at a time: each waits for deadlines for half of its time.
-        args=("tests/hosts", PROBES, "--numprocesses=2", "--dist=loadfile", "-m", "not byhand"),
+        args=("tests/hosts", PROBES, "--numprocesses=2", "-m", "not byhand"),
         needs="tests/hosts",
         long=True,
         byhand="bash tests/run.sh tests/hosts tests/cluster -m byhand (twenty minutes)",
