@@ -142,7 +142,7 @@ STAGES = (
     ),
     Stage(
         name="twins",
-        # A preset of each method on the miniature, two runs at a time.
+        # Some presets on the miniature, two runs at a time.
         args=("tests/e2e/test_twins.py", "--numprocesses=2", "-m", "not byhand"),
         long=True,
         byhand="bash tests/run.sh tests/e2e/test_twins.py -m byhand (ten minutes)",
