@@ -244,7 +244,7 @@ def _best_step(
     if not measured:
         found = f"it was measured at step {_shown(values)}" if values else "no step has it"
         raise DataError(
-            f"no checkpoint is of a step with the metric {metric.name}: {found}, and the checkpoints are of step "
+            f"no checkpoint belongs to a step with the metric {metric.name}: {found}, and there are checkpoints of step "
             f"{_shown(kept) or 'none'}. With evaluate.best a run keeps the best model by a figure of its evaluations"
         )
     step = metric.best(measured)

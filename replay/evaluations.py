@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -308,4 +309,5 @@ def read_result(raw: bytes) -> EvaluationResult:
 
 
 def _json(record: Any) -> str:
-    return msgspec.json.encode(record).decode()
+    # msgspec's own JSON turns a share that isn't known (NaN) into null, which is no number when it is read.
+    return json.dumps(msgspec.to_builtins(record))

@@ -75,7 +75,7 @@ def of_evaluated(sample: EvaluatedSample) -> LogSample:
     }
     return LogSample(
         id=sample.problem_id,
-        input=sample.prompt,
+        input=sample.asked,
         target=sample.gold,
         messages=_exchange(sample.prompt, sample.response),
         stop_reason=_REASONS.get(sample.finish_reason.value, "unknown"),

@@ -54,10 +54,13 @@ class Stage:
 
 WHOLE_UPDATES = (
     "tests/gpu",
+    "tests/learner/forward/test_packed.py",
+    "tests/learner/objectives/test_on_archives.py",
     "tests/learner/resume/test_partitions.py",
     "tests/learner/test_adamw_8bit.py",
     "tests/learner/test_adapters.py",
     "tests/learner/test_critic.py",
+    "tests/learner/test_engine.py",
     "tests/learner/test_exporting.py",
     "tests/learner/test_loss_scale.py",
     "tests/learner/test_parity.py",
@@ -69,8 +72,17 @@ WHOLE_UPDATES = (
 )
 """Whole updates of a learner at every ZeRO stage, and of the weights of running engines; the GPU kit on a CPU."""
 
-WHOLE_CLUSTERS = ("tests/cluster/test_probes.py", "tests/cluster/test_slurm_here.py")
-"""Whole runs, by the words of manifests and on a real Slurm."""
+WHOLE_COMMANDS = (
+    "tests/launch/commands/test_evaluate.py",
+    "tests/launch/commands/test_serve.py",
+    "tests/launch/notebook/test_handle.py",
+    "tests/rollout/environments/test_own_server.py",
+    "tests/rollout/environments/test_servers.py",
+)
+"""Commands and servers that are started as processes, each test with new ones."""
+
+PROBES = "tests/cluster/test_probes.py"
+"""Whole runs by the words of manifests."""
 
 STAGES = (
     # First: the README's main job is the finished run that later stages read.
@@ -88,8 +100,8 @@ STAGES = (
             "--ignore=tests/faults",
             "--ignore=tests/shared_redis",
             "--ignore=tests/hosts",
-            *(f"--ignore={path}" for path in WHOLE_CLUSTERS),
-            *(f"--ignore={path}" for path in WHOLE_UPDATES),
+            f"--ignore={PROBES}",
+            *(f"--ignore={path}" for path in (*WHOLE_UPDATES, *WHOLE_COMMANDS)),
             "--ignore=tests/repo/test_package.py",
             "--ignore=tests/repo/test_readme.py",
         ),
@@ -98,6 +110,7 @@ STAGES = (
     Stage(
         name="redis",
         args=("tests/shared_redis", "-m", "not byhand"),
+        long=True,
         byhand="bash tests/run.sh tests/shared_redis -m byhand (two minutes)",
     ),
     Stage(
@@ -116,6 +129,7 @@ STAGES = (
         # Two whole runs at a time: each waits for its own processes for half of its time.
         args=(
             "tests/e2e",
+            *WHOLE_COMMANDS,
             "--ignore=tests/e2e/test_twins.py",
             "--numprocesses=2",
             "--dist=loadfile",
@@ -128,9 +142,10 @@ STAGES = (
     ),
     Stage(
         name="twins",
-        # Every preset's method on the miniature, two runs at a time.
+        # Some presets on the miniature, two runs at a time.
         args=("tests/e2e/test_twins.py", "--numprocesses=2", "-m", "not byhand"),
         long=True,
+        byhand="bash tests/run.sh tests/e2e/test_twins.py -m byhand (ten minutes)",
     ),
     Stage(
         name="faults",
@@ -142,17 +157,10 @@ STAGES = (
     Stage(
         name="hosts",
         # Two at a time: each waits for deadlines for half of its time.
-        args=("tests/hosts", "--numprocesses=2", "-m", "not byhand"),
+        args=("tests/hosts", PROBES, "--numprocesses=2", "-m", "not byhand"),
         needs="tests/hosts",
         long=True,
-        byhand="bash tests/run.sh tests/hosts -m byhand (five minutes)",
-    ),
-    Stage(
-        name="cluster",
-        args=(*WHOLE_CLUSTERS, "--numprocesses=2", "--dist=loadfile", "-m", "not byhand"),
-        needs="tests/cluster",
-        long=True,
-        byhand="bash tests/run.sh tests/cluster -m byhand (a quarter of an hour)",
+        byhand="bash tests/run.sh tests/hosts tests/cluster -m byhand (twenty minutes)",
     ),
     Stage(
         name="vllm",

@@ -27,13 +27,15 @@ Settings = Mapping[str, Any]
 
 
 def content_of(given: Any) -> Any:
-    """The settings in the file that is named; anything else unchanged.
+    """The settings in the file that is named; settings unchanged.
 
     Raises:
-        ValueError: the file can't be read as a JSON object.
+        ValueError: the file can't be read as a JSON object, or it is something else altogether.
     """
-    if not isinstance(given, str):
+    if given is None or isinstance(given, Mapping):
         return given
+    if not isinstance(given, str):
+        raise ValueError("name a JSON file, or give the settings themselves, {key: value}")
     path = Path(given).expanduser()
     try:
         text = path.read_bytes()

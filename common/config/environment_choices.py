@@ -42,6 +42,10 @@ def environments(config: Config) -> str | None:
     for named, is_set in (
         (f"data.template={config.data.template}", config.data.template != OWN),
         (f"data.prefill={config.data.prefill!r}", config.data.prefill),
+        *(
+            (f"data.evaluate.{number}.template={one.template}", one.template not in (None, OWN))
+            for number, one in enumerate(config.data.evaluate)
+        ),
     ):
         if is_set:
             return (

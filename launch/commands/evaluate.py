@@ -153,11 +153,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _cells(arguments: argparse.Namespace) -> int:
     from ...replay.evaluated import EvaluationFolder
     from ...replay.inspect_rows import evaluation_logs
+    from ..host.environments import check_environments
     from .evaluate_plan import prepare, same_models
     from .evaluate_report import summarise, table
     from .evaluate_run import Workers, add_times, begin, finish, left, owned, work
 
     config, run_folder = _config(arguments, every=True)
+    check_environments(config)
     asked = _asked(arguments, config, run_folder)
     if arguments.to:
         asked = same_models(asked, EvaluationFolder(Path(arguments.to).expanduser()))

@@ -278,6 +278,15 @@ def prepare(asked: Asked, config: Config, exports: Path, run: RunFolder | None) 
         "reward": config.reward.model_dump(mode="json", exclude={"graders", "pools", "mode"}),
         "endpoint": asked.endpoint,
     }
+    if config.environments.is_on:
+        if asked.endpoint is not None:
+            raise ConfigError(
+                "--endpoint answers prompts, and episodes of environments.use are played by a model that is loaded "
+                "here: leave --endpoint out, or set environments.use={}"
+            )
+        settings["environments"] = config.environments.model_dump(
+            mode="json", exclude={"servers", "episodes", "port"}
+        )
     plan = Plan(cells=tuple(cells), settings=settings, token_ids=asked.token_ids)
     return Prepared(plan=plan, cells=parts, _reading=reading)
 
@@ -329,7 +338,7 @@ def _with_data(cell: Cell, problems: Sequence[Problem], model: str) -> Cell:
 
 
 def slug(text: str) -> str:
-    """A text as a part of a file's name: its last two folders' names, what isn't a letter or digit a hyphen.
+    """A text as a part of a file's name: its last two folders' names, with hyphens for what can't be in one.
 
     >>> slug("runs/miniature@50"), slug("Qwen/Qwen2.5-Math-1.5B"), slug("/a/b/c/model/")
     ('runs-miniature@50', 'Qwen-Qwen2.5-Math-1.5B', 'c-model')

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,7 @@ from .progress import Progress
 
 if TYPE_CHECKING:
     from ...rollout.engine import Engine
+    from ...rollout.environments.own_server import OwnServer
     from ...rollout.evaluate.answering import Place
     from ...rollout.evaluate.elsewhere import Elsewhere
 
@@ -176,30 +177,39 @@ async def _by_engine(
     sampler: Callable[[str], Elsewhere] | None,
 ) -> None:
     from ...rollout.engines import make_engine
-    from ...rollout.evaluate.answering import answer
+    from ...rollout.evaluate.answering import Sampler, answer
+    from ...rollout.evaluate.episodes import playing, unless_it_dies
 
     model, config, _ = prepared.cells[next(iter(wanted))]
     benchmarks = {name: prepared.benchmark(name) for name in wanted}
     engine: Engine | None = None
-    if sampler is None:
-        most = max(prepared.plan_cell(name).max_new_tokens for name in wanted)
-        engine = make_engine(
-            config.model,
-            config.rollout.model_copy(update={"max_new_tokens": most}),
-            max_rows=ROWS,
-            max_prompt_tokens=max(
-                len(p.prompt_tokens) for one in benchmarks.values() for p in one.problems
-            ),
-        )
-        await engine.start()
-    server = None if sampler is None else sampler(model.name)
-    answers = engine or server
-    assert answers is not None
-    try:
+    server: OwnServer | None = None
+    async with AsyncExitStack() as stack:
+        answers: Sampler
+        if sampler is None:
+            most = max(prepared.plan_cell(name).max_new_tokens for name in wanted)
+            rollout = config.rollout.model_copy(update={"max_new_tokens": most})
+            config = config.model_copy(update={"rollout": rollout})
+            longest = max(len(p.prompt_tokens) for one in benchmarks.values() for p in one.problems)
+            if config.environments.is_on:
+                longest = max(longest, config.data.max_prompt_tokens)
+            answers = engine = make_engine(
+                config.model,
+                config.rollout,
+                max_rows=ROWS,
+                max_prompt_tokens=longest,
+            )
+            stack.push_async_callback(engine.close)
+            await engine.start()
+            if config.environments.is_on:
+                answers, server = await stack.enter_async_context(playing(engine, config))
+        else:
+            answers = elsewhere = sampler(model.name)
+            stack.callback(elsewhere.close)
         for name, batches in wanted.items():
             with Samples(folder, name).adding(number, progress) as add:
                 for batch in batches:
-                    await answer(
+                    answering = answer(
                         answers,
                         benchmarks[name],
                         prepared.plan_cell(name),
@@ -208,11 +218,10 @@ async def _by_engine(
                         token_ids=prepared.plan.token_ids,
                         block=bool(prepared.plan.settings["deterministic"]),
                     )
-    finally:
-        if engine is not None:
-            await engine.close()
-        if server is not None:
-            server.close()
+                    if server is None:
+                        await answering
+                    else:
+                        await unless_it_dies(asyncio.create_task(answering), server)
 
 
 # --- in several processes --------------------------------------------------------------------

@@ -6,12 +6,13 @@ would make pass@k, majorities and every interval wrong.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ...common.records import REPEATS, Problem
+from ...common.records import ENVIRONMENT, REPEATS, Problem
 
 Key = tuple[str, bytes, str]
 
@@ -42,6 +43,7 @@ def joined(problems: Sequence[Problem], repeated: bool | None = None) -> list[Pr
 
 
 def _key(problem: Problem) -> Key:
-    # Episodes have no prompt of their own; what is played tells them apart.
-    what = problem.prompt_tokens.tobytes() or problem.prompt_text.encode()
+    # What is played tells episodes apart: many have no prompt of their own, and it has the row's other columns.
+    played = json.dumps(problem.extra.get(ENVIRONMENT), sort_keys=True)
+    what = (problem.prompt_tokens.tobytes() or problem.prompt_text.encode()) + played.encode()
     return problem.data_source, what, problem.gold

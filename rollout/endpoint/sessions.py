@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from ...common.errors import TandemError
+from ...common.errors import DataError, TandemError
 from ...common.records import (
     FinishReason,
     Float32Array,
@@ -334,8 +334,10 @@ class Session:
                 one.cut = True
             raise NoRoomError(f"the session has had its {self.spec.max_turns} turns")
         context = np.array(branch.tokens + added, dtype=np.int32)
+        if not len(context):
+            raise DataError("the prompt is empty")
         most = self.room
-        if len(context) >= most or not len(context):
+        if len(context) >= most:
             branch.cut = True
             raise NoRoomError(
                 f"the conversation has {len(context):,} tokens, and there is room for {most:,} with "

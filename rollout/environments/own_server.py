@@ -51,6 +51,7 @@ class OwnServer:
         self._keys = new_keys()
         self._address: ServerAddress | None = None
         self._process: Process | None = None
+        self._logs: Path | None = None
         settings = config.environments
         self.client = EnvironmentClient(
             "evaluation",
@@ -82,7 +83,12 @@ class OwnServer:
         )
         assert process.stdin is not None
         assert process.stdout is not None
-        order = {"config": configs.to_yaml(self._config), "client": self._keys.public}
+        self._logs = Path(tempfile.mkdtemp(prefix="tandem-logs-"))
+        order = {
+            "config": configs.to_yaml(self._config),
+            "client": self._keys.public,
+            "logs": str(self._logs),
+        }
         process.stdin.write(json.dumps(order).encode() + b"\n")
         seconds = START_SECONDS + sum(
             one.start_seconds if isinstance(one, VerifiersEnvironment) else START_SECONDS
@@ -101,6 +107,8 @@ class OwnServer:
             )
         said = read_record(_Said, line, "what the environment server said", TandemError)
         if said.error:
+            if any(self._logs.iterdir()):
+                self._logs = None  # The error may name a log.
             raise ConfigError(said.error)
         self._address = ServerAddress(
             member="environments",
@@ -130,7 +138,8 @@ class OwnServer:
         process = self._process
         if process is None or process.stdin is None:
             return
-        process.stdin.close()
+        with contextlib.suppress(OSError):  # It may have ended already.
+            process.stdin.close()
         try:
             async with asyncio.timeout(END_SECONDS):
                 await process.wait()
@@ -138,6 +147,8 @@ class OwnServer:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+        if self._logs is not None:
+            shutil.rmtree(self._logs, ignore_errors=True)
 
 
 async def _serve(config: Config, client: str, logs: Path, out: int) -> None:
@@ -175,15 +186,11 @@ def main() -> int:
     adopt_orphans()
     if os.geteuid() != 0:
         hide_memory()
-    logs = Path(tempfile.mkdtemp(prefix="tandem-logs-"))
     try:
-        asyncio.run(_serve(config, order["client"], logs, out))
+        asyncio.run(_serve(config, order["client"], Path(order["logs"]), out))
     except TandemError as error:
         _say(out, error=str(error))
-        with contextlib.suppress(OSError):
-            logs.rmdir()  # Unless the error names a log in it.
         return error.exit_code
-    shutil.rmtree(logs, ignore_errors=True)
     return 0
 
 

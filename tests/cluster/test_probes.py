@@ -142,6 +142,7 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.byhand  # Two minutes.
 def test_probes_drains_and_ports_are_those_of_the_real_processes(pods: Pods):
     # Nothing runs: nobody is ready, and nothing is to be started again for it.
     assert [pods.probe(HEAD, kind)[0] for kind in ("startup", "readiness", "liveness")] == [1, 1, 0]

@@ -22,7 +22,7 @@ STORM = Path(__file__).resolve().parent.parent / "faults" / "storm.yaml"
 WAITING = 150.0
 """Deadline of what takes seconds on a quiet machine."""
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.byhand, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="session")
@@ -112,7 +112,6 @@ def test_head_and_workers_are_cancelled_and_requeued_and_nothing_is_lost(
     assert run.state(f"{run.array}_1") == "gone"
 
 
-@pytest.mark.byhand
 def test_a_joiner_samples_within_half_a_minute(slurm: Slurm, tmp_path: Path):
     run = OnSlurm(slurm, tmp_path, 1201)
     slurm.wait_for(lambda: run.rows() > 2, "first rows", WAITING)
@@ -129,7 +128,6 @@ def test_a_joiner_samples_within_half_a_minute(slurm: Slurm, tmp_path: Path):
     run.audited()
 
 
-@pytest.mark.byhand
 def test_time_limits_of_head_and_workers_pass_by_themselves(slurm: Slurm, tmp_path: Path):
     # Slurm counts in minutes: the warning comes 70 s before the end of three, or up to a minute earlier.
     run = OnSlurm(slurm, tmp_path, 2401, "--time", "3:00", "--grace", "10")
@@ -144,7 +142,6 @@ def test_time_limits_of_head_and_workers_pass_by_themselves(slurm: Slurm, tmp_pa
     assert run.audited()["learner's resumptions"] >= 1
 
 
-@pytest.mark.byhand
 def test_a_storm_of_requeues_and_cancels_loses_nothing(slurm: Slurm, tmp_path: Path):
     run = OnSlurm(slurm, tmp_path, 2401)
     slurm.wait_for(lambda: run.rows() > 2, "first rows", WAITING)
@@ -164,7 +161,6 @@ def test_a_storm_of_requeues_and_cancels_loses_nothing(slurm: Slurm, tmp_path: P
     assert run.audited()["learner's resumptions"] == 2
 
 
-@pytest.mark.byhand
 def test_of_two_heads_after_the_death_of_a_nodes_daemon_one_has_the_run(
     slurm: Slurm, tmp_path: Path
 ):

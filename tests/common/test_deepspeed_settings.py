@@ -155,6 +155,12 @@ def test_the_run_keeps_the_files_content(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("given", [3, True, [{}]])
+def test_what_is_neither_a_file_nor_settings_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"learner\.deepspeed=.*: name a JSON file, or"):
+        config_of(given)
+
+
 @pytest.mark.parametrize("text", ["{", "[1]", None])
 def test_a_file_that_cannot_be_read_is_refused(text: str | None, tmp_path: Path) -> None:
     file = tmp_path / "settings.json"

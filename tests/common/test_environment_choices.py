@@ -27,6 +27,10 @@ def test_what_can_be_played_is_accepted() -> None:
         ([USE, "learner.source=offline"], "played by rollout workers"),
         ([USE, "expert.per_group=1"], "begins with what its environment shows"),
         ([USE, "data.template=r1_zero"], "rendered by the model's own chat template"),
+        (
+            [USE, "data.evaluate=[{path: x.parquet, template: r1_zero}]"],
+            "data.evaluate.0.template=r1_zero is about prompts that are answered once",
+        ),
         ([USE, "data.prefill=<think>"], "rendered by the model's own chat template"),
         ([USE, "environments.default=two"], "isn't one of environments.use: one"),
         (["environments.use={one: {form: text, target: a b}}"], "should be an import path"),

@@ -143,7 +143,7 @@ def test_the_summary_tells_what_came_of_it(survived: Survived) -> None:
 
 def test_a_second_owner_is_refused_while_it_runs(survived: Survived) -> None:
     code, out, err = survived.refused
-    assert (code, out) == (1, "")
+    assert (code, out) == (75, "")
     assert f"in use by process {survived.pid}" in err
     assert len(err.splitlines()) == 1
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import Run
@@ -58,6 +59,22 @@ def different() -> list[str]:
     return chosen
 
 
+IN_CI = (
+    "llama3-8b-cs336-dpo-4gpu",
+    "olmo2-1b-cs336-off-policy-gspo-2gpu",
+    "pythia-14m-ppo-only-1gpu",
+    "qwen2.5-1.5b-lora-1gpu",
+    "qwen2.5-math-7b-rl-sft-loss-8gpu",
+)
+"""The others are run by hand: each takes a quarter of a minute."""
+
+
+def with_most_by_hand(presets: list[str]) -> list[Any]:
+    return [
+        pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.byhand]) for name in presets
+    ]
+
+
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all twins run, with pairs of right and wrong chains."""
@@ -83,7 +100,7 @@ def ran(here: Path, name: str) -> Path:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", different())
+@pytest.mark.parametrize("name", with_most_by_hand(different()))
 def test_a_preset_trains_the_miniature(name: str, here: Path) -> None:
     if name == AGAIN:
         ran(here, SAMPLED)
@@ -112,6 +129,7 @@ def test_a_preset_trains_the_miniature(name: str, here: Path) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.byhand  # CI runs stages of the miniature's own (test_stages.py).
 @pytest.mark.parametrize("name", STAGED)
 def test_a_presets_stages_train_the_miniature_one_after_another(name: str, here: Path) -> None:
     preset = load(f"{name}+miniature-twin")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,14 @@ def result(id_: str, step: int, **changes: Any) -> EvaluationResult:
 
 def request(id_: str, step: int) -> EvaluationRequest:
     return EvaluationRequest(id=id_, set_name="heldout", step=step)
+
+
+def test_a_result_keeps_a_share_that_is_not_known(run: RunStore):
+    run.request_evaluation(request("a", 1), 1)
+    run.finish_evaluation("a", result("a", 1, format_share=math.nan))
+    found = run.evaluation("a")
+    assert found is not None
+    assert math.isnan(found.format_share)
 
 
 def test_the_config_is_read_back(run: RunStore):

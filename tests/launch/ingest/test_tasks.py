@@ -88,7 +88,7 @@ def test_the_prompt_of_any_form_is_given_as_messages_without_its_answer(
 
 def test_system_prompts_of_the_config_are_in_the_prompt_that_is_given(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1*2=?"}]
-    rows = [{"prompt": own}, {"prompt": own[1:]}]
+    rows = [{"prompt": own, "level": 1}, {"prompt": own[1:], "level": 2}]
     tasks, _ = read(tmp_path, rows, "data.system_prompt=Take your time.")
     system = {"role": "system", "content": "Take your time."}
     assert [task["row"]["prompt"] for task in tasks] == [own, [system, own[1]]]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ QUICK = {
     "evaluate.every": 4,
     "evaluate.limit": 20,
     "log.archive": True,
+    "log.inspect": True,
     "log.samples_per_step": 2,
     "data.miniature_fresh": 200,
 }
@@ -64,6 +67,16 @@ def test_a_run_is_started_looked_at_stopped_resumed_and_read(
     table = found.samples()
     assert set(table.column("source").to_pylist()) == {"own", "expert"}
     assert samples is None or len(samples) == table.num_rows
+    # The run itself has written them, the steps before its stop and those after it.
+    logged = []
+    for path in sorted((found.path / "inspect").iterdir()):
+        with zipfile.ZipFile(path) as log:
+            logged += [
+                json.loads(log.read(name))["metadata"]["step"]
+                for name in log.namelist()
+                if name.startswith("samples/")
+            ]
+    assert sorted(logged) == sorted(table.column("step").to_pylist())
     groups = found.groups(range(2, 4))
     assert sorted(set(groups.column("step").to_pylist())) == [2, 3]
     assert found.groups().num_rows == 8 * len(steps)

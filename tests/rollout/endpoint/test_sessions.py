@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 from endpoint_calls import spec
 
+from tandem.common.errors import DataError
 from tandem.common.records import FinishReason, Sample, SamplingParams, Source, VersionSpan
 from tandem.rollout.endpoint.sessions import Branch, NoRoomError, Recorded, Session, Ticket
 
@@ -43,7 +44,7 @@ class Played:
     def ask(self, prompt: Sequence[int]) -> Ticket | None:
         try:
             ticket = self.session.place(prompt, decode)
-        except NoRoomError:
+        except (NoRoomError, DataError):
             return None
         # The text that is sampled after is exactly the text that was asked.
         assert decode(ticket.context.tolist()) == decode(prompt)
@@ -278,6 +279,11 @@ def test_a_session_without_room_refuses_and_its_branch_ended_by_length(bound: An
     assert found is not None
     assert found.finish_reason is FinishReason.LENGTH
     assert len(found.turns) == 1
+
+
+def test_an_empty_prompt_is_no_conversation_that_is_too_long() -> None:
+    with pytest.raises(DataError, match="empty"):
+        session().place([], decode)
 
 
 def test_tokens_that_cant_fit_are_refused_before_they_are_decoded() -> None:

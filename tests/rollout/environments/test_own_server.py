@@ -14,6 +14,7 @@ import pytest
 
 from tandem.common.config import Config, build
 from tandem.common.errors import ConfigError, TandemError
+from tandem.replay.evaluated import EvaluationFolder
 from tandem.rollout.environments.own_server import OwnServer
 from tandem.rollout.evaluate.episodes import unless_it_dies
 
@@ -43,17 +44,31 @@ def test_the_command_plays_the_episodes_of_a_held_out_set(
     words = ["evaluate", "miniature-tools", "--model", "miniature-tools", "--data", "rows.jsonl"]
     words += ["environments.use={twice: {form: text, target: 'twice_world:Twice'}}"]
     words += ["environments.default=twice", "reward.components=[{name: environment}]"]
-    done = subprocess.run(
-        [tandem_command, *words, "--out", "figures.json"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-        cwd=tmp_path,
-    )
+
+    def evaluated(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [tandem_command, *words, *more],
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+            cwd=tmp_path,
+        )
+
+    done = evaluated("--out", "figures.json")
     assert done.returncode == 0, done.stderr
     assert "reward 0.750, 2.0 turns an episode, 0 of 3 episodes failed" in done.stdout
     assert json.loads((tmp_path / "figures.json").read_text())["reward"] == 0.75
+    # Where the samples are kept, each is an episode too.
+    kept = evaluated("--to", "kept")
+    assert kept.returncode == 0, kept.stderr
+    folder = EvaluationFolder(tmp_path / "kept")
+    (cell,) = folder.plan().cells
+    samples = list(folder.samples(cell.name))
+    assert [one.reward for one in samples] == [0.75] * 3
+    refused = evaluated("--endpoint", "http://127.0.0.1:9")
+    assert refused.returncode == 2
+    assert "leave --endpoint out" in refused.stderr
 
 
 def test_an_environment_that_cant_be_loaded_is_named() -> None:
