@@ -121,6 +121,15 @@ def read_record(
         ) from None
 
 
+def as_json(record: Record) -> str:
+    """A record as the JSON that :func:`read_record` reads.
+
+    Figures that aren't finite stay what they are (``NaN``, ``Infinity``), which msgspec's own JSON would turn
+    into null.
+    """
+    return json.dumps(msgspec.to_builtins(record))
+
+
 def read_message(cls: Any, data: bytes, what: str) -> Any:
     """Reads MessagePack of a declared type: a :class:`Record`, a union of records, a tuple.
 

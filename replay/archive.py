@@ -28,14 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ..common.errors import DataError
-from ..common.plain import read_record
+from ..common.plain import as_json, read_record
 from ..common.records import (
     Episode,
     ExpertTrace,
@@ -386,7 +385,7 @@ def _samples(samples: list[Sample]) -> pa.StructArray:
             "finish_reason": sample.finish_reason.value,
             "verdict": None if sample.verdict is None else sample.verdict.value,
             "components": list(sample.components.items()),
-            "episode": sample.episode and json.dumps(msgspec.to_builtins(sample.episode)),
+            "episode": sample.episode and as_json(sample.episode),
         }
         for sample in samples
     ]

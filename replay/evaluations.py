@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ..common.errors import StoreError
-from ..common.plain import Record, read_message, read_record
+from ..common.plain import Record, as_json, read_message, read_record
 from ..common.records import Version
 from .answers import text as read_text
 from .connection import Store
@@ -164,7 +163,7 @@ class EvaluationStore:
         Raises:
             FencedError: a newer learner has taken over.
         """
-        self.store.script("request_evaluation", request.id, request.step, _json(request), term)
+        self.store.script("request_evaluation", request.id, request.step, as_json(request), term)
 
     def claim_evaluation(self, member: str, held: Version) -> EvaluationRequest | None:
         """Claims the earliest evaluation that is due with the weights that the worker holds.
@@ -196,7 +195,7 @@ class EvaluationStore:
 
     def finish_evaluation(self, id_: str, result: EvaluationResult) -> bool:
         """Stores the result unless there is one already; returns whether it was stored."""
-        return bool(self.store.script("finish_evaluation", id_, _json(result)))
+        return bool(self.store.script("finish_evaluation", id_, as_json(result)))
 
     def evaluation(self, id_: str) -> EvaluationResult | None:
         """The result of one evaluation, if it is done."""
@@ -306,8 +305,3 @@ def read_request(raw: bytes) -> EvaluationRequest:
 def read_result(raw: bytes) -> EvaluationResult:
     """Reads the result of an evaluation; raises ``StoreError`` if it isn't one."""
     return read_record(EvaluationResult, raw, "the result of an evaluation", StoreError, WAY_OUT)
-
-
-def _json(record: Any) -> str:
-    # msgspec's own JSON turns a share that isn't known (NaN) into null, which is no number when it is read.
-    return json.dumps(msgspec.to_builtins(record))

@@ -27,13 +27,13 @@ def joined(problems: Sequence[Problem], repeated: bool | None = None) -> list[Pr
     """
     if repeated is False:
         return list(problems)
-    counts = Counter(map(_key, problems))
+    keys = [_key(problem) for problem in problems]
+    counts = Counter(keys)
     often: dict[str, set[int]] = {}
     for (source, _, _), count in counts.items():
         often.setdefault(source, set()).add(count)
     found: dict[Key | str, Problem] = {}
-    for problem in problems:
-        key = _key(problem)
+    for problem, key in zip(problems, keys, strict=True):
         count = counts[key]
         if count == 1 or not (repeated or len(often[problem.data_source]) == 1):
             found[problem.problem_id] = problem

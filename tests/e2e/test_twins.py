@@ -70,6 +70,7 @@ IN_CI = (
 
 
 def with_most_by_hand(presets: list[str]) -> list[Any]:
+    assert set(IN_CI) <= set(presets)
     return [
         pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.byhand]) for name in presets
     ]
