@@ -179,6 +179,17 @@ def newest_stage(folder: Path) -> Path:
     return begun[-1] if begun else folder
 
 
+def existing(path: str) -> RunFolder:
+    """The folder of a run that was started before; raises ``DataError`` if it isn't one.
+
+    Of a folder with several stages it is the one that was begun last.
+    """
+    folder = RunFolder(newest_stage(Path(path)))
+    if not folder.run_json.exists():
+        raise DataError(f"{path} isn't a run's folder (it has no run.json)")
+    return folder
+
+
 class RunFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()

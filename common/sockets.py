@@ -162,6 +162,23 @@ def bind_free(listener: socket.socket, host: str, ports: range | None) -> int:
     raise no_port_left(host, ports)
 
 
+def free_listener(host: str, ports: range | None) -> socket.socket:
+    """A TCP socket that is bound to a free port of ``launch.ports``.
+
+    Raises:
+        ConfigError: none of the range is free.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bind_free(listener, host, ports)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
 def bind_router(
     context: zmq.Context[zmq.Socket[bytes]],
     host: str,

@@ -27,7 +27,7 @@ that it loads is checked; both engines above are.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -87,6 +87,9 @@ class GroupRequest:
     Meant for the few short samples of a check; an engine may ignore it."""
     prompt_text: str = ""
     """The prompt as text, for a server that takes no tokens; an engine ignores it."""
+    follow: Callable[[Sequence[int]], None] | None = None
+    """Called with the tokens that were sampled since the last call, from any thread, at token steps before the
+    group is yielded. Only for a request of one sample; it may neither wait nor raise."""
     task: Task | None = None
     """What to play in an environment (:mod:`tandem.rollout.player`); an engine never gets such a request."""
 

@@ -6,7 +6,6 @@ learner's :func:`meeting_point`. The channel over NCCL is in :mod:`.nccl`.
 
 from __future__ import annotations
 
-import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 
 from ..config import WeightsConfig
 from ..errors import WeightsError
-from ..sockets import bind_free, local_address
+from ..sockets import free_listener, local_address
 from .protocol import Meeting
 from .shared_memory import StagedTensors
 
@@ -36,9 +35,7 @@ def meeting_point(host: str, ports: range | None = None) -> TCPStore:
     It has no credentials; its address and the channel's random name are sent only over CURVE,
     to workers that have accepted an offer. It stops listening once nobody refers to it.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    bind_free(listener, host, ports)
+    listener = free_listener(host, ports)
     return TCPStore(
         host,
         listener.getsockname()[1],

@@ -17,15 +17,15 @@ from msgspec.structs import replace
 
 from ...common.errors import ConfigError, DataError
 from ...common.records import ExpertTrace, Group, Sample
-from ...common.run_folder import RunFolder
+from ...common.run_folder import RunFolder, existing
 from ...replay import archive
 from ...replay.archive import ArchivedGroup
 from ...reward.grades import GradeItem
 from ...reward.grading import Grader
 from ..host.servers import check_servers
+from ..progress import Progress
 from ..wording import human, shown
-from .options import existing, newest_run
-from .progress import Progress
+from .options import newest_run
 
 Change = Callable[[list[ArchivedGroup]], list[ArchivedGroup]]
 

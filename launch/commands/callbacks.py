@@ -6,7 +6,8 @@ import argparse
 import signal
 import sys
 
-from .options import existing, joined
+from ...common.run_folder import existing
+from .options import joined
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.errors import DataError
 from ...common.run_folder import write_atomic
-from .evaluate_report import aligned, cell_name, percent
+from ..evaluation.report import aligned, cell_name, percent
 
 if TYPE_CHECKING:
     from ...replay.evaluated import Cell

@@ -21,16 +21,15 @@ from msgspec.structs import asdict
 from ...common import hub
 from ...common.errors import ConfigError
 from ...common.printable import printable
-from ...common.run_folder import RunFolder, write_atomic
+from ...common.run_folder import RunFolder, existing, write_atomic
+from ..progress import Progress
 from ..wording import shown
-from .options import existing
-from .progress import Progress
 
 if TYPE_CHECKING:
     from ...common.config import Config, EvalSetConfig
     from ...replay.evaluated import Plan
     from ...rollout.evaluate.elsewhere import Elsewhere
-    from .evaluate_plan import Asked
+    from ..evaluation.plan import Asked
 
 _SAMPLING = {
     "temperature": (float, "0 takes the most likely token"),
@@ -153,10 +152,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _cells(arguments: argparse.Namespace) -> int:
     from ...replay.evaluated import EvaluationFolder
     from ...replay.inspect_rows import evaluation_logs
+    from ..evaluation.plan import prepare, same_models
+    from ..evaluation.report import summarise, table
+    from ..evaluation.run import Workers, add_times, begin, finish, left, owned, work
     from ..host.environments import check_environments
-    from .evaluate_plan import prepare, same_models
-    from .evaluate_report import summarise, table
-    from .evaluate_run import Workers, add_times, begin, finish, left, owned, work
 
     config, run_folder = _config(arguments, every=True)
     check_environments(config)
@@ -209,7 +208,7 @@ def _cells(arguments: argparse.Namespace) -> int:
 
 def _recompute(arguments: argparse.Namespace) -> int:
     from ...replay.evaluated import EvaluationFolder
-    from .evaluate_report import summarise, table
+    from ..evaluation.report import summarise, table
 
     summary = summarise(EvaluationFolder(Path(arguments.recompute).expanduser()))
     _print(arguments, summary, table(summary))
@@ -226,7 +225,7 @@ def _print(arguments: argparse.Namespace, figures: dict[str, Any], text: str) ->
 def _read_plan(arguments: argparse.Namespace) -> None:
     """Adds what the YAML lists to what the options name."""
     from ...common.config import read_yaml
-    from .evaluate_plan import from_yaml
+    from ..evaluation.plan import from_yaml
 
     content = read_yaml(Path(arguments.plan).expanduser())
     lists = from_yaml(content, arguments.plan)
@@ -246,7 +245,7 @@ def _read_plan(arguments: argparse.Namespace) -> None:
 
 
 def _asked(arguments: argparse.Namespace, config: Config, folder: RunFolder | None) -> Asked:
-    from .evaluate_plan import Asked, benchmark, distinct
+    from ..evaluation.plan import Asked, benchmark, distinct
 
     models = list(arguments.model or ())
     if not models and folder is not None:
@@ -283,7 +282,7 @@ def _short(plan: Plan) -> str:
     """A folder's name that is the same for the same plan."""
     digest = xxhash.xxh3_64(json.dumps(asdict(plan), default=asdict, sort_keys=True).encode())
     first = plan.cells[0]
-    from .evaluate_plan import slug
+    from ..evaluation.plan import slug
 
     return f"{slug(first.model)}.{slug(first.benchmark)}-{digest.hexdigest()[:8]}"
 
@@ -358,10 +357,10 @@ def _one(arguments: argparse.Namespace) -> int:
     # The environment is read when torch is loaded, below.
     os.environ.setdefault("OMP_NUM_THREADS", str(config.rollout.threads))
     from ...common.config import of_set
+    from ..evaluation.plan import find_model
     from ..host.environments import check_environments
     from ..host.preflight import check_model
     from ..host.servers import check_servers
-    from .evaluate_plan import find_model
 
     path = find_model(model, OUT / "models").path
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})

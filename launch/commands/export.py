@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ...common.run_folder import existing
 from ...common.telemetry import start_log
-from .options import existing, newest_run
+from .options import newest_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

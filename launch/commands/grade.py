@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ...common.errors import DataError
-from .options import existing
-from .progress import Progress
+from ...common.run_folder import existing
+from ..progress import Progress
 
 if TYPE_CHECKING:
     from ...common.config import Config

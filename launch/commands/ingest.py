@@ -21,7 +21,7 @@ import numpy as np
 from ...common import hub
 from ...common.errors import ConfigError, DataError
 from ...common.printable import printable
-from .progress import Progress
+from ..progress import Progress
 
 if TYPE_CHECKING:
     from ...common.config import Config, SourceConfig

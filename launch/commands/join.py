@@ -36,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="time to finish what they are at after SIGTERM or Ctrl-C, less than the scheduler's own grace "
         "(default: launch.drain_seconds)",
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="ask the run for its settings, and say what would be started here; start and write nothing",
+    )
     parser.add_argument("--name", help="what others call this host (default: its host name)")
 
 
@@ -57,5 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
         folder=None if arguments.folder is None else Path(arguments.folder),
         drain_seconds=arguments.drain,
         name=arguments.name,
+        dry_run=arguments.dry_run,
     )
     return join(joining, Terminal(plain=True))

@@ -12,8 +12,8 @@ from msgspec import structs
 
 from ...common.errors import ConfigError, DataError
 from ...common.plain import sealed
-from ...common.run_folder import read_join, write_private
-from .options import existing, newest_run
+from ...common.run_folder import existing, read_join, write_private
+from .options import newest_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

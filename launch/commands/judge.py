@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError, DataError
 from ...common.run_folder import write_atomic
-from .progress import Progress
+from ..progress import Progress
 
 if TYPE_CHECKING:
     from ...replay.evaluated import Cell, EvaluatedSample, EvaluationFolder

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...common.errors import ConfigError, DataError
-from ...common.run_folder import JoinInfo, RunFolder, newest_stage, read_join
+from ...common.run_folder import JoinInfo, RunFolder, existing, read_join
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -64,17 +64,6 @@ def locate(arguments: argparse.Namespace) -> tuple[JoinInfo, RunFolder | None]:
         return read_join(Path(arguments.join)), None
     folder = existing(arguments.run)
     return read_join(folder.join), folder
-
-
-def existing(path: str) -> RunFolder:
-    """The folder of a run that was started before; raises ``DataError`` if it isn't one.
-
-    Of a folder with several stages it is the one that was begun last.
-    """
-    folder = RunFolder(newest_stage(Path(path)))
-    if not folder.run_json.exists():
-        raise DataError(f"{path} isn't a run's folder (it has no run.json)")
-    return folder
 
 
 def newest_run(runs: Path = Path("runs")) -> RunFolder:

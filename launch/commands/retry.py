@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError, StoreError
-from ...common.run_folder import JoinInfo, RunFolder, read_join
-from .options import existing, newest_run
+from ...common.run_folder import JoinInfo, RunFolder, existing, read_join
+from .options import newest_run
 
 if TYPE_CHECKING:
     from ...replay.ledger import Ledger

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...common.errors import ConfigError, DataError, StoreError
-from ...common.run_folder import JoinInfo, RunFolder
-from .options import add_run, existing, joined, locate
+from ...common.run_folder import JoinInfo, RunFolder, existing
+from .options import add_run, joined, locate
 
 if TYPE_CHECKING:
     from ...common.config import Config

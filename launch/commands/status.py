@@ -7,8 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from ...common.run_folder import RunFolder
-from .options import existing, newest_run
+from ...common.run_folder import RunFolder, existing
+from .options import newest_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from .options import existing, newest_run
+from ...common.run_folder import existing
+from .options import newest_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError
-from ...common.run_folder import RunFolder
-from .options import existing, newest_run
+from ...common.run_folder import RunFolder, existing
+from .options import newest_run
 
 if TYPE_CHECKING:
     from ...common.config import Config

@@ -98,7 +98,7 @@ def _redis_program() -> str:
         return "redis-server"
 
 
-def _command(spec: ProcessSpec) -> str:
+def command_line(spec: ProcessSpec) -> str:
     """A command line, with the variables that are added to its environment."""
     particular = {"OMP_NUM_THREADS": str(spec.threads), **spec.environment}
     before = [f"{key}={shlex.quote(value)}" for key, value in particular.items()]
@@ -115,7 +115,7 @@ def processes(plan: Plan, folder: RunFolder, placement: Placement) -> list[str]:
     for planned, spec in zip(plan.processes, specs(plan.config, folder, placement), strict=True):
         about = ", ".join(_about(plan, planned, spec.threads))
         lines.append(f"  {planned.name:<11} {about}")
-        lines.append(f"    {_command(spec)}")
+        lines.append(f"    {command_line(spec)}")
     lines += _elsewhere(plan.config)
     lines.append(
         f"  {PORT} is chosen at every start; {PARENT} is the supervisor's pid, with which a "

@@ -71,6 +71,8 @@ class Joining:
     """None = ``launch.drain_seconds``."""
     name: str | None
     """The host's name for others; None = its own."""
+    dry_run: bool = False
+    """Only says what would be started; the run learns nothing of it."""
 
 
 class Attendance:
@@ -128,6 +130,8 @@ class Attendance:
 def join(joining: Joining, terminal: Terminal) -> int:
     """Keeps the processes running until the run ends or somebody asks for the end; returns the exit code.
 
+    A dry run asks the run's Redis for its config, prints the processes, and returns 0.
+
     Raises:
         ConfigError: the run, or this host, can't use them.
         HeadUnreachable: the run's Redis doesn't answer.
@@ -137,6 +141,9 @@ def join(joining: Joining, terminal: Terminal) -> int:
     info = read_join(joining.file)
     store, config = _contact(info, terminal.say)
     try:
+        if joining.dry_run:
+            print("\n".join(_dry_run(joining, info, config)))
+            return 0
         return _joined(joining, terminal, info, store, config)
     finally:
         store.close()
@@ -159,6 +166,48 @@ def _contact(info: JoinInfo, say: Callable[[str], None]) -> tuple[Store, Config]
             raise HeadUnreachable(f"{wait}: Redis at {store.address} doesn't hold the run yet")
         time.sleep(0.2)
     return store, read_config(RunStore(store).config_yaml())
+
+
+def _dry_run(joining: Joining, info: JoinInfo, config: Config) -> list[str]:
+    """What this host would start for the run, with each process's GPUs, threads and command."""
+    from .dry_run import PARENT, PORT, command_line
+
+    gpus = gpus_of(config, joining.role, joining.workers)
+    member = new_member(joining.name)
+    folder = (joining.folder or Path("hosts") / member).expanduser().absolute()
+    if joining.role == "learner":
+        # The head gives the hosts their places when all of them are there.
+        where = ("--join", str(joining.file.absolute()), "--folder", str(folder))
+        specs = processes.ranks_of(
+            where, folder, config, gpus, host=1, address="ADDRESS", port=PORT
+        )
+    else:
+        specs = [
+            _spec(joining, config, folder, member, index, own) for index, own in enumerate(gpus)
+        ]
+    drain = config.launch.drain_seconds
+    drain = drain if joining.drain_seconds is None else joining.drain_seconds
+    lines = [
+        f"would join the run at {info.host}:{info.port}; nothing is started, and the run isn't told",
+        "",
+        f"this machine: {machine()}",
+        f"address: {address_towards(info.host, info.port)}, from which the run's Redis can be reached",
+        f"logs: {shown(folder)}",
+        f"drain: at most {drain:g} s after SIGTERM or Ctrl-C",
+        "",
+        "processes",
+    ]
+    for spec, own in zip(specs, gpus, strict=True):
+        on = f"GPU{'s' * (len(own) > 1)} {', '.join(map(str, own))}" if own else "no GPU"
+        lines.append(f"  {spec.name}  {on}, {spec.threads} thread{'s' * (spec.threads > 1)}")
+        lines.append(f"    {command_line(spec)}")
+    if joining.role == "learner":
+        lines.append(
+            f"  as the learner's second host, for instance; the head says which one it is, and ADDRESS and {PORT} "
+            f"of rank 0, once every host is there"
+        )
+    lines.append(f"  {PARENT} is the pid of `tandem join`, with which a process ends")
+    return lines
 
 
 def _joined(
@@ -341,7 +390,6 @@ def parts(
             )
 
         return [Part(name="learner", stage=stage, specs=ranks, may_finish=True, others=attendance)]
-    threads = {"rollout": config.rollout.threads}.get(role, 1)
     return [
         Part(
             name=spec.name,
@@ -351,9 +399,17 @@ def parts(
             may_finish=True,
         )
         for index, own in enumerate(gpus)
-        for spec in [
-            processes.of_role(
-                where, folder, role, f"{role}-{member}-{index}", threads=threads, gpus=own
-            )
-        ]
+        for spec in [_spec(joining, config, folder, member, index, own)]
     ]
+
+
+def _spec(
+    joining: Joining, config: Config, folder: Path, member: str, index: int, gpus: tuple[int, ...]
+) -> ProcessSpec:
+    """The process with this index, of any role but the learner's."""
+    role = joining.role
+    threads = config.rollout.threads if role == "rollout" else 1
+    where = ("--join", str(joining.file.absolute()))
+    return processes.of_role(
+        where, folder, role, f"{role}-{member}-{index}", threads=threads, gpus=gpus
+    )

@@ -108,8 +108,8 @@ class Batch:
         # Sampling parameters that rows share, whatever their length limits are.
         self._kinds: list[SamplingParams] = []
         self._next: torch.Tensor | None = None
-        # Whether a row has stop strings.
-        self._stops = False
+        # Whether a row has stop strings, and whether somebody follows one.
+        self._stops = self._followed = False
 
     def __len__(self) -> int:
         """Number of running rows."""
@@ -155,6 +155,7 @@ class Batch:
             self._rows[place] = row
         self._live += len(rows)
         self._stops |= any(row.group.stops is not None for row in rows)
+        self._followed |= any(request.follow is not None for request in requests)
         self._next = self._seen = None
 
     def _kind_of(self, sampling: SamplingParams) -> int:
@@ -311,6 +312,10 @@ class Batch:
         stopped = host == self._stop[0] if len(self._stop) == 1 else np.isin(host, self._stop)
         if self._stops:
             self._find_stops(stopped)
+        if self._followed:
+            for row, token in zip(self._rows[:count], host.tolist(), strict=True):
+                if row is not None and row.group.request.follow is not None:
+                    row.group.request.follow([token])
         ended = np.flatnonzero(stopped | (length >= self._limit[:count])).tolist()
         if not ended:
             return []

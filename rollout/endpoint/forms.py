@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...common.records import FinishReason, Sample
 from ..engine import Likeliest
 from .chat import Answer
+from .live import EventStream, LiveStream, chat_deltas
 from .requests import Wanted
 from .sessions import Ticket
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 Text = Callable[[int], str]
 """The text of a token."""
+Sent = Callable[[int], str | None]
+"""What was sent already of an answer; None if nothing was."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -168,20 +171,26 @@ def chat(
     return body
 
 
-def chat_chunks(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Answers as ``chat.completion.chunk``: of each its role, its text, its calls, its end."""
+def chat_chunks(body: Mapping[str, Any], sent: Sent) -> Iterator[dict[str, Any]]:
+    """Answers as ``chat.completion.chunk``: of each its role, its text, its calls, its end, without what was sent."""
     head = {**{k: body[k] for k in ("id", "created", "model")}, "object": "chat.completion.chunk"}
     for choice in body["choices"]:
         message, index = choice["message"], choice["index"]
-        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-        if message.get("content"):
-            deltas.append({"content": message["content"]})
+        rest = _unsent(message.get("content") or "", sent(index))
+        for delta in chat_deltas(index, rest, sent(index) is None):
+            yield {**head, "choices": [delta]}
         for number, call in enumerate(message.get("tool_calls") or ()):
-            deltas.append({"tool_calls": [{"index": number, **call}]})
-        for delta in deltas:
-            yield {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
+            called = {"tool_calls": [{"index": number, **call}]}
+            yield {**head, "choices": [{"index": index, "delta": called, "finish_reason": None}]}
         more = {k: v for k, v in choice.items() if k not in ("index", "message")}
         yield {**head, "choices": [{"index": index, "delta": {}, **more}]}
+
+
+def _unsent(text: str, sent: str | None) -> str:
+    if not sent:
+        return text
+    # A text that has become another one can't be taken back.
+    return text[len(sent) :] if text.startswith(sent) else ""
 
 
 def completion(model: str, parts: Sequence[Part], want: Wanted, text: Text) -> dict[str, Any]:
@@ -230,9 +239,10 @@ def _of_completion(part: Part, want: Wanted, text: Text) -> dict[str, Any]:
     }
 
 
-def completion_chunks(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Answers as the one chunk of a stream."""
-    yield {k: v for k, v in body.items() if k != "usage"}
+def completion_chunks(body: Mapping[str, Any], sent: Sent) -> Iterator[dict[str, Any]]:
+    """Answers as the last event of a stream, without what was sent."""
+    choices = [{**c, "text": _unsent(c["text"], sent(c["index"]))} for c in body["choices"]]
+    yield {k: v for k, v in body.items() if k != "usage"} | {"choices": choices}
 
 
 def generated(ticket: Ticket, sample: Sample, want: Wanted) -> web.Response:
@@ -275,25 +285,21 @@ async def send(
     request: web.Request,
     body: dict[str, Any],
     want: Wanted,
-    chunks: Callable[[Mapping[str, Any]], Iterator[dict[str, Any]]],
+    chunks: Callable[[Mapping[str, Any], Sent], Iterator[dict[str, Any]]],
+    live: LiveStream | None,
 ) -> web.StreamResponse:
-    """Sends an answer whole, or as server-sent events."""
-    from aiohttp import web
-
+    """Sends an answer whole, or as server-sent events: what wasn't sent while it was sampled."""
     if not want.stream:
         return reply(body)
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    for chunk in chunks(body):
-        await response.write(b"data: " + _json(chunk) + b"\n\n")
-    if want.usage:
-        last = {k: v for k, v in body.items() if k not in ("choices", "object")}
-        kind = body["object"] + (".chunk" if body["object"] == "chat.completion" else "")
-        last |= {"object": kind, "choices": []}
-        await response.write(b"data: " + _json(last) + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
+    stream = EventStream(request, {}) if live is None else live
+    body |= {key: stream.head[key] for key in ("id", "created") if key in stream.head}
+    for chunk in chunks(body, (lambda number: None) if live is None else live.sent):
+        await stream.write(_json(chunk))
+    if not want.usage:
+        return await stream.end()
+    last = {k: v for k, v in body.items() if k not in ("choices", "object")}
+    kind = body["object"] + (".chunk" if body["object"] == "chat.completion" else "")
+    return await stream.end(_json({**last, "object": kind, "choices": []}))
 
 
 def finite(value: Any) -> Any:

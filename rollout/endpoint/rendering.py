@@ -155,6 +155,22 @@ class Renderer:
             raise DataError("token ids should be whole numbers from 0") from None
         return text
 
+    def special_texts(self, tokens: Sequence[int]) -> list[str]:
+        """The texts of special tokens at which a client wants an answer to end.
+
+        Raises:
+            DataError: one is a token that isn't special.
+        """
+        found = []
+        for token in tokens:
+            text = self.special(token)
+            if text is None:
+                raise DataError(
+                    f"stop_token_ids: {token} isn't a special token: name its text in stop instead"
+                )
+            found.append(text)
+        return found
+
     def special(self, token: int) -> str | None:
         """The text of a special token; None if the token is another one."""
         text = self.decode([token])

@@ -84,6 +84,15 @@ class Wanted:
                 f"1 at most"
             )
 
+    def check_tokens(self) -> None:
+        """Refuses a request in whose answer nothing would be sampled.
+
+        Raises:
+            DataError: ``max_tokens`` is 0.
+        """
+        if self.max_tokens == 0:
+            raise DataError("max_tokens=0 leaves nothing to sample: set 1 or more")
+
     def said(self, text: str, ended: bool) -> str:
         """What is answered of a sampled text: nothing from the first text of ``stop`` on, if the policy has ended it."""
         if self.keeps_stop or not ended:
@@ -254,3 +263,12 @@ async def body_of(request: web.Request) -> Mapping[str, Any]:
     if not isinstance(body, dict):
         raise DataError("the request's body should be a JSON object")
     return body
+
+
+def key_of(request: web.Request) -> str:
+    """The key in a request's path, else in its header; empty without one."""
+    key = request.match_info.get("key")
+    if key is not None:
+        return key
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""

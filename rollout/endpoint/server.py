@@ -18,23 +18,33 @@ import asyncio
 import hmac
 import logging
 import secrets
-import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from ...common.errors import DataError, TandemError
 from ...common.records import FinishReason, Sample
-from ...common.sockets import bind_free, reachable
+from ...common.sockets import free_listener, reachable
 from ..engine import Engine, GroupRequest
 from . import forms, tokenizing
 from .chat import Chat
 from .forms import Part
+from .live import LiveStream
 from .plain import BusyError, EngineError, Limits, Plain, add_logprobs, sampling_of
 from .rendering import MOST_CHARACTERS
-from .requests import Wanted, body_of, ids_of, may_call, messages_of, prompts_of, tools_of, wanted
+from .requests import (
+    Wanted,
+    body_of,
+    ids_of,
+    key_of,
+    may_call,
+    messages_of,
+    prompts_of,
+    tools_of,
+    wanted,
+)
 from .sessions import NoRoomError, Recorded, Session, SessionSpec, Ticket
 from .tools import MOST_CALLS
 
@@ -193,15 +203,7 @@ class Endpoint:
 
         if self._port or self._ports is None:
             return web.TCPSite(runner, self._host, self._port)
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            bind_free(listener, self._host, self._ports)
-        except BaseException:
-            listener.close()
-            raise
-        return web.SockSite(runner, listener)
+        return web.SockSite(runner, free_listener(self._host, self._ports))
 
     async def close(self) -> None:
         """Ends all connections."""
@@ -214,34 +216,46 @@ class Endpoint:
 
         @web.middleware
         async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
-            key = _key_of(request)
-            session = self._session(key)
-            if session is None and key in self._finished:
-                return forms.error(404, "the session is over", "session_over")
-            if session is None:
-                return forms.error(401, "no session or run has this key", "invalid_api_key")
-            request["session"] = session
-            seconds = None if session.key else self._plain.limits.seconds
-            try:
-                async with asyncio.timeout(seconds):
-                    return await handler(request)
-            except TimeoutError:
-                if seconds is None:
-                    raise
-                return forms.error(504, f"no answer within {seconds:g} s", "deadline_exceeded")
-            except BusyError as error:
-                return forms.error(429, str(error), "too_many_requests")
-            except web.HTTPException as refused:
-                return forms.error(refused.status, refused.reason, "invalid_request_error")
-            except NoRoomError as error:
-                return forms.error(400, str(error), "context_length_exceeded")
-            except DataError as error:
-                return forms.error(400, str(error), "invalid_request_error")
-            except EngineError as error:
-                log.warning(f"{session.spec.name}: {error}")
-                return forms.error(500, str(error), "engine_error")
+            answer = await self._answered(request, handler)
+            live: LiveStream | None = request.get("live")
+            if live is not None and live.has_begun and isinstance(answer, web.Response):
+                assert isinstance(answer.body, bytes)
+                # Too late for a status: the stream says why it ends.
+                return await live.end(answer.body)
+            return answer
 
         return answered
+
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The handler's answer, or its error in OpenAI's form."""
+        from aiohttp import web
+
+        key = key_of(request)
+        session = self._session(key)
+        if session is None and key in self._finished:
+            return forms.error(404, "the session is over", "session_over")
+        if session is None:
+            return forms.error(401, "no session or run has this key", "invalid_api_key")
+        request["session"] = session
+        seconds = None if session.key else self._plain.limits.seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await handler(request)
+        except TimeoutError:
+            if seconds is None:
+                raise
+            return forms.error(504, f"no answer within {seconds:g} s", "deadline_exceeded")
+        except BusyError as error:
+            return forms.error(429, str(error), "too_many_requests")
+        except web.HTTPException as refused:
+            return forms.error(refused.status, refused.reason, "invalid_request_error")
+        except (NoRoomError, DataError) as error:
+            is_long = isinstance(error, NoRoomError)
+            code = "context_length_exceeded" if is_long else "invalid_request_error"
+            return forms.error(400, str(error), code)
+        except EngineError as error:
+            log.warning(f"{session.spec.name}: {error}")
+            return forms.error(500, str(error), "engine_error")
 
     def _session(self, key: str) -> Session | None:
         """The session of a key; a new one that isn't recorded for the endpoint's own key; None without either."""
@@ -262,17 +276,18 @@ class Endpoint:
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
         body = await body_of(request)
         want, messages, tools = wanted(body), messages_of(body), tools_of(body)
-        if want.max_tokens == 0:
-            raise DataError("max_tokens=0 leaves nothing to sample: set 1 or more")
+        want.check_tokens()
         session: Session = request["session"]
         if session.key:
             want.check_session()
+        # A call is known as one when its text is whole.
+        live = self._live(request, want, "chat.completion.chunk", apart=may_call(body))
         ticket = await self._chat.place(session, messages, tools)
         turns = [(session, ticket)]
         for _ in range(1, want.count):
             other = self._plain.session()
             turns.append((other, other.begin(ticket.context.tolist())))
-        samples = await self._samples(turns, want)
+        samples = await self._samples(turns, want, live)
         answers = [
             self._chat.answer(one, placed, sample, messages, tools, want, may_call=may_call(body))
             for (one, placed), sample in zip(turns, samples, strict=True)
@@ -281,7 +296,7 @@ class Endpoint:
         parts = [Part(prompt=prompt, sample=sample) for sample in samples]
         await add_logprobs(self._engine, parts, want, self._context)
         reply = forms.chat(self.model, parts, answers, want, self._token)
-        return await forms.send(request, reply, want, forms.chat_chunks)
+        return await forms.send(request, reply, want, forms.chat_chunks, live)
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await body_of(request)
@@ -290,15 +305,16 @@ class Endpoint:
         session: Session = request["session"]
         if session.key:
             want.check_session(len(prompts))
-        if want.max_tokens == 0 and not want.echo:
-            raise DataError("max_tokens=0 leaves nothing to sample: set 1 or more")
+        if not want.echo:
+            want.check_tokens()
+        live = self._live(request, want, "text_completion", apart=want.echo)
         rows = [self._row(session, one) for one in prompts for _ in range(want.count)]
         if want.max_tokens == 0:
             parts = [Part(prompt=self._given(row), sample=None) for row in rows]
         else:
             sessions = [session, *(self._plain.session() for _ in rows[1:])]
             turns = [(one, self._place(one, row)) for one, row in zip(sessions, rows, strict=True)]
-            samples = await self._samples(turns, want)
+            samples = await self._samples(turns, want, live)
             for (one, ticket), sample in zip(turns, samples, strict=True):
                 one.record(ticket, sample)
             parts = [
@@ -307,7 +323,7 @@ class Endpoint:
             ]
         await add_logprobs(self._engine, parts, want, self._context)
         reply = forms.completion(self.model, parts, want, self._token)
-        return await forms.send(request, reply, want, forms.completion_chunks)
+        return await forms.send(request, reply, want, forms.completion_chunks, live)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await body_of(request)
@@ -317,8 +333,7 @@ class Endpoint:
         # Clients set these two to what they read in any case.
         known = {k: v for k, v in (params or {}).items() if k not in ("logprobs", "n")}
         want = wanted({**known, "return_token_ids": body.get("return_token_ids")})
-        if want.max_tokens == 0:
-            raise DataError("max_tokens=0 leaves nothing to sample: set 1 or more")
+        want.check_tokens()
         session: Session = request["session"]
         ticket = self._place(session, ids_of(body.get("token_ids"), "token_ids"))
         sample = await self._sample(session, ticket, want)
@@ -335,22 +350,6 @@ class Endpoint:
             return prompt
         session.check_characters(len(prompt), MOST_CHARACTERS)
         return self._chat.renderer.encode(prompt)
-
-    def _texts(self, tokens: Sequence[int]) -> list[str]:
-        """The texts of special tokens at which a client wants an answer to end.
-
-        Raises:
-            DataError: one is a token that isn't special.
-        """
-        found = []
-        for token in tokens:
-            text = self._chat.renderer.special(token)
-            if text is None:
-                raise DataError(
-                    f"stop_token_ids: {token} isn't a special token: name its text in stop instead"
-                )
-            found.append(text)
-        return found
 
     def _place(self, session: Session, tokens: list[int]) -> Ticket:
         """Places a prompt of tokens.
@@ -385,14 +384,34 @@ class Endpoint:
             raise NoRoomError(f"the prompt has {len(tokens):,} tokens of {self._context:,}")
         return tokens
 
-    async def _samples(self, turns: Sequence[tuple[Session, Ticket]], want: Wanted) -> list[Sample]:
+    def _live(
+        self, request: web.Request, want: Wanted, kind: str, *, apart: bool
+    ) -> LiveStream | None:
+        """Sends answers as they are sampled; None where they are only known as a whole: ``apart``, with log-probs,
+        and where somebody has to vouch for them."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if not want.stream or apart or want.logprobs or self._vouch or backend is None:
+            return None
+        stops = (*want.stop, *self._chat.renderer.special_texts(want.stop_tokens))
+        request["live"] = live = LiveStream(request, kind, self.model, backend, stops)
+        return live
+
+    async def _samples(
+        self, turns: Sequence[tuple[Session, Ticket]], want: Wanted, live: LiveStream | None
+    ) -> list[Sample]:
         """Samples the turns of one request."""
-        if turns[0][0].key:
-            return [await self._sample(*turn, want) for turn in turns]
-        # With a seed, equal prompts have equal answers, whatever else a request asks for.
-        samples = await self._plain.together(
-            [self._sample(*turn, want, number % want.count) for number, turn in enumerate(turns)]
-        )
+
+        def one(number: int) -> Coroutine[Any, Any, Sample]:
+            follow = None if live is None else live.follow(number)
+            # With a seed, equal prompts have equal answers, whatever else a request asks for.
+            return self._sample(*turns[number], want, number % want.count, follow)
+
+        async def every() -> list[Sample]:
+            if turns[0][0].key:
+                return [await one(number) for number in range(len(turns))]
+            return await self._plain.together([one(number) for number in range(len(turns))])
+
+        samples = await (every() if live is None else live.during(every()))
         if self._vouch is not None:
             try:
                 await self._vouch(samples)
@@ -401,7 +420,12 @@ class Endpoint:
         return samples
 
     async def _sample(
-        self, session: Session, ticket: Ticket, want: Wanted, number: int = 0
+        self,
+        session: Session,
+        ticket: Ticket,
+        want: Wanted,
+        number: int = 0,
+        follow: Callable[[Sequence[int]], None] | None = None,
     ) -> Sample:
         """Samples one turn; without a session, the answer to a prompt that has this number.
 
@@ -435,6 +459,7 @@ class Endpoint:
                 seed=want.seed if keyed and want.seed is not None else spec.seed,
                 noise=f"{number}" if keyed else None,
                 stop=(*spec.stop, *self._stops(want)),
+                follow=follow,
             )
             async for group in self._engine.generate([request]):
                 error = group.error
@@ -456,20 +481,14 @@ class Endpoint:
         """The strings that end an answer, without the end token's own text, which ends it in any case: engines
         look for strings at every token."""
         own = self._tokenizer.eos_token
-        return [*(stop for stop in want.stop if stop != own), *self._texts(want.stop_tokens)]
+        return [
+            *(stop for stop in want.stop if stop != own),
+            *self._chat.renderer.special_texts(want.stop_tokens),
+        ]
 
     def _token(self, token: int) -> str:
         """The text of one token."""
         return self._chat.renderer.decode([token])
-
-
-def _key_of(request: web.Request) -> str:
-    """The key in a request's path, else in its header; empty without one."""
-    key = request.match_info.get("key")
-    if key is not None:
-        return key
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _bytes(key: str) -> bytes:

@@ -348,6 +348,7 @@ class VllmEngine:
                 end_tokens=self._stop,
                 urgent=group.request.urgent,
                 stops=group.stops,
+                follow=group.request.follow,
                 # Never two samples of a request the same.
                 seed=None
                 if group.request.noise is None

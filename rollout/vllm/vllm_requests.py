@@ -7,7 +7,7 @@ far each sample was when the weights changed, which happens while no step runs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,7 @@ async def sample(
     adapter: Any = None,
     before: tuple[int, ...] = (),
     seed: int | None = None,
+    follow: Callable[[Sequence[int]], None] | None = None,
 ) -> list[Response]:
     """Draws samples of one prompt. Doesn't wait until vLLM has registered the request.
 
@@ -107,11 +108,12 @@ async def sample(
         before: the last tokens of the context, if they are part of the sample: a stop string may have
             begun there.
         seed: seeds the request's own generators; None = vLLM's common one draws.
+        follow: see :class:`..engine.GroupRequest`; only for one sample.
     """
     import vllm
     from vllm.sampling_params import RequestOutputKind
 
-    every_step = progress is not None or stops is not None
+    every_step = progress is not None or stops is not None or follow is not None
     kind = RequestOutputKind.CUMULATIVE if every_step else RequestOutputKind.FINAL_ONLY
     parameters = vllm.SamplingParams(
         n=count,
@@ -130,7 +132,7 @@ async def sample(
         output_kind=kind,
     )
     ended = Progress(count, None) if progress is None else progress
-    end, checked = None, 0
+    end, checked, told = None, 0, 0
     outputs = llm.generate(
         _prompt(context, salt),
         parameters,
@@ -148,7 +150,11 @@ async def sample(
                 checked = len(tokens) - len(before)
                 if found is not None:
                     end = found - len(before)
-                    break
+            if follow is not None:
+                follow(list(ended.latest[0].token_ids[told:end]))
+                told = len(ended.latest[0].token_ids)
+            if end is not None:
+                break
     if end is not None:
         await llm.abort([name])
     lacking = ended.latest.count(None)

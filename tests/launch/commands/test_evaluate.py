@@ -126,7 +126,7 @@ def test_killed_twice_it_ends_with_the_same_bytes(
 def test_deterministic_samples_are_made_in_whole_blocks_again(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tandem.launch.commands import evaluate_run
+    from tandem.launch.evaluation import run as evaluate_run
     from tandem.rollout.evaluate import answering
 
     out, asked, real = place / "blocks", [], answering.answer

@@ -110,6 +110,26 @@ def test_tokens_go_in_and_out_and_the_runs_key_samples_as_it_is_told(
     asyncio.run(scenario())
 
 
+def test_a_stream_begins_while_its_answer_is_sampled(vllm_engines: Any, tiny: Any) -> None:
+    async def scenario() -> None:
+        async with serving(vllm_engines, tiny) as served:
+            client = served.client(served.open()).with_options(
+                base_url=f"{served.endpoint.url}/v1", api_key=RUN_KEY
+            )
+            asked = {"model": "tiny", "messages": QUESTION, "max_tokens": 120, "temperature": 0.0}
+            whole = await client.chat.completions.create(**asked)
+            shown, events, early = "", 0, 0
+            async for chunk in await client.chat.completions.create(stream=True, **asked):
+                for choice in chunk.choices:
+                    shown += choice.delta.content or ""
+                    events += bool(choice.delta.content)
+                    early += bool(choice.delta.content) and choice.finish_reason is None
+            assert shown == whole.choices[0].message.content
+            assert events == early > 5
+
+    asyncio.run(scenario())
+
+
 def test_a_client_that_leaves_frees_its_place_and_a_session_ends_in_mid_answer(
     vllm_engines: Any, tiny: Any
 ) -> None:

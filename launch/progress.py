@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import IO, TextIO, cast
 
-from ...common.printable import raw
+from ..common.printable import raw
 
 BAR = 24
 """Width of the progress bar, in columns."""

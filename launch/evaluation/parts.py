@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...replay.evaluated import EvaluatedSample, EvaluationFolder, line_of, read_samples
-from .progress import Progress
+from ..progress import Progress
 
 if TYPE_CHECKING:
     from ...rollout.evaluate.answering import Place

@@ -34,9 +34,9 @@ from ...replay.evaluated import (
     write_parquet,
     write_samples,
 )
-from .evaluate_parts import Samples
-from .evaluate_plan import Prepared
-from .progress import Progress
+from ..progress import Progress
+from .parts import Samples
+from .plan import Prepared
 
 if TYPE_CHECKING:
     from ...rollout.engine import Engine
@@ -141,7 +141,7 @@ def work(
             continue
         made = [prepared.cells[cell] for cell in wanted]
         if made[0][0].live is not None:
-            from .evaluate_fleet import by_fleet
+            from .fleet import by_fleet
 
             flat = {
                 cell: [p for batch in batches for p in batch] for cell, batches in wanted.items()

@@ -18,9 +18,8 @@ from ...common import evaluation_sets, hub, wire
 from ...common.config import Config, EvalSetConfig, of_set
 from ...common.errors import ConfigError, DataError
 from ...common.printable import printable
-from ...common.run_folder import RunFolder
+from ...common.run_folder import RunFolder, existing
 from ...replay.evaluated import Cell, EvaluationFolder, Plan
-from .options import existing
 
 if TYPE_CHECKING:
     from ...common.records import Problem

@@ -22,9 +22,9 @@ from ...replay.evaluations import JOB, EvaluationJob, EvaluationRequest
 from ...replay.ledger import Ledger
 from ...replay.members import Members
 from ...replay.store import RunStore
-from .evaluate_parts import Samples
-from .evaluate_plan import Model, Prepared
-from .progress import Progress
+from ..progress import Progress
+from .parts import Samples
+from .plan import Model, Prepared
 
 if TYPE_CHECKING:
     from ...rollout.evaluate.answering import Place

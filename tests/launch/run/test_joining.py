@@ -1,0 +1,79 @@
+"""`tandem join --dry-run`: what each role would start, asked of a real Redis that holds the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.common.config import to_yaml
+from tandem.common.run_folder import RunFolder
+from tandem.launch import cli
+from tandem.launch.run.presets import load
+from tandem.replay.connection import Store, connect
+from tandem.replay.store import RunStore
+
+ROLES = {
+    "rollout": (["--workers", "2"], 2, "tandem.launch.lifeline"),
+    "reward": ([], 1, "reward"),
+    "environments": ([], 1, "environments"),
+    "learner": ([], 2, "--master-address ADDRESS --master-port PORT"),
+}
+SETTINGS = [
+    "learner.ranks=4",
+    "learner.hosts=2",
+    'environments.use={even: {form: text, target: "even_world:Even"}}',
+    "environments.default=even",
+    "expert.per_group=0",
+]
+
+
+@pytest.fixture
+def run(server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    monkeypatch.chdir(tmp_path)
+    join = server.join()
+    RunFolder(tmp_path).write_join(join)
+    store = connect(join)
+    yield store
+    store.close()
+
+
+def put(store: Store, *overrides: str) -> None:
+    RunStore(store).put_config(to_yaml(load("miniature").resolve(list(overrides))))
+    store.call("hset", store.key("meta"), "created", "1")
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_it_names_every_process_and_tells_the_run_nothing(
+    role: str, run: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(run, *SETTINGS)
+    before = {key: run.redis.dump(key) for key in run.redis.keys("*")}
+    words, count, part = ROLES[role]
+    assert (
+        cli.main(["join", "join.json", "--role", role, "--dry-run", "--name", "two", *words]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "nothing is started" in out
+    assert len([line for line in out.splitlines() if line.startswith(f"  {role}-")]) == count
+    assert part in out
+    assert f"{role} --join {Path('join.json').absolute()}" in out
+    assert {key: run.redis.dump(key) for key in run.redis.keys("*")} == before
+    assert not Path("hosts").exists()
+
+
+@pytest.mark.parametrize(
+    ("role", "why"),
+    [
+        ("learner", "learner.hosts=1"),
+        ("environments", "environments.use is empty"),
+    ],
+)
+def test_a_role_that_the_run_has_no_use_for_is_refused(
+    role: str, why: str, run: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(run)
+    assert cli.main(["join", "join.json", "--role", role, "--dry-run"]) == 2
+    assert why in capsys.readouterr().err

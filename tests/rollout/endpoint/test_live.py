@@ -1,0 +1,165 @@
+"""Answers that are sent while they are sampled: the same as whole ones, and their failures."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+# In this folder.
+from endpoint_calls import RUN_KEY, Served, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.rollout.endpoint.live import GrowingText
+
+QUESTION = [{"role": "user", "content": "what is 2+2?"}]
+
+
+def client(served: Served) -> Any:
+    return openai.AsyncOpenAI(
+        base_url=f"{served.endpoint.url}/v1", api_key=RUN_KEY, max_retries=0, timeout=60
+    )
+
+
+async def answered(served: Served, form: str, **asked: Any) -> Any:
+    if form == "chat":
+        return await client(served).chat.completions.create(
+            model="tiny", messages=QUESTION, **asked
+        )
+    return await client(served).completions.create(model="tiny", prompt="ab", **asked)
+
+
+async def long_seed(served: Served) -> int:
+    """A seed whose answer to the question goes on for a while."""
+    for seed in range(100):
+        whole = await answered(served, "chat", max_tokens=200, seed=seed)
+        if whole.choices[0].finish_reason == "length":
+            return seed
+    raise AssertionError("every answer is short")
+
+
+def text_of(choice: Any) -> str:
+    if hasattr(choice, "text"):
+        return choice.text or ""
+    part = choice.delta if hasattr(choice, "delta") else choice.message
+    return part.content or ""
+
+
+@pytest.mark.parametrize("form", ["chat", "text"])
+def test_it_begins_while_the_answers_are_sampled_and_is_what_whole_ones_are(
+    serving: Any, form: str
+) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+            asked = {"max_tokens": 400, "seed": 7, "n": 2, "temperature": 1.0}
+            texts, early, ends, ids = ["", ""], 0, 0, set()
+            async for chunk in await answered(served, form, stream=True, **asked):
+                ids.add(chunk.id)
+                for choice in chunk.choices:
+                    texts[choice.index] += text_of(choice)
+                    ends += choice.finish_reason is not None
+                    early += bool(text_of(choice)) and served.engine.stats().running_rows > 0
+            whole = await answered(served, form, **asked)
+            assert texts == [text_of(choice) for choice in whole.choices]
+            assert (ends, len(ids)) == (2, 1)
+            assert early > 5
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("form", ["chat", "text"])
+def test_what_may_become_a_stop_string_is_never_shown(serving: Any, form: str) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+            asked = {"max_tokens": 200, "seed": 3}
+            text = text_of((await answered(served, form, **asked)).choices[0])
+            for size in (1, 2, 5):
+                stop = text[20 : 20 + size]
+                shown = ""
+                async for chunk in await answered(served, form, stop=[stop], stream=True, **asked):
+                    for choice in chunk.choices:
+                        shown += text_of(choice)
+                        assert stop not in shown
+                assert shown == text[: text.index(stop)]
+
+    run(scenario())
+
+
+def test_a_failure_under_way_ends_it_with_an_error(serving: Any) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+            said: list[str] = []
+            asked = {"max_tokens": 3000, "seed": await long_seed(served)}
+
+            async def read() -> None:
+                async for chunk in await answered(served, "chat", stream=True, **asked):
+                    said.extend(text_of(choice) for choice in chunk.choices if text_of(choice))
+                    if len(said) == 3:
+                        served.engine._batch.step = lambda: 1 / 0
+
+            with pytest.raises(openai.APIError, match="ZeroDivisionError"):
+                await read()
+            assert len(said) >= 3
+
+    run(scenario())
+
+
+def test_a_refusal_before_the_first_token_has_a_status(serving: Any) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+            with pytest.raises(openai.BadRequestError, match="min_p"):
+                await answered(served, "chat", stream=True, extra_body={"min_p": 0.5})
+
+    run(scenario())
+
+
+def test_a_client_that_leaves_ends_the_sampling(serving: Any) -> None:
+    async def scenario() -> None:
+        import asyncio
+
+        async with serving() as served:
+            stream = await answered(served, "chat", stream=True, max_tokens=3900)
+            async for _ in stream:
+                break
+            await stream.close()
+            while served.engine.stats().running_rows:
+                await asyncio.sleep(0.005)
+            assert served.engine.stats().sampled_tokens < 3900
+
+    run(scenario())
+
+
+def test_what_was_streamed_in_a_session_is_recorded(serving: Any) -> None:
+    async def scenario() -> None:
+        async with serving() as served:
+            session = served.open()
+            shown = ""
+            async for chunk in await served.client(session).chat.completions.create(
+                model="tiny", messages=QUESTION, stream=True
+            ):
+                shown += "".join(text_of(choice) for choice in chunk.choices)
+            found = await served.endpoint.finish(session)
+            assert shown == found.texts[0]
+
+    run(scenario())
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_every_text_is_shown_as_it_grows(chat_tokenizer: Any, data: st.DataObject) -> None:
+    vocabulary = len(chat_tokenizer)
+    tokens = data.draw(st.lists(st.integers(0, vocabulary - 1), max_size=30))
+    whole = chat_tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=True)
+    stops = data.draw(st.lists(st.text("ab é<", min_size=1, max_size=3), max_size=2))
+    growing = GrowingText(chat_tokenizer.backend_tokenizer, stops)
+    shown = "".join(growing.add([token]) for token in tokens)
+    places = [whole.find(stop) for stop in stops if stop in whole]
+    assert shown == growing.sent
+    if places:
+        assert shown == whole[: min(places)]
+    assert whole.startswith(shown)
+    assert not any(stop in shown for stop in stops)
+    assert json.loads(json.dumps(shown)) == shown
