@@ -74,6 +74,15 @@ class Joining:
     dry_run: bool = False
     """Only says what would be started; the run learns nothing of it."""
 
+    def logs(self, member: str) -> Path:
+        """The folder of the logs."""
+        return (self.folder or Path("hosts") / member).expanduser().absolute()
+
+    def drain(self, config: Config) -> float:
+        """Seconds that the processes have after they are asked to end."""
+        given = self.drain_seconds
+        return config.launch.drain_seconds if given is None else given
+
 
 class Attendance:
     """Follows the head's meetings; a learner host's :class:`~.parts.OtherHosts`."""
@@ -174,7 +183,7 @@ def _dry_run(joining: Joining, info: JoinInfo, config: Config) -> list[str]:
 
     gpus = gpus_of(config, joining.role, joining.workers)
     member = new_member(joining.name)
-    folder = (joining.folder or Path("hosts") / member).expanduser().absolute()
+    folder = joining.logs(member)
     if joining.role == "learner":
         # The head gives the hosts their places when all of them are there.
         where = ("--join", str(joining.file.absolute()), "--folder", str(folder))
@@ -185,15 +194,13 @@ def _dry_run(joining: Joining, info: JoinInfo, config: Config) -> list[str]:
         specs = [
             _spec(joining, config, folder, member, index, own) for index, own in enumerate(gpus)
         ]
-    drain = config.launch.drain_seconds
-    drain = drain if joining.drain_seconds is None else joining.drain_seconds
     lines = [
         f"would join the run at {info.host}:{info.port}; nothing is started, and the run isn't told",
         "",
         f"this machine: {machine()}",
         f"address: {address_towards(info.host, info.port)}, from which the run's Redis can be reached",
         f"logs: {shown(folder)}",
-        f"drain: at most {drain:g} s after SIGTERM or Ctrl-C",
+        f"drain: at most {joining.drain(config):g} s after SIGTERM or Ctrl-C",
         "",
         "processes",
     ]
@@ -215,8 +222,7 @@ def _joined(
 ) -> int:
     gpus = gpus_of(config, joining.role, joining.workers)
     member = new_member(joining.name)
-    folder = joining.folder or Path("hosts") / member
-    folder = folder.expanduser().absolute()
+    folder = joining.logs(member)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     terminal.keep(folder / "join.log")
     state = HostState(
@@ -229,11 +235,10 @@ def _joined(
     link = HostLink(store, member, state)
     ledger = Ledger(store, member)
     say = terminal.say
-    drain = joining.drain_seconds
     supervisor = Supervisor(
         max_failures=config.launch.max_failures,
         backoff_seconds=config.launch.backoff_seconds,
-        drain_seconds=config.launch.drain_seconds if drain is None else drain,
+        drain_seconds=joining.drain(config),
         say=say,
         progress=lambda: _progress(ledger),
         finished=lambda: has_finished(store),

@@ -291,9 +291,14 @@ async def send(
     """Sends an answer whole, or as server-sent events: what wasn't sent while it was sampled."""
     if not want.stream:
         return reply(body)
-    stream = EventStream(request, {}) if live is None else live
-    body |= {key: stream.head[key] for key in ("id", "created") if key in stream.head}
-    for chunk in chunks(body, (lambda number: None) if live is None else live.sent):
+    stream: EventStream
+    sent: Sent
+    if live is None:
+        stream, sent = EventStream(request), lambda number: None
+    else:
+        stream, sent = live, live.sent
+        body |= live.stamp
+    for chunk in chunks(body, sent):
         await stream.write(_json(chunk))
     if not want.usage:
         return await stream.end()

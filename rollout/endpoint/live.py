@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -58,7 +58,9 @@ class GrowingText:
 
     def _certain(self) -> int:
         """Number of characters that belong to the answer whatever follows."""
-        found = [place for stop in self._stops if (place := self._text.find(stop)) >= 0]
+        # None begins in what was sent: its beginning would have been held back.
+        since = len(self.sent)
+        found = [place for stop in self._stops if (place := self._text.find(stop, since)) >= 0]
         if found:
             return min(found)
         held = (
@@ -76,11 +78,9 @@ class EventStream:
 
     Args:
         request: what is answered.
-        head: fields that all events have.
     """
 
-    def __init__(self, request: web.Request, head: Mapping[str, Any]) -> None:
-        self.head = dict(head)
+    def __init__(self, request: web.Request) -> None:
         self._request = request
         self._response: web.StreamResponse | None = None
 
@@ -128,8 +128,10 @@ class LiveStream(EventStream):
         stops: Sequence[str],
     ) -> None:
         prefix = "cmpl" if kind == "text_completion" else "chatcmpl"
-        about = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind}
-        super().__init__(request, {**about, "created": int(time.time()), "model": model})
+        super().__init__(request)
+        self.stamp = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
+        """What all events have in common, those of the whole answer too."""
+        self._head = {**self.stamp, "object": kind, "model": model}
         self._deltas = completion_deltas if kind == "text_completion" else chat_deltas
         self._backend = backend
         self._stops = stops
@@ -175,4 +177,4 @@ class LiveStream(EventStream):
             self._texts[number] = GrowingText(self._backend, self._stops)
         more = self._texts[number].add(tokens)
         for choice in self._deltas(number, more, is_first):
-            await self.write(json.dumps({**self.head, "choices": [choice]}).encode())
+            await self.write(json.dumps({**self._head, "choices": [choice]}).encode())
