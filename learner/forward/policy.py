@@ -73,7 +73,8 @@ class Policy(nn.Module):
     def train(self, mode: bool = True) -> Policy:
         """Turns gradient checkpointing and the adapters' dropout on or off; nothing else depends on the mode."""
         self.training = mode
-        self.model.eval()
+        if self.model.training:
+            self.model.eval()
         if self._adapters is not None:
             self._adapters.drop(mode)
         for layer in self._checkpointed:
