@@ -110,6 +110,16 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def load_class(path: str) -> None:
+    """Imports what :func:`load_model` needs for a model that is on this host: seconds of transformers."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    place = resolve(path)
+    if Path(place).is_dir():
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.from_pretrained(place))]
+
+
 def load_model(
     path: str,
     *,

@@ -415,7 +415,7 @@ class Group(Record, frozen=True, kw_only=True, eq=False):
     """
 
     group_id: str
-    """``<pass>-<position>`` in the seeded permutation; see :mod:`tandem.replay.order`."""
+    """``<pass>-<position>`` in the seeded permutation; see :mod:`tandem.replay.rules.order`."""
     attempt: int
     """Number of the lease of this id that made it, from 1."""
     worker: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import takewhile
 from pathlib import Path
 
-from tandem.launch.run.presets import FOLDER, load, names
+from tandem.launch.run.opened.presets import FOLDER, load, names
 
 PAGE = Path(__file__).with_name("presets.md")
 

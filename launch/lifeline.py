@@ -1,7 +1,8 @@
 """Starts one process so that it ends when its supervisor does, even by ``kill -9``.
 
 ``python -P -m tandem.launch.lifeline PARENT_PID role ARGS…`` runs a tandem sub-command;
-``… PARENT_PID exec PROGRAM ARGS…`` becomes another program (redis-server).
+``… PARENT_PID exec PROGRAM ARGS…`` becomes another program (redis-server);
+``… PARENT_PID early role ARGS…`` loads the role's libraries, and runs it once the run is there.
 
 Linux delivers a signal of our choice when the parent dies (``PR_SET_PDEATHSIG``, prctl(2)), and
 this setting survives ``exec``. Roles get SIGKILL: everything that they had acknowledged is in Redis
@@ -50,6 +51,10 @@ def main(argv: list[str]) -> int:
     tie_to(int(parent), signal.SIGKILL)
     # On Ctrl-C the supervisor sends its children SIGTERM itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if kind == "early":
+        from .commands.roles import await_run
+
+        kind, *rest = await_run(rest[0])
     from .cli import main as tandem
 
     return tandem([kind, *rest])

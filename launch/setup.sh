@@ -477,6 +477,19 @@ if has "$extras" redis-server && ! has_redis; then
   }
 fi
 
+# uv leaves this to the first import, and where PYTHONDONTWRITEBYTECODE is set every process would do it again, for
+# seconds. Only what a run loads is compiled: all that was installed would take much longer.
+compiled() {
+  local role
+  for role in learner rollout reward; do
+    env -u PYTHONDONTWRITEBYTECODE "$python" -c 'import sys
+from tandem.launch.commands.roles import load_alone
+load_alone(sys.argv[1])' "$role" &
+  done
+  wait
+}
+attempt "compiling what a run loads" compiled
+
 # Last, and at once: a stamp means that everything above was done.
 {
   echo "key: $key"

@@ -8,16 +8,17 @@ from pathlib import Path
 import torch
 
 from ..common.config import Config
-from ..common.config.choices import micro_batch_refusal
+from ..common.config.checks.choices import micro_batch_refusal
 from ..common.errors import ConfigError, DamagedError, DataError, FencedError, RunFailedError
 from ..common.memory import telling_parts
-from ..common.models import load_model
+from ..common.models import load_class, load_model
 from ..common.run_folder import JoinInfo, RunFolder
 from ..replay.connection import connect
 from ..replay.store import RunStore
 from .engine.critic import load_critic
 from .engine.deepspeed_engine import DeepSpeedEngine
 from .engine.memory import MemoryWatch, load_libraries
+from .engine.zero import deepspeed_for
 from .loop.stop_signal import StopSignal
 from .loop.trainer import Trainer
 from .ranks import Leader, follow
@@ -75,6 +76,12 @@ def main(
             else:
                 follow(updates.engine, updates, files)
     return 0
+
+
+def load(config: Config) -> None:
+    """Loads the libraries that :func:`main` will need."""
+    deepspeed_for(device_of(0))
+    load_class(config.model.path)
 
 
 def _lead(

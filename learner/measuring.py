@@ -19,7 +19,7 @@ import torch
 
 from ..common.config import Config
 from ..common.config import build as build_config
-from ..common.config.text import parse_yaml
+from ..common.config.reading.text import parse_yaml
 from ..common.errors import OutOfMemoryError, TandemError
 from ..common.longest_pass import LongestPass, alone, longest_pass
 from ..common.memory import telling_parts

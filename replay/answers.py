@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ..common.errors import DataError, StoreError
 from ..common.plain import Count, Record, damaged, read_object, read_record
 from .ledger_records import WAY_OUT, LedgerSettings, Row, Waiting
-from .order import Order
+from .rules.order import Order
 
 FINAL = re.compile(rb"([TDR]):(\d{1,15}):\d{1,15}(?::([a-z_]+))?")
 """The place of a group that is no longer live."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..common.errors import StoreError
 from .answers import read_put_back
 from .ledger import Ledger
-from .order import Order
+from .rules.order import Order
 
 PER_CALL = 500
 """Groups per call of the script, which take the server under a millisecond."""

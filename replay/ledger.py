@@ -7,7 +7,7 @@
        +----------+          +----------+--> rejected(reason)
         expired, returned, revoked
 
-The rules are in :mod:`tandem.replay.rules`, the scripts in ``scripts/``, one a transition, each
+The rules are in :mod:`tandem.replay.rules.leases`, the scripts in ``scripts/``, one a transition, each
 with what must hold before and what holds after.
 """
 
@@ -35,10 +35,10 @@ from .answers import (
 )
 from .connection import DEADLINE, Command, Store, readable_error
 from .ledger_records import Lease, LeaseReply, LedgerSettings, Receipt, Row, Waiting
-from .order import Order
 from .payloads import Payload, chunks, group_of, payload_name
 from .problems import ProblemIds
-from .rules import leases_stop
+from .rules.leases import leases_stop
+from .rules.order import Order
 
 log = logging.getLogger("tandem.replay")
 

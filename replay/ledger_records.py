@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import msgspec
 
 from ..common.config import Config
-from ..common.config.choices import group_bytes
+from ..common.config.checks.choices import group_bytes
 from ..common.errors import StoreError
 from ..common.plain import Count, Record, read_record
 from ..common.records import CommitResult
-from .order import LAST_SERIAL, SORTED_UP_TO, Order
+from .rules.order import LAST_SERIAL, SORTED_UP_TO, Order
 
 WAY_OUT = "do all processes run one version of Tandem, and does nobody else write to this Redis?"
 
@@ -47,9 +47,9 @@ class LedgerSettings:
     before this was a setting."""
     traces_when: str = "always"
     """Frozen. ``always`` or ``all_failed``: when traces are rows of their groups, see
-    :func:`~tandem.replay.mixing.mix`; ``always`` in ledgers that were created before."""
+    :func:`~tandem.replay.rules.mixing.mix`; ``always`` in ledgers that were created before."""
     sorted_up_to: int = SORTED_UP_TO
-    """Frozen. Problems of the largest source that is permuted by sorting (:class:`~tandem.replay.order.Order`);
+    """Frozen. Problems of the largest source that is permuted by sorting (:class:`~tandem.replay.rules.order.Order`);
     without a limit in ledgers that were created before this was a setting."""
     steps: int | None = None
     """Number of rows of the run; None if ``passes`` ends it."""

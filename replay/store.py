@@ -17,7 +17,7 @@ from ..common.sockets import CurveKeys, new_keys
 from . import problems as stored
 from .answers import text as read_text
 from .connection import DEADLINE, Command, readable_error
-from .evaluations import EvaluationStore
+from .evaluating.evaluations import EvaluationStore
 from .ledger_records import WAY_OUT
 
 RunState = Literal["running", "draining", "finished", "failed"]

@@ -219,6 +219,10 @@ def _who(route: list[bytes]) -> str:
     return route[0].decode("utf-8", "replace")[:80] if route else "nobody"
 
 
+def load(config: Config) -> None:
+    """Loads nothing more: this module has imported what :func:`main` needs."""
+
+
 def main(join: JoinInfo, config: Config, *, name: str, folder: RunFolder | None) -> int:
     """Runs one reward pool until SIGTERM, or until the run has ended.
 

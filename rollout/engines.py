@@ -72,6 +72,18 @@ def choose_engine(rollout: RolloutConfig) -> str:
     return "vllm" if torch.cuda.is_available() else "torch"
 
 
+def load_engine(model: ModelConfig, rollout: RolloutConfig) -> None:
+    """Loads the libraries that :func:`make_engine` will need."""
+    kind = choose_engine(rollout)
+    if kind == "vllm":
+        from .vllm import vllm_engine  # noqa: F401
+    elif kind == "torch":
+        from ..common.models import load_class
+        from .decoding import torch_engine  # noqa: F401
+
+        load_class(model.path)
+
+
 def _torch(
     model: ModelConfig,
     rollout: RolloutConfig,

@@ -21,7 +21,7 @@ from ..common.errors import StoreError
 from ..common.records import ENVIRONMENT, Group, Problem, SamplingParams, Version
 from ..replay.ledger import Ledger
 from ..replay.ledger_records import Lease, LeaseReply
-from ..replay.mixing import choose_traces
+from ..replay.rules.mixing import choose_traces
 from ..replay.store import RunStore
 from .engine import FinishedGroup, GroupRequest, Task, no_tokens
 from .prefixes import Prefixes, prefixes

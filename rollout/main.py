@@ -15,7 +15,7 @@ from ..common.run_folder import JoinInfo, RunFolder
 from ..replay.connection import connect
 from ..replay.store import RunStore
 from .engine import Engine
-from .engines import make_engine
+from .engines import load_engine, make_engine
 from .worker import Worker
 
 log = logging.getLogger("tandem.rollout")
@@ -39,6 +39,11 @@ def main(join: JoinInfo, config: Config, *, name: str, folder: RunFolder | None)
     except TandemError as error:
         log.error(str(error))
         return error.exit_code
+
+
+def load(config: Config) -> None:
+    """Loads the libraries that :func:`main` will need."""
+    load_engine(config.model, config.rollout)
 
 
 async def _main(join: JoinInfo, config: Config, name: str) -> int:

@@ -4,9 +4,9 @@ A run is a preset (YAML) plus overrides ``a.b=c``. Unknown keys and wrong types 
 nearest valid key named. The resolved tree is saved in the run's folder, and a resumed run may change
 only what :data:`CHANGEABLE` lists.
 
-Each section has its file; :mod:`.tree` joins them, :mod:`.choices` refuses what can't work,
-:mod:`.text` is its YAML, :mod:`.loading` makes a config of trees and overrides, and
-:mod:`.resuming` compares two of them.
+Each section has its file; :mod:`.tree` joins them, :mod:`.checks.choices` refuses what can't work,
+:mod:`.reading.text` is its YAML, :mod:`.reading.loading` makes a config of trees and overrides, and
+:mod:`.reading.resuming` compares two of them.
 """
 
 from ..objectives import ObjectiveConfig
@@ -30,7 +30,9 @@ from .learner import (
     OptimizerConfig,
     RatioCheckConfig,
 )
-from .loading import (
+from .log import LogConfig
+from .model import ModelConfig
+from .reading.loading import (
     build,
     of_kinds,
     parse_override,
@@ -41,11 +43,10 @@ from .loading import (
     valid_keys,
     with_overrides,
 )
-from .log import LogConfig
-from .model import ModelConfig
-from .of_set import of_set
+from .reading.of_set import of_set
+from .reading.resuming import CHANGEABLE, differences, frozen_differences, leaves
+from .reading.text import parse_yaml, yaml_text
 from .replay import ReplayConfig
-from .resuming import CHANGEABLE, differences, frozen_differences, leaves
 from .reward import ComponentConfig, RewardConfig
 from .rollout import (
     ENGINES,
@@ -57,7 +58,6 @@ from .rollout import (
 )
 from .run import RunConfig
 from .section import Section
-from .text import parse_yaml, yaml_text
 from .tree import DETERMINISTIC, Config
 from .weights import WeightsConfig
 

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..import_path import is_import_path
 from ..objectives import DEFAULT, OBJECTIVES, kind_of
-from .deepspeed import content_of
+from .checks.deepspeed import content_of
 from .objective import AnyObjective
 from .section import Below1, NonNegative, Positive, Section, Share
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import TandemError
-from ...replay.evaluations import EvaluationResult
+from ...replay.evaluating.evaluations import EvaluationResult
 from ...replay.hosts import ROLE as HOST
 from ...replay.hosts import Host, Hosts
 from ...replay.ledger import Ledger

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from ...common.errors import TandemError
 from ...common.run_folder import RunFolder, read_join
 from ...replay.connection import connect
-from ...replay.inspection import (
+from ...replay.inspecting.inspection import (
     MemoryUse,
     OldestLease,
     WaitingAges,

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ...common.config.text import parse_yaml
+from ...common.config.reading.text import parse_yaml
 from ...common.errors import ConfigError, DataError, StoreError
 from ...common.plain import read_object
 from ...common.run_folder import RunFolder, read_join, wall_seconds

@@ -84,7 +84,7 @@ def job_of(words: Iterable[str], name: str | None = None) -> Job:
     Raises:
         ConfigError: the preset or an override is wrong, or it has stages or trains offline.
     """
-    from ..run.presets import load, split
+    from ..run.opened.presets import load, split
 
     preset_name, overrides = split(list(words), "miniature")
     preset = load(preset_name)

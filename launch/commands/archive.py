@@ -88,7 +88,7 @@ def _files(given: str | None) -> tuple[list[Path], int]:
 
 def _regrade(words: list[str], stack: ExitStack) -> Change:
     """Grades all responses by the reward that these words name."""
-    from ..run.presets import load, split
+    from ..run.opened.presets import load, split
 
     name, overrides = split(words, "")
     if not name:

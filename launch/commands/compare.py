@@ -17,7 +17,7 @@ from ...common.run_folder import write_atomic
 from ..evaluation.report import aligned, cell_name, percent
 
 if TYPE_CHECKING:
-    from ...replay.evaluated import Cell
+    from ...replay.evaluating.evaluated import Cell
     from ...rollout.evaluate.scores import Group
 
 Named = dict[str, "tuple[Cell, Path]"]
@@ -82,7 +82,7 @@ def pairs(first: Path, second: Path) -> list[tuple[Path, Path]]:
 
 def _cells(path: Path) -> Named:
     """The finished cells of a folder by what they are, without the model; or the one cell."""
-    from ...replay.evaluated import EvaluationFolder
+    from ...replay.evaluating.evaluated import EvaluationFolder
 
     path = path.expanduser()
     single = path.parent.name == "cells"
@@ -104,7 +104,7 @@ def _cells(path: Path) -> Named:
 
 
 def _compared(first: Path, second: Path, seed: int) -> dict[str, Any]:
-    from ...replay.evaluated import read_samples
+    from ...replay.evaluating.evaluated import read_samples
     from ...rollout.evaluate import scores
 
     groups = [scores.by_problem(read_samples(path)) for path in (first, second)]

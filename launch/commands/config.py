@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from ...common.config import to_yaml
-    from ..run.presets import load, split
-    from ..run.stages import of_preset
+    from ..run.opened.presets import load, split
+    from ..run.several.stages import of_preset
     from .settings import commented
 
     name, overrides = split(arguments.words, "miniature")

@@ -12,7 +12,7 @@ from .options import add_preset_words
 if TYPE_CHECKING:
     from ..host.surroundings import Finding
     from ..plan.hardware import Machine
-    from ..run.presets import Preset
+    from ..run.opened.presets import Preset
 
 MARKS = {"ok": "ok", "note": "-", "missing": "MISSING"}
 
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns 0 if the preset could run here, else 1."""
     from ..host.requirements import missing
     from ..plan.hardware import machine
-    from ..run.presets import load, split
+    from ..run.opened.presets import load, split
 
     name, overrides = split(arguments.words, "miniature")
     preset, here = load(name), machine()
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _others(but: str, here: Machine) -> dict[str, list[Finding]]:
     """What this machine lacks for each of the other presets."""
     from ..host.requirements import missing
-    from ..run.presets import load, names
+    from ..run.opened.presets import load, names
 
     return {
         name: missing(_findings(load(name), [], here, beside=False))
@@ -64,7 +64,7 @@ def _findings(
 ) -> list[Finding]:
     """What each run of a preset needs; stages mostly need the same."""
     from ..host.requirements import examine
-    from ..run.stages import of_preset
+    from ..run.several.stages import of_preset
 
     found: list[Finding] = []
     for _, run, own in of_preset(preset, overrides):

@@ -27,7 +27,7 @@ from ..wording import shown
 
 if TYPE_CHECKING:
     from ...common.config import Config, EvalSetConfig
-    from ...replay.evaluated import Plan
+    from ...replay.evaluating.evaluated import Plan
     from ...rollout.evaluate.elsewhere import Elsewhere
     from ..evaluation.plan import Asked
 
@@ -150,8 +150,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cells(arguments: argparse.Namespace) -> int:
-    from ...replay.evaluated import EvaluationFolder
-    from ...replay.inspect_rows import evaluation_logs
+    from ...replay.evaluating.evaluated import EvaluationFolder
+    from ...replay.inspecting.rows import evaluation_logs
     from ..evaluation.plan import prepare, same_models
     from ..evaluation.report import summarise, table
     from ..evaluation.run import Workers, add_times, begin, finish, left, owned, work
@@ -207,7 +207,7 @@ def _cells(arguments: argparse.Namespace) -> int:
 
 
 def _recompute(arguments: argparse.Namespace) -> int:
-    from ...replay.evaluated import EvaluationFolder
+    from ...replay.evaluating.evaluated import EvaluationFolder
     from ..evaluation.report import summarise, table
 
     summary = summarise(EvaluationFolder(Path(arguments.recompute).expanduser()))
@@ -418,7 +418,7 @@ def _config(
         every: whether sampling is settled for each cell.
     """
     from ...common.config import build, read_yaml
-    from ..run.presets import load, split
+    from ..run.opened.presets import load, split
 
     model = arguments.model[0] if arguments.model else None
     folder = existing(arguments.run) if arguments.run else None

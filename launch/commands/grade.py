@@ -111,7 +111,7 @@ def _config(arguments: argparse.Namespace) -> Config:
     """The config of the run, preset or options that were named."""
 
     from ...common.config import build, parse_yaml, read_yaml, yaml_text
-    from ..run.presets import load, split
+    from ..run.opened.presets import load, split
 
     name, overrides = split(arguments.words, "")
     if arguments.mode:

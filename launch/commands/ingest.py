@@ -142,7 +142,7 @@ def _split(words: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 def _config(arguments: argparse.Namespace, overrides: list[str]) -> Config:
     from ...common.config import build
-    from ..run.presets import load
+    from ..run.opened.presets import load
 
     if arguments.preset:
         return load(arguments.preset).resolve(overrides)

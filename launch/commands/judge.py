@@ -19,7 +19,7 @@ from ...common.run_folder import write_atomic
 from ..progress import Progress
 
 if TYPE_CHECKING:
-    from ...replay.evaluated import Cell, EvaluatedSample, EvaluationFolder
+    from ...replay.evaluating.evaluated import Cell, EvaluatedSample, EvaluationFolder
 
 JUDGED = "judged.jsonl"
 SAFETY = """\
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 130 if it was interrupted; the labels so far are kept."""
-    from ...replay.evaluated import EvaluationFolder
+    from ...replay.evaluating.evaluated import EvaluationFolder
 
     folder = EvaluationFolder(Path(arguments.folder).expanduser())
     cells = [cell for cell in folder.finished() if arguments.cell in (None, cell.name)]

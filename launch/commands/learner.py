@@ -138,7 +138,7 @@ def seat(place: Mapping[str, int | str], config: Config) -> Seat:
         ConfigError: the run has another number of ranks.
     """
     from ...learner.rendezvous import Seat
-    from ..run.processes import meeting_address
+    from ..run.processes.roles import meeting_address
 
     rank, world = int(place["rank"]), int(place["world_size"])
     if world != config.learner.ranks:

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
         from ..run.dry_run import dry_run
 
         return dry_run(words, fresh=fresh, offline=True)
-    from ..run.stages import run_words
+    from ..run.several.stages import run_words
 
     code = run_words(words, fresh=fresh, offline=True, plain=arguments.plain)
     if arguments.step is not None and code == 0:
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _of_step(words: list[str], step: int) -> list[str]:
-    from ..run.opening import open_preset
+    from ..run.opened.opening import open_preset
 
     preset, _ = open_preset(words, offline=True)
     return [

@@ -11,7 +11,7 @@ from .options import add_preset_words
 if TYPE_CHECKING:
     from ..plan.comparison import Comparison
     from ..plan.planning import Plan
-    from ..run.presets import Preset
+    from ..run.opened.presets import Preset
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..run.presets import load, split
-    from ..run.stages import of_preset
+    from ..run.opened.presets import load, split
+    from ..run.several.stages import of_preset
 
     name, overrides = split(arguments.words, "miniature")
     for label, preset, own in of_preset(load(name), overrides):
@@ -65,7 +65,7 @@ def _plan(preset: Preset, overrides: list[str], arguments: argparse.Namespace) -
     from ..plan.placement import gpus_needed
     from ..plan.splits import splits
     from ..run import dry_run
-    from ..run.parts import command_of, environment_of
+    from ..run.processes.parts import command_of, environment_of
 
     config = preset.resolve(overrides)
     preset.tell_unread(overrides)

@@ -10,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..run.presets import load, names
+    from ..run.opened.presets import load, names
 
     width = max(map(len, names())) + 2
     for name in names():

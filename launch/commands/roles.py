@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import importlib
+import json
 import logging
 import os
 import signal
@@ -33,6 +36,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--name", metavar="ID", help="member id (default: role, host and process id)"
     )
+
+
+def await_run(role: str) -> list[str]:
+    """Loads a role's libraries while its run is prepared; returns the role's command once the run is there.
+
+    The supervisor writes two lines to standard input: the config, and when the run is there the command with the
+    log's path. If it closes the input instead, the process ends.
+    """
+    from ...common.config import Config
+
+    config = sys.stdin.buffer.readline()
+    if not config:
+        sys.exit(0)
+    # What is wrong with a library is told when the role itself needs it: it has a log by then.
+    with contextlib.suppress(Exception):
+        _load(role, Config.model_validate_json(config))
+    line = sys.stdin.buffer.readline()
+    if not line:
+        sys.exit(0)
+    told = json.loads(line)
+    for descriptor, path, mode in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, told["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT),
+    ):
+        opened = os.open(path, mode, 0o666)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.dup2(1, 2)
+    return [str(word) for word in told["words"]]
+
+
+def load_alone(role: str) -> None:
+    """Loads what a role of the miniature needs, and the command that would start it, as far as they are installed.
+
+    For the set-up: Python then has the modules compiled.
+    """
+    from ..ingest import prepare  # noqa: F401
+    from ..run import job  # noqa: F401
+    from ..run.opened.presets import load
+
+    with contextlib.suppress(ImportError):
+        _load(role, load("miniature").resolve([]))
+
+
+def _load(role: str, config: Config) -> None:
+    """Loads a role's module and the libraries that its ``main`` needs."""
+    # Nothing of what is imported is ever garbage: looking for some takes a seventh of the time.
+    gc.disable()
+    try:
+        importlib.import_module(ENTRY[role]).load(config)
+    finally:
+        gc.enable()
 
 
 def run_role(
@@ -72,6 +127,8 @@ def run_role(
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(variable, str(threads))
     entry = importlib.import_module(ENTRY[role])
+    # Modules live as long as the process does.
+    gc.freeze()
     try:
         with telling_parts(dict):
             code = int(entry.main(join, config, name=name, folder=folder, **more(config)))

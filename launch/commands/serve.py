@@ -210,7 +210,7 @@ def _limit(model: str) -> int | None:
 
 def _of_run(arguments: argparse.Namespace, overrides: list[str]) -> tuple[Config, JoinInfo]:
     from ...common.config import build, to_yaml
-    from ...common.config.text import parse_yaml
+    from ...common.config.reading.text import parse_yaml
     from ..run.ending import supervising
 
     if arguments.run is not None:

@@ -23,6 +23,6 @@ def run(arguments: argparse.Namespace) -> int:
         from ..run.dry_run import dry_run
 
         return dry_run(arguments.words, fresh=arguments.fresh, offline=False)
-    from ..run.stages import run_words
+    from ..run.several.stages import run_words
 
     return run_words(arguments.words, fresh=arguments.fresh, offline=False, plain=arguments.plain)

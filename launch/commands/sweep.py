@@ -39,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..run.sweep import dry_run, plan
+    from ..run.several.sweep import dry_run, plan
 
     sweep = plan(arguments.words, seeds=arguments.seeds, out=arguments.out)
     if arguments.dry_run:
         return dry_run(sweep)
-    from ..run.sweep_runs import run_sweep
+    from ..run.several.sweep_runs import run_sweep
 
     return run_sweep(sweep, jobs=arguments.jobs)

@@ -53,8 +53,8 @@ def _logs(path: Path) -> tuple[Path, int]:
         DataError: there is nothing to look at.
     """
     from ...common.config import build, read_yaml
-    from ...replay.evaluated import EvaluationFolder
-    from ...replay.inspect_rows import evaluation_logs, run_logs
+    from ...replay.evaluating.evaluated import EvaluationFolder
+    from ...replay.inspecting.rows import evaluation_logs, run_logs
 
     evaluation = EvaluationFolder(path)
     if evaluation.plan_json.exists():

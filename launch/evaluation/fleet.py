@@ -17,8 +17,8 @@ import xxhash
 from ...common.errors import FencedError, TandemError
 from ...common.run_folder import read_join
 from ...replay.connection import connect
-from ...replay.evaluated import Cell, EvaluationFolder
-from ...replay.evaluations import JOB, EvaluationJob, EvaluationRequest
+from ...replay.evaluating.evaluated import Cell, EvaluationFolder
+from ...replay.evaluating.evaluations import JOB, EvaluationJob, EvaluationRequest
 from ...replay.ledger import Ledger
 from ...replay.members import Members
 from ...replay.store import RunStore

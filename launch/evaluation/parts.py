@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...replay.evaluated import EvaluatedSample, EvaluationFolder, line_of, read_samples
+from ...replay.evaluating.evaluated import EvaluatedSample, EvaluationFolder, line_of, read_samples
 from ..progress import Progress
 
 if TYPE_CHECKING:

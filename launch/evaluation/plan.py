@@ -19,7 +19,7 @@ from ...common.config import Config, EvalSetConfig, of_set
 from ...common.errors import ConfigError, DataError
 from ...common.printable import printable
 from ...common.run_folder import RunFolder, existing
-from ...replay.evaluated import Cell, EvaluationFolder, Plan
+from ...replay.evaluating.evaluated import Cell, EvaluationFolder, Plan
 
 if TYPE_CHECKING:
     from ...common.records import Problem

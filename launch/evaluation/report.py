@@ -10,7 +10,7 @@ from msgspec import structs
 
 from ...common.errors import DataError
 from ...common.run_folder import write_atomic
-from ...replay.evaluated import Cell, EvaluationFolder
+from ...replay.evaluating.evaluated import Cell, EvaluationFolder
 from ...rollout.evaluate import scores
 
 

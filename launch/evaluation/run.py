@@ -26,7 +26,7 @@ from msgspec import structs
 from ...common.errors import ConfigError, TandemError
 from ...common.plain import read_object
 from ...common.run_folder import write_atomic
-from ...replay.evaluated import (
+from ...replay.evaluating.evaluated import (
     PARQUET,
     Cell,
     EvaluationFolder,

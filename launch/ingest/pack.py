@@ -18,7 +18,7 @@ import numpy as np
 from ...common import prompts
 from ...common.errors import DataError
 from ...common.records import ExpertTrace, Problem, Verdict
-from ...replay.order import permutation
+from ...replay.rules.order import permutation
 from .counts import SourceCounts
 
 NAME = "packed"

@@ -19,9 +19,9 @@ from ...common.errors import ConfigError, DataError, TandemError
 from ...common.objectives import WITHOUT_GROUP
 from ...common.records import ExpertTrace, Problem
 from ...common.run_folder import RunFolder
+from ...replay.evaluating.held_out import held_out
 from ...replay.forms import check_form
 from ...replay.forms import data_files as files_of
-from ...replay.held_out import held_out
 from ...reward.grading import Grader
 from ..host.preflight import TOKENIZER_FILES, check_model
 from .archived import of_archive

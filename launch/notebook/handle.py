@@ -234,8 +234,8 @@ def _word(value: Any) -> str:
 
 def _folder(preset: str, words: list[str]) -> Path:
     """The folder that the run will have."""
-    from ..run.presets import load
-    from ..run.stages import folder_of
+    from ..run.opened.presets import load
+    from ..run.several.stages import folder_of
 
     loaded = load(preset)
     given = [word for word in words if word.startswith("run.dir=")]

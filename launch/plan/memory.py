@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...common.config import VLLM_RANKS
-from ...common.config.deepspeed import REDUCE_BUCKET, zero_setting
+from ...common.config.checks.deepspeed import REDUCE_BUCKET, zero_setting
 from ...common.longest_pass import longest_pass
 from .sizes import ModelShape, shape_of, trained
 

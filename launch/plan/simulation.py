@@ -1,7 +1,7 @@
 """A simulated run, event by event: who waits for whom, and how long a step takes.
 
 The simulation runs workers, engines, the reward pool and the learner under the ledger's own rules
-(:mod:`tandem.replay.rules` and :mod:`tandem.replay.cutting`, which mirror its scripts). No formula
+(:mod:`tandem.replay.rules.leases` and :mod:`tandem.replay.rules.cutting`, which mirror its scripts). No formula
 gives the time of an asynchronous step: it depends on how long the longest sample holds up its row, on
 how many groups the staleness bound lets begin in the meantime, and on what new weights cost the
 samples that are under way.
@@ -26,8 +26,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ...replay.cutting import cut
-from ...replay.rules import Limits, why_not_leased
+from ...replay.rules.cutting import cut
+from ...replay.rules.leases import Limits, why_not_leased
 from .lengths import Lengths
 
 DRAWN = 1024

@@ -26,8 +26,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...common.config.choices import own_rows
-from ...replay.rules import Limits
+from ...common.config.checks.choices import own_rows
+from ...replay.rules.leases import Limits
 from .lengths import Lengths
 from .memory import (
     critic_shape,

@@ -16,11 +16,11 @@ from ..plan.node import node
 from ..plan.placement import Placement, gpus_needed, workers_of
 from ..plan.planning import Plan, Planned
 from ..wording import human, shown
-from . import processes as started
-from .opening import Opening, open_preset, open_run
-from .parts import ProcessSpec, command_of
-from .presets import Preset
-from .stages import of_preset
+from .opened.opening import Opening, open_preset, open_run
+from .opened.presets import Preset
+from .processes import roles as started
+from .processes.parts import ProcessSpec, command_of
+from .several.stages import of_preset
 
 if TYPE_CHECKING:
     from ...common.config import Config

@@ -19,17 +19,23 @@ from ..ingest.process import Found, IngestProcess
 from ..plan.hardware import Machine, machine
 from ..plan.planning import problems_on_paper
 from ..wording import shown, shown_tandem
-from . import offline_evaluation, processes, redis_part, summary
-from .meeting import Convener
-from .opening import Kind, Opening, make_folder
-from .presets import FOLDER, Preset
-from .record import RunRecord
+from . import offline_evaluation, summary
+from .opened.opening import Kind, Opening, make_folder
+from .opened.presets import FOLDER, Preset
+from .opened.record import RunRecord
+from .processes import redis_part, roles
+from .processes.meeting import Convener
+from .processes.parts import Part, Stage
+from .processes.supervision import Outcome
 from .running import Running
-from .supervision import Outcome
 
 if TYPE_CHECKING:
     from ...common.config import Config
     from ...replay.connection import Store
+
+
+EARLY = (Stage.LEARNER, Stage.ROLLOUT, Stage.REWARD)
+"""Parts whose processes load their libraries while the data are read."""
 
 
 def run_job(
@@ -97,6 +103,7 @@ class Job:
         self._machine: Machine = machine()
         self._record = RunRecord(opening, began)
         self._ingest: IngestProcess | None = None
+        self._parts: list[Part] = []
         self._digest = ""
 
     def run(self) -> int:
@@ -109,6 +116,8 @@ class Job:
             return self._checked()
         finally:
             self._end_ingest()
+            for part in self._parts:
+                part.end_early()
             self._lock.release()
 
     def _checked(self) -> int:
@@ -121,6 +130,14 @@ class Job:
         self._config = config
         if not resumed:
             check_disk(config, self._folder.path, model)
+        convener = None
+        if config.learner.hosts > 1 and config.launch.learner == "here":
+            convener = Convener(config, roles.meeting_address(config), self._say)
+        self._parts = roles.parts(config, self._folder, placement, convener)
+        for part in self._parts:
+            # Ranks that other hosts have a part in are begun together with those.
+            if part.stage in EARLY and part.others is None:
+                part.begin_early(config.model_dump_json())
         found = self._read_data()
         # --- from here on files are written and processes started ---
         if not resumed:
@@ -146,12 +163,8 @@ class Job:
                 self._say(f"data {name}: {counts}")
         running = Running(config, self._folder, self._preset.name, self._record, self._terminal)
         try:
-            convener = None
-            if config.learner.hosts > 1 and config.launch.learner == "here":
-                convener = Convener(config, processes.meeting_address(config), self._say)
-            parts = processes.parts(config, self._folder, placement, convener)
             outcome = running.run(
-                join, self._lock, lambda store: self._fill(store, found), parts, convener
+                join, self._lock, lambda store: self._fill(store, found), self._parts, convener
             )
             if outcome is not Outcome.FINISHED:
                 running.write_stopped()

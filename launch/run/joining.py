@@ -26,10 +26,10 @@ from ...replay.ledger import Ledger
 from ..board.terminal import Terminal
 from ..plan.hardware import machine
 from ..wording import shown
-from . import processes
-from .parts import Interruption, Part, ProcessSpec, Stage, last_lines
+from .processes import roles
+from .processes.parts import Interruption, Part, ProcessSpec, Stage, last_lines
+from .processes.supervision import Outcome, Supervisor
 from .running import ASK_SECONDS, has_finished
-from .supervision import Outcome, Supervisor
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -85,7 +85,7 @@ class Joining:
 
 
 class Attendance:
-    """Follows the head's meetings; a learner host's :class:`~.parts.OtherHosts`."""
+    """Follows the head's meetings; a learner host's :class:`~.processes.parts.OtherHosts`."""
 
     def __init__(self, link: HostLink) -> None:
         self.meeting: Meeting | None = None
@@ -187,9 +187,7 @@ def _dry_run(joining: Joining, info: JoinInfo, config: Config) -> list[str]:
     if joining.role == "learner":
         # The head gives the hosts their places when all of them are there.
         where = ("--join", str(joining.file.absolute()), "--folder", str(folder))
-        specs = processes.ranks_of(
-            where, folder, config, gpus, host=1, address="ADDRESS", port=PORT
-        )
+        specs = roles.ranks_of(where, folder, config, gpus, host=1, address="ADDRESS", port=PORT)
     else:
         specs = [
             _spec(joining, config, folder, member, index, own) for index, own in enumerate(gpus)
@@ -384,7 +382,7 @@ def parts(
         def ranks() -> list[ProcessSpec]:
             meeting = attendance.meeting
             assert meeting is not None
-            return processes.ranks_of(
+            return roles.ranks_of(
                 (*where, "--folder", str(folder)),
                 folder,
                 config,
@@ -415,6 +413,6 @@ def _spec(
     role = joining.role
     threads = config.rollout.threads if role == "rollout" else 1
     where = ("--join", str(joining.file.absolute()))
-    return processes.of_role(
+    return roles.of_role(
         where, folder, role, f"{role}-{member}-{index}", threads=threads, gpus=gpus
     )

@@ -14,7 +14,7 @@ from ...common.errors import OutOfMemoryError, TandemError
 from ...common.memory import kills
 from ..plan.advice import advice
 from ..plan.hardware import machine
-from .parts import THREAD_VARIABLES
+from .processes.parts import THREAD_VARIABLES
 
 if TYPE_CHECKING:
     from ...common.config import Config

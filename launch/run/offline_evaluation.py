@@ -10,8 +10,8 @@ from ...common.errors import DataError, TandemError
 from ...common.plain import read_object
 from ...common.run_folder import RunFolder
 from ..wording import shown
-from .parts import Part, ProcessSpec, Stage
-from .supervision import Outcome, Supervisor
+from .processes.parts import Part, ProcessSpec, Stage
+from .processes.supervision import Outcome, Supervisor
 
 if TYPE_CHECKING:
     from ...common.config import Config

@@ -21,19 +21,19 @@ from ..board.progress import Progress
 from ..board.snapshot import Known
 from ..board.terminal import Terminal
 from ..wording import duration, shown
-from . import redis_part
-from .disk_watch import DiskWatch
-from .idle import ReportWatch
-from .meeting import Convener
-from .parts import Part
+from .processes import redis_part
+from .processes.disk_watch import DiskWatch
+from .processes.idle import ReportWatch
+from .processes.meeting import Convener
+from .processes.parts import Part
+from .processes.supervision import Outcome, Supervisor
 from .summary import Findings
-from .supervision import Outcome, Supervisor
 
 if TYPE_CHECKING:
     from ...common.config import Config
     from ...replay.connection import Store
     from ..host.folder_lock import FolderLock
-    from .record import RunRecord
+    from .opened.record import RunRecord
 
 ASK_SECONDS = 0.5
 """How long Redis may take to answer the supervisor during the run. The supervisor is the one that

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...common.config import Config
-from ...common.config.deepspeed import settings_of
+from ...common.config.checks.deepspeed import settings_of
 from .optimizers import Optimizer
 
 
@@ -74,6 +74,13 @@ def backward(engine: Any, loss: Tensor, ranks: int) -> Tensor:
 
 def prepared(device: torch.device) -> Any:
     """DeepSpeed, set up so that it compiles nothing."""
+    deepspeed = deepspeed_for(device)
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    return deepspeed
+
+
+def deepspeed_for(device: torch.device) -> Any:
+    """DeepSpeed without its process group."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # A build that was killed leaves a lock there, on which every later process waits forever. The
@@ -92,5 +99,4 @@ def prepared(device: torch.device) -> Any:
         known = getattr(deepspeed.ops, "__compatible_ops__", None)
         if isinstance(known, dict):
             known["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_init_required=False, verbose=False)
     return deepspeed

@@ -18,7 +18,7 @@ from typing import Any
 from ...common.config import Config, of_set
 from ...common.parts import parts
 from ...common.waiting import Wait
-from ...replay.evaluations import EvaluationRequest, EvaluationResult
+from ...replay.evaluating.evaluations import EvaluationRequest, EvaluationResult
 from ...replay.members import Members
 from ...replay.store import RunStore
 

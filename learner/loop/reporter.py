@@ -17,8 +17,9 @@ from ...common.parts import PartedLines
 from ...common.records import Int32Array, Version
 from ...common.run_folder import RunFolder
 from ...common.telemetry import Clock
-from ...replay import archive, inspect_rows
-from ...replay.evaluations import EvaluationResult
+from ...replay import archive
+from ...replay.evaluating.evaluations import EvaluationResult
+from ...replay.inspecting.rows import block_of, cut_logs, log_path, write_run_log
 from ...replay.store import RunStore
 from ..metrics.grading_rates import GradingRates
 from ..metrics.reports import text_of
@@ -97,7 +98,7 @@ class Reporter:
         for part in self._folder.archive.glob(".*"):
             part.unlink()  # A learner was killed while it wrote the file.
         if self._config.log.inspect or self._folder.inspect.exists():
-            self._block = inspect_rows.cut_logs(self._folder, step)
+            self._block = cut_logs(self._folder, step)
         self._metrics = PartedLines(self._folder.metrics)
         self._samples = PartedLines(self._folder.samples)
 
@@ -125,18 +126,16 @@ class Reporter:
 
     def _log_for_inspect(self, record: Mapping[str, Any]) -> None:
         """Keeps a record until its block of steps is complete, which is then written as a log."""
-        block, of = self._block, inspect_rows.block_of
-        if block and of(block[0]["step"]) != of(record["step"]):
+        block = self._block
+        if block and block_of(block[0]["step"]) != block_of(record["step"]):
             self._end_block()
         self._block.append(record)
 
     def _end_block(self) -> None:
         block, self._block = self._block, []
         if block and self._config.log.inspect:
-            path = inspect_rows.log_path(self._folder, block)
-            disk.persist(
-                path, lambda: inspect_rows.write_run_log(self._folder, self._config, block)
-            )
+            path = log_path(self._folder, block)
+            disk.persist(path, lambda: write_run_log(self._folder, self._config, block))
 
     def _decode(self, tokens: Int32Array) -> str:
         """The text of an episode's tokens, special ones included: they show where a turn ends."""

@@ -23,7 +23,7 @@ from ...common.records import Version
 from ...common.run_folder import JoinInfo, RunFolder
 from ...common.telemetry import Clock
 from ...replay.connection import Store
-from ...replay.evaluations import EvaluationResult
+from ...replay.evaluating.evaluations import EvaluationResult
 from ...replay.ledger import Ledger
 from ...replay.ledger_records import Waiting
 from ...replay.members import Members, membership

@@ -20,11 +20,12 @@ from ...common.errors import DataError, StoreError
 from ...common.models import read_model_config
 from ...common.records import ExpertTrace, Group, Sample
 from ...common.seeds import keyed_generator
-from ...replay import archive, rules
+from ...replay import archive
 from ...replay.archive import ArchivedGroup
-from ...replay.held_out import held_out
+from ...replay.evaluating.held_out import held_out
 from ...replay.ledger import Ledger
 from ...replay.ledger_records import Row, Waiting
+from ...replay.rules import leases
 from ...replay.store import RunStore
 from ..resume.journal import Journal
 from .groups import MixedGroup
@@ -194,7 +195,7 @@ class LedgerSource(BatchSource):
 
     def checkpoint_is_due(self, saved: int) -> bool:
         since = sum(size for step, size in self._bytes.items() if step > saved)
-        return rules.checkpoint_is_due(since, self._ledger.maxmemory())
+        return leases.checkpoint_is_due(since, self._ledger.maxmemory())
 
     def is_full(self) -> bool:
         return self._ledger.is_full()

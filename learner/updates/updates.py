@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...common.config import Config
-from ...common.config.choices import rows_of_group
+from ...common.config.checks.choices import rows_of_group
 from ...common.errors import ConfigError
 from ...common.seeds import keyed_generator
 from ..engine.deepspeed_engine import DeepSpeedEngine

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ...common.errors import TandemError
 from ...common.records import Problem, Sample, SamplingParams
-from ...replay.evaluated import Cell, EvaluatedSample
+from ...replay.evaluating.evaluated import Cell, EvaluatedSample
 from ...reward.grading import Grader
 from ..engine import FinishedGroup, GroupRequest
 from ..leases import task_of

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ...common.config import Config, RewardConfig, of_set
 from ...common.errors import StoreError, TandemError
 from ...common.records import Sample
-from ...replay.evaluated import EvaluatedSample
-from ...replay.evaluations import EvaluationJob, EvaluationRequest, EvaluationResult
+from ...replay.evaluating.evaluated import EvaluatedSample
+from ...replay.evaluating.evaluations import EvaluationJob, EvaluationRequest, EvaluationResult
 from ...replay.store import RunStore
 from ..engine import Engine
 from ..new_weights.commit_check import CommitCheck

@@ -18,7 +18,7 @@ import numpy as np
 from ...common.config import Config, EvaluateConfig, ModelConfig, RewardConfig, RolloutConfig
 from ...common.errors import DataError, TandemError
 from ...common.records import Problem, Sample, SamplingParams
-from ...replay.evaluations import four_classes
+from ...replay.evaluating.evaluations import four_classes
 from ...reward.grading import Grade, Grader
 from ..engine import Engine, GroupRequest
 from ..engines import make_engine

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ...common.records import PROMPT_MESSAGES, REPEATS, Problem, Sample
-from ...replay.evaluated import EvaluatedSample
+from ...replay.evaluating.evaluated import EvaluatedSample
 from ...reward.grading import Grade, GradeItem, Grader
 from . import scores
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.records import FinishReason
-from ...replay.evaluated import EvaluatedSample
+from ...replay.evaluating.evaluated import EvaluatedSample
 
 RESAMPLES = 2000
 """Resamples of a bootstrap."""

@@ -27,7 +27,7 @@ from tandem.common.records import SamplingParams
 from tandem.launch.ingest.rows import SourceReader
 from tandem.launch.miniature.parquet import table
 from tandem.launch.miniature.problems import distinct
-from tandem.replay.evaluated import Cell, EvaluatedSample, line_of
+from tandem.replay.evaluating.evaluated import Cell, EvaluatedSample, line_of
 from tandem.reward.grading import Grader
 from tandem.rollout.engine import Engine, GroupRequest
 from tandem.rollout.engines import make_engine

@@ -151,7 +151,7 @@ def rows_a_second(count: int) -> dict[str, float]:
     from tandem.launch.ingest.load import load
     from tandem.launch.ingest.prepare import prepare
     from tandem.launch.miniature.parquet import write
-    from tandem.launch.run.presets import load as preset
+    from tandem.launch.run.opened.presets import load as preset
 
     sys.modules["torch"] = None  # type: ignore[assignment] # as the ingest's own process does
     with tempfile.TemporaryDirectory(prefix="tandem-growth-") as temporary:

@@ -102,7 +102,7 @@ def simulated(
     """Seconds of a step of the same run, simulated."""
     from tandem.launch.plan.lengths import Lengths
     from tandem.launch.plan.simulation import EngineSpeed, LearnerSpeed, Scenario, simulate
-    from tandem.replay.rules import Limits
+    from tandem.replay.rules.leases import Limits
 
     batch, ahead = leases(workers, staleness)
     mean, limit, spread = lengths.split(":")

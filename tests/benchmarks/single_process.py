@@ -26,7 +26,7 @@ from tandem.common.config import Config, build
 from tandem.common.records import Group, Problem, SamplingParams, Version
 from tandem.common.run_folder import RunFolder
 from tandem.launch.ingest import prepare as ingest
-from tandem.launch.run import presets
+from tandem.launch.run.opened import presets
 from tandem.learner.engine.update_result import UpdateResult
 from tandem.learner.forward.policy import Policy
 from tandem.learner.loop.schedule import learning_rate
@@ -35,8 +35,8 @@ from tandem.learner.rendezvous import Seat, process_group
 from tandem.learner.rows.groups import MixedGroup
 from tandem.learner.rows.microbatch import MicroBatch
 from tandem.learner.updates.updates import Updates
-from tandem.replay.mixing import choose_traces
-from tandem.replay.order import Order
+from tandem.replay.rules.mixing import choose_traces
+from tandem.replay.rules.order import Order
 from tandem.reward.grading import Grader
 from tandem.rollout.decoding.torch_engine import TorchEngine
 from tandem.rollout.engine import GroupRequest, NamedWeights

@@ -11,10 +11,10 @@ from tandem.common.errors import ConfigError
 from tandem.common.run_folder import JoinInfo, read_join
 from tandem.launch.cluster.join import new_join, text_of
 from tandem.launch.host import redis_server
-from tandem.launch.run.opening import open_folder
-from tandem.launch.run.presets import load
-from tandem.launch.run.record import RunRecord
-from tandem.launch.run.redis_part import where
+from tandem.launch.run.opened.opening import open_folder
+from tandem.launch.run.opened.presets import load
+from tandem.launch.run.opened.record import RunRecord
+from tandem.launch.run.processes.redis_part import where
 
 
 def made(path: Path, port: int) -> JoinInfo:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tandem.common import config as c
-from tandem.common.config.choices import why_not_started
+from tandem.common.config.checks.choices import why_not_started
 from tandem.common.errors import ConfigError
 from tandem.common.objectives import OBJECTIVES
 

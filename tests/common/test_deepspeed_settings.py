@@ -16,7 +16,7 @@ from tandem.common.config import (
     read_config,
     to_yaml,
 )
-from tandem.common.config.deepspeed import settings_of, zero_setting
+from tandem.common.config.checks.deepspeed import settings_of, zero_setting
 from tandem.common.errors import ConfigError
 
 TREE = {"run": {"steps": 1}, "data": {"train": [{"path": "unused.parquet", "name": "a"}]}}

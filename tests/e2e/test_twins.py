@@ -14,7 +14,7 @@ from test_pairs import write_pairs
 
 from tandem.common.config import Config, read_config
 from tandem.launch.miniature.parquet import write
-from tandem.launch.run.presets import load, names
+from tandem.launch.run.opened.presets import load, names
 from tandem.learner.loop.schedule import learning_rate
 from tandem.replay.archive import steps as steps_of
 

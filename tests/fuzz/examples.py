@@ -27,7 +27,7 @@ from tandem.common.records import (
 from tandem.common.weights import manifest, protocol
 from tandem.common.weights.manifest import ScoredRows
 from tandem.learner.resume import journal, journal_file
-from tandem.replay.evaluated import EvaluatedSample
+from tandem.replay.evaluating.evaluated import EvaluatedSample
 
 KEYS = sockets.new_keys()
 

@@ -34,17 +34,9 @@ from tandem.common.records import Problem
 from tandem.common.weights import protocol
 from tandem.launch.board.facts import Activity
 from tandem.launch.callbacks.caller import read_answer
-from tandem.launch.run.idle import IdleShares
-from tandem.replay import (
-    answers,
-    callback_requests,
-    evaluations,
-    hosts,
-    ledger,
-    members,
-    problems,
-    store,
-)
+from tandem.launch.run.processes.idle import IdleShares
+from tandem.replay import answers, callback_requests, hosts, ledger, members, problems, store
+from tandem.replay.evaluating import evaluations
 
 
 def read_report(data: bytes) -> Any:

@@ -20,7 +20,11 @@ from tandem.common.records import (
     VersionSpan,
 )
 from tandem.replay.connection import Store
-from tandem.replay.evaluations import EVALUATION_FAILURES, EvaluationRequest, EvaluationResult
+from tandem.replay.evaluating.evaluations import (
+    EVALUATION_FAILURES,
+    EvaluationRequest,
+    EvaluationResult,
+)
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import Lease, LedgerSettings
 from tandem.replay.members import Members

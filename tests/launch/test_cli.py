@@ -14,8 +14,8 @@ from tandem.common.config import Config, Section, build, unread_keys
 from tandem.common.errors import ConfigError
 from tandem.launch import cli
 from tandem.launch.cli import main
-from tandem.launch.run import presets
-from tandem.launch.run.stages import of_preset
+from tandem.launch.run.opened import presets
+from tandem.launch.run.several.stages import of_preset
 
 
 def tandem(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

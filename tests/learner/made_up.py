@@ -30,7 +30,7 @@ from tandem.learner.objectives import Objective
 from tandem.learner.rows.groups import MixedGroup, rows_of
 from tandem.learner.rows.rows import Rows
 from tandem.replay.connection import connect
-from tandem.replay.evaluations import EvaluationRequest, EvaluationResult
+from tandem.replay.evaluating.evaluations import EvaluationRequest, EvaluationResult
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import Lease, LedgerSettings
 from tandem.replay.store import RunStore

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tandem.common.config import deepspeed as known
+from tandem.common.config.checks import deepspeed as known
 from tandem.learner.engine.critic import CriticEngine
 from tandem.learner.engine.deepspeed_engine import DeepSpeedEngine
 

@@ -13,7 +13,11 @@ from tandem.common.records import Version
 from tandem.learner.loop import evaluations as module
 from tandem.learner.loop.evaluations import Evaluations, record_of
 from tandem.replay.connection import Store, connect
-from tandem.replay.evaluations import EVALUATION_FAILURES, EvaluationRequest, EvaluationResult
+from tandem.replay.evaluating.evaluations import (
+    EVALUATION_FAILURES,
+    EvaluationRequest,
+    EvaluationResult,
+)
 from tandem.replay.members import Members
 from tandem.replay.store import RunStore
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from ledger_machine import WORKERS, Handed, run_settings
 from ledger_moves import Moves
 
-from tandem.replay.rules import SILENCE_MS
+from tandem.replay.rules.leases import SILENCE_MS
 
 workers = st.integers(0, len(WORKERS) - 1)
 places = st.sampled_from([0, 1, 0, 2, 0, 1, 3, 5])

@@ -24,7 +24,7 @@ from tandem.replay.connection import Command
 from tandem.replay.ledger import REJECTIONS, Ledger
 from tandem.replay.ledger_records import LedgerSettings
 from tandem.replay.members import Members
-from tandem.replay.rules import Limits
+from tandem.replay.rules.leases import Limits
 
 START_MS = 1_700_000_000_000
 WORKERS = ("rollout-0", "rollout-1", "rollout-2")

@@ -1,4 +1,4 @@
-"""The ledger as plain Python values, moved by ``tandem.replay.rules`` and nothing else.
+"""The ledger as plain Python values, moved by ``tandem.replay.rules.leases`` and nothing else.
 
 What the scripts do is said here a second time, without Redis: each method is one script, changes
 the state as that script should, and returns what it should answer.
@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.replay import cutting, rules
-from tandem.replay.mixing import mix
-from tandem.replay.rules import Limits, Release
+from tandem.replay.rules import cutting
+from tandem.replay.rules import leases as rules
+from tandem.replay.rules.leases import Limits, Release
+from tandem.replay.rules.mixing import mix
 
 Row = dict[str, Any]
 Answer = Any

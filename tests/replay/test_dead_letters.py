@@ -10,9 +10,9 @@ import pytest
 
 from tandem.common.errors import StoreError
 from tandem.common.records import Version
-from tandem.replay import rules
 from tandem.replay.dead_letters import retry
 from tandem.replay.ledger_records import Lease, Row
+from tandem.replay.rules import leases as rules
 
 Worlds = Callable[..., Any]
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tandem.common.records import Version
-from tandem.replay import cutting, rules
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import Lease, Row
+from tandem.replay.rules import cutting
+from tandem.replay.rules import leases as rules
 
 Worlds = Callable[..., Any]
 STEPS = 10

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tandem.replay.inspect_log import LogHead, LogSample, write_log
+from tandem.replay.inspecting.log import LogHead, LogSample, write_log
 
 HEAD = LogHead(task="math", model="m", created=1.7e9, metadata={"template": "own"})
 

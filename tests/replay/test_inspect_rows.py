@@ -10,14 +10,14 @@ from typing import Any
 from tandem.common.config import Config, build
 from tandem.common.records import FinishReason, Verdict
 from tandem.common.run_folder import RunFolder, write_atomic
-from tandem.replay import inspect_rows
-from tandem.replay.evaluated import (
+from tandem.replay.evaluating.evaluated import (
     Cell,
     EvaluatedSample,
     EvaluationFolder,
     Plan,
     write_samples,
 )
+from tandem.replay.inspecting import rows as logs
 
 
 def config() -> Config:
@@ -61,7 +61,7 @@ def contents(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_group_is_one_id_with_verdicts_components_and_staleness() -> None:
-    right, wrong, lost = inspect_rows.of_record(record(7))
+    right, wrong, lost = logs.of_record(record(7))
     assert (right.is_right, wrong.is_right, lost.is_right) == (True, False, None)
     assert right.id == wrong.id == "7 a/1"
     assert right.numbers == {"reward": 1.0, "format": 1.0}
@@ -72,10 +72,10 @@ def test_a_group_is_one_id_with_verdicts_components_and_staleness() -> None:
         {"role": "user", "content": "1+1=?"},
         {"role": "assistant", "content": "2"},
     ]
-    (cut,) = inspect_rows.of_record(record(7, [row("wrong", finish_reason="length")]))
+    (cut,) = logs.of_record(record(7, [row("wrong", finish_reason="length")]))
     assert cut.stop_reason == "max_tokens"
     expert = {"source": "expert", "trace_id": "a/1#0", "text": "2", "tokens": 2, "reward": 1.0}
-    (trace,) = inspect_rows.of_record(record(7, [{**expert, "verdict": "correct"}]))
+    (trace,) = logs.of_record(record(7, [{**expert, "verdict": "correct"}]))
     assert (trace.metadata["source"], trace.metadata["trace_id"]) == ("expert", "a/1#0")
     assert "staleness" not in trace.metadata
 
@@ -89,7 +89,7 @@ def test_an_episode_has_its_turns_calls_and_what_the_environment_said() -> None:
         {"shown": "the end"},
     ]
     played = row("correct", turns=turns, environment="sums", figures={"tool_calls": 2.0})
-    (sample,) = inspect_rows.of_record(record(1, [played]))
+    (sample,) = logs.of_record(record(1, [played]))
     assert [one["role"] for one in sample.messages] == [
         *("user", "assistant", "tool", "assistant", "user", "assistant", "user")
     ]
@@ -100,7 +100,7 @@ def test_an_episode_has_its_turns_calls_and_what_the_environment_said() -> None:
     assert sample.metadata["environment"] == "sums"
     assert sample.metadata["figure/tool_calls"] == 2.0
     # Without its texts an episode has at least its last answer.
-    (bare,) = inspect_rows.of_record(record(1, [row("wrong", turns=[{"tokens": [0, 3]}])]))
+    (bare,) = logs.of_record(record(1, [row("wrong", turns=[{"tokens": [0, 3]}])]))
     assert bare.messages[-1]["content"] == "2"
 
 
@@ -113,14 +113,14 @@ def lines(folder: RunFolder, steps: range) -> None:
 def test_a_runs_logs_are_blocks_of_steps_each_written_once(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     lines(folder, range(1, 31))
-    first, last = inspect_rows.run_logs(folder, config())
+    first, last = logs.run_logs(folder, config())
     assert (first.name, last.name) == ("steps-000001-000020.eval", "steps-000021-000030.eval")
     # Twenty steps, two groups each, with three samples a group; two groups of a problem are one id.
     assert len(contents(first)) == 120
     assert {one["epoch"] for one in contents(first)} == {1, 2, 3, 4, 5, 6}
     stamp = first.stat().st_mtime_ns
     lines(folder, range(1, 41))
-    assert [path.name for path in inspect_rows.run_logs(folder, config())] == [
+    assert [path.name for path in logs.run_logs(folder, config())] == [
         "steps-000001-000020.eval",
         "steps-000021-000040.eval",
     ]
@@ -132,12 +132,12 @@ def test_a_runs_logs_are_blocks_of_steps_each_written_once(tmp_path: Path) -> No
 def test_logs_of_steps_that_are_trained_again_go_and_their_block_comes_back(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     lines(folder, range(1, 46))
-    inspect_rows.run_logs(folder, config())
+    logs.run_logs(folder, config())
     lines(folder, range(1, 31))
-    kept = inspect_rows.cut_logs(folder, 30)
+    kept = logs.cut_logs(folder, 30)
     assert [path.name for path in sorted(folder.inspect.iterdir())] == ["steps-000001-000020.eval"]
     assert [one["step"] for one in kept] == [step for step in range(21, 31) for _ in range(2)]
-    assert inspect_rows.cut_logs(folder, 0) == []
+    assert logs.cut_logs(folder, 0) == []
     assert not list(folder.inspect.iterdir())
 
 
@@ -149,7 +149,7 @@ def test_each_finished_cell_of_an_evaluation_has_a_log(tmp_path: Path) -> None:
     write_atomic(folder.plan_json, msgspec.json.encode(Plan(cells=tuple(cells))))
     folder.cell("one").mkdir(parents=True)
     write_samples(folder.samples_file("one"), [evaluated(0), evaluated(1, verdict=Verdict.CRASHED)])
-    (path,) = inspect_rows.evaluation_logs(folder)
+    (path,) = logs.evaluation_logs(folder)
     assert path == folder.cell("one") / "one.eval"
     right, lost = contents(path)
     assert (right["id"], right["scores"]["answer"]["value"]) == ("a:0", "C")
@@ -161,7 +161,7 @@ def test_each_finished_cell_of_an_evaluation_has_a_log(tmp_path: Path) -> None:
     assert header["eval"]["metadata"]["template"] == "own"
     assert header["plan"]["config"]["temperature"] == 0.6
     stamp = path.stat().st_mtime_ns
-    assert list(inspect_rows.evaluation_logs(folder)) == [path]
+    assert list(logs.evaluation_logs(folder)) == [path]
     assert path.stat().st_mtime_ns == stamp
 
 

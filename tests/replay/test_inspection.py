@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tandem.replay.connection import connect
-from tandem.replay.inspection import KINDS, memory_use, oldest_lease, waiting_ages
+from tandem.replay.inspecting.inspection import KINDS, memory_use, oldest_lease, waiting_ages
 from tandem.replay.store import RunStore
 
 Worlds = Callable[..., Any]

@@ -14,8 +14,8 @@ from tandem.common.records import CommitResult, Group, Verdict, Version
 from tandem.replay.connection import Store
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import LedgerSettings, Row, Waiting
-from tandem.replay.order import Order
 from tandem.replay.payloads import Payload
+from tandem.replay.rules.order import Order
 
 Worlds = Callable[..., Any]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tandem.replay.mixing import choose_replaced, choose_traces
+from tandem.replay.rules.mixing import choose_replaced, choose_traces
 
 TRACES = tuple(f"a/0#{k}" for k in range(6))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tandem.common.errors import DataError
-from tandem.replay.order import Cipher, Order, permutation
+from tandem.replay.rules.order import Cipher, Order, permutation
 
 FIRST_EIGHT = [7, 2, 1, 3, 0, 4, 6, 5]
 FIRST_OF_A_MILLION = [687659, 975634, 439827, 232947, 237964, 278817, 84953, 810177]

@@ -13,8 +13,8 @@ from tandem.common import wire
 from tandem.common.errors import StoreError, WireError
 from tandem.replay import problems
 from tandem.replay.connection import Store
-from tandem.replay.order import LAST_SERIAL
 from tandem.replay.problems import ProblemIds
+from tandem.replay.rules.order import LAST_SERIAL
 from tandem.replay.store import RunStore
 
 ROWS = {"every row": (0, 1, 2, 3), "some rows": (1, 2, 5, 300), "one gap": (0, 1, 2, 4)}

@@ -13,7 +13,7 @@ from tandem.common.errors import StoreError
 from tandem.common.records import Version
 from tandem.replay.answers import read_take
 from tandem.replay.connection import Store, connect
-from tandem.replay.evaluations import EvaluationRequest, EvaluationResult
+from tandem.replay.evaluating.evaluations import EvaluationRequest, EvaluationResult
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import Row
 from tandem.replay.members import Members

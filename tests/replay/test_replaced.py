@@ -12,7 +12,7 @@ from tandem.common.errors import StoreError
 from tandem.common.records import Sample, Verdict
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import Row, RowEntry
-from tandem.replay.mixing import choose_replaced, mix
+from tandem.replay.rules.mixing import choose_replaced, mix
 
 GROUP_SIZE = 4
 

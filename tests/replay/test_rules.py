@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tandem.replay import cutting, rules
+from tandem.replay.rules import cutting
+from tandem.replay.rules import leases as rules
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,11 @@ import pytest
 from tandem.common.errors import DataError, FencedError, StoreError
 from tandem.common.records import ExpertTrace, Verdict, Version
 from tandem.replay.connection import Store
-from tandem.replay.evaluations import EVALUATION_FAILURES, EvaluationRequest, EvaluationResult
+from tandem.replay.evaluating.evaluations import (
+    EVALUATION_FAILURES,
+    EvaluationRequest,
+    EvaluationResult,
+)
 from tandem.replay.store import RunStore
 
 

@@ -35,8 +35,8 @@ from tandem.common.telemetry import Clock
 from tandem.common.weights.manifest import ScoredRows
 from tandem.learner.scored import fixed_rows
 from tandem.replay.connection import connect
-from tandem.replay.evaluated import Cell
-from tandem.replay.evaluations import EvaluationJob, EvaluationRequest
+from tandem.replay.evaluating.evaluated import Cell
+from tandem.replay.evaluating.evaluations import EvaluationJob, EvaluationRequest
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import LedgerSettings, Row
 from tandem.replay.members import Members, membership

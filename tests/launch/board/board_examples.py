@@ -9,7 +9,7 @@ from tandem.launch.board.assembly import assemble
 from tandem.launch.board.facts import Facts
 from tandem.launch.board.history import History
 from tandem.launch.board.snapshot import Known, Snapshot
-from tandem.replay.evaluations import EvaluationResult
+from tandem.replay.evaluating.evaluations import EvaluationResult
 from tandem.replay.members import Member
 
 NOW = 2000.0

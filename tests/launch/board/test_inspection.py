@@ -21,7 +21,7 @@ from tandem.launch.board.snapshot import Episodes, Grading, Judging
 from tandem.launch.cli import main
 from tandem.learner.resume.journal import Journal
 from tandem.replay.hosts import HEAD, Host, HostState
-from tandem.replay.inspection import KINDS, MemoryUse, OldestLease, WaitingAges
+from tandem.replay.inspecting.inspection import KINDS, MemoryUse, OldestLease, WaitingAges
 
 FOUND = Inspection(
     oldest_lease=OldestLease(group_id="0-801", worker="rollout-0", attempt=2, seconds=12.3),

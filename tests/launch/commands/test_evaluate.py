@@ -25,7 +25,7 @@ from tandem.common.errors import TandemError
 from tandem.launch import cli
 from tandem.launch.miniature.parquet import table
 from tandem.launch.miniature.problems import distinct
-from tandem.replay.evaluated import EvaluatedSample, EvaluationFolder
+from tandem.replay.evaluating.evaluated import EvaluatedSample, EvaluationFolder
 
 Samples = list[EvaluatedSample]
 

@@ -12,7 +12,7 @@ import pytest
 from tandem.launch.cli import main
 from tandem.launch.host import redis_server, requirements, surroundings
 from tandem.launch.plan.hardware import Gpu, Machine
-from tandem.launch.run.presets import load
+from tandem.launch.run.opened.presets import load
 
 GPU = Machine(gpus=(Gpu(index=0, name="H100", memory_mb=81559),), cores=8, memory_mb=1 << 20)
 

@@ -26,10 +26,10 @@ from tandem.common.run_folder import RunFolder
 from tandem.launch.cli import main
 from tandem.launch.ingest import prepare as ingest
 from tandem.launch.ingest.pairing import pairs_of
-from tandem.launch.run.presets import load
+from tandem.launch.run.opened.presets import load
 from tandem.replay import archive
 from tandem.replay.archive import ArchivedGroup
-from tandem.replay.held_out import held_out
+from tandem.replay.evaluating.held_out import held_out
 
 RIGHT, WRONG = Verdict.CORRECT, Verdict.WRONG
 

@@ -29,7 +29,7 @@ from tandem.launch.ingest.load import load as load_data
 from tandem.launch.ingest.load import reload, role_config
 from tandem.launch.ingest.process import IngestProcess
 from tandem.launch.miniature.parquet import SCHEMA, write
-from tandem.launch.run.presets import load
+from tandem.launch.run.opened.presets import load
 from tandem.replay.connection import connect
 from tandem.replay.ledger import Ledger
 from tandem.replay.ledger_records import LedgerSettings

@@ -13,7 +13,7 @@ from tandem.launch.host.preflight import CHECKPOINT_BYTES, disk_needed
 from tandem.launch.plan import memory, speed
 from tandem.launch.plan.node import GB, Node
 from tandem.launch.plan.sizes import ModelShape, known, shape_of, trained
-from tandem.launch.run.presets import load
+from tandem.launch.run.opened.presets import load
 
 SMALL = ModelShape(
     name="small",

@@ -16,7 +16,7 @@ from tandem.launch.plan import memory, sizes, speed
 from tandem.launch.plan.hardware import Gpu, Machine
 from tandem.launch.plan.node import GB, KINDS, Node, node
 from tandem.launch.plan.sizes import ModelShape, shape_of
-from tandem.launch.run.presets import load
+from tandem.launch.run.opened.presets import load
 
 SMALL = ModelShape(
     name="small",

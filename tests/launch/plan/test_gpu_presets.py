@@ -15,7 +15,7 @@ from tandem.launch.plan.node import KINDS, Node
 from tandem.launch.plan.simulation import simulate
 from tandem.launch.plan.sizes import shape_of, too_long
 from tandem.launch.plan.splits import splits
-from tandem.launch.run.presets import load, names
+from tandem.launch.run.opened.presets import load, names
 from tandem.reward.components.scoring import Scorer
 from tandem.reward.reading.modes import mode
 

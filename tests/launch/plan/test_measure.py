@@ -17,7 +17,7 @@ from tandem.launch.plan.advice import ways_out
 from tandem.launch.plan.comparison import compare, speed_on_paper
 from tandem.launch.plan.node import Node
 from tandem.launch.plan.sizes import shape_of
-from tandem.launch.run.presets import load
+from tandem.launch.run.opened.presets import load
 
 COUNTED = ("weights", "gradients", "optimizer")
 """Parts that a measurement counts tensor by tensor."""

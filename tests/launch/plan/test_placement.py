@@ -8,7 +8,7 @@ from tandem.common.errors import ConfigError
 from tandem.launch.host import preflight
 from tandem.launch.plan import hardware, placement
 from tandem.launch.plan.hardware import Gpu, Machine
-from tandem.launch.run.presets import load
+from tandem.launch.run.opened.presets import load
 from tandem.rollout.vllm import vllm_version
 
 EIGHT = tuple(Gpu(index=i, name="H100", memory_mb=81559) for i in range(8))

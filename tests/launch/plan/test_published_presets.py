@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tandem.common.config import Config
-from tandem.common.config.choices import rows_of_group, why_not_started
-from tandem.launch.run.presets import FOLDER, load, names
-from tandem.launch.run.stages import placed
+from tandem.common.config.checks.choices import rows_of_group, why_not_started
+from tandem.launch.run.opened.presets import FOLDER, load, names
+from tandem.launch.run.several.stages import placed
 
 Table = dict[str, Any]
 

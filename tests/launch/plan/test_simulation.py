@@ -14,7 +14,7 @@ from tandem.launch.plan.simulation import (
     Simulated,
     simulate,
 )
-from tandem.replay.rules import Limits
+from tandem.replay.rules.leases import Limits
 
 FIFTY = Lengths(mean=50, limit=100, spread=0.0)
 """All samples are 50 tokens long."""

@@ -14,9 +14,9 @@ from tandem.launch.plan import memory
 from tandem.launch.plan.hardware import machine
 from tandem.launch.plan.placement import place
 from tandem.launch.plan.sizes import TABLE
-from tandem.launch.run import processes
-from tandem.launch.run.opening import open_folder
-from tandem.launch.run.presets import load
+from tandem.launch.run.opened.opening import open_folder
+from tandem.launch.run.opened.presets import load
+from tandem.launch.run.processes import roles
 from tandem.launch.wording import human
 
 EIGHT = "qwen2.5-math-7b-luffy-8gpu"
@@ -84,7 +84,7 @@ def test_the_commands_are_those_that_the_job_would_start(
     code, out, _ = tandem(capsys, "start", "miniature", "--dry-run", *words)
     assert code == 0
     opening = open_folder(load("miniature"), words, fresh=False)
-    parts = processes.parts(opening.config, opening.folder, place(opening.config, machine()))
+    parts = roles.parts(opening.config, opening.folder, place(opening.config, machine()))
     specs = [spec for part in parts for spec in part.specs()]
     assert [spec.name for spec in specs] == [
         *("learner-0", "rollout-0", "rollout-1", "reward-0", "tensorboard")

@@ -16,8 +16,8 @@ import pytest
 from tandem.common.config import build, read_yaml, to_yaml
 from tandem.common.errors import TandemError
 from tandem.common.run_folder import JoinInfo, RunFolder, read_join
-from tandem.launch.run.opening import open_folder
-from tandem.launch.run.presets import load
+from tandem.launch.run.opened.opening import open_folder
+from tandem.launch.run.opened.presets import load
 from tandem.launch.trackers.following import Sent
 
 

@@ -11,7 +11,7 @@ import pytest
 from tandem.common.config import to_yaml
 from tandem.common.run_folder import RunFolder
 from tandem.launch import cli
-from tandem.launch.run.presets import load
+from tandem.launch.run.opened.presets import load
 from tandem.replay.connection import Store, connect
 from tandem.replay.store import RunStore
 

@@ -12,11 +12,11 @@ import pytest
 
 from tandem.common.config import Config
 from tandem.common.errors import ConfigError
-from tandem.launch.run import meeting
 from tandem.launch.run.joining import Attendance, gpus_of
-from tandem.launch.run.meeting import Convener, HostsMissing
-from tandem.launch.run.parts import ProcessSpec
-from tandem.launch.run.supervision import PartFailed
+from tandem.launch.run.processes import meeting
+from tandem.launch.run.processes.meeting import Convener, HostsMissing
+from tandem.launch.run.processes.parts import ProcessSpec
+from tandem.launch.run.processes.supervision import PartFailed
 from tandem.replay import hosts
 from tandem.replay.connection import connect
 from tandem.replay.hosts import HEAD, HostLink, HostState

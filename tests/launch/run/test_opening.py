@@ -11,9 +11,9 @@ from tandem.common.config import parse_override, to_yaml
 from tandem.common.errors import ConfigError, DataError, TandemError
 from tandem.common.run_folder import RunFolder
 from tandem.launch.host.folder_lock import FolderLock
-from tandem.launch.run.opening import Kind, Opening, make_folder, open_folder
-from tandem.launch.run.presets import load
-from tandem.launch.run.record import RunRecord, as_kept
+from tandem.launch.run.opened.opening import Kind, Opening, make_folder, open_folder
+from tandem.launch.run.opened.presets import load
+from tandem.launch.run.opened.record import RunRecord, as_kept
 
 
 @pytest.fixture(autouse=True)

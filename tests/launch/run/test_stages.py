@@ -9,8 +9,8 @@ import pytest
 
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.run_folder import newest_stage
-from tandem.launch.run.presets import load
-from tandem.launch.run.stages import folder_of, of_preset, placed, run_words, words_of
+from tandem.launch.run.opened.presets import load
+from tandem.launch.run.several.stages import folder_of, of_preset, placed, run_words, words_of
 
 TWO = """
 base: miniature

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from tandem.common.disk import DiskFull
-from tandem.launch.run.disk_watch import DiskWatch
-from tandem.launch.run.parts import Part, ProcessSpec, exit_of
-from tandem.launch.run.supervision import Outcome, PartFailed, Supervisor
+from tandem.launch.run.processes.disk_watch import DiskWatch
+from tandem.launch.run.processes.parts import Part, ProcessSpec, exit_of
+from tandem.launch.run.processes.supervision import Outcome, PartFailed, Supervisor
 
 
 def spec(tmp_path: Path, name: str, code: str, **more: object) -> ProcessSpec:
@@ -322,8 +322,8 @@ def test_what_does_not_drain_in_time_is_killed_and_named(tmp_path: Path) -> None
 OWNER = """
 import sys
 from pathlib import Path
-from tandem.launch.run.parts import Part, ProcessSpec
-from tandem.launch.run.supervision import Supervisor
+from tandem.launch.run.processes.parts import Part, ProcessSpec
+from tandem.launch.run.processes.supervision import Supervisor
 folder = Path(sys.argv[1])
 stubborn = (
     "import os, signal, time; from tandem.launch import lifeline; "

@@ -13,9 +13,9 @@ from tandem.common.errors import DataError
 from tandem.common.run_folder import RunFolder
 from tandem.launch.cli import main
 from tandem.launch.ingest.prepare import prepare
-from tandem.launch.run import sweep
-from tandem.launch.run.opening import open_folder
-from tandem.launch.run.presets import load
+from tandem.launch.run.opened.opening import open_folder
+from tandem.launch.run.opened.presets import load
+from tandem.launch.run.several import sweep
 
 SFT = ("miniature-sft", "run.steps=4")
 

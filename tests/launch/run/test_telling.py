@@ -14,8 +14,8 @@ from tandem.launch.board.progress import Progress
 from tandem.launch.board.tail import MetricsTail
 from tandem.launch.plan.hardware import Gpu, Machine
 from tandem.launch.run import summary
-from tandem.launch.run.idle import IdleShares
-from tandem.launch.run.presets import load
+from tandem.launch.run.opened.presets import load
+from tandem.launch.run.processes.idle import IdleShares
 from tandem.launch.run.summary import Course, Findings
 from tandem.learner.resume.journal import Journal
 

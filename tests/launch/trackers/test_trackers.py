@@ -17,7 +17,7 @@ from tandem.common.config import to_yaml
 from tandem.common.errors import ConfigError, DataError
 from tandem.common.run_folder import RunFolder
 from tandem.launch.host.preflight import check_trackers
-from tandem.launch.run.presets import load
+from tandem.launch.run.opened.presets import load
 from tandem.launch.trackers.following import Following, Sent
 from tandem.launch.trackers.tracker import Tracker
 from tandem.launch.trackers.wandb_run import has_key, mode_of, place_of, wandb_id_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.launch.run.presets import load
+from tandem.launch.run.opened.presets import load
 from tandem.learner.objectives import make
 from tandem.learner.recipes.as_published import (
     MixedLoss,

@@ -14,7 +14,7 @@ import pytest
 
 from tandem.common.config import Config, build
 from tandem.common.errors import ConfigError, TandemError
-from tandem.replay.evaluated import EvaluationFolder
+from tandem.replay.evaluating.evaluated import EvaluationFolder
 from tandem.rollout.environments.own_server import OwnServer
 from tandem.rollout.evaluate.episodes import unless_it_dies
 

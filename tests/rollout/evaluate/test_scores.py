@@ -12,7 +12,7 @@ import scipy.stats
 
 from tandem.common.config import RewardConfig
 from tandem.common.records import FinishReason, Verdict
-from tandem.replay.evaluated import EvaluatedSample
+from tandem.replay.evaluating.evaluated import EvaluatedSample
 from tandem.reward.grading import Grader
 from tandem.rollout.evaluate import scores
 

@@ -20,7 +20,7 @@ from tandem.launch.cli import main
 from tandem.launch.miniature import parquet
 from tandem.launch.miniature.tools import tokenizer
 from tandem.launch.miniature.tools.problems import Product, boxed, result_message
-from tandem.launch.run.presets import load
+from tandem.launch.run.opened.presets import load
 from tandem.reward.grades import GradeItem
 from tandem.reward.grading import Grader
 

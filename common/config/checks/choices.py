@@ -1,0 +1,448 @@
+"""What a config may not ask for although each of its values is valid: choices that would do nothing,
+or fail only once the run is under way.
+
+Each rule returns the refusal, with the values and the way out, or None. Rules look only at the
+config, so that a refusal comes within seconds, before a process starts. Problems that only the data
+show are refused at ingest (:mod:`tandem.launch.ingest.prepare`), those of the machine by the preflight, and
+those of the model by the process that loads it.
+
+``RULES`` apply to every config that is made (except one that is read back from a run's folder, which
+an older version may have begun); ``START_RULES`` also apply to a run that a person starts.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+
+from ...objectives import OBJECTIVES, WITHOUT_GROUP
+from ...objectives.keys import Entropy, Expert
+from ...records import Verdict
+from ..reading.of_set import of_set
+from ..tree import Config
+from .environments import environments
+from .launch import LAUNCH_RULES
+from .updates import UPDATE_RULES, Rule
+
+LEASES_STOP_SHARE = 0.75
+"""Share of ``replay.maxmemory_mb`` that leases may fill, counting the worst case of those that are out."""
+
+
+def group_bytes(config: Config) -> int:
+    """Worst case of one group's payload in bytes: per response token 4 for its id, 4 for its log-prob, 1
+    for its source, and about 6 of text; per prompt token 4 and 6."""
+    response = 15 * config.rollout.max_new_tokens
+    return config.rollout.group_size * response + 10 * config.data.max_prompt_tokens
+
+
+def own_rows(config: Config) -> int:
+    """Least number of own samples that a worker is asked for in a group. Traces that enter after grading,
+    or that samples only begin with, don't reduce it."""
+    expert = config.expert
+    instead = expert.prefix is None and expert.when == "always"
+    return config.rollout.group_size - (expert.per_group if instead else 0)
+
+
+def longest_row(config: Config) -> int:
+    """Tokens that the forward pass of the longest possible row reads: prompt and response without the
+    last token, after which nothing is predicted. Traces over the limits are left out at ingest."""
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens - 1
+
+
+def rows_of_group(config: Config) -> int:
+    """Number of rows of a whole group; of stored responses to one question, there may be two."""
+    if _has_groups(config):
+        return config.rollout.group_size
+    return 2 if config.learner.objective.rejects else 1
+
+
+def _has_groups(config: Config) -> bool:
+    """Whether steps have groups of own samples."""
+    return _online(config) or config.data.archive is not None
+
+
+def _online(config: Config) -> bool:
+    return config.learner.source == "ledger"
+
+
+def _missing(config: Config) -> str | None:
+    objective = config.learner.objective
+    if not objective.missing:
+        return None
+    return f"learner.objective.name={objective.name} needs {objective.missing}"
+
+
+def _group_baseline(config: Config) -> str | None:
+    objective, own = config.learner.objective, own_rows(config)
+    least = objective.least_verdicts
+    if not _online(config) or own >= least:
+        return None
+    traces = f" - expert.per_group={config.expert.per_group}" if config.expert.per_group else ""
+    return (
+        f"rollout.group_size={config.rollout.group_size}{traces} leaves {own} own sample a group, "
+        f"and learner.objective.name={objective.name} with advantage={objective.baseline} compares "
+        f"at least {least}: raise rollout.group_size to {config.rollout.group_size + least - own}, "
+        f"or choose an objective that compares no rows of a group, such as reinforce_pp "
+        f"(learner.objective.advantage: {' or '.join(WITHOUT_GROUP)})"
+    )
+
+
+def _whitened_alone(config: Config) -> str | None:
+    rows = config.replay.groups_per_step * rows_of_group(config)
+    if config.learner.objective.baseline != "reinforce_pp" or rows > 1:
+        return None
+    return (
+        f"learner.objective.advantage=reinforce_pp whitens rewards over a step's rows, and one row is "
+        f"all that a step has: raise replay.groups_per_step from {config.replay.groups_per_step}"
+    )
+
+
+def _traces_after_grading(config: Config) -> str | None:
+    expert = config.expert
+    if expert.when != "all_failed":
+        return None
+    if not _has_groups(config):
+        return (
+            f"expert.when=all_failed asks what own samples were graded, and learner.source="
+            f"{config.learner.source} has none: set expert.when=always"
+        )
+    if not expert.per_group:
+        return (
+            "expert.when=all_failed has no trace to put in the place of a failed sample: set "
+            "expert.per_group to 1 or more, or expert.when=always"
+        )
+    if expert.prefix is not None:
+        return (
+            f"expert.when=all_failed puts whole traces into groups that were graded, and "
+            f"expert.prefix={expert.prefix} begins samples with a part of one: set "
+            f"expert.prefix=null, or expert.when=always"
+        )
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    _missing,
+    environments,
+    _traces_after_grading,
+    _group_baseline,
+    _whitened_alone,
+    *UPDATE_RULES,
+)
+
+
+def why_refused(config: Config) -> str | None:
+    """The first refusal by :data:`RULES`, or None."""
+    return _first(RULES, config)
+
+
+# -- of a run that is started ----------------------------------------------------------------------
+
+
+def micro_batch_refusal(config: Config, *, unit: str, what: str = "") -> str | None:
+    """Why the budget of a micro-batch can't hold every unit that may come; None if it can.
+
+    Args:
+        config: the run's config.
+        unit: what the objective never splits: a row, or a pair or group, which take the rows of a
+            whole group.
+        what: names the objective in the message.
+    """
+    rows = 1 if unit == "row" else rows_of_group(config)
+    least = rows * longest_row(config)
+    budget = config.learner.micro_batch_tokens
+    if least <= budget:
+        return None
+    times = f"{rows} rows of a group, which {what} never splits, x " if rows > 1 else ""
+    fewer = "rollout.group_size, " if rows > 1 else ""
+    return (
+        f"learner.micro_batch_tokens={budget:,} is less than the longest that may come: {times}"
+        f"{longest_row(config):,} tokens (data.max_prompt_tokens={config.data.max_prompt_tokens:,} + "
+        f"rollout.max_new_tokens={config.rollout.max_new_tokens:,} - 1): raise it to at least "
+        f"{least:,}, or lower {fewer}data.max_prompt_tokens or rollout.max_new_tokens"
+    )
+
+
+def _micro_batch(config: Config) -> str | None:
+    objective = config.learner.objective
+    return micro_batch_refusal(config, unit=objective.unit, what=objective.name)
+
+
+def _half_sums(config: Config) -> str | None:
+    learner = config.learner
+    if learner.zero_stage or config.model.dtype == "float32":
+        return None
+    groups = math.ceil(config.replay.groups_per_step / learner.minibatches)
+    tokens = groups * rows_of_group(config) * longest_row(config)
+    if tokens <= learner.micro_batch_tokens:
+        return None
+    return (
+        f"learner.zero_stage=0 adds up the gradients of an update's micro-batches in "
+        f"model.dtype={config.model.dtype}, which is off by some percent (1.5e-2 measured with bfloat16); an update has up to "
+        f"{tokens:,} tokens, and learner.micro_batch_tokens={learner.micro_batch_tokens:,}: set "
+        f"learner.zero_stage=1, which adds up in float32 and rounds once"
+    )
+
+
+def _offline(config: Config) -> str | None:
+    objective = config.learner.objective
+    # Files that the miniature writes into the run's folder have no pairs; of others only their rows tell.
+    may_have_pairs = any("{run}/data/" not in source.path for source in config.data.train)
+    if objective.rejects and may_have_pairs:
+        return None
+    if _has_groups(config):
+        return None
+    if objective.alone == "nothing":
+        able = ", ".join(n for n, kind in OBJECTIVES.items() if kind.alone == "always")
+        return (
+            f"learner.objective.name={objective.name} learns nothing from an expert's trace that is "
+            f"alone in its group, which is all that learner.source=offline has: choose one of {able}, "
+            f"dpo, cpo or orpo for pairs of responses, or luffy with learner.objective.advantage=none; or sample with learner.source=ledger"
+        )
+    if objective.alone == "by advantage" and objective.baseline not in WITHOUT_GROUP:
+        return (
+            f"learner.objective.name={objective.name} with advantage={objective.baseline} gives a "
+            f"trace that is alone in its group the advantage 0, and learner.source=offline has no "
+            f"other rows: set learner.objective.advantage=none, or choose sft"
+        )
+    return None
+
+
+def _archive(config: Config) -> str | None:
+    if config.data.archive is None or not _online(config):
+        return None
+    return (
+        f"data.archive={config.data.archive} is trained on without rollouts: set learner.source=offline "
+        f"(`tandem offline`), or leave data.archive out"
+    )
+
+
+def _only_samples(config: Config) -> str | None:
+    if config.learner.train:
+        return None
+    if not _online(config):
+        return (
+            f"learner.train=false only samples, and learner.source={config.learner.source} has no rollout "
+            f"worker: set learner.source=ledger"
+        )
+    if not config.log.archive:
+        return (
+            "learner.train=false only samples, and nothing keeps the samples: set log.archive=true"
+        )
+    return None
+
+
+def _supervised(config: Config) -> str | None:
+    if config.learner.objective.name != "sft" or not _online(config) or config.expert.per_group:
+        return None
+    return (
+        "learner.objective.name=sft learns from expert traces alone, and expert.per_group=0 lets none "
+        "into a group: set expert.per_group=1, or learner.source=offline (`tandem offline`)"
+    )
+
+
+def _no_reward(config: Config) -> str | None:
+    reward = config.reward
+    if not _online(config):
+        return None
+    if reward.own_reward is not None:
+        if config.learner.objective.least_verdicts > 1 and not config.expert.per_group:
+            return (
+                f"reward.own_reward={reward.own_reward:g} pays every sample alike, so that no group "
+                f"teaches anything: leave it null, or let traces in with expert.per_group"
+            )
+    elif not any(component.weight for component in reward.components):
+        return (
+            "no component of reward.components has a weight, so that every sample is paid 0: give one "
+            "a weight, such as {name: accuracy, weight: 1}"
+        )
+    return None
+
+
+def _bounds(config: Config) -> str | None:
+    objective = config.learner.objective
+    if isinstance(objective, Expert):
+        low, high = objective.expert_clip_low, objective.expert_clip_high
+        if low is not None and high is not None and low > high:
+            return (
+                f"learner.objective.expert_clip_low={low:g} is over expert_clip_high={high:g}: swap "
+                f"them, or set one to null"
+            )
+    if (
+        isinstance(objective, Entropy)
+        and objective.scales_entropy
+        and not objective.entropy_coefficient
+    ):
+        return (
+            f"learner.objective.entropy_target={objective.entropy_target:g} scales the coefficient, and "
+            f"entropy_coefficient=0: set learner.objective.entropy_coefficient, or "
+            f"entropy_adapt=stepped, which may begin at 0"
+        )
+    return None
+
+
+def _memory(config: Config) -> str | None:
+    limit, group = config.replay.maxmemory_mb << 20, group_bytes(config)
+    if config.replay.redis_url is not None or not _online(config):
+        return None
+    if group <= LEASES_STOP_SHARE * limit:
+        return None
+    return (
+        f"replay.maxmemory_mb={config.replay.maxmemory_mb} has no room for one group: leases stop at "
+        f"{LEASES_STOP_SHARE:.0%} of it, and a group of rollout.group_size="
+        f"{config.rollout.group_size} may take {math.ceil(group / 2**20)} MiB: raise it to "
+        f"{math.ceil(group / LEASES_STOP_SHARE / 2**20)} or more"
+    )
+
+
+def _context(config: Config) -> str | None:
+    vllm, longest = config.rollout.vllm, longest_row(config) + 1
+    given = None if vllm is None else vllm.max_model_len
+    if given is None or given >= longest:
+        return None
+    return (
+        f"rollout.vllm.max_model_len={given:,} is less than data.max_prompt_tokens="
+        f"{config.data.max_prompt_tokens:,} + rollout.max_new_tokens={config.rollout.max_new_tokens:,}: "
+        f"raise it to at least {longest:,}, or leave it null"
+    )
+
+
+def _accepted(config: Config) -> str | None:
+    usable = [verdict.value for verdict in Verdict if not verdict.leaves_baseline]
+    for name in config.expert.accept:
+        if name not in usable:
+            near = difflib.get_close_matches(name, usable, n=1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            return f"expert.accept names {name!r}, which isn't one of {', '.join(usable)}{meant}"
+    return None
+
+
+def _unused_prefix(config: Config) -> str | None:
+    expert, fresh = config.expert, type(config.expert)()
+    if expert.prefix in (None, "fixed", "random") and expert.prefix_steps is not None:
+        return (
+            f"expert.prefix_steps={expert.prefix_steps} is read by the schedules in time alone, and "
+            f"expert.prefix={expert.prefix or 'null'}: leave it null, or set expert.prefix=linear"
+        )
+    if expert.prefix is None:
+        for name in ("prefix_low", "prefix_high"):
+            if getattr(expert, name) != getattr(fresh, name):
+                return (
+                    f"expert.{name}={getattr(expert, name):g} is a share of a trace that samples begin "
+                    f"with, and expert.prefix=null begins none: set expert.prefix=fixed, or leave it"
+                )
+    return None
+
+
+def _evaluations(config: Config) -> str | None:
+    evaluate = config.evaluate
+    if evaluate.every and not config.data.evaluate:
+        return (
+            f"evaluate.every={evaluate.every} has no set to evaluate on: name one in data.evaluate, or "
+            f"set evaluate.every=0"
+        )
+    if evaluate.samples > 1 and evaluate.temperature == 0:
+        return (
+            f"evaluate.samples={evaluate.samples} at evaluate.temperature=0 are all the same "
+            f"response: set evaluate.temperature=1, or evaluate.samples=1"
+        )
+    for held in config.data.evaluate:
+        own = of_set(config, held)
+        if held.samples is not None and held.samples > 1 and own.evaluate.temperature == 0:
+            return (
+                f"data.evaluate {held.name}: samples={held.samples} at temperature 0 are all the same "
+                f"response: set its temperature too, or evaluate.temperature"
+            )
+        if own.rollout.max_new_tokens > config.rollout.max_new_tokens:
+            return (
+                f"data.evaluate {held.name}: max_new_tokens={held.max_new_tokens} is over "
+                f"rollout.max_new_tokens={config.rollout.max_new_tokens}, for which the engines have room: "
+                f"lower it, or raise the latter"
+            )
+    return None
+
+
+BEST_BY = ("accuracy", "format", "length")
+"""Figures of every evaluation by which a model can be the best, beside accuracies of single sources."""
+
+
+def _best(config: Config) -> str | None:
+    evaluate = config.evaluate
+    if evaluate.best is None:
+        return None
+    name, _, figure = evaluate.best.removeprefix("-").partition("/")
+    sets = [one.name for one in config.data.evaluate]
+    if name not in sets or not (figure in BEST_BY or figure.startswith("source/")):
+        return (
+            f"evaluate.best={evaluate.best} should be a set of data.evaluate ({', '.join(sets) or 'none'}) "
+            f"and {' or '.join(BEST_BY)}, as in {sets[0] if sets else 'heldout'}/accuracy"
+        )
+    if not evaluate.exact:
+        return (
+            f"evaluate.best={evaluate.best} keeps the very weights that were measured: set "
+            f"evaluate.exact=true, so that the learner waits for each evaluation"
+        )
+    if not evaluate.every or not config.rollout.workers:
+        return (
+            f"evaluate.best={evaluate.best} compares evaluations during the run, and there are none with "
+            f"evaluate.every={evaluate.every} and rollout.workers={config.rollout.workers}: set "
+            f"evaluate.every, and rollout.workers=1"
+        )
+    return None
+
+
+def _twice(config: Config) -> str | None:
+    for key, names in (
+        ("data.train", [source.short_name for source in config.data.train]),
+        ("data.evaluate", [one.name for one in config.data.evaluate]),
+    ):
+        for name in names:
+            if names.count(name) > 1:
+                return f"{key} has two entries named {name!r}: give each its own name"
+    return None
+
+
+def _attention(config: Config) -> str | None:
+    attention = config.model.attention
+    if attention not in ("flash_attention_2", "flex"):
+        return None
+    if attention == "flash_attention_2" and config.model.dtype == "float32":
+        return (
+            "model.attention=flash_attention_2 computes in half precision alone, and "
+            "model.dtype=float32: set model.dtype=bfloat16, or model.attention=sdpa"
+        )
+    if config.launch.gpus == "none":
+        return (
+            f"model.attention={attention} needs a GPU, and launch.gpus=none: set "
+            f"model.attention=sdpa, or launch.gpus=required"
+        )
+    return None
+
+
+START_RULES: tuple[Rule, ...] = (
+    *LAUNCH_RULES,
+    _micro_batch,
+    _half_sums,
+    _offline,
+    _archive,
+    _only_samples,
+    _supervised,
+    _no_reward,
+    _bounds,
+    _memory,
+    _context,
+    _accepted,
+    _unused_prefix,
+    _evaluations,
+    _best,
+    _twice,
+    _attention,
+)
+
+
+def why_not_started(config: Config) -> str | None:
+    """The first refusal by :data:`START_RULES`, or None."""
+    return _first(START_RULES, config)
+
+
+def _first(rules: tuple[Rule, ...], config: Config) -> str | None:
+    return next((refusal for rule in rules if (refusal := rule(config))), None)

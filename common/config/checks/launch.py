@@ -1,0 +1,81 @@
+"""Choices about Redis, GPUs, hosts and the weights' way that would do nothing, or fail only once a run is under way."""
+
+from __future__ import annotations
+
+from ..tree import Config
+from .updates import Rule
+
+
+def _existing_redis(config: Config) -> str | None:
+    replay = config.replay
+    files = {
+        "redis_ca": replay.redis_ca,
+        "redis_cert": replay.redis_cert,
+        "redis_key": replay.redis_key,
+    }
+    given = next((f"{name}={path}" for name, path in files.items() if path), None)
+    if given and not (replay.redis_url or "").startswith("rediss:"):
+        return (
+            f"replay.{given} is for a server with TLS, and replay.redis_url "
+            f"{'is not set' if replay.redis_url is None else 'begins with redis://'}: write "
+            f"replay.redis_url=rediss://…, or leave it out"
+        )
+    if replay.redis_key and not replay.redis_cert:
+        return (
+            f"replay.redis_key={replay.redis_key} is the key of a certificate that is missing: set "
+            f"replay.redis_cert as well"
+        )
+    if replay.durability == "server" and replay.redis_url is None:
+        return (
+            "replay.durability=server takes an existing server as it is, and this run starts its own: set it to "
+            "process or power, or name the server with replay.redis_url"
+        )
+    return None
+
+
+def _engine_gpus(config: Config) -> str | None:
+    rollout = config.rollout
+    if rollout.engine != "torch" or rollout.gpus_per_worker == 1 or config.launch.gpus == "none":
+        return None
+    return (
+        f"rollout.gpus_per_worker={rollout.gpus_per_worker} shares an engine out over GPUs, and "
+        f"rollout.engine=torch uses one: set rollout.gpus_per_worker=1 and raise rollout.workers, or "
+        f"rollout.engine=vllm"
+    )
+
+
+def _waits(config: Config) -> str | None:
+    wait, commit = config.rollout.update_wait_seconds, config.weights.commit_seconds
+    if wait < commit:
+        return None
+    return (
+        f"rollout.update_wait_seconds={wait:g} lets new weights wait longer than they may take, "
+        f"weights.commit_seconds={commit:g}: lower the first or raise the second"
+    )
+
+
+def _nccl_on_cpus(config: Config) -> str | None:
+    if config.weights.transport != "nccl" or config.launch.gpus != "none":
+        return None
+    return (
+        "weights.transport=nccl joins GPUs, and launch.gpus=none: set weights.transport=auto, or "
+        "launch.gpus=required"
+    )
+
+
+def _outside(config: Config) -> str | None:
+    if config.launch.learner == "here" or config.learner.source == "ledger":
+        return None
+    return (
+        "launch.learner=outside leaves nothing to start of a run with learner.source=offline: set "
+        "launch.learner=here"
+    )
+
+
+LAUNCH_RULES: tuple[Rule, ...] = (
+    _existing_redis,
+    _engine_gpus,
+    _waits,
+    _nccl_on_cpus,
+    _outside,
+)

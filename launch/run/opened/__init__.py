@@ -1,0 +1,1 @@
+"""Opens a run: its preset, its folder, its config and its record."""

@@ -1,0 +1,84 @@
+"""Checks that what a config names exists on this host: grading modes, reward components, the user's modules.
+
+It runs before a run starts. This process imports no module of the user's: what has to be imported to be
+checked is imported by a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from functools import lru_cache
+
+from ....common.config import Config
+from ....common.errors import ConfigError
+from ....common.import_path import is_import_path
+from ....learner.loop import own_schedule
+from ....learner.loop.schedule import CRITIC_KEY, warmup_of
+from ....reward.components.scoring import Scorer
+from ....reward.reading import modes
+from ...callbacks.caller import Caller, Ended
+from ...host import existing_redis
+
+
+def check_named(config: Config) -> None:
+    """Raises ``ConfigError`` for a name that leads nowhere."""
+    modes.mode(config.reward.mode, tuple_for_set=config.reward.tuple_for_set)
+    Scorer(config.reward)
+    if config.replay.redis_url is not None:
+        existing_redis.joining(config.replay, "", None)
+    for key, path, process in _own(config):
+        module = path.partition(":")[0].partition(".")[0]
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"{key}={path!r}: there is no module {module!r} where {process} would look for it: "
+                f"install it, or put its folder on PYTHONPATH"
+            )
+    if config.run.callbacks:
+        _check_callbacks(config.run.callbacks, config.run.callback_memory_mb)
+    total, critic = config.run.steps, config.learner.critic
+    optimizers = {own_schedule.KEY: config.learner.optimizer}
+    if critic is not None:
+        optimizers[CRITIC_KEY] = critic.optimizer
+    for key, optimizer in optimizers.items() if config.learner.train else ():
+        if is_import_path(optimizer.schedule):
+            first = 1 if total is None else warmup_of(optimizer, total) + 1
+            _check_schedule(key, optimizer.schedule, first, total)
+
+
+@lru_cache
+def _check_callbacks(paths: tuple[str, ...], memory_mb: int) -> None:
+    """Imports the callbacks as the run will, in a process of their own, and calls none."""
+    caller = Caller(paths, seconds=1.0, memory_mb=memory_mb)
+    try:
+        caller.start()
+    except Ended as error:
+        raise ConfigError(
+            f"run.callbacks={', '.join(paths)}: the process that imports them {error}; do their modules "
+            f"need more than run.callback_memory_mb={memory_mb}, or end the interpreter?"
+        ) from None
+    finally:
+        caller.close()
+
+
+@lru_cache
+def _check_schedule(key: str, path: str, first: int, total: int | None) -> None:
+    """Computes the factors of the whole run where its steps are known before its data are read; else only
+    imports the function. The runs of a sweep, which have the same one, ask once."""
+    if total is None:
+        own_schedule.check(path, key)
+    else:
+        own_schedule.factors(path, first, total, key)
+
+
+def _own(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yields key, import path and the importing process for each function of the user's own."""
+    name = config.learner.objective.name
+    if is_import_path(name):
+        yield "learner.objective.name", name, "learner-0"
+    if (
+        is_import_path(config.rollout.engine)
+        and config.rollout.workers
+        and config.learner.source == "ledger"
+    ):
+        yield "rollout.engine", config.rollout.engine, "rollout-0"

@@ -1,0 +1,329 @@
+"""Runs that one command makes one after another: SFT and then RL, or the rounds of expert iteration.
+
+Each stage is an ordinary run in a folder of its own below the preset's. A later stage names what an
+earlier one has made, as in ``model: {path: "{sft}/model"}``. ``stages.json`` in the common folder says
+which runs belong together and how they were asked for; everything else is in the runs themselves, so
+that a command that is given again goes on wherever the last one ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ....common import disk
+from ....common.errors import ConfigError, DataError
+from ....common.plain import read_object
+from ....common.run_folder import RunFolder, read_stages, write_atomic
+from ...board.terminal import Terminal
+from ...host.folder_lock import FolderLock
+from ...wording import shown, shown_tandem
+from .. import summary
+from ..job import run_job
+from ..opened.opening import Kind, Opening, free_name, open_folder, open_preset, open_run
+from ..opened.presets import FOLDER, Preset, over
+from ..opened.record import as_kept
+
+_NAMED = re.compile(r"\{([a-z][a-z0-9-]*)\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """One stage with the folder that it gets, ready to be opened."""
+
+    label: str
+    """Name of the stage, with the number of the round if there are several."""
+    name: str
+    folder: Path
+    preset: Preset
+    """The run alone."""
+    by_name: tuple[str, ...]
+    """See :class:`..opened.presets.Stage`."""
+
+
+def folder_of(preset: Preset, overrides: Sequence[str]) -> Path:
+    """The folder that holds those of the stages."""
+    given = [word.partition("=")[2] for word in overrides if word.startswith("run.dir=")]
+    return Path(given[-1] if given else f"runs/{preset.name}").expanduser()
+
+
+def placed(preset: Preset, overrides: Sequence[str]) -> list[Placed]:
+    """The stages of a preset in their order, one round after the other.
+
+    Raises:
+        ConfigError: a stage names a folder that no stage before it makes.
+    """
+    rounds = _rounds(preset, overrides)
+    top = folder_of(preset, overrides)
+    names = [stage.name for stage in preset.stages]
+    made: list[Placed] = []
+    for number in range(1, rounds + 1):
+        for stage in preset.stages:
+            label = f"{stage.name}-{number}" if rounds > 1 else stage.name
+            places = {one.name: str(one.folder) for one in made}
+            own = _filled(stage.own, names, places, number)
+            if rounds == 1 and own != _filled(stage.own, [], places, number):
+                lacking = next(n for n in _NAMED.findall(str(stage.own)) if n not in places)
+                raise ConfigError(
+                    f"{preset.path}: stage {stage.name} names the folder of stage {lacking}, which "
+                    f"isn't before it"
+                )
+            tree = over(over(stage.below, own), {"run": {"dir": str(top / label)}})
+            run = replace(preset, name=f"{preset.name}-{label}", tree=tree, stages=(), rounds=1)
+            made.append(
+                Placed(
+                    label=label,
+                    name=stage.name,
+                    folder=top / label,
+                    preset=run,
+                    by_name=stage.by_name,
+                )
+            )
+    return made
+
+
+def _rounds(preset: Preset, overrides: Sequence[str]) -> int:
+    given = [word.partition("=")[2] for word in overrides if word.startswith("rounds=")]
+    if not given:
+        return preset.rounds
+    if not given[-1].isdecimal() or int(given[-1]) < 1:
+        raise ConfigError(f"rounds={given[-1]} should be a number from 1")
+    return int(given[-1])
+
+
+def _filled(tree: Any, names: Sequence[str], places: Mapping[str, str], number: int) -> Any:
+    """A stage's sections with the folders in place of the stages' names.
+
+    A setting that names a stage of which there is no run yet is left out: in the first round the model
+    is the one that the preset inherits.
+    """
+    if isinstance(tree, Mapping):
+        filled = {key: _filled(value, names, places, number) for key, value in tree.items()}
+        return {key: value for key, value in filled.items() if value is not _NOT_YET}
+    if isinstance(tree, list):
+        items = [_filled(value, names, places, number) for value in tree]
+        return _NOT_YET if _NOT_YET in items else items
+    if not isinstance(tree, str):
+        return tree
+    if tree == "{round}":
+        return number
+    if any(name in names and name not in places for name in _NAMED.findall(tree)):
+        return _NOT_YET
+    known = {**places, "round": str(number)}
+    return _NAMED.sub(lambda found: known.get(found[1], found[0]), tree)
+
+
+_NOT_YET = object()
+
+
+def words_of(stage: Placed, overrides: Sequence[str], stages: Sequence[Placed]) -> list[str]:
+    """The overrides that a stage gets: ``sft.run.steps=5`` is for the stage ``sft`` alone."""
+    others = {one.name for one in stages} | {one.label for one in stages}
+    kept = []
+    for word in overrides:
+        first, dot, rest = word.partition(".")
+        if word.startswith(("run.dir=", "rounds=")):
+            continue
+        if not dot or first not in others:
+            if first.partition("=")[0] not in stage.by_name:
+                kept.append(word)
+        elif first in (stage.name, stage.label):
+            kept.append(rest)
+    return kept
+
+
+def of_preset(preset: Preset, overrides: Sequence[str]) -> Iterator[tuple[str, Preset, list[str]]]:
+    """Every run of a preset: its label (empty for a single run), its own preset and its overrides."""
+    if not preset.stages:
+        yield "", preset, list(overrides)
+        return
+    stages = placed(preset, overrides)
+    for stage in stages:
+        yield stage.label, stage.preset, words_of(stage, overrides, stages)
+
+
+def run_words(words: Sequence[str], *, fresh: bool, offline: bool, plain: bool = False) -> int:
+    """Runs ``tandem start`` (or ``offline``) and returns the exit code.
+
+    Args:
+        words: preset and settings.
+        fresh: move an old folder aside.
+        offline: train on what is stored.
+        plain: print lines, even where a live view could be drawn.
+
+    Raises:
+        TandemError: the message is for the user; the same command goes on.
+    """
+    disk.keep_streams()
+    preset, overrides = open_preset(words, offline=offline)
+    if preset.stages:
+        command = "offline" if offline else "start"
+        return _run_stages(preset, overrides, command=command, fresh=fresh, plain=plain)
+    opening = open_run(preset, overrides, fresh=fresh, offline=offline)
+    return run_job(preset, opening, Terminal(plain=plain))
+
+
+def _run_stages(
+    preset: Preset, overrides: Sequence[str], *, command: str, fresh: bool, plain: bool
+) -> int:
+    """Runs the stages that aren't finished, one after another, and sums them up; returns the exit code.
+
+    Args:
+        preset: has stages.
+        overrides: settings for all stages, or (``sft.run.steps=5``) for one.
+        command: ``start`` or ``offline``, to be shown to the user.
+        fresh: move the common folder aside.
+        plain: print lines, even where a live view could be drawn.
+
+    Raises:
+        TandemError: the message is for the user; the same command goes on.
+    """
+    terminal = Terminal(plain=plain)
+    top = RunFolder(folder_of(preset, overrides))
+    before = _read(top, preset)
+    if before is not None and fresh:
+        _open(placed(preset, overrides), overrides, [])
+        _move_aside(top, before["stages"], terminal)
+        before = None
+    known = before["overrides"] if before is not None else []
+    words = [*known, *overrides]
+    stages = placed(preset, words)
+    openings = _open(stages, overrides, known)
+    if all(opening.kind is Kind.FINISHED for opening in openings):
+        terminal.say(
+            f"{shown(top.path)} is finished. Start over with --fresh (the folder is moved aside)"
+        )
+        return 0
+    top.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    lock = FolderLock(top)
+    lock.take()
+    try:
+        record = {
+            "preset": preset.name,
+            "preset_path": str(preset.path),
+            "overrides": [as_kept(word) for word in words if not word.startswith("run.dir=")],
+            "stages": [stage.label for stage in stages],
+        }
+        content = json.dumps(record, indent=1) + "\n"
+        disk.persist(top.stages, lambda: write_atomic(top.stages, content))
+        again = _again(preset, command, top)
+        for place, stage in enumerate(stages):
+            if openings[place].kind is Kind.FINISHED:
+                continue
+            terminal.say(f"stage {place + 1} of {len(stages)}: {stage.label}")
+            code = _run(stage, stages, overrides, known, again, plain)
+            if code:
+                return code
+        return _sum_up(preset, words, stages, top, terminal)
+    finally:
+        lock.release()
+
+
+def _read(top: RunFolder, preset: Preset) -> dict[str, Any] | None:
+    """What ``stages.json`` says; None where nothing was started."""
+    record = read_stages(top.path)
+    if record is None and not (top.path.exists() and any(top.path.iterdir())):
+        return None
+    if record is None or record.get("preset") != preset.name:
+        raise DataError(
+            f"{shown(top.path)} holds something other than the stages of {preset.name}: name another "
+            f"folder with run.dir=…"
+        )
+    return record
+
+
+def _open(
+    stages: Sequence[Placed], overrides: Sequence[str], known: Sequence[str]
+) -> list[Opening]:
+    """Looks at every stage's folder and refuses what can't work; writes nothing."""
+    openings = [_opening(stage, stages, overrides, known) for stage in stages]
+    kinds = [opening.kind for opening in openings]
+    for place, stage in enumerate(stages):
+        later = [s.label for s, kind in zip(stages, kinds, strict=True) if kind is not Kind.NEW]
+        if kinds[place] is not Kind.FINISHED and any(
+            kind is not Kind.NEW for kind in kinds[place + 1 :]
+        ):
+            raise ConfigError(
+                f"stage {stage.label} can't go on, since stage {later[-1]} has begun from what it made: "
+                f"start over with --fresh (the folder is moved aside), or name another with run.dir=…"
+            )
+    return openings
+
+
+def _opening(
+    stage: Placed, stages: Sequence[Placed], overrides: Sequence[str], known: Sequence[str]
+) -> Opening:
+    begun = (stage.folder / "run.json").exists()
+    # A run that has begun knows the settings of its earlier starts.
+    words = words_of(stage, overrides if begun else [*known, *overrides], stages)
+    try:
+        return open_folder(stage.preset, words, fresh=False)
+    except ConfigError as error:
+        raise ConfigError(f"stage {stage.label}: {error}") from None
+
+
+def _run(
+    stage: Placed,
+    stages: Sequence[Placed],
+    overrides: Sequence[str],
+    known: Sequence[str],
+    again: str,
+    plain: bool,
+) -> int:
+    opening = _opening(stage, stages, overrides, known)
+    return run_job(stage.preset, opening, Terminal(plain=plain), again=again)
+
+
+def _move_aside(top: RunFolder, labels: Sequence[str], terminal: Terminal) -> None:
+    """Moves the folder of all stages, none of which may be running."""
+    locks = [FolderLock(top)]
+    locks += [FolderLock(RunFolder(top.path / n)) for n in labels if (top.path / n).is_dir()]
+    try:
+        for lock in locks:
+            lock.take()
+        aside = free_name(top.path)
+        for lock in locks:
+            lock.release_term()
+        os.rename(top.path, aside)
+    finally:
+        for lock in locks:
+            lock.release()
+    terminal.say(f"{shown(top.path)} is now {shown(aside)}")
+
+
+def _again(preset: Preset, command: str, top: RunFolder) -> str:
+    """The command that goes on, as a shell in the working directory takes it."""
+    own = preset.path.parent != FOLDER
+    words = [shown_tandem(), command, shown(preset.path) if own else preset.name]
+    if top.path != Path(f"runs/{preset.name}").absolute():
+        words.append(f"run.dir={shown(top.path)}")
+    return shlex.join(words)
+
+
+def _sum_up(
+    preset: Preset,
+    overrides: Sequence[str],
+    stages: Sequence[Placed],
+    top: RunFolder,
+    terminal: Terminal,
+) -> int:
+    from ...board.report import Drawing
+
+    summaries = {}
+    for stage in stages:
+        path = RunFolder(stage.folder).summary
+        summaries[stage.label] = read_object(path.read_bytes(), str(path), DataError)
+    made = summary.of_stages(preset.name, overrides, summaries)
+    disk.persist(top.summary, lambda: summary.write(top, made))
+    problem = Drawing(top).wait()
+    for line in summary.stages_table(made, top):
+        terminal.say(line)
+    if problem:
+        terminal.say(f"the report wasn't drawn: {problem}")
+    return 0

@@ -1,0 +1,160 @@
+"""Runs a sweep: its runs as child processes, one after another or side by side.
+
+Each is an ordinary run, so that it is resumed, watched and looked at like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ....common import disk
+from ....common.errors import ConfigError
+from ....common.run_folder import RunFolder
+from ...board.terminal import Terminal
+from ...host.folder_lock import FolderLock
+from ...wording import shown
+from ..processes.parts import described, last_lines
+from .sweep import Member, Sweep, accuracy, table, wall_time, write
+
+LOOK_SECONDS = 0.2
+"""Time between two looks at the runs that are under way."""
+
+
+def run_sweep(sweep: Sweep, *, jobs: int) -> int:
+    """Runs what isn't finished, and returns the exit code: 1 if a run failed.
+
+    Raises:
+        ConfigError: ``jobs`` isn't a number of runs.
+        TandemError: another process runs this sweep.
+    """
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs}: at least 1 run is needed at a time")
+    disk.keep_streams()
+    terminal = Terminal(plain=True)
+    sweep.out.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(RunFolder(sweep.out))
+    lock.take()
+    try:
+        stopped_by = _Runs(sweep, jobs, terminal).run()
+    finally:
+        lock.release()
+    lines = table(sweep)
+    for line in ["", *lines, ""]:
+        terminal.say(line)
+    terminal.say(f"written to {shown(sweep.out / 'sweep.md')} and sweep.json")
+    if stopped_by:
+        terminal.say("stopped; the same command goes on")
+        return 128 + stopped_by
+    failed = [member for member in sweep.members if member.state == "failed"]
+    if failed:
+        terminal.say(
+            f"{len(failed)} of {len(sweep.members)} runs failed; the same command tries again"
+        )
+        for member in failed:
+            terminal.say(f"  {shown(member.folder.path)}: {member.error}")
+    return 1 if failed else 0
+
+
+class _Runs:
+    """The runs of a sweep, as child processes."""
+
+    def __init__(self, sweep: Sweep, jobs: int, terminal: Terminal) -> None:
+        self._sweep = sweep
+        self._jobs = jobs
+        self._say = terminal.say
+        self._waiting = [one for one in sweep.members if one.state != "finished"]
+        self._running: list[Member] = []
+        self._signals: list[int] = []
+
+    def run(self) -> int:
+        """Runs them all; returns the signal that stopped it, or 0."""
+        members = self._sweep.members
+        done = len(members) - len(self._waiting)
+        self._say(
+            f"{len(members)} runs in {shown(self._sweep.out)}"
+            f"{f', of which {done} are finished' if done else ''}"
+        )
+        write(self._sweep)
+        forwarded = 0
+        with self._heeding():
+            while self._running or (self._waiting and not self._signals):
+                while not self._signals and self._waiting and len(self._running) < self._jobs:
+                    self._start(self._waiting.pop(0))
+                for number in self._signals[forwarded:]:
+                    self._stop(number)
+                    forwarded += 1
+                time.sleep(LOOK_SECONDS)
+                for member in self._running[:]:
+                    self._look_at(member)
+        return self._signals[0] if self._signals else 0
+
+    @contextmanager
+    def _heeding(self) -> Iterator[None]:
+        """Notes signals; whatever happens, no run is left behind."""
+        old = {}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # Under nohup it outlives its terminal.
+            old[number] = signal.signal(number, lambda seen, _: self._signals.append(seen))
+        try:
+            yield
+        finally:
+            for member in self._running:
+                assert member.process is not None
+                member.process.terminate()
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    def _start(self, member: Member) -> None:
+        with open(member.log, "ab") as log:
+            member.process = subprocess.Popen(
+                # It is asked to stop when this process is killed.
+                [
+                    *(sys.executable, "-P", "-m", "tandem.launch.lifeline", str(os.getpid())),
+                    *("exec", sys.executable, "-P", "-m", "tandem.launch.cli"),
+                    *(*member.words, "--plain"),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Ctrl-C in the terminal reaches this process alone.
+                start_new_session=True,
+            )
+        verb = "resumes" if member.state == "stopped" else "starts"
+        number = self._sweep.members.index(member) + 1
+        member.state = "running"
+        self._running.append(member)
+        self._say(f"{number}/{len(self._sweep.members)} {member.name} {verb}")
+
+    def _stop(self, number: int) -> None:
+        again = len(self._signals) > 1
+        name = signal.Signals(number).name
+        what = "are stopped at once" if again else "drain and checkpoint (once more: stop at once)"
+        self._say(f"{name}: {len(self._running)} runs {what}")
+        for member in self._running:
+            assert member.process is not None
+            member.process.terminate()
+
+    def _look_at(self, member: Member) -> None:
+        assert member.process is not None
+        code = member.process.poll()
+        if code is None:
+            return
+        self._running.remove(member)
+        if code == 0:
+            member.state = "finished"
+            self._say(f"{member.name} {accuracy([member])}, {wall_time([member])}")
+        elif self._signals:
+            member.state = "stopped"
+        else:
+            member.state = "failed"
+            last = last_lines(member.log, 1).strip().removeprefix("| ").removeprefix("tandem: ")
+            member.error = f"{described(code)}: {last}"
+            self._say(f"{member.name} {member.error}")
+        write(self._sweep)

@@ -1,0 +1,1 @@
+"""Evaluations as Redis and files hold them."""

@@ -1,0 +1,1 @@
+"""Looks into the ledger and into what a run has kept."""

@@ -1,0 +1,1 @@
+"""The ledger's rules as functions of values; the Lua scripts apply the same ones."""
