@@ -138,7 +138,9 @@ class Job:
             # Ranks that other hosts have a part in are begun together with those.
             if part.stage in EARLY and part.others is None:
                 part.begin_early(config.model_dump_json())
+        self._record.reached("checked")
         found = self._read_data()
+        self._record.reached("data_read")
         # --- from here on files are written and processes started ---
         if not resumed:
             make_folder(self._opening, self._lock, self._say)

@@ -141,6 +141,7 @@ class Running:
                 supervisor.drain()
                 return Outcome.STOPPED
             self._record.note(redis_version=version)
+            self._record.reached("redis_ready")
             # Redis may also die while problems are put into it.
             supervisor.watch_during(lambda: self._fill(join, fill))
             self._link = self._join_hosts(len(parts))
@@ -148,8 +149,10 @@ class Running:
                 convener.begin(self._link)
             if self._terminal.live and self._store is not None:
                 self._look.ask(self._store)
+            self._record.reached("redis_filled")
             for part in parts:
                 supervisor.start(part)
+            self._record.reached("processes_started")
             self._write_state("running")
             try:
                 outcome = supervisor.run()

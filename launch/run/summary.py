@@ -79,7 +79,7 @@ def make(
     wall_seconds: float,
     machine: Machine,
 ) -> dict[str, Any]:
-    course = Course()
+    course = Course(record.get("began"))
     for one in read_parts(folder.metrics, log.warning):
         course.add(one)
     steps = course.steps
@@ -104,6 +104,7 @@ def make(
         "preference_pairs": course.preferences.get("heldout/preference_pairs"),
         "evaluations": findings.evaluations,
         "wall_seconds": round(wall_seconds, 1),
+        "start_seconds": {**record.get("start", {}), **course.first_step},
         "samples_trained": samples,
         "tokens_trained": tokens,
         "course": course.ends(),
@@ -144,7 +145,15 @@ ENDS = 20
 class Course:
     """The summary's figures from the metrics, added record by record."""
 
-    def __init__(self) -> None:
+    def __init__(self, began: float | None = None) -> None:
+        """Nothing yet.
+
+        Args:
+            began: when the last start of the run began, in seconds since the epoch.
+        """
+        self._began = began
+        self.first_step: dict[str, float] = {}
+        """Seconds from there to the end of its first step, as ``first_step``."""
         self.steps = 0
         """The last step."""
         self.staleness = 0
@@ -167,6 +176,9 @@ class Course:
         if any(key in record for key in SAMPLES):
             samples, tokens = _sum(record, SAMPLES), _sum(record, TOKENS)
             self.trained[step] = int(samples), int(tokens)
+            since = float(record.get("time") or 0) - (self._began or float("inf"))
+            if since > 0 and not self.first_step:
+                self.first_step = {"first_step": round(since, 2)}
         if "heldout/preference_accuracy" in record:
             self.preferences = {k: v for k, v in record.items() if k.startswith("heldout/")}
         self._total += float(record.get("time/total") or 0)

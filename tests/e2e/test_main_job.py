@@ -137,6 +137,9 @@ def test_the_summary_tells_what_came_of_it(survived: Survived) -> None:
     assert made["samples_trained"] == 60 * 64
     assert made["staleness_max"] <= 1
     assert set(made["idle_shares"]) >= {"learner", "rollout", "reward"}
+    start = list(made["start_seconds"].values())
+    assert len(start) == 6
+    assert start == sorted(start)
     assert made["ledger"]["trained"] == 60 * 8
     assert "held-out accuracy" in survived.output
 

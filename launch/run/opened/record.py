@@ -32,6 +32,7 @@ class RunRecord:
         self.began = began
         self._folder = opening.folder
         self._content: dict[str, Any] = dict(opening.run)
+        self._start: dict[str, float] = {}
 
     def get(self, key: str) -> Any:
         """A value; None if it hasn't been written yet."""
@@ -57,6 +58,11 @@ class RunRecord:
             began=self.began,
             **place_of(self._folder.path),
         )
+
+    def reached(self, what: str) -> None:
+        """Notes when this start got so far, in seconds since it began."""
+        start = {**self._start, what: round(time.time() - self.began, 2)}
+        self._start = self._content["start"] = start
 
     def note(self, **changes: Any) -> None:
         """Keeps changes, which are written with the next ones."""

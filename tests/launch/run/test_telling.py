@@ -250,6 +250,20 @@ def test_the_course_of_a_metric_is_from_its_first_tenth_to_its_last() -> None:
         assert made.ends() == {"reward/mean": course}
 
 
+def test_the_first_step_is_timed_from_the_last_start() -> None:
+    step = {"train/rows": 64, "train/tokens_own": 100, "train/tokens_expert": 0}
+    records = [
+        {"step": 1, "time": 90.0, **step},
+        {"step": 1, "time": 104.0, "eval/x/accuracy": 1.0},
+    ]
+    records += [{"step": 2, "time": 107.5, **step}, {"step": 3, "time": 109.0, **step}]
+    for began, found in ((100.0, {"first_step": 7.5}), (80.0, {"first_step": 10.0}), (None, {})):
+        made = Course(began)
+        for record in records:
+            made.add(record)
+        assert made.first_step == found
+
+
 def test_the_table_tells_how_the_reward_went_and_where_the_report_is(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     made = {
