@@ -159,10 +159,11 @@ class Track:
         self.python = self.trl / "bin" / "python"
         self.model = folder / "model"
 
-    def prepare(self) -> None:
+    def prepare(self, *, trl: bool) -> None:
         """Makes what isn't there yet."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._environment()
+        if trl:
+            self._environment()
         if not (self.model / "tokenizer.json").exists():
             work.write_model(self.model)
         train = work.sums(2048, 0)
@@ -392,24 +393,29 @@ def main() -> None:
     parser.add_argument(
         "--races", nargs="*", choices=["sums", "chains"], default=["sums", "chains"]
     )
+    parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--no-search", action="store_true")
+    parser.add_argument("--no-trl", action="store_true", help="Tandem's figures alone")
     parser.add_argument("--dir", type=Path, default=ROOT / "runs" / "race")
     parser.add_argument("--page", type=Path, help="write a page with a plot there")
     options = parser.parse_args()
     track = Track(options.dir.absolute())
-    track.prepare()
+    track.prepare(trl=not options.no_trl)
     tandems = {arm: (f"replay.max_staleness={staleness}",) for arm, staleness in ARMS.items()}
     choice, notes = dict(TRL_CHOICES[0]), []
-    if not options.no_search:
+    if not options.no_search and not options.no_trl:
         print(f"search, samples/s of {SEARCH_STEPS} steps of the sums:", flush=True)
         tandems, choice, notes = search(track, options.dtype)
     results: dict[str, dict[str, list[Any]]] = {}
     for race, round_ in itertools.product(options.races, range(options.rounds)):
         steps = options.steps if race == "sums" else options.chain_steps
-        sides: list[tuple[str, Any]] = [*tandems.items(), ("TRL", choice)]
+        sides: list[tuple[str, Any]] = [(arm, tandems[arm]) for arm in options.arms]
+        sides.append(("TRL", choice))
         if race == "chains":
             sides = [("Tandem", ("replay.max_staleness=1",)), ("TRL", choice)]
+        if options.no_trl:
+            sides.pop()
         # The order alternates, so that a drift of the machine falls on all.
         for name, settings in sides if round_ % 2 == 0 else reversed(sides):
             go = trl if name == "TRL" else tandem
@@ -457,7 +463,7 @@ def report(
         "",
     ]
     if sums := results.get("sums"):
-        base = sums["TRL"]
+        base = sums.get("TRL") or next(iter(sums.values()))
         lines += [
             "| sums | samples/s | times TRL's | CPU-s a sample | of TRL's | memory, MiB | tokens | cores of others |",
             "|---|---|---|---|---|---|---|---|",
@@ -473,7 +479,7 @@ def report(
             )
         lines.append("")
     if chains := results.get("chains"):
-        base = chains["TRL"]
+        base = chains.get("TRL") or next(iter(chains.values()))
         lines += [
             (
                 f"| chains to {GOAL:.0%} | s from the command | TRL's by it | s from the start of training | TRL's by it "

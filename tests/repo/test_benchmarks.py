@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tandem.launch.run.opened import presets
+from tandem.reward.grades import GradeItem
+from tandem.reward.grading import Grader
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -48,3 +52,51 @@ def test_the_learner_is_timed_beside_a_bare_model() -> None:
     # The layout that was chosen, whatever it is on this machine, beside padded rows.
     assert len(compared) == 3, compared
     assert compared[2].startswith("| 3M, varied: learner padded, ")
+
+
+def test_the_race_runs_and_counts_what_it_says(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "tests" / "benchmarks" / "race.py"),
+            *("--rounds", "1", "--steps", "5", "--races", "sums"),
+            *("--no-trl", "--arms", "Tandem, on-policy"),
+            *("--dir", str(tmp_path), "--page", str(tmp_path / "race.md")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "race.json").read_text())["sums"]
+    (one,) = found["Tandem, on-policy"]
+    assert one["samples"] > 0
+    # All cores' worth at most; nearly all samples run to the limit.
+    assert 0 < one["cpu"] * one["samples"] <= (os.cpu_count() or 1) + 0.5
+    assert 50 < one["length"] <= 64
+    assert one["memory"] > 300
+    assert "| Tandem, on-policy | **" in (tmp_path / "race.md").read_text()
+
+
+def test_both_sides_of_the_race_are_paid_alike() -> None:
+    """The chains' reward for TRL is the preset's own, graded by Tandem's pool."""
+    sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
+    try:
+        import race_work
+    finally:
+        sys.path.pop(0)
+    texts = [
+        r"5+3=8-2=6</think> <answer> \boxed{6} </answer>",
+        r"5+3=8-2=6</think> <answer> \boxed{7} </answer>",
+        r"5+3=8</think> <answer> \boxed{6} </answer>",
+        r"5+3=8-2=6</think> <answer> \boxed{6} </answer>6",
+        r"5+3=8-2=6</think> <answer> \boxed{6}",
+        r"\boxed{6}",
+        "",
+    ]
+    with Grader(presets.load("miniature-easy").resolve([]).reward) as grader:
+        grades = grader.grade_texts([GradeItem(text=text, gold="6") for text in texts])
+    paid = race_work.chain(texts, ["6"] * len(texts))
+    assert paid == [grade.reward for grade in grades]
+    assert paid == [1, 0, 1, 0, 0, 0, 0]

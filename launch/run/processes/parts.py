@@ -193,6 +193,9 @@ def environment_of(spec: ProcessSpec) -> dict[str, str]:
     """The variables that are added to the environment of a process."""
     threads = dict.fromkeys(THREAD_VARIABLES, str(spec.threads))
     more = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    if spec.threads > 1:
+        # By default OpenMP's threads spin while they have no work, on cores that other processes of the run need.
+        more["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
     return {**threads, **more, **spec.environment}
 
 
