@@ -282,6 +282,20 @@ def test_a_transfer_that_fails_costs_no_other_worker_its_own(
     assert not [line for line in setting.run.lines.seen if "rollout-1 stays on" in line]
 
 
+def test_an_engine_that_takes_nothing_keeps_its_version_and_takes_the_next(
+    setting: Setting,
+) -> None:
+    publisher = setting.publisher()
+    worker = setting.worker(broken=(2,))
+    publish(publisher, 1, others=(worker,))
+    publisher.publish(v(2), model(2, big=True))
+    setting.run.lines.wait_for("rollout-0 stays on 1.1", "the engine takes nothing at first")
+    assert worker.process.is_alive()
+    # It asks for the same version again.
+    assert worker.next(DEADLINE) == (v(2), weights_of(2))
+    publish(publisher, 3, others=(worker,))
+
+
 @pytest.mark.parametrize(
     ("place", "hasty", "complaint"),
     [

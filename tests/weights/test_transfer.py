@@ -241,7 +241,8 @@ def test_a_silent_worker_is_given_up_by_name(run: Any, monkeypatch: pytest.Monke
 
 def test_a_worker_whose_engine_fails_while_loading_ends_itself(run: Any) -> None:
     publisher = run.publisher()
-    worker = run.worker(broken=True)
+    # An end by the deadline of a commit would come later than the test waits.
+    worker = run.worker(broken=True, config=config(commit_seconds=300))
     publisher.publish(v(1), model(1))
     worker.process.join(30)
     assert worker.process.exitcode == 70
