@@ -127,8 +127,6 @@ def run_role(
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(variable, str(threads))
     entry = importlib.import_module(ENTRY[role])
-    # Modules live as long as the process does.
-    gc.freeze()
     try:
         with telling_parts(dict):
             code = int(entry.main(join, config, name=name, folder=folder, **more(config)))
