@@ -481,6 +481,7 @@ fi
 # seconds. Only what a run loads is compiled: all that was installed would take much longer.
 compiled() {
   local role
+  env -u PYTHONDONTWRITEBYTECODE "$python" -c 'import tandem.launch.ingest.prepare, tandem.launch.run.job' &
   for role in learner rollout reward; do
     env -u PYTHONDONTWRITEBYTECODE "$python" -c 'import sys
 from tandem.launch.commands.roles import load_alone

@@ -68,12 +68,10 @@ def await_run(role: str) -> list[str]:
 
 
 def load_alone(role: str) -> None:
-    """Loads what a role of the miniature needs, and the command that would start it, as far as they are installed.
+    """Loads what a role of the miniature needs, as far as it is installed.
 
     For the set-up: Python then has the modules compiled.
     """
-    from ..ingest import prepare  # noqa: F401
-    from ..run import job  # noqa: F401
     from ..run.opened.presets import load
 
     with contextlib.suppress(ImportError):

@@ -134,10 +134,11 @@ class Job:
         if config.learner.hosts > 1 and config.launch.learner == "here":
             convener = Convener(config, roles.meeting_address(config), self._say)
         self._parts = roles.parts(config, self._folder, placement, convener)
+        told = config.model_dump_json()
         for part in self._parts:
             # Ranks that other hosts have a part in are begun together with those.
             if part.stage in EARLY and part.others is None:
-                part.begin_early(config.model_dump_json())
+                part.begin_early(told)
         self._record.reached("checked")
         found = self._read_data()
         self._record.reached("data_read")

@@ -323,10 +323,6 @@ def hosts_of(config: Config) -> Hosts:
     )
 
 
-def load(config: Config) -> None:
-    """Loads nothing more: this module has imported what :func:`main` needs."""
-
-
 def main(join: JoinInfo, config: Config, *, name: str, folder: RunFolder | None) -> int:
     """Runs one environment server until SIGTERM, or until the run has ended.
 

@@ -52,7 +52,6 @@ GOAL = 0.8
 SEARCH_STEPS = 9
 TANDEM_CHOICES: Sequence[tuple[str, ...]] = (
     (),
-    ("rollout.groups_ahead=8", "rollout.groups_per_batch=8"),
     ("learner.threads=2",),
     ("rollout.threads=2",),
 )
@@ -360,17 +359,11 @@ def search(
     for arm, staleness in ARMS.items():
         tried = {}
         for choice in TANDEM_CHOICES:
-            if staleness == 0 and "rollout.groups_ahead=8" in choice:
-                continue
             words = (f"replay.max_staleness={staleness}", *choice)
-            if "rollout.groups_ahead=8" in choice:
-                words = ("replay.max_staleness=2", *choice)
             tried[words] = tandem(track, "sums", SEARCH_STEPS, 0, dtype, words).samples
             notes.append(f"{arm}, {' '.join(choice) or 'as it comes'}: {tried[words]:.1f}")
             print("  ", notes[-1], flush=True)
-        # Older samples than asked for would be another race.
-        fair = {words: speed for words, speed in tried.items() if "max_staleness=2" not in words[0]}
-        tandems[arm] = max(fair, key=lambda words: fair[words])
+        tandems[arm] = max(tried, key=tried.__getitem__)
     others = []
     for choice in TRL_CHOICES:
         speed = trl(track, "sums", SEARCH_STEPS, 0, dtype, choice).samples

@@ -15,38 +15,29 @@ from tandem.reward.grading import Grader
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_loop_in_one_process_trains() -> None:
+def run(benchmark: str, *words: str, seconds: float = 100) -> str:
+    """What a benchmark prints."""
     done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "tests" / "benchmarks" / "single_process.py"),
-            *("--preset", "miniature", "--steps", "2", "run.steps=2", "data.miniature_fresh=64"),
-        ],
+        [sys.executable, str(ROOT / "tests" / "benchmarks" / f"{benchmark}.py"), *words],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=seconds,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    parts = json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+def test_the_loop_in_one_process_trains() -> None:
+    words = ("--preset", "miniature", "--steps", "2", "run.steps=2", "data.miniature_fresh=64")
+    parts = json.loads(run("single_process", *words).splitlines()[-1])
     assert len(parts["update"]) == 2, parts
     assert all(seconds > 0 for seconds in parts["learn"])
 
 
 def test_the_learner_is_timed_beside_a_bare_model() -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "tests" / "benchmarks" / "learner.py"),
-            *("--models", "3M", "--pairs", "1", "--rows", "8"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("| 3M, ")]
+    said = run("learner", "--models", "3M", "--pairs", "1", "--rows", "8")
+    lines = [line for line in said.splitlines() if line.startswith("| 3M, ")]
     compared = [line.split(" | ")[0] for line in lines]
     assert compared[:2] == ["| 3M, alike: bare, learner", "| 3M, varied: bare, learner"]
     # The layout that was chosen, whatever it is on this machine, beside padded rows.
@@ -55,20 +46,13 @@ def test_the_learner_is_timed_beside_a_bare_model() -> None:
 
 
 def test_the_race_runs_and_counts_what_it_says(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "tests" / "benchmarks" / "race.py"),
-            *("--rounds", "1", "--steps", "5", "--races", "sums"),
-            *("--no-trl", "--arms", "Tandem, on-policy"),
-            *("--dir", str(tmp_path), "--page", str(tmp_path / "race.md")),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    run(
+        "race",
+        *("--rounds", "1", "--steps", "5", "--races", "sums"),
+        *("--no-trl", "--arms", "Tandem, on-policy"),
+        *("--dir", str(tmp_path), "--page", str(tmp_path / "race.md")),
+        seconds=200,
     )
-    assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "race.json").read_text())["sums"]
     (one,) = found["Tandem, on-policy"]
     assert one["samples"] > 0

@@ -132,9 +132,10 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
     run_id = secrets.token_hex(6) if given is None else read_join(Path(given).expanduser()).run_id
     new = {"run_id": run_id, "preset": preset.name}
     run = folder.read_run()
-    if not run:
+    if fresh or not run:
         may_start(config)
-        _refuse_foreign(folder)
+        if not run:
+            _refuse_foreign(folder)
         return Opening(
             kind=Kind.NEW,
             folder=folder,
@@ -142,18 +143,7 @@ def open_folder(preset: Preset, overrides: Sequence[str], *, fresh: bool) -> Ope
             overrides=tuple(overrides),
             changed={},
             run=new,
-            set_aside=None,
-        )
-    if fresh:
-        may_start(config)
-        return Opening(
-            kind=Kind.NEW,
-            folder=folder,
-            config=config,
-            overrides=tuple(overrides),
-            changed={},
-            run=new,
-            set_aside=free_name(folder.path),
+            set_aside=free_name(folder.path) if run else None,
         )
     before = _given_before(preset, run)
     config = preset.resolve(overrides, before=before)

@@ -31,8 +31,7 @@ class RunRecord:
     def __init__(self, opening: Opening, began: float) -> None:
         self.began = began
         self._folder = opening.folder
-        self._content: dict[str, Any] = dict(opening.run)
-        self._start: dict[str, float] = {}
+        self._content: dict[str, Any] = {**opening.run, "start": {}}
 
     def get(self, key: str) -> Any:
         """A value; None if it hasn't been written yet."""
@@ -61,8 +60,7 @@ class RunRecord:
 
     def reached(self, what: str) -> None:
         """Notes when this start got so far, in seconds since it began."""
-        start = {**self._start, what: round(time.time() - self.began, 2)}
-        self._start = self._content["start"] = start
+        self._content["start"][what] = round(time.time() - self.began, 2)
 
     def note(self, **changes: Any) -> None:
         """Keeps changes, which are written with the next ones."""

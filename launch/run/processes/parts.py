@@ -146,8 +146,9 @@ class Part:
         """Starts its processes; raises ``OSError`` if one can't be started."""
         self.due = None
         for spec in self.specs():
-            early = self.early.pop(spec.name, None)
-            self.processes.append((spec, _spawn(spec, early)))
+            self.processes.append((spec, _spawn(spec, self.early.get(spec.name))))
+            # Only now: without space for its log it waits for the next attempt.
+            self.early.pop(spec.name, None)
         if self.on_start is not None:
             self.on_start([process.pid for _, process in self.processes])
 

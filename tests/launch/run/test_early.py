@@ -23,7 +23,7 @@ def config() -> Config:
     return presets.load("miniature").resolve([])
 
 
-def part(tmp_path: Path, *words: str) -> Part:
+def part(tmp_path: Path) -> Part:
     def specs() -> list[ProcessSpec]:
         # As for the learner's port, another one at each look.
         arguments = (
@@ -32,7 +32,6 @@ def part(tmp_path: Path, *words: str) -> Part:
             str(tmp_path / f"nowhere{len(looked)}"),
             "--name",
             "reward-0",
-            *words,
         )
         looked.append(arguments)
         return [ProcessSpec(name="reward-0", arguments=arguments, log=tmp_path / "reward-0.log")]
@@ -81,6 +80,21 @@ def test_one_that_died_meanwhile_is_a_death_of_the_part(tmp_path: Path, config: 
     one.start()
     ((_, process),) = one.processes
     assert process.pid != early.pid
+    assert process.wait(60) != 0
+
+
+def test_one_whose_log_cannot_be_made_goes_on_with_the_next_attempt(tmp_path: Path, config: Config):
+    logs = tmp_path / "logs"
+    one = part(logs)
+    one.begin_early(config.model_dump_json())
+    (early,) = one.early.values()
+    with pytest.raises(OSError, match=r"reward-0\.log"):
+        one.start()
+    assert one.processes == []
+    logs.mkdir()
+    one.start()
+    ((_, process),) = one.processes
+    assert process is early
     assert process.wait(60) != 0
 
 
