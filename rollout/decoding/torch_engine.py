@@ -50,8 +50,11 @@ URGENT_ROWS = 8
 """Places beyond ``max_rows`` for which the cache has room, so that it isn't copied as a whole
 when urgent groups join a full batch."""
 
-SCORED_TOKENS = 128
-"""Tokens that are scored in one pass, unless one row has more: their logits are in memory together."""
+SCORED_LOGITS = 1 << 24
+"""Logits that one pass of scoring computes at most, unless one row has more: they are in memory together,
+64 MB of them in float32, which is 110 tokens of a vocabulary of 151,936."""
+SCORED_TOKENS = 4096
+"""Tokens that are scored in one pass at most, unless one row has more."""
 
 
 class TorchEngine:
@@ -172,11 +175,19 @@ class TorchEngine:
         self, rows: Sequence[Int32Array], temperature: float = 1.0
     ) -> list[Float32Array]:
         """Log-probs of tokens; see :class:`~tandem.rollout.engine.Scorer`."""
-        return await self._ask(lambda: score(self._decoder, rows, temperature, self._device))
+        return await self._ask(
+            lambda: score(
+                self._decoder, rows, temperature, self._device, vocabulary=self._facts.vocabulary
+            )
+        )
 
     async def rank(self, rows: Sequence[Int32Array], count: int) -> list[Likeliest]:
         """Log-probs of tokens and of others; see :class:`~tandem.rollout.engine.Ranker`."""
-        return await self._ask(lambda: rank(self._decoder, rows, count, self._device))
+        return await self._ask(
+            lambda: rank(
+                self._decoder, rows, count, self._device, vocabulary=self._facts.vocabulary
+            )
+        )
 
     async def pause(self) -> None:
         """Returns once no token step runs."""
@@ -397,11 +408,16 @@ class TorchEngine:
 
 
 def score(
-    decoder: Decoder, rows: Sequence[Int32Array], temperature: float, device: torch.device
+    decoder: Decoder,
+    rows: Sequence[Int32Array],
+    temperature: float,
+    device: torch.device,
+    *,
+    vocabulary: int,
 ) -> list[Float32Array]:
     """For each row ``[S - 1]`` log-probs of its tokens."""
     found: list[Float32Array] = []
-    for chunk, tokens, logits in _passes(decoder, rows, device):
+    for chunk, tokens, logits in _passes(decoder, rows, device, vocabulary):
         logps = (logits.float() / temperature).log_softmax(-1)
         scored = logps.gather(2, tokens[:, 1:, None]).squeeze(2).cpu().numpy()
         found += [one[: len(row) - 1] for one, row in zip(scored, chunk, strict=True)]
@@ -409,13 +425,19 @@ def score(
 
 
 def rank(
-    decoder: Decoder, rows: Sequence[Int32Array], count: int, device: torch.device
+    decoder: Decoder,
+    rows: Sequence[Int32Array],
+    count: int,
+    device: torch.device,
+    *,
+    vocabulary: int,
 ) -> list[Likeliest]:
     """For each row the log-probs of its tokens and of the most likely ones."""
     found: list[Likeliest] = []
     # Rows of a length together: they come in any order, and the longest decides how wide a pass is.
     order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
-    for chunk, tokens, logits in _passes(decoder, [rows[place] for place in order], device):
+    ordered = [rows[place] for place in order]
+    for chunk, tokens, logits in _passes(decoder, ordered, device, vocabulary):
         logps = logits.float().log_softmax(-1)
         own = logps.gather(2, tokens[:, 1:, None]).squeeze(2).cpu().numpy()
         values, ids = (one.cpu().numpy() for one in logps.topk(min(count, logps.shape[2]), -1))
@@ -432,17 +454,18 @@ def rank(
 
 
 def _passes(
-    decoder: Decoder, rows: Sequence[Int32Array], device: torch.device
+    decoder: Decoder, rows: Sequence[Int32Array], device: torch.device, vocabulary: int
 ) -> Iterator[tuple[Sequence[Int32Array], torch.Tensor, torch.Tensor]]:
     """Passes over as many rows at a time as the memory for their logits allows: the rows, ``[B, S]`` their
     tokens, padded, and ``[B, S - 1, V]`` logits."""
+    bound = min(SCORED_TOKENS, SCORED_LOGITS // vocabulary)
     start = 0
     while start < len(rows):
         # Each row is padded to the longest one of its pass.
         count, longest = 1, len(rows[start])
         for row in rows[start + 1 :]:
             wider = max(longest, len(row))
-            if wider * (count + 1) > SCORED_TOKENS:
+            if wider * (count + 1) > bound:
                 break
             count, longest = count + 1, wider
         chunk = rows[start : start + count]

@@ -29,6 +29,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,7 @@ class CommitCheck:
         self._longest = min(longest - 1, LONGEST_RUN_ON)
         # Greedy tokens have the log-probs of temperature 1.
         hot = temperature if getattr(engine, "scores_plain", False) else HOT
-        self._temperature = {SAMPLED: temperature, RAN_ON: hot}
+        self._temperature = {GIVEN: 1.0, SAMPLED: temperature, RAN_ON: hot}
         self._runs_on = runs_on
         self._seconds = seconds
         dtype = max(dtypes, key=lambda name: BOUNDS[GIVEN][name])
@@ -278,14 +279,20 @@ class CommitCheck:
             block = int(getattr(self._engine, "prefix_block", BLOCK))
             tokens = np.array([token for row in scored.rows for token in row], dtype=np.int32)
             self._prompt = np.resize(tokens, max(1, min(block + 1, self._longest - TOKENS)))
-            # At once, since finished groups wait for the results.
-            given, sampled, ran_on = await asyncio.gather(
-                self._given(scored), self._sampled(version), self._ran_on(version, running)
+            sampled, ran_on = await asyncio.gather(
+                self._sampled(version), self._ran_on(version, running)
             )
-            differences = [given]
+            scores = await self._scores(
+                {
+                    GIVEN: [np.array(row, dtype=np.int32) for row in scored.rows],
+                    SAMPLED: [row for row, *_ in sampled],
+                    RAN_ON: [row for row, *_ in ran_on],
+                }
+            )
+            differences = [self._given(scored, scores[GIVEN])]
             for kind, samples in ((SAMPLED, sampled), (RAN_ON, ran_on)):
                 if samples:
-                    differences.append(await self._recorded(kind, samples))
+                    differences.append(self._recorded(kind, samples, scores[kind]))
         finally:
             if running is not None and not running.samples.done():
                 running.samples.cancel()
@@ -303,15 +310,32 @@ class CommitCheck:
             counts.failures += 1
         return differences
 
-    async def _given(self, scored: ScoredRows) -> Difference:
+    async def _scores(
+        self, rows: dict[str, list[NDArray[np.int32]]]
+    ) -> dict[str, list[Float32Array]]:
+        """Scores of the rows of each kind; those of one temperature are asked for together, since a small
+        model's pass costs the same for a few rows as for twice as many."""
+        kinds: dict[float, list[str]] = {}
+        for kind in rows:
+            kinds.setdefault(self._temperature[kind] or 1.0, []).append(kind)
+        found: dict[str, list[Float32Array]] = {}
+        for temperature, some in kinds.items():
+            every = [row for kind in some for row in rows[kind]]
+            if not every:
+                continue
+            try:
+                async with asyncio.timeout(self._seconds):
+                    scores = iter(await self._engine.score(every, temperature))
+            except TimeoutError:
+                raise TandemError(
+                    f"the engine didn't score {len(every)} rows in {self._seconds:.0f} s"
+                ) from None
+            for kind in some:
+                found[kind] = list(islice(scores, len(rows[kind])))
+        return found
+
+    def _given(self, scored: ScoredRows, scores: Sequence[Float32Array]) -> Difference:
         rows = [np.array(row, dtype=np.int32) for row in scored.rows]
-        try:
-            async with asyncio.timeout(self._seconds):
-                scores = await self._engine.score(rows)
-        except TimeoutError:
-            raise TandemError(
-                f"the engine didn't score {len(rows)} rows in {self._seconds:.0f} s"
-            ) from None
         expected = [np.array(some) for some in scored.logprobs]
         return self._greatest(GIVEN, rows, [1] * len(rows), expected, scores, "learner's")
 
@@ -343,19 +367,15 @@ class CommitCheck:
             return []
         return _of_version(running.request, samples, version, crossing=True)
 
-    async def _recorded(
-        self, kind: str, samples: Sequence[tuple[NDArray[np.int32], Sample, int, int]]
+    def _recorded(
+        self,
+        kind: str,
+        samples: Sequence[tuple[NDArray[np.int32], Sample, int, int]],
+        scores: Sequence[Float32Array],
     ) -> Difference:
         """Compares the recorded log-probs of samples with their scores; returns the difference of the middle
         sample, or of the lower one of the two in the middle."""
         rows = [row for row, *_ in samples]
-        try:
-            async with asyncio.timeout(self._seconds):
-                scores = await self._engine.score(rows, self._temperature[kind] or 1.0)
-        except TimeoutError:
-            raise TandemError(
-                f"the engine didn't score {len(rows)} rows in {self._seconds:.0f} s"
-            ) from None
         recorded = [sample.logprobs[start:end] for _, sample, start, end in samples]
         firsts = [len(row) - (end - start) for row, _, start, end in samples]
         each = [
