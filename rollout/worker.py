@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 from ..common import disk
 from ..common.config import Config
 from ..common.errors import DeadlineError, StoreError
-from ..common.records import GroupReceipt
+from ..common.records import GroupReceipt, Version
 from ..common.sockets import CurveKeys
 from ..common.telemetry import Clock
 from ..common.weights.protocol import Membership
@@ -111,6 +111,9 @@ class Worker:
         self._state = "running"
         self._after_job = False
         self._waiting_for = ""
+        # Groups that were leased for a version that wasn't loaded yet, and that version.
+        self._early: list[str] = []
+        self._early_for: Version | None = None
         self._runs = RunStore(store)
         self._members = Members(store)
         ledger = Ledger(store, name)
@@ -213,7 +216,14 @@ class Worker:
         self._evaluations.cancel()
 
     def _on_change(self) -> None:
-        """Called when the engine serves other weights, or their check has ended."""
+        """Called when new weights wait to be loaded, when the engine serves them or couldn't load them, and
+        when their check has ended."""
+        early, version = self._early_for, self._engine.version
+        if early is not None and self._committer.coming != early:
+            if version is None or version < early:
+                # With the version that is still in use, they may be too stale for their step.
+                self._abort(self._early)
+            self._early, self._early_for = [], None
         self._nudge.set()
         self._keeper.wake()
 
@@ -287,7 +297,13 @@ class Worker:
             with self._clock.doing("wait/version"):
                 await self._nap(IDLE_SECONDS)
             return False
-        under_way = self._under_way()
+        # If new weights wait for the running samples, the next groups are leased for them meanwhile, and are
+        # in the engine when it has loaded them.
+        coming = None
+        if self._playing is None and not self._config.run.deterministic:
+            coming = self._committer.coming
+        held = coming or held
+        under_way = self._under_way() if coming is None else len(self._early)
         if under_way > (self._ahead if self._playing is None else self._batch + self._ahead - 1):
             with self._clock.doing("generate"):
                 await self._nap(IDLE_SECONDS)
@@ -343,7 +359,12 @@ class Worker:
                 await self._nap(IDLE_SECONDS)
             return False
         self._waiting_for = ""
+        if coming is not None:
+            self._early_for = coming
+            self._early += [lease.group_id for lease in reply.leases]
         self._generation.begin(groups)
+        if coming is not None and self._committer.coming != coming:
+            self._on_change()
         return True
 
     def _under_way(self) -> int:

@@ -295,7 +295,10 @@ class TorchEngine:
                 try:
                     self._admit()
                     if len(self._batch):
-                        self._settle(self._batch.step())
+                        ended = self._batch.step()
+                        # New weights that wait for this come before the text of the finished samples.
+                        self._tell_when_ended()
+                        self._settle(ended)
                 except Exception as error:
                     if is_out_of_memory(error):
                         self.exhausted = OutOfMemoryError(what_was_asked(error), self._held_bytes())

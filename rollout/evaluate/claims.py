@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.config import Config, RewardConfig, of_set
 from ...common.errors import StoreError, TandemError
-from ...common.records import Sample
+from ...common.records import Sample, Version
 from ...replay.evaluating.evaluated import EvaluatedSample
 from ...replay.evaluating.evaluations import EvaluationJob, EvaluationRequest, EvaluationResult
 from ...replay.store import RunStore
@@ -96,7 +96,7 @@ class ClaimedEvaluations:
                 return
             evaluation, step = await self._evaluate(request)
             if evaluation is None:
-                await self._give_back(request, self._why_ended(), failed=False)
+                await self._give_back(request, self._why_ended(request), failed=False)
                 return
             result = EvaluationResult(
                 id=request.id,
@@ -132,8 +132,12 @@ class ClaimedEvaluations:
         finally:
             self._claimed = None
 
-    def _why_ended(self) -> str:
-        return "the weights failed their check" if self._check.suspect else "drained"
+    def _why_ended(self, request: EvaluationRequest) -> str:
+        if self._check.suspect:
+            return "the weights failed their check"
+        return (
+            "new weights weren't loaded" if _is_older(self._engine.version, request) else "drained"
+        )
 
     def _by(self, reward: RewardConfig) -> Evaluator:
         """The evaluator that grades by a reward. Imported here, so that only a worker that
@@ -168,6 +172,9 @@ class ClaimedEvaluations:
         start = time.perf_counter()
         async with self._steady:
             version = self._engine.version
+            if _is_older(version, request):
+                await self._give_back(request, self._why_ended(request), failed=False)
+                return
             self._task = asyncio.create_task(
                 answer(
                     self._sampler,
@@ -181,7 +188,7 @@ class ClaimedEvaluations:
             await asyncio.wait([self._task])
         await self._check.settled(version=version)
         if self._task.cancelled() or self._check.suspect:
-            await self._give_back(request, self._why_ended(), failed=False)
+            await self._give_back(request, self._why_ended(request), failed=False)
             return
         self._task.result()
         await self._in_redis(lambda: self._runs.put_samples(request.id, kept))
@@ -212,6 +219,8 @@ class ClaimedEvaluations:
         )
         async with self._steady:
             version = self._engine.version
+            if _is_older(version, request):
+                return None, request.step
             task = asyncio.create_task(
                 evaluator.evaluate(
                     problems,
@@ -242,6 +251,11 @@ class ClaimedEvaluations:
             )
         )
         log.info(f"evaluation {request.id} was given back: {reason}")
+
+
+def _is_older(version: Version | None, request: EvaluationRequest) -> bool:
+    """Whether an evaluation that was claimed for weights to come has to do without them."""
+    return version is not None and version.step < request.step
 
 
 def _responses(evaluation: asyncio.Task[Evaluation]) -> list[Sample]:

@@ -32,7 +32,8 @@ class Committer:
         loop: the worker's loop, in which both work.
         seconds: deadline of a commit (``weights.commit_seconds``).
         update_wait: how long new weights wait for running samples to end, in seconds.
-        on_change: called in the loop when the engine serves a version, and when a check has ended.
+        on_change: called in the loop when a version waits for the running samples, when the engine serves
+            it or couldn't load it, and when a check has ended.
         spoil: called in the loop when a check has failed; discards everything that is under way.
     """
 
@@ -63,6 +64,9 @@ class Committer:
         """Whoever holds it keeps the engine's weights from changing."""
         self.hopeless = ""
         """Why the worker has to end: a version failed its check twice. Empty otherwise."""
+        self.coming: Version | None = None
+        """The version that is loaded as soon as the running samples have ended, if one waits for them: no
+        other group begins before it."""
 
     def load(self, staged: StagedTensors | None, version: Version) -> float:
         """Loads a version and returns when the engine serves it; called from the receiver's thread.
@@ -94,6 +98,8 @@ class Committer:
         try:
             if staged is not None:
                 if self._update_wait and isinstance(self._engine, Holder):
+                    self.coming = version
+                    self._on_change()
                     await self._engine.hold(self._update_wait)
                 if self._check.is_on:
                     await self._check.begin(version)
@@ -104,9 +110,10 @@ class Committer:
             self._check.end(passed=None)
             raise
         finally:
+            self.coming = None
             if still:
                 self.steady.release()
-        self._on_change()
+            self._on_change()
         return self._engine.stats().load_seconds - before
 
     def examine(self, version: Version, scored: ScoredRows | None) -> bool:

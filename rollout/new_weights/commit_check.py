@@ -18,7 +18,11 @@ everywhere. The greatest difference shows a large fault in a few places; in half
 very large, because there a token whose logits depend on where the model looks moves far once in a few
 hundred checks. Among samples the middle one counts: wrong keys or a wrong temperature show in each of
 them, while rounding in bfloat16 now and then moves one token of one sample by more than any bound that
-would still find such faults.
+that would still find such faults.
+
+The given rows are scored for every version. Samples are drawn for the first versions, and from then on
+for as many as a fiftieth of the time allows: for each of them where an update takes half a minute, for
+every tenth or so of a tiny model, whose updates follow one another within a tenth of a second.
 """
 
 from __future__ import annotations
@@ -67,6 +71,10 @@ RUN_ON_SECONDS = 2.0
 """Longest wait for these steps."""
 LONGEST_RUN_ON = 256
 """Greatest number of tokens in a row of the check."""
+FIRST_CHECKS = 5
+"""Number of checks that draw samples whatever they cost."""
+SAMPLES_SHARE = 0.02
+"""Share of the time that later checks with samples may take."""
 LOOK_SECONDS = 0.001
 LARGEST = 1e9
 """The number that is reported for an infinite difference."""
@@ -177,6 +185,8 @@ class CommitCheck:
         self._running: _RunOn | None = None
         self._told: set[str] = set()
         self._nearness: deque[float] = deque(maxlen=REMEMBERED)
+        self._least = float("inf")
+        self._samples_due = 0.0
         self._settled = asyncio.Event()
         self._settled.set()
         self.counts = CheckCounts()
@@ -247,6 +257,8 @@ class CommitCheck:
         self._settled.clear()
         if self._prompt is None or not self._runs_on or not self._engine.stats().running_rows:
             return
+        if not self._draws_samples():
+            return
         # As long as allowed, since they are ended once the weights have changed.
         request = self._request(RAN_ON, RUN_ON_SAMPLES, tokens=self._longest)
         task = asyncio.create_task(self._sample(request))
@@ -279,8 +291,9 @@ class CommitCheck:
             block = int(getattr(self._engine, "prefix_block", BLOCK))
             tokens = np.array([token for row in scored.rows for token in row], dtype=np.int32)
             self._prompt = np.resize(tokens, max(1, min(block + 1, self._longest - TOKENS)))
+            draws = running is not None or self._draws_samples()
             sampled, ran_on = await asyncio.gather(
-                self._sampled(version), self._ran_on(version, running)
+                self._sampled(version) if draws else _none(), self._ran_on(version, running)
             )
             scores = await self._scores(
                 {
@@ -300,6 +313,10 @@ class CommitCheck:
         counts.checks += 1
         counts.last = tuple(differences)
         counts.seconds = time.perf_counter() - since
+        if draws:
+            # The least one: an engine's first passes may take a hundred times as long.
+            self._least = min(self._least, counts.seconds)
+            self._samples_due = time.perf_counter() + self._least / SAMPLES_SHARE
         self._nearness.append(max(difference.nearness for difference in differences))
         if all(difference.passes for difference in differences):
             for difference in differences:
@@ -309,6 +326,10 @@ class CommitCheck:
         else:
             counts.failures += 1
         return differences
+
+    def _draws_samples(self) -> bool:
+        first = self.counts.checks < FIRST_CHECKS or self.in_a_row > 0
+        return first or time.perf_counter() >= self._samples_due
 
     async def _scores(
         self, rows: dict[str, list[NDArray[np.int32]]]
@@ -449,6 +470,10 @@ class CommitCheck:
         if text not in self._told:
             self._told.add(text)
             log.warning(text)
+
+
+async def _none() -> list[Any]:
+    return []
 
 
 def _of_version(

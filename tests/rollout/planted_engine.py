@@ -1,11 +1,13 @@
 """The torch engine with a fault: ``rollout.engine=planted_engine:make``.
 
 ``TANDEM_PLANTED=STEP,TIMES`` swaps two matrices, behind all checksums, in the first so many loads of
-weights from that step on.
+weights from that step on. ``TANDEM_SLOW=STEP,SECONDS`` lets the load of that step's weights take so
+long, and ``TANDEM_REFUSED=STEP`` refuses it afterwards.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Any
 
@@ -23,8 +25,15 @@ class PlantedEngine(TorchEngine):
 
     _step, _times = map(int, os.environ.get("TANDEM_PLANTED", "0,0").split(","))
 
+    _slow, _seconds = map(float, os.environ.get("TANDEM_SLOW", "-1,0").split(","))
+    _refused = int(os.environ.get("TANDEM_REFUSED", "-1"))
+
     async def load(self, state: Any, version: Version) -> None:
         """As the torch engine's, but for the fault."""
+        if version.step == self._slow:
+            await asyncio.sleep(self._seconds)
+        if version.step == self._refused:
+            state = NamedWeights({})
         tensors = dict(state.tensors())
         if version.step >= self._step and self._times:
             self._times -= 1

@@ -459,6 +459,53 @@ def test_its_tokens_are_less_than_a_hundredth_of_a_step_of_the_largest_preset() 
     assert learner + config.rollout.workers * worker < 0.01 * rows * (64 + 64)
 
 
+def test_scores_of_one_temperature_are_asked_for_together(
+    engine_of: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, float]] = []
+    score = TorchEngine.score
+
+    async def watched(self: Any, rows: Any, temperature: float = 1.0) -> Any:
+        asked.append((len(rows), temperature))
+        return await score(self, rows, temperature)
+
+    monkeypatch.setattr(TorchEngine, "score", watched)
+    Bench(engine_of("torch-direct"), tiny).run(busy=True)
+    given, ran_on = asked[-2:]
+    assert given == (ROWS + commit_check.SAMPLES, 1.0)
+    assert 1 <= ran_on[0] <= commit_check.RUN_ON_SAMPLES
+    assert ran_on[1] == commit_check.HOT
+
+
+def test_after_the_first_checks_samples_are_drawn_for_a_share_of_the_time(
+    engine_of: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(engine_of("torch-direct"), tiny)
+
+    async def scenario(engine: Any) -> list[set[str]]:
+        check = CommitCheck(engine, **bench.settings)
+        seen = []
+
+        async def once(scored: ScoredRows) -> None:
+            version = Version(term=1, step=10 + len(seen))
+            await bench.commit(check, engine, bench.old, version, scored, busy=False)
+            seen.append({difference.kind for difference in bench.found})
+
+        monkeypatch.setattr(commit_check, "SAMPLES_SHARE", 1e-9)
+        for _ in range(commit_check.FIRST_CHECKS + 2):
+            await once(bench.first)
+        await once(figures(bench.learner))
+        monkeypatch.setattr(commit_check, "SAMPLES_SHARE", 1e9)
+        # After a failure it looks at everything again.
+        await once(bench.first)
+        await once(bench.first)
+        return seen
+
+    seen = in_engine(bench.engine, scenario)
+    both = {GIVEN, SAMPLED}
+    assert seen == [both] * commit_check.FIRST_CHECKS + [{GIVEN}] * 3 + [both] * 2
+
+
 def test_no_row_of_the_check_is_longer_than_the_runs_own(
     engine_of: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -595,6 +595,52 @@ def test_a_version_that_was_loaded_wrongly_once_is_fetched_anew(planted: Bench) 
             np.testing.assert_allclose(scored.numpy(), sample.logprobs, atol=1e-3)
 
 
+@pytest.fixture
+def waiting(tmp_path: Path, pools: Any, servers: Any) -> Iterator[Bench]:
+    """New weights wait for running samples, and a batch is a step."""
+    (tmp_path / "redis").mkdir()
+    config = settings(*PLANTED, "rollout.groups_per_batch=2", "rollout.update_wait_seconds=5")
+    with servers.running(tmp_path / "redis") as server:
+        bench = Bench(server, pools.StandInPool, tmp_path, config)
+        try:
+            yield bench
+        finally:
+            bench.close()
+
+
+def leased_for(bench: Bench, step: int) -> bool:
+    """Whether groups are leased for this step's weights while the worker still holds older ones."""
+    keys = bench.store.call("keys", bench.store.key("group:*"))
+    groups = [bench.store.call("hmget", key, "state", "step") for key in keys]
+    found = groups.count([b"leased", str(step).encode()])
+    held = bench.held()
+    return found == 2 and held is not None and held[1] < step
+
+
+def test_groups_are_leased_for_weights_that_wait_for_running_samples(waiting: Bench) -> None:
+    waiting.worker(TANDEM_SLOW="1,2.0")
+    # Two batches are admitted under the first weights, and two steps need them.
+    until(lambda: len(waiting.judged) == 4, "the groups of the first weights")
+    waiting.train(1)
+    until(lambda: leased_for(waiting, 1), "leases for the weights that are loaded", 10.0)
+    waiting.train(3)
+    assert [steps_of([group]) for group in waiting.judged[:6]] == [{0}] * 4 + [{1}] * 2
+
+
+def test_where_such_weights_are_refused_their_groups_are_given_back(waiting: Bench) -> None:
+    waiting.worker(TANDEM_SLOW="1,1.0", TANDEM_REFUSED="1")
+    until(lambda: len(waiting.judged) == 4, "the groups of the first weights")
+    waiting.train(1)
+    until(lambda: leased_for(waiting, 1), "leases for the weights that are refused", 10.0)
+    until(lambda: waiting.ledger.counts()["admitted"] == 2, "groups that were given back", 10.0)
+    waiting.train(2)
+    # Under the first weights they would have been too stale.
+    assert steps_of(waiting.judged[:4]) == {0}
+    until(lambda: len(waiting.judged) >= 6, "the groups that were given back")
+    assert min(steps_of(waiting.judged[4:])) >= 2
+    assert waiting.ledger.dead_letters() == []
+
+
 def test_shares_of_time_count_what_is_still_going_on() -> None:
     clock = Clock()
     with clock.doing("generate"):
