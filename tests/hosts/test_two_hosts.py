@@ -94,6 +94,22 @@ def test_cables_that_are_cut_cost_a_run_no_group(cluster: Cluster) -> None:
     examined(cluster, 96)
 
 
+@pytest.mark.byhand  # CI cuts it for three seconds, in the test above.
+def test_a_cable_that_is_cut_for_twenty_seconds_loses_nobody(cluster: Cluster) -> None:
+    second = cluster.network.hosts[1]
+    begin(cluster, "launch.lost_seconds=60", groups=64)
+    cluster.rows(3)
+    attempts = cluster.attempts()
+    cluster.network.cut(second)
+    end = time.monotonic() + 20.0
+    cluster.until(lambda: time.monotonic() > end, "the end of the cut")
+    cluster.network.mend(second)
+    assert cluster.wait() == 0, cluster.told()
+    assert "is lost" not in cluster.head.said()
+    assert cluster.attempts() == attempts
+    examined(cluster, 64)
+
+
 @pytest.mark.byhand  # What CI runs of it: tests/launch/run/test_meeting.py.
 def test_a_host_that_stays_away_is_named_and_the_run_goes_on_when_it_is_started_again(
     cluster: Cluster,
