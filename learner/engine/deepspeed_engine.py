@@ -219,7 +219,8 @@ class DeepSpeedEngine:
             micro = micro.to(self.device)
             scored, entropy = self._forward(micro, objective.needs_entropy)
             if micro.dummy:
-                loss = scored.sum() * 0.0
+                # Of both, since ZeRO-3 counts on every rank which of the policy's outputs get a gradient.
+                loss = (scored.sum() + entropy.sum()) * 0.0
             else:
                 rows = micro.rows.with_columns(logprobs=scored, entropy=entropy)
                 loss, parts = loss_of(objective, rows, scalars)

@@ -55,6 +55,14 @@ def test_so_do_those_that_share_gradients_and_weights(
     many.compare(many.trained(4, folder, stage, FEW), alone, FEW)
 
 
+def test_a_rank_without_rows_trains_an_objective_that_needs_the_entropy(
+    folder: Path, many: ModuleType
+) -> None:
+    """Of the four groups ExGRPO leaves some out, so that ranks have nothing but dummies."""
+    one = many.trained(1, folder, 1, ["exgrpo"])
+    many.compare(many.trained(4, folder, 3, ["exgrpo"]), one, ["exgrpo"])
+
+
 @pytest.mark.byhand
 def test_the_parameters_have_moved(alone: Trained, made_up: Any) -> None:
     """Or the comparison would be of the start."""
