@@ -25,6 +25,7 @@ import itertools
 import json
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -526,7 +527,7 @@ def write_page(page: Path, told: str, results: Mapping[str, Mapping[str, Sequenc
         picture = "![held-out accuracy by time](images/race.png)\n"
     what = (__doc__ or "").split("\n\n", 2)[2]
     page.write_text(
-        f"# The race\n\n```bash\n.venv/bin/python tests/benchmarks/race.py --page docs/race.md\n```\n\n{what}\n"
+        f"# The race\n\n```bash\n.venv/bin/python tests/benchmarks/race.py {shlex.join(sys.argv[1:])}\n```\n\n{what}\n"
         f"## What came of it\n\n{told}\n\n{picture}",
         encoding="utf-8",
     )
