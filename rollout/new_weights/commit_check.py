@@ -255,9 +255,9 @@ class CommitCheck:
         samples are under way, starts some samples of the check's own as well."""
         self.unchecked = version
         self._settled.clear()
-        if self._prompt is None or not self._runs_on or not self._engine.stats().running_rows:
+        if self._prompt is None or not (self._runs_on and self._draws_samples()):
             return
-        if not self._draws_samples():
+        if not self._engine.stats().running_rows:
             return
         # As long as allowed, since they are ended once the weights have changed.
         request = self._request(RAN_ON, RUN_ON_SAMPLES, tokens=self._longest)
@@ -289,7 +289,8 @@ class CommitCheck:
                 self._tell_once("new weights aren't checked: the learner sends no figures for it")
                 return []
             block = int(getattr(self._engine, "prefix_block", BLOCK))
-            tokens = np.array([token for row in scored.rows for token in row], dtype=np.int32)
+            rows = [np.array(row, dtype=np.int32) for row in scored.rows]
+            tokens = np.concatenate(rows)
             self._prompt = np.resize(tokens, max(1, min(block + 1, self._longest - TOKENS)))
             draws = running is not None or self._draws_samples()
             sampled, ran_on = await asyncio.gather(
@@ -297,12 +298,16 @@ class CommitCheck:
             )
             scores = await self._scores(
                 {
-                    GIVEN: [np.array(row, dtype=np.int32) for row in scored.rows],
+                    GIVEN: rows,
                     SAMPLED: [row for row, *_ in sampled],
                     RAN_ON: [row for row, *_ in ran_on],
                 }
             )
-            differences = [self._given(scored, scores[GIVEN])]
+            expected = [np.array(some) for some in scored.logprobs]
+            firsts = [1] * len(rows)
+            differences = [
+                self._greatest(GIVEN, rows, firsts, expected, scores[GIVEN], "learner's")
+            ]
             for kind, samples in ((SAMPLED, sampled), (RAN_ON, ran_on)):
                 if samples:
                     differences.append(self._recorded(kind, samples, scores[kind]))
@@ -354,11 +359,6 @@ class CommitCheck:
             for kind in some:
                 found[kind] = list(islice(scores, len(rows[kind])))
         return found
-
-    def _given(self, scored: ScoredRows, scores: Sequence[Float32Array]) -> Difference:
-        rows = [np.array(row, dtype=np.int32) for row in scored.rows]
-        expected = [np.array(some) for some in scored.logprobs]
-        return self._greatest(GIVEN, rows, [1] * len(rows), expected, scores, "learner's")
 
     async def _sampled(self, version: Version) -> list[tuple[NDArray[np.int32], Sample, int, int]]:
         """Rows with their samples, and the range of tokens that are of this version."""

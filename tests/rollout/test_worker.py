@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -523,15 +524,22 @@ PLANTED = (
 """One failed attempt of a group is its last."""
 
 
-@pytest.fixture
-def planted(tmp_path: Path, pools: Any, servers: Any) -> Iterator[Bench]:
-    (tmp_path / "redis").mkdir()
-    with servers.running(tmp_path / "redis") as server:
-        bench = Bench(server, pools.StandInPool, tmp_path, settings(*PLANTED))
+@contextmanager
+def bench_in(folder: Path, pools: Any, servers: Any, *overrides: str) -> Iterator[Bench]:
+    """A bench with a Redis of its own."""
+    (folder / "redis").mkdir()
+    with servers.running(folder / "redis") as server:
+        bench = Bench(server, pools.StandInPool, folder, settings(*PLANTED, *overrides))
         try:
             yield bench
         finally:
             bench.close()
+
+
+@pytest.fixture
+def planted(tmp_path: Path, pools: Any, servers: Any) -> Iterator[Bench]:
+    with bench_in(tmp_path, pools, servers) as bench:
+        yield bench
 
 
 def steps_of(groups: Sequence[Group]) -> set[int]:
@@ -598,14 +606,9 @@ def test_a_version_that_was_loaded_wrongly_once_is_fetched_anew(planted: Bench) 
 @pytest.fixture
 def waiting(tmp_path: Path, pools: Any, servers: Any) -> Iterator[Bench]:
     """New weights wait for running samples, and a batch is a step."""
-    (tmp_path / "redis").mkdir()
-    config = settings(*PLANTED, "rollout.groups_per_batch=2", "rollout.update_wait_seconds=5")
-    with servers.running(tmp_path / "redis") as server:
-        bench = Bench(server, pools.StandInPool, tmp_path, config)
-        try:
-            yield bench
-        finally:
-            bench.close()
+    overrides = "rollout.groups_per_batch=2", "rollout.update_wait_seconds=5"
+    with bench_in(tmp_path, pools, servers, *overrides) as bench:
+        yield bench
 
 
 def leased_for(bench: Bench, step: int) -> bool:
