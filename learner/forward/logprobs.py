@@ -9,17 +9,25 @@ written once.
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
+import shutil
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 CHUNKED_FROM = 8192
 """Vocabulary size from which slices are used; below it, the logits are smaller than the activations."""
 CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Size of one slice's float32 logits."""
 LEAST_SLICE = 256
-"""Number of columns below which a matrix product is inefficient."""
+"""Number of columns below which a matrix product is inefficient, and of which slices have a multiple: rows of an odd
+number of columns keep a GPU from its fastest kernels."""
 KEPT_BYTES = {"cpu": 1 << 30}
 """Size of the logits that are kept for the backward pass, since recomputing them is slow on a CPU."""
 
@@ -59,7 +67,7 @@ def token_logprobs(
         chunked = weight.shape[0] >= CHUNKED_FROM
     if chunked:
         size = CHUNK_BYTES.get(hidden.device.type, 64 << 20) // (4 * max(len(hidden), 1))
-        size = max(size, LEAST_SLICE)
+        size = max(size // LEAST_SLICE, 1) * LEAST_SLICE
         inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
         wanted = torch.is_grad_enabled() and any(one.requires_grad for one in inputs)
         kept = KEPT_BYTES.get(hidden.device.type, 0) // (4 * max(len(hidden), 1) * size)
@@ -141,6 +149,135 @@ def _factors(
     return heat, None if cap is None else scale / cap
 
 
+Part = tuple[Tensor, Tensor, Tensor]
+"""Of a slice's logits z, each ``[N]``: their maximum m, ``s = Σ e^(z − m)``, and ``u = Σ e^(z − m) (z − m)``."""
+
+
+def _bent(logits: Tensor, heat: Tensor | None, bend: float | None) -> Tensor:
+    logits = _float(logits)
+    if bend is not None:
+        logits = torch.tanh(logits * bend)
+    return logits if heat is None else logits * heat
+
+
+def _sums(product: Tensor, heat: Tensor | None, bend: float | None) -> Part:
+    """The sums of a slice, from the matrix product. Written without regard to temporary tensors: it is compiled."""
+    logits = _bent(product, heat, bend)
+    top = logits.amax(1)
+    moved = logits - torch.where(top == -torch.inf, torch.zeros_like(top), top)[:, None]
+    share = moved.exp()
+    return top, share.sum(1), (share * moved.clamp(min=-1e30)).sum(1)
+
+
+def _slopes(
+    product: Tensor,
+    heat: Tensor | None,
+    bend: float | None,
+    norms: Tensor,
+    entropy: Tensor,
+    by_logprob: Tensor,
+    by_entropy: Tensor,
+    local: Tensor,
+) -> Tensor:
+    """The gradient of a slice's matrix product, in its dtype. Compiled, too."""
+    raw = _float(product)
+    tanh = torch.tanh(raw * bend) if bend is not None else raw
+    logps = (tanh if heat is None else tanh * heat) - norms[:, None]
+    share = logps.exp()
+    own = torch.arange(product.shape[1], device=product.device) == local[:, None]
+    surprise = logps.clamp(min=-1e30) + entropy[:, None]
+    grad = torch.where(own, by_logprob[:, None], 0.0) - share * (
+        by_logprob[:, None] + by_entropy[:, None] * surprise
+    )
+    if heat is not None:
+        grad = grad * heat
+    if bend is not None:
+        grad = grad * ((1 - tanh * tanh) * bend)
+    return grad.to(product.dtype)
+
+
+Kernels = tuple[Callable[..., Part], Callable[..., Tensor]]
+
+
+def _kernels(hidden: Tensor, bias: Tensor | None) -> Kernels | None:
+    """Compiled kernels for a slice where they pay: on a GPU. A bias, which few output matrices have, isn't known to
+    them."""
+    return _compiled() if hidden.is_cuda and bias is None else None
+
+
+@functools.cache
+def _compiled() -> Kernels | None:
+    """:func:`_sums` and :func:`_slopes`, as one kernel each that reads a slice's product once or twice, where single operations would read and write
+    it in float32 some ten times. None where they can't be compiled: Triton needs a C compiler."""
+    if shutil.which("cc") is None and shutil.which("gcc") is None:
+        log.warning(
+            "no C compiler (cc or gcc) is on the PATH, so that log-probs take several times as long on this GPU"
+        )
+        return None
+    # Two kernels need no pool of processes that compiles them.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    return torch.compile(_sums, dynamic=True), torch.compile(_slopes, dynamic=True)
+
+
+def _sums_in_place(logits: Tensor, keep: bool) -> Part:
+    """The sums of a slice, from its logits, which are overwritten unless they are to be kept."""
+    top = logits.amax(1)
+    # A slice of only forbidden tokens (−∞) must not make NaN of −∞ − (−∞).
+    base = torch.where(top == -torch.inf, torch.zeros_like(top), top)[:, None]
+    moved = logits - base if keep else logits.sub_(base)
+    share = moved.exp()
+    # e^x x is 0 at x = −∞, but the product is NaN.
+    return top, share.sum(1), torch.linalg.vecdot(share, moved.clamp_(min=-1e30))
+
+
+def _slopes_in_place(
+    logps: Tensor,
+    heat: Tensor | None,
+    bend: float | None,
+    norms: Tensor,
+    entropy: Tensor,
+    by_logprob: Tensor,
+    by_entropy: Tensor | None,
+    local: Tensor,
+) -> Tensor:
+    """The gradient of a slice's matrix product, in float32, from its log-probs, which are overwritten."""
+    bent = None
+    if bend is not None:
+        assert heat is not None
+        # 1 − tanh², from heat · tanh.
+        bent = ((logps + norms[:, None]) / heat).square_().neg_().add_(1)
+    share = logps.exp()
+    width = share.shape[1]
+    if by_entropy is not None:
+        # −p (g + h (log p + H)): one factor, then one product.
+        logps.clamp_(min=-1e30).add_(entropy[:, None]).mul_(by_entropy[:, None])
+        logps.add_(by_logprob[:, None])
+        grad = share.mul_(logps.neg_())
+    else:
+        grad = share.mul_(-by_logprob[:, None])
+    here = (local >= 0) & (local < width)
+    added = torch.where(here, by_logprob, torch.zeros_like(by_logprob)).to(grad.dtype)
+    grad.scatter_add_(1, local.clamp(0, width - 1)[:, None], added[:, None])
+    if heat is not None:
+        grad.mul_(heat)
+    if bent is not None:
+        grad.mul_(bent.mul_(bend))
+    return grad
+
+
+def _merged(one: Part, other: Part) -> Part:
+    """The sums of two slices together."""
+    top = torch.maximum(one[0], other[0])
+    total, moment = torch.zeros_like(top), torch.zeros_like(top)
+    for own, s, u in (one, other):
+        # −∞ − (−∞) again: what has seen no token that is allowed adds nothing.
+        moved = torch.where(own == -torch.inf, torch.zeros_like(top), own - top)
+        shrunk = torch.where(own == -torch.inf, torch.zeros_like(top), moved.exp())
+        total = total + shrunk * s
+        moment = moment + shrunk * (u + moved * s)
+    return top, total, moment
+
+
 class _Sliced(torch.autograd.Function):
     """Keeps hidden, W, b, tokens, logsumexp and entropy; computes the logits again in backward, except
     for those of the first slices, which it keeps.
@@ -170,37 +307,35 @@ class _Sliced(torch.autograd.Function):
         most = hidden.new_full((count,), -torch.inf, dtype=dtype)
         heat, bend = _factors(temperature, scale, cap, most)
         total = hidden.new_zeros(count, dtype=dtype)
-        moment = torch.zeros_like(total)
         picked = torch.zeros_like(total)
+        sums = most, total, torch.zeros_like(total)
+        kernels = _kernels(hidden, bias)
         for start in range(0, weight.shape[0], size):
             part = slice(start, start + size)
-            logits = _slice_logits(hidden, weight, bias, part, bend, heat)
+            if kernels is not None:
+                logits = _product(hidden, weight[part], None)
+                found = kernels[0](logits, heat, bend)
+            else:
+                logits = _slice_logits(hidden, weight, bias, part, bend, heat)
             width = logits.shape[1]
             local = tokens - start
             here = (local >= 0) & (local < width)
-            own_logits = logits.gather(1, local.clamp(0, width - 1)[:, None]).squeeze(1)
-            picked = torch.where(here, own_logits, picked)
-            top = torch.maximum(most, logits.amax(1))
-            # A slice of only forbidden tokens (−∞) must not make NaN of −∞ − (−∞).
-            base = torch.where(top == -torch.inf, torch.zeros_like(top), top)
-            if start < kept * size:
-                saved.append(logits)
-                logits = logits - base[:, None]
+            own = logits.gather(1, local.clamp(0, width - 1)[:, None])
+            if kernels is not None:
+                own = _bent(own, heat, bend)
             else:
-                logits.sub_(base[:, None])
-            moved = torch.where(most == -torch.inf, torch.zeros_like(most), most - base)
-            shrunk = torch.where(most == -torch.inf, torch.zeros_like(most), moved.exp())
-            share = logits.exp()
-            moment = shrunk * (moment + moved * total)
-            total = shrunk * total + share.sum(1)
-            # e^x x is 0 at x = −∞, but the product is NaN.
-            moment += torch.linalg.vecdot(share, logits.clamp_(min=-1e30))
-            most = top
+                keep = start < kept * size
+                if keep:
+                    saved.append(logits)
+                found = _sums_in_place(logits, keep)
+            picked = torch.where(here, own.squeeze(1), picked)
+            sums = _merged(sums, found)
+        most, total, moment = sums
         norms = most + total.log()
         entropy = total.log() - moment / total
         logprobs = picked - norms
         ctx.save_for_backward(hidden, weight, bias, tokens, heat, norms, entropy, *saved)
-        ctx.size, ctx.bend = size, bend
+        ctx.size, ctx.bend, ctx.kernels = size, bend, kernels
         return logprobs, entropy
 
     @staticmethod
@@ -212,38 +347,29 @@ class _Sliced(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=norms.dtype) if wants_hidden else None
         grad_weight = torch.empty_like(weight) if wants_weight else None
         grad_bias = torch.empty_like(bias) if wants_bias else None
-        with_entropy = bool(by_entropy.any())
+        # Asking a GPU would wait for it.
+        with_entropy = ctx.kernels is None and bool(by_entropy.any())
         for number, start in enumerate(range(0, weight.shape[0], ctx.size)):
             part = slice(start, start + ctx.size)
-            if number < len(saved):
-                logps = saved[number] - norms[:, None]
-            else:
-                logps = _slice_logits(hidden, weight, bias, part, ctx.bend, heat)
-                logps.sub_(norms[:, None])
-            bent = None
-            if ctx.bend is not None:
-                # 1 − tanh², from heat · tanh.
-                bent = ((logps + norms[:, None]) / heat).square_().neg_().add_(1)
-            share = logps.exp()
-            width = share.shape[1]
-            if with_entropy:
-                # −p (g + h (log p + H)): one factor, then one product.
-                logps.clamp_(min=-1e30).add_(entropy[:, None]).mul_(by_entropy[:, None])
-                logps.add_(by_logprob[:, None])
-                grad = share.mul_(logps.neg_())
-            else:
-                grad = share.mul_(-by_logprob[:, None])
             local = tokens - start
-            here = (local >= 0) & (local < width)
-            added = torch.where(here, by_logprob, torch.zeros_like(by_logprob)).to(grad.dtype)
-            grad.scatter_add_(1, local.clamp(0, width - 1)[:, None], added[:, None])
-            if heat is not None:
-                grad.mul_(heat)
-            if bent is not None:
-                grad.mul_(bent.mul_(ctx.bend))
-            if grad_bias is not None:
-                grad_bias[part] = grad.sum(0)
-            narrow = grad.to(hidden.dtype)
+            if ctx.kernels is not None:
+                product = _product(hidden, weight[part], None)
+                narrow = ctx.kernels[1](
+                    *(product, heat, ctx.bend, norms, entropy, by_logprob, by_entropy, local),
+                )
+            else:
+                if number < len(saved):
+                    logps = saved[number] - norms[:, None]
+                else:
+                    logps = _slice_logits(hidden, weight, bias, part, ctx.bend, heat)
+                    logps.sub_(norms[:, None])
+                grad = _slopes_in_place(
+                    *(logps, heat, ctx.bend, norms, entropy, by_logprob),
+                    *(by_entropy if with_entropy else None, local),
+                )
+                if grad_bias is not None:
+                    grad_bias[part] = grad.sum(0)
+                narrow = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden += narrow @ weight[part]
             if grad_weight is not None:

@@ -96,6 +96,10 @@ def page(found: Mapping[str, Any]) -> str:
         lines += ["", f"### {part['title']}", ""]
         if part["figures"]:
             lines += [*table(part["figures"], COLUMNS.get(key, ())), ""]
+        for one in part["figures"]:
+            if one.get("shares"):
+                told = ", ".join(f"{kind} {share:.0%}" for kind, share in one["shares"].items())
+                lines += [f"- An update, {one['name']}, by kind of kernel: {told}."]
         lines += [f"- Not run: {one['name']}: {one['reason']}" for one in part["not_run"]]
         for one in part["failed"]:
             lines += [f"- **Failed**: {one['name']}: {one['error']}"]

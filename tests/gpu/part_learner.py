@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 from engines import save_model
-from measure import free, product_flops, settle
+from measure import free, kernels, product_flops, settle
 from record import NotRunError, Recorder, refusals
 from sizes import Sizes, case_of
 
@@ -173,6 +173,10 @@ def _one(
     longer = sum(length**2 for length in lengths) / tokens
     flops = 3 * forward_flops(shape, tokens, longer) / took
     held = watch.take()
+    shares, longest = {}, {}
+    if device.type == "cuda" and not settings:
+        groups, _ = _groups(sizes, shape.vocabulary, sizes.updates + 2)
+        shares, longest = kernels(device, lambda: updates.train(sizes.updates + 2, groups, lr=1e-6))
     best = product_flops(device, model.dtype, sizes.matrix)
     there = sum(size for name, size in planned.parts.items() if name not in OUTSIDE)
     return {
@@ -198,6 +202,8 @@ def _one(
         **{f"{part}_bytes": int(size) for part, size in held.items()},
         "planned_bytes": there,
         "planned_parts": dict(planned.parts),
+        "shares": shares,
+        "longest_kernels": longest,
     }
 
 

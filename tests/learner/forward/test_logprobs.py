@@ -112,6 +112,40 @@ def test_bias_scale_and_cap_are_those_of_the_formula(
             torch.testing.assert_close(one, formula)
 
 
+@pytest.mark.parametrize(
+    ("cap", "heat", "compiled"),
+    [(None, False, False), (None, True, False), (2.0, True, False), (2.0, True, True)],
+)
+def test_the_kernels_of_a_gpu_compute_the_same(
+    cap: float | None, heat: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run here on a CPU, as they are and compiled, against autograd of the plain path."""
+    monkeypatch.setattr(module, "LEAST_SLICE", 3)
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * N * 3)
+    monkeypatch.setitem(module.KEPT_BYTES, "cpu", 0)
+    kernels = module._sums, module._slopes
+    if compiled:
+        found = module._compiled()
+        if found is None:
+            pytest.skip("no C compiler")
+        kernels = found
+    monkeypatch.setattr(module, "_kernels", lambda *_: kernels)
+    results = []
+    for chunked in (False, True):
+        hidden, weight, tokens, temperature = case(torch.float64)
+        ramp = torch.linspace(-1, 1, N, dtype=torch.float64)
+        found, entropy = token_logprobs(
+            *(hidden, weight, tokens, temperature if heat else None),
+            cap=cap,
+            entropy_gradient=True,
+            chunked=chunked,
+        )
+        ((found * ramp).sum() + (entropy * ramp.flip(0)).sum()).backward()
+        results.append([found.detach(), entropy.detach(), hidden.grad, weight.grad])
+    for ours, plain in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
 def test_a_bf16_matrix_gets_a_bf16_gradient_summed_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -137,3 +171,36 @@ def test_the_size_of_the_vocabulary_decides(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "CHUNKED_FROM", V)
     pieces, _ = token_logprobs(hidden, weight, tokens, None)
     assert "Sliced" in type(pieces.grad_fn).__name__
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("heat", [True, False])
+def test_a_gpu_computes_in_slices_what_float64_gives(dtype: torch.dtype, heat: bool) -> None:
+    """With a vocabulary of several slices whose number no slice divides, and as many tokens as a micro-batch has."""
+    rng = torch.Generator(device="cuda").manual_seed(0)
+    count, width, vocabulary = 4099, 128, 32_001
+
+    def normal(*shape: int) -> torch.Tensor:
+        made = torch.randn(*shape, generator=rng, device="cuda") * shape[-1] ** -0.25
+        return made.to(dtype).requires_grad_()
+
+    hidden, weight = normal(count, width), normal(vocabulary, width)
+    tokens = torch.randint(0, vocabulary, (count,), generator=rng, device="cuda")
+    temperature = torch.rand(count, generator=rng, device="cuda") + 0.5 if heat else None
+    ramp = torch.linspace(-1, 1, count, device="cuda")
+    results = []
+    for of in (torch.float64, dtype):
+        inputs = [one.detach().to(of).requires_grad_() for one in (hidden, weight)]
+        found, entropy = token_logprobs(
+            *inputs, tokens, temperature, entropy_gradient=True, chunked=of == dtype
+        )
+        ((found * ramp).sum() + (entropy * ramp.flip(0)).sum()).backward()
+        results.append([found.detach(), entropy.detach(), *(one.grad for one in inputs)])
+    assert module._compiled() is not None
+    bound = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for ours, exact in zip(results[1], results[0], strict=True):
+        assert ours is not None
+        assert exact is not None
+        error = (ours.double() - exact).norm() / exact.norm()
+        assert error < bound
