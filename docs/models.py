@@ -65,8 +65,8 @@ with the reason where a faster one isn't taken:
   outside of attention (Mamba, convolutions), with biases by distance (ALiBi), and with attention in chunks.
 - No row sees another one: its log-probs, entropies and gradient stay the same to the last bit when its neighbours' tokens
   change, and to rounding (3e-5 in float32) when their number, order or lengths do
-  (`tests/learner/forward/test_packed.py`, for each attention that runs on a CPU; those of a GPU are tested there with
-  `-m gpu`, and have not run yet).
+  (`tests/learner/forward/test_packed.py`, for each attention that runs on a CPU; with `-m gpu` for varlen and flex on a
+  GPU, which passed on an H200, and for flash-attention, which has not run yet).
 - `learner.micro_batch_tokens` counts padding where there is some; of packed rows it counts their own tokens.
 - Adapters, gradient checkpointing, every ZeRO stage and the critic use the same layout.
 - A name that this host can't run is refused before anything is started.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -199,24 +198,34 @@ def _slopes(
 Kernels = tuple[Callable[..., Part], Callable[..., Tensor]]
 
 
-def _kernels(hidden: Tensor, bias: Tensor | None) -> Kernels | None:
+def _kernels(hidden: Tensor, bias: Tensor | None, bend: float | None) -> Kernels | None:
     """Compiled kernels for a slice where they pay: on a GPU. A bias, which few output matrices have, isn't known to
     them."""
-    return _compiled() if hidden.is_cuda and bias is None else None
+    return _compiled(hidden.device, hidden.dtype, bend) if hidden.is_cuda and bias is None else None
 
 
 @functools.cache
-def _compiled() -> Kernels | None:
-    """:func:`_sums` and :func:`_slopes`, as one kernel each that reads a slice's product once or twice, where single operations would read and write
-    it in float32 some ten times. None where they can't be compiled: Triton needs a C compiler."""
-    if shutil.which("cc") is None and shutil.which("gcc") is None:
-        log.warning(
-            "no C compiler (cc or gcc) is on the PATH, so that log-probs take several times as long on this GPU"
-        )
-        return None
+def _compiled(device: torch.device, dtype: torch.dtype, bend: float | None) -> Kernels | None:
+    """:func:`_sums` and :func:`_slopes`, as one kernel each that reads a slice's product once or twice, where single
+    operations would read and write it in float32 some ten times. They are compiled on a small product, for all sizes.
+    None where that fails: Triton needs a C compiler and Python's headers."""
     # Two kernels need no pool of processes that compiles them.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    return torch.compile(_sums, dynamic=True), torch.compile(_slopes, dynamic=True)
+    sums, slopes = torch.compile(_sums, dynamic=True), torch.compile(_slopes, dynamic=True)
+    product = torch.zeros(48, 80, device=device, dtype=dtype)
+    row = product[:, 0].to(torch.float64 if dtype == torch.float64 else torch.float32)
+    try:
+        with torch.no_grad():
+            sums(product, row[:, None], bend)
+            slopes(product, row[:, None], bend, row, row, row, row, row.long())
+    except Exception as error:  # noqa: BLE001 - of the compiler, which has many; the slower way is right, too
+        log.warning(
+            "log-probs take several times as long as they could, since their kernels can't be compiled here (gcc and "
+            "Python's headers are needed): %s",
+            f"{type(error).__name__}: {error}".splitlines()[0][:300],
+        )
+        return None
+    return sums, slopes
 
 
 def _sums_in_place(logits: Tensor, keep: bool) -> Part:
@@ -309,7 +318,9 @@ class _Sliced(torch.autograd.Function):
         total = hidden.new_zeros(count, dtype=dtype)
         picked = torch.zeros_like(total)
         sums = most, total, torch.zeros_like(total)
-        kernels = _kernels(hidden, bias)
+        kernels = _kernels(hidden, bias, bend)
+        if kernels is not None and heat is None:
+            heat = torch.ones_like(most)[:, None]
         for start in range(0, weight.shape[0], size):
             part = slice(start, start + size)
             if kernels is not None:

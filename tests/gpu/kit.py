@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -171,9 +171,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_parts(
-    parts: Sequence[Part], device: str, sizes: str, minutes: float
+    parts: Sequence[Part],
+    device: str,
+    sizes: str,
+    minutes: float,
+    after: Callable[[dict[str, dict[str, Any]]], None] = lambda _: None,
 ) -> dict[str, dict[str, Any]]:
-    """Runs the parts one after the other, within some minutes; their results by name."""
+    """Runs the parts one after the other, within some minutes; their results by name, which ``after`` is given after
+    each part, too."""
     end = time.monotonic() + 60 * minutes
     found: dict[str, dict[str, Any]] = {}
     for part in parts:
@@ -195,6 +200,7 @@ def run_parts(
         print(f"{part.name:16} {one['state']:10} {one['seconds']:6.1f} s", flush=True)
         for failure in one["failed"]:
             print(f"  {failure['name']}: {failure['error']}", flush=True)
+        after(found)
     return found
 
 
@@ -284,16 +290,21 @@ def main() -> int:
         print("\n".join(f"{part.name:16} {part.seconds:4.0f} s  {part.title}" for part in parts))
         return 0
     start = time.monotonic()
-    found = {
+    found: dict[str, Any] = {
         "device": given.device,
         "sizes": given.sizes,
         "minutes": given.minutes,
         "machine": surroundings(),
-        "parts": run_parts(parts, given.device, given.sizes, given.minutes),
     }
-    found["seconds"] = round(time.monotonic() - start, 1)
-    found["failed"] = [name for name, part in found["parts"].items() if part["failed"]]
-    write(given.out, found)
+
+    def after(results: dict[str, dict[str, Any]]) -> None:
+        found["parts"] = results
+        found["seconds"] = round(time.monotonic() - start, 1)
+        found["failed"] = [name for name, part in results.items() if part["failed"]]
+        # After each part, since the machine may be gone before the last one.
+        write(given.out, found)
+
+    run_parts(parts, given.device, given.sizes, given.minutes, after)
     print(f"{given.out / 'gpu.json'}, {given.out / 'gpu.md'}")
     if found["failed"]:
         print(f"failed: {', '.join(found['failed'])}", file=sys.stderr)

@@ -42,9 +42,10 @@ WAYS: dict[str, Settings] = {
     "offload": {"learner.offload": "optimizer"},
     "varlen": {"model.attention": "varlen"},
     "flash_attention_2": {"model.attention": "flash_attention_2"},
-    "float16": {"model.dtype": "float16"},
-    # Last, since its kernels are compiled first.
+    # Late, since its kernels are compiled first.
     "flex": {"model.attention": "flex"},
+    # Last: DeepSpeed keeps the memory of a float16 engine after its end.
+    "float16": {"model.dtype": "float16"},
 }
 """Settings of each way; one that this version of Tandem, or this machine, doesn't have is not run."""
 NOT_ON_CPUS = {"flex": "no GPU, and flex attention has no backward pass on a CPU"}

@@ -123,12 +123,12 @@ def test_the_kernels_of_a_gpu_compute_the_same(
     monkeypatch.setattr(module, "LEAST_SLICE", 3)
     monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * N * 3)
     monkeypatch.setitem(module.KEPT_BYTES, "cpu", 0)
-    kernels = module._sums, module._slopes
+    kernels: module.Kernels | None = (module._sums, module._slopes)
     if compiled:
-        found = module._compiled()
-        if found is None:
-            pytest.skip("no C compiler")
-        kernels = found
+        kernels = module._compiled(
+            torch.device("cpu"), torch.float64, None if cap is None else 1 / cap
+        )
+        assert kernels is not None
     monkeypatch.setattr(module, "_kernels", lambda *_: kernels)
     results = []
     for chunked in (False, True):
@@ -173,6 +173,22 @@ def test_the_size_of_the_vocabulary_decides(monkeypatch: pytest.MonkeyPatch) -> 
     assert "Sliced" in type(pieces.grad_fn).__name__
 
 
+def test_without_a_compiler_the_slower_way_is_taken_and_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compile_(*_: object, **__: object) -> object:
+        def run(*_: object) -> None:
+            raise RuntimeError("Failed to find C compiler\nand more")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    module._compiled.cache_clear()
+    assert module._compiled(torch.device("cpu"), torch.float32, None) is None
+    module._compiled.cache_clear()
+    assert "RuntimeError: Failed to find C compiler" in caplog.text
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("heat", [True, False])
@@ -197,7 +213,7 @@ def test_a_gpu_computes_in_slices_what_float64_gives(dtype: torch.dtype, heat: b
         )
         ((found * ramp).sum() + (entropy * ramp.flip(0)).sum()).backward()
         results.append([found.detach(), entropy.detach(), *(one.grad for one in inputs)])
-    assert module._compiled() is not None
+    assert module._compiled(hidden.device, dtype, None) is not None
     bound = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     for ours, exact in zip(results[1], results[0], strict=True):
         assert ours is not None
