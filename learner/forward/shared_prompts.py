@@ -22,6 +22,8 @@ from ..rows.microbatch import SharedLayout
 
 IMPLEMENTATION = "tandem_shared_prompts"
 """The name under which transformers knows it."""
+SHORT = 192
+"""Longest rows for which attention in bfloat16 is computed by whole matrices of scores."""
 ARGUMENT = "shared_prompts"
 """Keyword by which the layout reaches the attention layers."""
 
@@ -53,7 +55,12 @@ def attention(
     # Done together: one gather, and one scatter in the backward pass.
     both = torch.cat([_line(key), _line(value)], 1).index_select(0, layout.gather)
     both = both.view(*shape, 2 * kv_heads, size).transpose(1, 2)
-    k, v = (repeated(part, heads // kv_heads) for part in both.split(kv_heads, 1))
+    k, v = both.split(kv_heads, 1)
+    if layout.width <= SHORT and q.dtype == torch.bfloat16 and _fast_bfloat16():
+        result = short(q, k, v, window, size**-0.5 if scaling is None else scaling)
+        line = result.transpose(1, 2).reshape(-1, heads * size).index_select(0, layout.back)
+        return line.view(1, -1, heads, size), None
+    k, v = (repeated(part, heads // kv_heads) for part in (k, v))
     # A mask costs SDPA its fast causal path, so it is used only if a row is longer than the window.
     mask = band(layout.width, window, q.device) if window and layout.width > window else None
     result = scaled_dot_product_attention(
@@ -61,6 +68,53 @@ def attention(
     )
     line = result.transpose(1, 2).reshape(-1, heads * size).index_select(0, layout.back)
     return line.view(1, -1, heads, size), None
+
+
+def short(query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float) -> Tensor:
+    """Causal attention in bfloat16 by whole matrices of scores; with short rows forward and backward pass take half to
+    a tenth of the time that torch's take on a CPU.
+
+    ``query`` is ``[r, heads, S, d]``, ``key`` and ``value`` ``[r, kv heads, S, d]``; returns ``[r, heads, S, d]``.
+    """
+    rows, heads, width, size = query.shape
+    groups = rows * key.shape[1]
+    # Heads that share keys are one matrix with them.
+    q, k, v = query.reshape(groups, -1, size), key.flatten(0, 1), value.flatten(0, 1)
+    hidden = hiding(width, window, q.shape[1] // width, q.device)
+    result: Tensor = _Short.apply(q, k, v, hidden, scaling)
+    return result.view(rows, heads, width, size)
+
+
+@lru_cache(maxsize=1)
+def _fast_bfloat16() -> bool:
+    """Whether products in bfloat16 are faster than others: on CPUs that oneDNN has kernels for."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
+class _Short(torch.autograd.Function):
+    """Scores and softmax are in float32, and all other products in the inputs' dtype, as in FlashAttention
+    (arXiv 2205.14135)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scaling: float
+    ) -> Tensor:
+        scores = torch.baddbmm(hidden, q.float(), k.float().transpose(1, 2), alpha=scaling)
+        shares = scores.softmax(-1).to(q.dtype)
+        ctx.save_for_backward(q, k, v, shares)
+        ctx.scaling = scaling
+        return torch.bmm(shares, v)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, shares = ctx.saved_tensors
+        by_value = torch.bmm(shares.transpose(1, 2), gradient)
+        wide = shares.float()
+        by_share = torch.bmm(gradient, v.transpose(1, 2)).float().mul_(wide)
+        by_score = by_share.sub_(wide.mul_(by_share.sum(-1, keepdim=True))).mul_(ctx.scaling)
+        narrow = by_score.to(q.dtype)
+        by_key = torch.bmm(narrow.transpose(1, 2), q)
+        return torch.bmm(narrow, k), by_key, by_value, None, None
 
 
 def plain(
@@ -101,6 +155,13 @@ def band(width: int, window: int, device: torch.device) -> Tensor:
     """``[S, S]`` bool: which tokens of its row a token sees under a sliding window."""
     ones = torch.ones(width, width, dtype=torch.bool, device=device)
     return ones.tril().triu(1 - window)
+
+
+@lru_cache(maxsize=8)
+def hiding(width: int, window: int | None, times: int, device: torch.device) -> Tensor:
+    """``[times · S, S]`` float32: −∞ where a token doesn't see another one, else 0; ``times`` copies."""
+    unseen = ~band(width, window or width, device)
+    return unseen.float().masked_fill_(unseen, -torch.inf).repeat(times, 1)
 
 
 def arguments(layout: SharedLayout) -> dict[str, Any]:

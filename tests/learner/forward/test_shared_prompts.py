@@ -140,3 +140,58 @@ def test_rows_that_would_share_too_little_are_padded(made_up: ModuleType) -> Non
         assert micro.layout_name == name
     # Rows of one group share enough.
     assert micro_batch(rows.select(torch.tensor([0, 1, 2, 3])), "shared").layout_name == "shared"
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (4, 1)])
+def test_short_rows_in_bfloat16_attend_as_in_float64(
+    heads: int, kv_heads: int, window: int | None
+) -> None:
+    """Values and gradients, as near to float64 as torch's own attention is."""
+    rng = torch.Generator().manual_seed(0)
+    rows, width, size = 3, 17, 8
+
+    def normal(count: int) -> torch.Tensor:
+        made = torch.randn(rows, width, count, size, generator=rng).bfloat16()
+        return made.transpose(1, 2).requires_grad_()
+
+    inputs = [normal(heads), normal(kv_heads), normal(kv_heads)]
+    gradient = normal(heads).detach()
+
+    def plainly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = (shared_prompts.repeated(one, heads // kv_heads) for one in (k, v))
+        seen = shared_prompts.band(width, window or width, q.device)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3)
+
+    def results(way: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        found = way(*given)
+        return [found, *torch.autograd.grad(found, given, gradient.to(found.dtype))]
+
+    exact = results(plainly, [one.detach().double().requires_grad_() for one in inputs])
+    theirs = results(plainly, inputs)
+    ours = results(lambda q, k, v: shared_prompts.short(q, k, v, window, 0.3), inputs)
+
+    def error(found: torch.Tensor, of: torch.Tensor) -> float:
+        return float((found.detach().double() - of).norm() / of.norm())
+
+    for mine, other, of in zip(ours, theirs, exact, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert error(mine, of) < 2 * error(other, of) < 0.02
+
+
+@pytest.mark.parametrize("short", [0, shared_prompts.SHORT])
+def test_a_policy_in_bfloat16_scores_shared_prompts_as_padded_rows(
+    short: int, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_prompts, "SHORT", short)
+    monkeypatch.setattr(shared_prompts, "_fast_bfloat16", lambda: True)
+    rows = made_up.random_rows(7, temperature=0.7)
+    which = list(range(16))
+    results = []
+    for share in (False, True):
+        policy = Policy(made_up.tiny_model(kv_heads=2).bfloat16())
+        if share:
+            assert policy.choose_layout() == "shared"
+        results.append(scored(policy, rows, which, share)[1])
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        assert (ours - theirs).float().norm() < 0.03 * theirs.float().norm()
