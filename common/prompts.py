@@ -79,22 +79,31 @@ def render_text(
     Raises:
         DataError: no messages, a malformed message, or more messages than the template holds.
     """
+    return render_texts(tokenizer, [messages], data)[0]
+
+
+def render_texts(
+    tokenizer: Any,
+    conversations: Sequence[Sequence[Mapping[str, str]]],
+    data: DataConfig | None = None,
+) -> list[str]:
+    """As :func:`render_text`, for several conversations in one call of the chat template's."""
     data = data or DataConfig()
-    turns = conversation(messages, data)
+    turns = [conversation(messages, data) for messages in conversations]
     template = templates.named(data.template)
     if template.text is not None:
-        asked = [turn["content"] for turn in turns]
-        if len(asked) != 1:
-            raise DataError(
-                f"data.template={data.template} holds one question, and the prompt has {len(asked)} "
-                f"messages: use data.template=own"
-            )
-        return template.fill(asked[0]) + data.prefill
-    if template.name == templates.OWN and getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        for asked in turns:
+            if len(asked) != 1:
+                raise DataError(
+                    f"data.template={data.template} holds one question, and the prompt has {len(asked)} "
+                    f"messages: use data.template=own"
+                )
+        texts = [template.fill(asked[0]["content"]) for asked in turns]
+    elif template.name == templates.OWN and getattr(tokenizer, "chat_template", None) and turns:
+        texts = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     else:
-        text = "\n".join(turn["content"] for turn in turns)
-    return str(text) + data.prefill
+        texts = ["\n".join(turn["content"] for turn in each) for each in turns]
+    return [str(text) + data.prefill for text in texts]
 
 
 def longest_token(tokenizer: Any) -> int:
@@ -116,9 +125,11 @@ def encode_all(tokenizer: Any, texts: Sequence[str]) -> list[Int32Array]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return [encode(tokenizer, text) for text in texts]
-    # A tokenizer's file may ask for both, which the wrapper's own call would undo.
-    backend.no_truncation()
-    backend.no_padding()
+    # A tokenizer's file may ask for either, which the wrapper's own call would undo. Not while another thread encodes.
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
     encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
     return [np.array(one.ids, dtype=np.int32) for one in encoded]
 

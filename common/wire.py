@@ -57,6 +57,12 @@ _BODY = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 
 
 @cache
+def _start(kind: str) -> bytes:
+    """What a body begins with, before its record: MessagePack's mark of a pair, and the kind."""
+    return b"\x92" + _ENCODER.encode(kind)
+
+
+@cache
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(kind, dec_hook=_to_array)
 
@@ -73,19 +79,23 @@ def encode(record: Any) -> bytes:
     if not issubclass(cls, Record):
         raise WireError(f"a {kind} isn't a record: only a Record travels")
     try:
-        body = _ENCODER.encode((kind, record))
+        fields = _ENCODER.encode(record)
         # Making a record checks no types, so what couldn't be read must fail here, where it was made.
-        _decoder(cls).decode(_BODY.decode(body)[1])
+        _decoder(cls).decode(fields)
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
         raise WireError(f"a {kind} can't travel: {_unencodable(record)}: {error}") from None
     except UNREADABLE as error:
         raise WireError(f"a {kind} can't travel: {reason(error, kind)}") from None
-    if len(body) + HEADER.size > MAX_MESSAGE_BYTES:
+    start = _start(kind)
+    size = len(start) + len(fields)
+    if size + HEADER.size > MAX_MESSAGE_BYTES:
         raise WireError(
-            f"a {kind} of {len(body):,} bytes is over the limit of "
+            f"a {kind} of {size:,} bytes is over the limit of "
             f"{MAX_MESSAGE_BYTES:,}: send fewer or shorter samples a group"
         )
-    return HEADER.pack(MAGIC, SCHEMA_VERSION, xxhash.xxh3_64_intdigest(body)) + body
+    checksum = xxhash.xxh3_64(start)
+    checksum.update(fields)
+    return b"".join((HEADER.pack(MAGIC, SCHEMA_VERSION, checksum.intdigest()), start, fields))
 
 
 def _unencodable(record: Any) -> str:

@@ -6,7 +6,9 @@ Rows are taken in chunks, so that a file is never held whole, and a chunk's text
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,7 +33,7 @@ from .repeats import joined
 
 OPENERS = ("<think>\n", "<think>")
 """Openers that the rendered prompt may end with; a trace that repeats one loses it."""
-CHUNK_ROWS = 512
+CHUNK_ROWS = 1024
 SHOWN_TASK = 400
 """Characters of a task that stand for its prompt where people read one."""
 
@@ -61,6 +63,18 @@ class _Draft:
     problem: Problem | None = None
     trace: ExpertTrace | None = None
     rejected: ExpertTrace | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rendered:
+    """A chunk's rows on their way to tokens."""
+
+    short: list[_Draft]
+    """Rows with prompts."""
+    shown: list[_Draft]
+    """Rows whose environment shows them."""
+    encoded: Future[list[NDArray[np.int32]]]
+    """The tokens of the prompts."""
 
 
 class SourceReader:
@@ -156,10 +170,8 @@ class SourceReader:
         rows = read_rows(file, source.form, left_out)
         limit = source.limit if getattr(source, "seed", None) is None else None
         done = 0
-        while chunk := list(islice(rows, CHUNK_ROWS)):
-            self._doing(f"{file.name}: row {chunk[-1].number + 1:,}")
-            counts.used += len(chunk)
-            made = self._chunk(name, chunk, source, counts)
+        for drafts in self._rendered_chunks(rows, file, counts, ahead=limit is None):
+            made = self._chunk(name, self._prompts(drafts, counts), source, counts)
             if limit is not None:
                 made = first_of(made, limit - done)
             done += len(made.problems)
@@ -169,14 +181,31 @@ class SourceReader:
             if limit is not None and done == limit:
                 return
 
+    def _rendered_chunks(
+        self, rows: Iterator[DataRow], file: Path, counts: SourceCounts, *, ahead: bool
+    ) -> Iterator[_Rendered]:
+        """Chunks of rendered rows, whose prompts are being encoded by another thread.
+
+        Args:
+            ahead: whether the next chunk is read meanwhile; not where its rows may not be wanted any more.
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="encode") as encoder:
+            waiting: deque[_Rendered] = deque()
+            while chunk := list(islice(rows, CHUNK_ROWS)):
+                self._doing(f"{file.name}: row {chunk[-1].number + 1:,}")
+                counts.used += len(chunk)
+                waiting.append(self._render(self._golds(chunk, counts), counts, encoder))
+                if len(waiting) > ahead:
+                    yield waiting.popleft()
+            yield from waiting
+
     def _chunk(
         self,
         name: str,
-        rows: Sequence[DataRow],
+        drafts: Sequence[_Draft],
         source: SourceConfig | EvalSetConfig,
         counts: SourceCounts,
     ) -> Chunk:
-        drafts = self._prompts(self._golds(rows, counts), counts)
         for draft in drafts:
             assert draft.tokens is not None
             content = draft.row.content
@@ -197,14 +226,16 @@ class SourceReader:
                 ),
             )
         if isinstance(source, SourceConfig):
-            drafts = self._with_traces(drafts, source, counts)
+            drafts = self._with_traces(list(drafts), source, counts)
         problems, traces = [], []
         for draft in drafts:
             assert draft.problem is not None
             problem = draft.problem
             of_it = [trace for trace in (draft.trace, draft.rejected) if trace is not None]
-            traces += of_it
-            problems.append(replace(problem, trace_ids=tuple(trace.trace_id for trace in of_it)))
+            if of_it:
+                traces += of_it
+                problem = replace(problem, trace_ids=tuple(trace.trace_id for trace in of_it))
+            problems.append(problem)
         return Chunk(
             problems=tuple(problems),
             traces=tuple(traces),
@@ -262,8 +293,10 @@ class SourceReader:
 
     # Prompts.
 
-    def _prompts(self, drafts: Sequence[_Draft], counts: SourceCounts) -> list[_Draft]:
-        """The rows whose prompts aren't too long, rendered and encoded."""
+    def _render(
+        self, drafts: Sequence[_Draft], counts: SourceCounts, encoder: Executor
+    ) -> _Rendered:
+        """The rows whose prompts aren't surely too long, rendered and about to be encoded."""
         data = self._config.data
         short: list[_Draft] = []
         shown: list[_Draft] = []
@@ -285,11 +318,18 @@ class SourceReader:
                 draft.tokens = np.zeros(0, np.int32)
                 shown.append(draft)
                 continue
-            draft.text = self._rendered(draft.row)
             short.append(draft)
+        for draft, text in zip(short, self._texts([draft.row for draft in short]), strict=True):
+            draft.text = text
+        texts = [draft.text for draft in short]
+        encoded = encoder.submit(prompts.encode_all, self._tokenizer, texts)
+        return _Rendered(short=short, shown=shown, encoded=encoded)
+
+    def _prompts(self, rendered: _Rendered, counts: SourceCounts) -> list[_Draft]:
+        """The rows whose prompts aren't too long, encoded."""
+        data = self._config.data
         kept = []
-        encoded = prompts.encode_all(self._tokenizer, [draft.text for draft in short])
-        for draft, tokens in zip(short, encoded, strict=True):
+        for draft, tokens in zip(rendered.short, rendered.encoded.result(), strict=True):
             if len(tokens) == 0:
                 raise DataError(
                     f"{draft.row.place}: the prompt has no tokens after rendering: {draft.text[:80]!r}"
@@ -299,10 +339,21 @@ class SourceReader:
                 self._long_prompt(draft, f"{len(tokens):,} tokens", counts)
             else:
                 kept.append(draft)
-        return sorted(shown + kept, key=lambda draft: draft.row.number)
+        if not rendered.shown:
+            return kept
+        return sorted(rendered.shown + kept, key=lambda draft: draft.row.number)
 
-    def _rendered(self, row: DataRow) -> str:
-        messages = [{"role": m.role, "content": m.content} for m in row.content.prompt]
+    def _texts(self, rows: Sequence[DataRow]) -> list[str]:
+        """The rendered prompts of some rows."""
+        asked = [
+            [{"role": m.role, "content": m.content} for m in row.content.prompt] for row in rows
+        ]
+        try:
+            return prompts.render_texts(self._tokenizer, asked, self._config.data)
+        except Exception:  # noqa: BLE001 - one of them can't be rendered: which one, and why?
+            return [self._text(*one) for one in zip(rows, asked, strict=True)]
+
+    def _text(self, row: DataRow, messages: Sequence[Mapping[str, str]]) -> str:
         try:
             return prompts.render_text(self._tokenizer, messages, self._config.data)
         except DataError as error:

@@ -32,6 +32,9 @@ class Texts(Characters):
         return np.frombuffer(text.encode("utf-32-le"), np.int32)
 
     def apply_chat_template(
-        self, turns: Sequence[Mapping[str, str]], add_generation_prompt: bool, tokenize: bool
-    ) -> str:
-        return json.dumps(list(turns), ensure_ascii=False)
+        self,
+        conversations: Sequence[Sequence[Mapping[str, str]]],
+        add_generation_prompt: bool,
+        tokenize: bool,
+    ) -> list[str]:
+        return [json.dumps(list(turns), ensure_ascii=False) for turns in conversations]

@@ -270,6 +270,7 @@ def _slopes_in_place(
     if heat is not None:
         grad.mul_(heat)
     if bent is not None:
+        assert bend is not None
         grad.mul_(bent.mul_(bend))
     return grad
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ...common import import_path
 from ...common.errors import ConfigError, DataError
 from . import (
@@ -65,8 +67,7 @@ FORMS: tuple[Form, ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DataRow:
+class DataRow(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One row that can be used, and its place."""
 
     number: int
@@ -74,7 +75,7 @@ class DataRow:
     place: str
     """File and row, for errors."""
     content: Content
-    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    raw: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """The columns that were read, as they are in the file."""
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from ...common.errors import DataError
 from ...common.records import Float32Array
@@ -20,8 +21,7 @@ MAX_EXTRA = 1_000
 """Longest extra column that is kept, in characters of its JSON."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Message(Struct, frozen=True, kw_only=True, gc=False):
     """One message of a prompt."""
 
     role: str
@@ -29,8 +29,7 @@ class Message:
     content: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Content:
+class Content(Struct, frozen=True, kw_only=True, eq=False):
     """What one row says."""
 
     prompt: tuple[Message, ...]

@@ -13,6 +13,7 @@ reads, checks, and puts into Redis, without traces to grade (``--rows``).
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -153,7 +154,9 @@ def rows_a_second(count: int) -> dict[str, float]:
     from tandem.launch.miniature.parquet import write
     from tandem.launch.run.opened.presets import load as preset
 
-    sys.modules["torch"] = None  # type: ignore[assignment] # as the ingest's own process does
+    # As the ingest's own process does.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    gc.disable()
     with tempfile.TemporaryDirectory(prefix="tandem-growth-") as temporary:
         folder = Path(temporary)
         write(folder / "data", "hard", seed=0, traces=4, fresh=count, train=1)
