@@ -114,9 +114,11 @@ class Decoder(Protocol):
         ...
 
 
-def visible(positions: np.ndarray, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """``[B, end]`` additive mask: 0 for slots up to a row's position, -inf past it."""
-    end = int(positions.max()) + 1
+def visible(
+    positions: np.ndarray, device: torch.device, dtype: torch.dtype, end: int | None = None
+) -> Tensor:
+    """``[B, end]`` additive mask: 0 for slots up to a row's position, -inf past it; None = up to the last one."""
+    end = int(positions.max()) + 1 if end is None else end
     hidden = torch.arange(end, device=device) > torch.from_numpy(positions).to(device)[:, None]
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
@@ -365,9 +367,15 @@ class DirectDecoder:
         x = F.embedding(tokens, self._embed)
         same = int(positions.min()) == end - 1
         queries = batch * self._kv_heads, self._heads // self._kv_heads, self._size
+        # oneDNN's products, which bfloat16 has on CPUs, copy what isn't contiguous: all keys and values of every step.
+        whole = x.dtype == torch.bfloat16 and not x.is_cuda
+        seen_slots = cache.capacity if whole else end
         if same:
             cos, sin = self._cos[end - 1], self._sin[end - 1]
-            mask = torch.zeros((), dtype=x.dtype, device=x.device)
+            if whole:
+                mask = visible(positions[:1], x.device, x.dtype, seen_slots)
+            else:
+                mask = torch.zeros((), dtype=x.dtype, device=x.device)
         else:
             at = torch.from_numpy(positions).to(x.device)
             # [B, KV heads, capacity] as one dimension: an index_copy takes half as long as an
@@ -375,7 +383,8 @@ class DirectDecoder:
             heads = torch.arange(batch * self._kv_heads, device=x.device).view(batch, -1)
             slots = (heads * cache.capacity + at[:, None]).flatten()
             cos, sin = self._cos[at], self._sin[at]
-            mask = visible(positions, x.device, x.dtype).repeat_interleave(self._kv_heads, 0)
+            mask = visible(positions, x.device, x.dtype, seen_slots)
+            mask = mask.repeat_interleave(self._kv_heads, 0)
             mask = mask.unsqueeze(1)
         low = x.dtype in (torch.bfloat16, torch.float16)
         for layer, store in zip(self._layers, cache.layers, strict=True):
@@ -386,12 +395,12 @@ class DirectDecoder:
             else:
                 store[0].view(-1, self._size).index_copy_(0, slots, k.reshape(-1, self._size))
                 store[1].view(-1, self._size).index_copy_(0, slots, v.reshape(-1, self._size))
-            seen = store[:, :, :, :end].flatten(1, 2)
+            seen = store[:, :, :, :seen_slots].flatten(1, 2)
             scores = torch.baddbmm(
                 mask,
                 q.reshape(queries),
                 seen[0].transpose(1, 2),
-                beta=0 if same else 1,
+                beta=1 if whole or not same else 0,
                 alpha=self._scale,
             )
             if low:
