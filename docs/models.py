@@ -50,7 +50,7 @@ On the miniature all this takes less than a tenth of a second.
 | `flash_attention_2` | CUDA, bfloat16, with the package flash-attn | packed: rows one after the other on a line without padding |
 | `varlen` | torch's kernel for variable lengths on CUDA in bfloat16; elsewhere sdpa, row by row | packed |
 | `flex` | CUDA, also in float32 and with attention sinks | packed |
-| `sdpa` | everywhere | on CPUs a line with every prompt of a group once; on CUDA padded rows |
+| `sdpa` | everywhere; rows of up to 192 tokens in bfloat16 on a CPU by whole matrices of scores, which is faster there | on CPUs a line with every prompt of a group once; on CUDA padded rows |
 | `eager` | everywhere, also for capped scores and sinks | padded rows |
 
 `auto` takes the first of these that the host and the model allow: `flash_attention_2` where it is installed, `varlen` on

@@ -27,6 +27,8 @@ LOGIT_CHUNK = {"cpu": 32 << 20, "cuda": 256 << 20}
 """Bytes of one chunk of float32 logits, as in :mod:`tandem.learner.forward.logprobs`."""
 LOGITS_KEPT = {"cpu": 1 << 30, "cuda": 0}
 """Bytes of logits that are kept for the backward pass, as in the same module."""
+SHORT_ROWS = 192
+"""Longest rows whose scores are kept in bfloat16 on a CPU, as in :mod:`tandem.learner.forward.shared_prompts`."""
 CHUNKED_FROM = 8192
 """Vocabulary size from which logits are computed in chunks, as in the same module."""
 CHUNK_COPIES = 3
@@ -266,7 +268,8 @@ def kept_by_layer(config: Config, shape: ModelShape, device: str) -> int:
     kept once on a GPU, where it has the form in which the next product takes it.
 
     On a CPU the rows of a group share their prompt in everything but attention, which works on padded rows, and
-    whose keys and values are repeated for each query head (4·a·d). ``eager`` keeps the scores of each head besides,
+    whose keys and values are repeated for each query head (4·a·d); of short rows in bfloat16 it keeps queries, keys, values
+    and the softmax of each head's scores instead. ``eager`` keeps the scores of each head besides,
     and shares no prompt.
     """
     e = element(config)
@@ -276,6 +279,10 @@ def kept_by_layer(config: Config, shape: ModelShape, device: str) -> int:
     if device == "cpu":
         by_token += shape.query_width
         wide = 4 * shape.query_width
+        width = longest_pass(config).width
+        shared = config.model.attention in ("auto", "sdpa")
+        if shared and config.model.dtype == "bfloat16" and width <= SHORT_ROWS:
+            wide = shape.query_width + 2 * shape.kv_width + shape.heads * width
     if config.model.attention == "eager":
         wide += shape.heads * longest_pass(config).width
     return e * (line * by_token + padded * (wide + 2 * shape.heads))

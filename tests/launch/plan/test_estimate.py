@@ -324,9 +324,10 @@ def test_logits_are_made_chunk_by_chunk() -> None:
     assert memory.logits(config(*SIXTEEN), SMALL, "cuda") == 3 * 4 * tokens * 100
 
 
-def test_the_chunks_are_those_of_the_learner() -> None:
-    from tandem.learner.forward import logprobs
+def test_the_chunks_and_short_rows_are_those_of_the_learner() -> None:
+    from tandem.learner.forward import logprobs, shared_prompts
 
+    assert memory.SHORT_ROWS == shared_prompts.SHORT
     assert memory.LOGIT_CHUNK == logprobs.CHUNK_BYTES
     assert memory.LOGITS_KEPT["cpu"] == logprobs.KEPT_BYTES["cpu"]
     assert memory.CHUNKED_FROM == logprobs.CHUNKED_FROM
