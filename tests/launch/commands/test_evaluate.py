@@ -248,8 +248,16 @@ def test_workers_share_the_samples_and_a_killed_one_costs_nothing(
     with subprocess.Popen([tandem_command, *words], text=True, stderr=subprocess.PIPE) as process:
         import psutil
 
-        until(lambda: bool(list(out.glob("logs/worker-1.log"))), process)
-        victims = [one for one in psutil.Process(process.pid).children() if "1/2" in one.cmdline()]
+        victims: list[psutil.Process] = []
+
+        def begun() -> bool:
+            # Its log is there before it is the program that it will be.
+            if list(out.glob("logs/worker-1.log")):
+                children = psutil.Process(process.pid).children()
+                victims[:] = [one for one in children if "1/2" in one.cmdline()]
+            return bool(victims)
+
+        until(begun, process)
         assert len(victims) == 1
         victims[0].send_signal(signal.SIGKILL)
         _, said = process.communicate(timeout=120)
