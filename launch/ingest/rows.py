@@ -202,7 +202,7 @@ class SourceReader:
     def _chunk(
         self,
         name: str,
-        drafts: Sequence[_Draft],
+        drafts: list[_Draft],
         source: SourceConfig | EvalSetConfig,
         counts: SourceCounts,
     ) -> Chunk:
@@ -226,7 +226,7 @@ class SourceReader:
                 ),
             )
         if isinstance(source, SourceConfig):
-            drafts = self._with_traces(list(drafts), source, counts)
+            drafts = self._with_traces(drafts, source, counts)
         problems, traces = [], []
         for draft in drafts:
             assert draft.problem is not None
@@ -319,9 +319,9 @@ class SourceReader:
                 shown.append(draft)
                 continue
             short.append(draft)
-        for draft, text in zip(short, self._texts([draft.row for draft in short]), strict=True):
+        texts = self._texts([draft.row for draft in short])
+        for draft, text in zip(short, texts, strict=True):
             draft.text = text
-        texts = [draft.text for draft in short]
         encoded = encoder.submit(prompts.encode_all, self._tokenizer, texts)
         return _Rendered(short=short, shown=shown, encoded=encoded)
 
@@ -339,8 +339,6 @@ class SourceReader:
                 self._long_prompt(draft, f"{len(tokens):,} tokens", counts)
             else:
                 kept.append(draft)
-        if not rendered.shown:
-            return kept
         return sorted(rendered.shown + kept, key=lambda draft: draft.row.number)
 
     def _texts(self, rows: Sequence[DataRow]) -> list[str]:

@@ -280,8 +280,8 @@ def kept_by_layer(config: Config, shape: ModelShape, device: str) -> int:
         by_token += shape.query_width
         wide = 4 * shape.query_width
         width = longest_pass(config).width
-        shared = config.model.attention in ("auto", "sdpa")
-        if shared and config.model.dtype == "bfloat16" and width <= SHORT_ROWS:
+        half = config.model.dtype == "bfloat16"
+        if half and width <= SHORT_ROWS and _shares_prompts(config, device):
             wide = shape.query_width + 2 * shape.kv_width + shape.heads * width
     if config.model.attention == "eager":
         wide += shape.heads * longest_pass(config).width
@@ -291,8 +291,12 @@ def kept_by_layer(config: Config, shape: ModelShape, device: str) -> int:
 def _lines(config: Config, device: str) -> tuple[int, int]:
     """Tokens of the largest micro-batch in everything but attention, and in attention."""
     largest = longest_pass(config)
-    shares = device == "cpu" and config.model.attention in ("auto", "sdpa")
-    return largest.line if shares else largest.tokens, largest.tokens
+    return largest.line if _shares_prompts(config, device) else largest.tokens, largest.tokens
+
+
+def _shares_prompts(config: Config, device: str) -> bool:
+    """Whether the rows of a group share their prompt."""
+    return device == "cpu" and config.model.attention in ("auto", "sdpa")
 
 
 def slack(config: Config, device: str) -> float:

@@ -152,14 +152,14 @@ Part = tuple[Tensor, Tensor, Tensor]
 """Of a slice's logits z, each ``[N]``: their maximum m, ``s = Σ e^(z − m)``, and ``u = Σ e^(z − m) (z − m)``."""
 
 
-def _bent(logits: Tensor, heat: Tensor | None, bend: float | None) -> Tensor:
+def _bent(logits: Tensor, heat: Tensor, bend: float | None) -> Tensor:
     logits = _float(logits)
     if bend is not None:
         logits = torch.tanh(logits * bend)
-    return logits if heat is None else logits * heat
+    return logits * heat
 
 
-def _sums(product: Tensor, heat: Tensor | None, bend: float | None) -> Part:
+def _sums(product: Tensor, heat: Tensor, bend: float | None) -> Part:
     """The sums of a slice, from the matrix product. Written without regard to temporary tensors: it is compiled."""
     logits = _bent(product, heat, bend)
     top = logits.amax(1)
@@ -170,7 +170,7 @@ def _sums(product: Tensor, heat: Tensor | None, bend: float | None) -> Part:
 
 def _slopes(
     product: Tensor,
-    heat: Tensor | None,
+    heat: Tensor,
     bend: float | None,
     norms: Tensor,
     entropy: Tensor,
@@ -181,15 +181,14 @@ def _slopes(
     """The gradient of a slice's matrix product, in its dtype. Compiled, too."""
     raw = _float(product)
     tanh = torch.tanh(raw * bend) if bend is not None else raw
-    logps = (tanh if heat is None else tanh * heat) - norms[:, None]
+    logps = tanh * heat - norms[:, None]
     share = logps.exp()
     own = torch.arange(product.shape[1], device=product.device) == local[:, None]
     surprise = logps.clamp(min=-1e30) + entropy[:, None]
     grad = torch.where(own, by_logprob[:, None], 0.0) - share * (
         by_logprob[:, None] + by_entropy[:, None] * surprise
     )
-    if heat is not None:
-        grad = grad * heat
+    grad = grad * heat
     if bend is not None:
         grad = grad * ((1 - tanh * tanh) * bend)
     return grad.to(product.dtype)
@@ -334,6 +333,7 @@ class _Sliced(torch.autograd.Function):
             here = (local >= 0) & (local < width)
             own = logits.gather(1, local.clamp(0, width - 1)[:, None])
             if kernels is not None:
+                assert heat is not None
                 own = _bent(own, heat, bend)
             else:
                 keep = start < kept * size

@@ -58,14 +58,13 @@ def attention(
     k, v = both.split(kv_heads, 1)
     if layout.width <= SHORT and q.dtype == torch.bfloat16 and _fast_bfloat16():
         result = short(q, k, v, window, size**-0.5 if scaling is None else scaling)
-        line = result.transpose(1, 2).reshape(-1, heads * size).index_select(0, layout.back)
-        return line.view(1, -1, heads, size), None
-    k, v = (repeated(part, heads // kv_heads) for part in (k, v))
-    # A mask costs SDPA its fast causal path, so it is used only if a row is longer than the window.
-    mask = band(layout.width, window, q.device) if window and layout.width > window else None
-    result = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
-    )
+    else:
+        k, v = (repeated(part, heads // kv_heads) for part in (k, v))
+        # A mask costs SDPA its fast causal path, so it is used only if a row is longer than the window.
+        mask = band(layout.width, window, q.device) if window and layout.width > window else None
+        result = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling
+        )
     line = result.transpose(1, 2).reshape(-1, heads * size).index_select(0, layout.back)
     return line.view(1, -1, heads, size), None
 
