@@ -6,8 +6,11 @@ torch and transformers are imported inside the functions, so that a process that
 
 from __future__ import annotations
 
+import logging
 import os
+import platform
 import re
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +22,8 @@ from .plain import read_object
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger("tandem")
 
 SHIPPED = {
     "miniature": "launch/miniature/base",
@@ -224,6 +229,32 @@ def choose_attention(
         config.get_text_config(), "attn_logit_softcapping", None
     )
     return "eager" if capped or not getattr(kind, "_supports_sdpa", True) else "sdpa"
+
+
+@lru_cache(maxsize=1)
+def has_fast_bfloat16() -> bool:
+    """Whether this CPU's products in bfloat16 are faster than in float32: with AVX-512, for which oneDNN has
+    kernels."""
+    import torch
+
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
+def warn_of_slow_bfloat16(name: str, dtype: str, device: str | torch.device) -> None:
+    """Says in the log that this CPU is slow in the dtype that the setting ``name`` has chosen."""
+    import torch
+
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    if (
+        dtype == "bfloat16"
+        and torch.device(device).type == "cpu"
+        and x86
+        and not has_fast_bfloat16()
+    ):
+        log.warning(
+            f"{name}=bfloat16: this CPU has no instructions for it (AVX-512), and takes several times as long "
+            f"as in float32: set {name}=float32"
+        )
 
 
 def _unreadable(path: str, what: str, error: Exception) -> str:

@@ -468,8 +468,8 @@ class Group(Record, frozen=True, kw_only=True, eq=False):
     @property
     def oldest_step(self) -> int | None:
         """Step of the oldest own token in the group; None without own tokens."""
-        steps = [s.oldest_step for s in self.samples if s.oldest_step is not None]
-        return min(steps, default=None)
+        spans = (span for sample in self.samples for span in sample.spans)
+        return min((span.step for span in spans if span.end > span.start), default=None)
 
 
 class GroupSubmission(Record, frozen=True, kw_only=True):

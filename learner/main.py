@@ -11,7 +11,7 @@ from ..common.config import Config
 from ..common.config.checks.choices import micro_batch_refusal
 from ..common.errors import ConfigError, DamagedError, DataError, FencedError, RunFailedError
 from ..common.memory import telling_parts
-from ..common.models import load_class, load_model
+from ..common.models import load_class, load_model, warn_of_slow_bfloat16
 from ..common.run_folder import JoinInfo, RunFolder
 from ..replay.connection import connect
 from ..replay.store import RunStore
@@ -129,6 +129,7 @@ def build(config: Config, device: torch.device, reference_folder: Path | None) -
         reference_folder: where the reference's log-probs of stored rows are kept; None = nowhere.
     """
     load_libraries(device)
+    warn_of_slow_bfloat16("model.dtype", config.model.dtype, device)
     memory = MemoryWatch(device)
     model = load_model(
         config.model.path,

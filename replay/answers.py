@@ -13,11 +13,13 @@ from msgspec.structs import replace
 
 from ..common.errors import DataError, StoreError
 from ..common.plain import Count, Record, damaged, read_object, read_record
-from .ledger_records import WAY_OUT, LedgerSettings, Row, Waiting
+from ..common.records import CommitResult
+from .ledger_records import WAY_OUT, LedgerSettings, Receipt, Row, Waiting
 from .rules.order import Order
 
 FINAL = re.compile(rb"([TDR]):(\d{1,15}):\d{1,15}(?::([a-z_]+))?")
 """The place of a group that is no longer live."""
+RESULTS = {result.value: result for result in CommitResult}
 
 
 class Created(Record, frozen=True, kw_only=True):
@@ -45,6 +47,13 @@ class Leases(Record, frozen=True, kw_only=True):
     journalled: int
     now: int
     lease_ms: int
+
+
+class Committed(Record, frozen=True, kw_only=True):
+    """The answer of ``commit``."""
+
+    words: tuple[str, ...]
+    """Of each group: what became of it, and why after a space."""
 
 
 class Taken(Record, frozen=True, kw_only=True):
@@ -87,6 +96,24 @@ def read_created(raw: bytes) -> Created:
 def read_leases(raw: bytes) -> Leases:
     what = "the answer to a lease"
     return read_record(Leases, _with_list(raw, "leases", what), what, StoreError, WAY_OUT)
+
+
+def read_committed(raw: bytes, count: int) -> list[Receipt | None]:
+    """Reads the answer to a commit of ``count`` groups: None for a group that has to be sent again."""
+    what = "the answer to a commit"
+    words = read_record(Committed, raw, what, StoreError, WAY_OUT).words
+    if len(words) != count:
+        raise damaged(what, f"is of {len(words)} groups, not of {count}", StoreError, WAY_OUT)
+    found: list[Receipt | None] = []
+    for text in words:
+        word, _, detail = text.partition(" ")
+        if word == "resend":
+            found.append(None)
+        elif word in RESULTS:
+            found.append(Receipt(result=RESULTS[word], detail=detail))
+        else:
+            raise damaged(what, f"says {text[:80]!r}", StoreError, WAY_OUT)
+    return found
 
 
 def read_put_back(raw: bytes, requested: Container[int]) -> PutBack:

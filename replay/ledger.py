@@ -25,6 +25,7 @@ from redis.exceptions import OutOfMemoryError
 from ..common.errors import StoreError
 from ..common.records import CommitResult, Group, Version
 from .answers import (
+    read_committed,
     read_created,
     read_dead_letters,
     read_final,
@@ -44,8 +45,8 @@ log = logging.getLogger("tandem.replay")
 
 PAYLOAD_SECONDS = 600
 """Life of a payload that no commit has kept."""
-COMMITS_PER_BATCH = 64
-"""The number of answers that the scripts keep for a caller."""
+COMMITS_PER_CALL = 64
+"""Groups of one ``commit.lua``, which takes no more."""
 TRIM_BUDGET = 2000
 """Payloads deleted by one call, about 2 ms of the server's time."""
 MEMORY_SECONDS = 1.0
@@ -240,45 +241,30 @@ class Ledger:
     def commit_many(self, groups: Sequence[Group], deadline: float = DEADLINE) -> list[Receipt]:
         """Commits graded groups, in as few round trips as their bytes allow.
 
-        The payload travels in a plain ``SET`` beside the script: as a script's argument it
-        would block the server. Its key holds the digest of its bytes and is set only if it doesn't
-        exist, so that a repeat can neither change nor expire what was committed.
+        A large payload travels in a plain ``SET`` before the script, which would block the server with
+        it. Its key holds the digest of its bytes and is set only if it doesn't exist, so that a repeat
+        can neither change nor expire what was committed.
 
         Returns:
             A final receipt for each; groups with too few own verdicts are rejected (ungraded).
         """
-        receipts: list[Receipt | None] = [None] * len(groups)
-        prepared = [
+        receipts: dict[int, Receipt] = {}
+        waiting = [
             (place, Payload.of(group, self.order.serial(group.group_id)))
             for place, group in enumerate(groups)
         ]
         begun = time.monotonic()
         pause = 0.01
-        while prepared:
+        while waiting:
             again = []
-            for chunk in chunks(prepared, lambda item: len(item[1].data), COMMITS_PER_BATCH):
-                commands: list[Command] = []
-                for _, payload in chunk:
-                    name = self.store.key(payload.name)
-                    commands.append(("SET", name, payload.data, "EX", PAYLOAD_SECONDS, "NX"))
-                    commands.append(self.store.command("commit", *payload.arguments))
-                results = self.store.batch(commands)
-                for item, put, answer in zip(chunk, results[::2], results[1::2], strict=True):
-                    if isinstance(answer, Exception) and not isinstance(answer, OutOfMemoryError):
-                        if not str(answer).startswith(UNFIT):
-                            raise readable_error(answer, self.store.address)
-                        # This one can never be stored; the rest of the batch is.
-                        receipts[item[0]] = Receipt(
-                            result=CommitResult.REJECTED, detail=str(answer)[len(UNFIT) :]
-                        )
-                        continue
-                    if isinstance(answer, Exception) or answer == b"resend":
-                        if isinstance(put, Exception) and not isinstance(put, OutOfMemoryError):
-                            raise readable_error(put, self.store.address)
+            for chunk in chunks(waiting, lambda item: len(item[1].data), COMMITS_PER_CALL):
+                for item, receipt in zip(
+                    chunk, self._commit([payload for _, payload in chunk]), strict=True
+                ):
+                    if receipt is None:
                         again.append(item)
-                        continue
-                    word, _, detail = answer.decode().partition(" ")
-                    receipts[item[0]] = Receipt(result=CommitResult(word), detail=detail)
+                    else:
+                        receipts[item[0]] = receipt
             if again:
                 if time.monotonic() - begun > deadline:
                     raise StoreError(
@@ -288,8 +274,32 @@ class Ledger:
                     )
                 time.sleep(pause)
                 pause = min(2 * pause, 0.5)
-            prepared = again
-        return [receipt for receipt in receipts if receipt is not None]
+            waiting = again
+        return [receipts[place] for place in range(len(groups))]
+
+    def _commit(self, payloads: Sequence[Payload]) -> list[Receipt | None]:
+        """One round trip; None for each group that has to be sent again, since Redis was full."""
+        commands: list[Command] = [
+            ("SET", self.store.key(payload.name), payload.data, "EX", PAYLOAD_SECONDS, "NX")
+            for payload in payloads
+            if not payload.is_inline
+        ]
+        commands.append(
+            self.store.command("commit", *(a for payload in payloads for a in payload.arguments))
+        )
+        *puts, told = self.store.batch(commands)
+        for put in puts:
+            if isinstance(put, Exception) and not isinstance(put, OutOfMemoryError):
+                raise readable_error(put, self.store.address)
+        if isinstance(told, OutOfMemoryError):
+            return [None] * len(payloads)
+        if isinstance(told, Exception):
+            if not str(told).startswith(UNFIT):
+                raise readable_error(told, self.store.address)
+            if len(payloads) > 1:  # one of them can never be stored; the others are
+                return [self._commit([payload])[0] for payload in payloads]
+            return [Receipt(result=CommitResult.REJECTED, detail=str(told)[len(UNFIT) :])]
+        return read_committed(told, len(payloads))
 
     # -- the learner's side ----------------------------------------------------------------
 

@@ -18,6 +18,9 @@ from .ledger_records import RowEntry
 
 CHUNK_BYTES = 16 << 20
 """Greatest number of payload bytes in one round trip."""
+INLINE_BYTES = 32 << 10
+"""Payloads up to this size are arguments of the script: a copy inside Redis costs less than a command
+of their own. As an argument, one of 5 MB would block the server for 16 ms."""
 
 T = TypeVar("T")
 
@@ -30,8 +33,8 @@ class Payload:
     """The encoded group."""
     digest: str
     """xxh3-64 of ``data``, 16 hex digits."""
-    arguments: tuple[Arg, ...]
-    """Arguments of ``commit.lua``."""
+    figures: tuple[Arg, ...]
+    """Its arguments of ``commit.lua``, but for the bytes."""
     name: str
     """Key of the bytes in Redis, without the run's prefix."""
 
@@ -47,23 +50,31 @@ class Payload:
             if (reward := group.samples[place].reward) is not None and math.isfinite(reward)
         ]
         oldest = group.oldest_step
-        arguments = (
+        figures = (
             serial,
             group.attempt,
-            group.group_id,
             digest,
             len(data),
             "" if oldest is None else oldest,
             len(group.samples),
-            len(own_rows),
             repr(float(min(rewards))) if rewards else "",
             repr(float(max(rewards))) if rewards else "",
-            json.dumps(list(group.trace_ids)),
+            json.dumps(group.trace_ids),
             sum(sample.verdict is Verdict.CORRECT for sample in group.samples),
             json.dumps(own_rows),
         )
         name = payload_name(group.group_id, group.attempt, digest)
-        return cls(data=data, digest=digest, arguments=arguments, name=name)
+        return cls(data=data, digest=digest, figures=figures, name=name)
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether the bytes are an argument of the script."""
+        return len(self.data) <= INLINE_BYTES
+
+    @property
+    def arguments(self) -> tuple[Arg, ...]:
+        """All of its arguments of ``commit.lua``."""
+        return (*self.figures, self.data if self.is_inline else b"")
 
 
 def payload_name(group_id: str, attempt: int, digest: str) -> str:

@@ -93,10 +93,13 @@ def _torch(
 ) -> Engine:
     import torch
 
-    from ..common.models import load_model, load_tokenizer
+    from ..common.models import load_model, load_tokenizer, warn_of_slow_bfloat16
     from .decoding.torch_engine import TorchEngine
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    warn_of_slow_bfloat16(
+        "rollout.dtype" if rollout.dtype else "model.dtype", rollout.dtype or model.dtype, device
+    )
     # The engine keeps its own cache, which flash attention's kernels can't read.
     attention = model.attention if model.attention in ("eager", "sdpa") else "auto"
     loaded = load_model(

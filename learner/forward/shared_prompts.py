@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ...common.models import has_fast_bfloat16
 from ..rows.microbatch import SharedLayout
 
 IMPLEMENTATION = "tandem_shared_prompts"
@@ -56,7 +57,7 @@ def attention(
     both = torch.cat([_line(key), _line(value)], 1).index_select(0, layout.gather)
     both = both.view(*shape, 2 * kv_heads, size).transpose(1, 2)
     k, v = both.split(kv_heads, 1)
-    if layout.width <= SHORT and q.dtype == torch.bfloat16 and _fast_bfloat16():
+    if layout.width <= SHORT and q.dtype == torch.bfloat16 and has_fast_bfloat16():
         result = short(q, k, v, window, size**-0.5 if scaling is None else scaling)
     else:
         k, v = (repeated(part, heads // kv_heads) for part in (k, v))
@@ -82,12 +83,6 @@ def short(query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling
     hidden = hiding(width, window, q.shape[1] // width, q.device)
     result: Tensor = _Short.apply(q, k, v, hidden, scaling)
     return result.view(rows, heads, width, size)
-
-
-@lru_cache(maxsize=1)
-def _fast_bfloat16() -> bool:
-    """Whether products in bfloat16 are faster than others: on CPUs that oneDNN has kernels for."""
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 class _Short(torch.autograd.Function):

@@ -177,11 +177,6 @@ local function are_places(list)
   return n ~= nil
 end
 
-local function places(i, name)
-  if ARGV[i] == '[]' or are_places(decoded(ARGV[i], '[')) then return nil end
-  return unfit(i, name, 'a JSON list of places, ascending')
-end
-
 local function labels(i, name)
   if ARGV[i] == '[]' or are_labels(decoded(ARGV[i], '[')) then return nil end
   return unfit(i, name, 'a JSON list of names in ASCII')

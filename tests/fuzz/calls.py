@@ -64,6 +64,10 @@ def _payload(w: World, c: random.Random) -> tuple[int, int, str]:
 
 
 def _commit(w: World, c: random.Random) -> Args:
+    return [one for _ in range(c.choice((1, 1, 2, 3))) for one in _committed(w, c)]
+
+
+def _committed(w: World, c: random.Random) -> Args:
     serial, attempt, digest = _payload(w, c)
     samples = c.choice((0, 1, 2, 8))
     verdicts = c.choice((samples, samples, samples, min(samples, 1)))
@@ -71,17 +75,16 @@ def _commit(w: World, c: random.Random) -> Args:
     return [
         serial,
         attempt,
-        _group_id(w, serial),
         digest,
         c.choice((700, 1, 0)),
         c.choice(("", 0, max(0, w.journalled - 1), w.journalled, w.journalled)),
         samples,
-        verdicts,
         least,
         least,
         c.choice(("[]", '["a/0#0"]', '["a/0#0", "b/1#1"]')),
         c.choice((0, 0, 0, min(1, verdicts), verdicts)),
         json.dumps(list(range(samples - verdicts, samples))),
+        c.choice((b"", b"p")),
     ]
 
 
@@ -302,9 +305,10 @@ def _json_with(*names: str) -> Callable[[Any], bool]:
     return fits
 
 
-def _word(reply: Any) -> bool:
-    words = (b"committed", b"duplicate", b"superseded", b"rejected", b"resend")
-    return isinstance(reply, bytes) and reply.split(b" ")[0] in words
+def _words(reply: Any) -> bool:
+    legal = {"committed", "duplicate", "superseded", "rejected", "resend"}
+    words = json.loads(reply)["words"]
+    return bool(words) and {word.split(" ")[0] for word in words} <= legal
 
 
 def _live(reply: Any) -> bool:
@@ -315,7 +319,7 @@ LEGAL: dict[str, Callable[[Any], bool]] = {
     "append": lambda r: r == 1,
     "beat": lambda r: r == 1,
     "claim_evaluation": lambda r: r is None or isinstance(json.loads(r), dict),
-    "commit": _word,
+    "commit": _words,
     "confirm": _count,
     "create": _json_with("created"),
     "durable": _count,

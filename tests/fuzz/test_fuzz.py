@@ -75,7 +75,12 @@ def test_worlds_have_every_state(fuzz: ScriptFuzz):
 # -- planted in scripts ---------------------------------------------------------------------------
 
 PLANTED: list[tuple[str, str, str, str]] = [
-    ("commit", "if wrong then return wrong end", "", "an error without a name"),
+    (
+        "commit",
+        "  if wrong then return wrong end\n  local samples",
+        "  local samples",
+        "an error without a name",
+    ),
     ("take", "if wrong then return wrong end", "", "an error without a name"),
     ("commit", "redis.call('persist', payload)", "", "will expire"),
     ("commit", "redis.call('zrem', key('leased'), serial)", "", "is in"),

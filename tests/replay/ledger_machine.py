@@ -6,6 +6,7 @@ deadlines are met to the millisecond.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from ledger_state import Recording, expected, observe
 
 from tandem.common.errors import FencedError, StoreError
 from tandem.common.run_folder import JoinInfo
-from tandem.replay import connection
+from tandem.replay import connection, payloads
 from tandem.replay.connection import Command
 from tandem.replay.ledger import REJECTIONS, Ledger
 from tandem.replay.ledger_records import LedgerSettings
@@ -27,6 +28,7 @@ from tandem.replay.members import Members
 from tandem.replay.rules.leases import Limits
 
 START_MS = 1_700_000_000_000
+INLINE_BYTES = payloads.INLINE_BYTES
 WORKERS = ("rollout-0", "rollout-1", "rollout-2")
 
 
@@ -43,11 +45,11 @@ class Handed:
 
 KEPT: dict[str, tuple[Any, ...]] = {
     "commit": (
-        b"duplicate",
-        b"superseded",
-        b"resend",
-        b"rejected unknown: this group was never leased",
-        *(b"rejected " + reason.encode() for reason in REJECTIONS),  # it had been
+        "duplicate",
+        "superseded",
+        "resend",
+        "rejected unknown: this group was never leased",
+        *(f"rejected {reason}" for reason in REJECTIONS),  # it had been
     ),
     "confirm": (0,),
     "create": (),
@@ -60,7 +62,15 @@ KEPT: dict[str, tuple[Any, ...]] = {
     "retry": (),
     "set_state": (),
 }
-"""Scripts that keep the answer for a repeat, and answers of theirs that say that nothing changed."""
+"""Scripts that keep the answer for a repeat, and answers of theirs that say that nothing changed; of a
+commit, words of its answer."""
+
+
+def changed_something(name: str, answer: Any) -> bool:
+    """Whether it is an answer that the script keeps."""
+    if name == "commit":
+        return not set(json.loads(answer)["words"]) <= set(KEPT[name])
+    return name in KEPT and answer not in KEPT[name]
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -78,7 +88,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @st.composite
 def run_settings(draw: st.DrawFn) -> dict[str, Any]:
-    """The settings that ``KINDS`` leave open, and the first position that workers come to."""
+    """The settings that ``KINDS`` leave open, the first position that workers come to, and the size up
+    to which a payload comes with its commit."""
     return {
         "sources": (("a", draw(st.sampled_from([3, 5])), 1),),
         "seed": 7,
@@ -95,6 +106,7 @@ def run_settings(draw: st.DrawFn) -> dict[str, Any]:
         "group_bytes": 100,
         # Fields of the final states are kept in buckets of 256.
         "cursor": draw(st.sampled_from([0, 0, 254])),
+        "inline_bytes": draw(st.sampled_from([INLINE_BYTES, 0])),
     }
 
 
@@ -123,6 +135,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """Calls that changed something, and so are told what they were told if they come again."""
 
     def teardown(self) -> None:
+        payloads.INLINE_BYTES = INLINE_BYTES
         self.client.close()
 
     # -- means -----------------------------------------------------------------------------
@@ -139,7 +152,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def note(self, name: str, command: Command, answer: Any) -> None:
         if self.twice:
             self.repeat(command, answer)
-        if name in KEPT and answer not in KEPT[name]:
+        if changed_something(name, answer):
             self.acted.append((command, answer))
             del self.acted[:-8]
 
@@ -180,6 +193,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def begin(self, settings: dict[str, Any]) -> None:
         cursor = settings.pop("cursor")
+        payloads.INLINE_BYTES = settings.pop("inline_bytes")
         if "passes" in self.kind:
             cursor = 0  # else its groups would be used up
         self.settings = LedgerSettings(**settings | self.kind)

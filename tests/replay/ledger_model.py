@@ -7,7 +7,7 @@ the state as that script should, and returns what it should answer.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tandem.replay.rules import cutting
 from tandem.replay.rules import leases as rules
@@ -282,10 +282,10 @@ class LedgerModel:
         traces: tuple[str, ...] = (),
         correct: int = 0,
         own_rows: tuple[int, ...] = (),
-        put: bool = True,
+        payload: Literal["inline", "put", "none"],
     ) -> tuple[str, str]:
         name = (self.id_of(serial), attempt, digest)
-        if put:
+        if payload == "put":
             self.payloads.setdefault(name, False)
         group, final = self.live.get(serial), self.final.get(serial)
         verdict, why = rules.commit_verdict(
@@ -294,7 +294,7 @@ class LedgerModel:
             final=None if final is None else (final[0], final[2], final[3]),
             verdicts=verdicts,
             least_verdicts=self.limits.least_verdicts,
-            payload_is_there=name in self.payloads,
+            payload_is_there=payload == "inline" or name in self.payloads,
         )
         if group is not None and verdict == "rejected":
             self._reject(serial, why, 0)

@@ -6,6 +6,7 @@ What happens, and when, is chosen in ``ledger_histories.py``.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,6 +92,7 @@ class Moves(LedgerMachine):
                     verdicts=verdicts,
                     traces=group.trace_ids,
                     **of_samples(group),
+                    payload="inline" if payload.is_inline else "put",
                 )
                 for one, group, payload, step in asked
             ]
@@ -125,10 +127,13 @@ class Moves(LedgerMachine):
     def commit_without_payload(self, one: Handed, flavour: int) -> None:
         group = self.group(one.serial, one.attempt, one.held, 2, flavour)
         payload = Payload.of(group, one.serial)
+
+        def real() -> str:
+            told = self.learner.store.script("commit", *payload.figures, b"")
+            return str(json.loads(told)["words"][0].partition(" ")[0])
+
         self.both(
-            lambda: (
-                self.learner.store.script("commit", *payload.arguments).decode().partition(" ")[0]
-            ),
+            real,
             lambda: self.model.commit(
                 one.serial,
                 one.attempt,
@@ -138,7 +143,7 @@ class Moves(LedgerMachine):
                 verdicts=2,
                 traces=group.trace_ids,
                 **of_samples(group),
-                put=False,
+                payload="none",
             )[0],
         )
 

@@ -310,11 +310,9 @@ def test_a_commit_repeated_because_its_answer_was_lost_gets_its_first_answer(
 ):
     w = world()
     (lease,) = w.lease()
-    payload = payload_of(w, make.graded(lease))
-    w.store.redis.set(w.store.key(payload.name), payload.data)
-    command = w.store.command("commit", *payload.arguments)
+    command = w.store.command("commit", *payload_of(w, make.graded(lease)).arguments)
     answers = [w.store.redis.execute_command(*command) for _ in range(2)]
-    assert answers == [b"committed", b"committed"]
+    assert answers == [b'{"words":["committed"]}'] * 2
 
 
 def test_an_attempt_that_was_leased_again_is_superseded(world: Worlds):
@@ -405,8 +403,8 @@ def test_a_group_that_was_never_leased_is_rejected(world: Worlds, make: Any):
 def test_a_commit_without_its_payload_changes_nothing(world: Worlds, make: Any):
     w = world()
     (lease,) = w.lease()
-    arguments = payload_of(w, make.graded(lease)).arguments
-    assert w.store.script("commit", *arguments) == b"resend"
+    figures = payload_of(w, make.graded(lease)).figures
+    assert w.store.script("commit", *figures, b"") == b'{"words":["resend"]}'
     assert w.ledger.state_of(lease.group_id) == "leased"
 
 

@@ -184,7 +184,7 @@ def test_a_policy_in_bfloat16_scores_shared_prompts_as_padded_rows(
     short: int, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_prompts, "SHORT", short)
-    monkeypatch.setattr(shared_prompts, "_fast_bfloat16", lambda: True)
+    monkeypatch.setattr(shared_prompts, "has_fast_bfloat16", lambda: True)
     rows = made_up.random_rows(7, temperature=0.7)
     which = list(range(16))
     results = []
