@@ -146,7 +146,11 @@ class Ledger:
 
     def problem_ids(self, group_ids: Sequence[str]) -> list[str]:
         """The problems of some groups."""
-        places = [self.order.place(*Order.parse(group_id)) for group_id in group_ids]
+        return self._problems_at([Order.parse(group_id) for group_id in group_ids])
+
+    def _problems_at(self, positions: Sequence[tuple[int, int]]) -> list[str]:
+        """The problems at some positions of some passes."""
+        places = [self.order.place(pass_, position) for pass_, position in positions]
         if self._ids is None:
             self._ids = ProblemIds(self.store, self.settings.sources)
         return self._ids.at(places)
@@ -171,23 +175,22 @@ class Ledger:
             "lease", self.member, self._holder, held.term, held.step, count, used, most
         )
         answer = read_leases(raw)
-        leases = []
-        group_ids = [self.order.id_of(leased.serial) for leased in answer.leases]
-        problem_ids = self.problem_ids(group_ids)
-        for leased, group_id, problem_id in zip(answer.leases, group_ids, problem_ids, strict=True):
-            pass_, position = Order.parse(group_id)
-            leases.append(
-                Lease(
-                    group_id=group_id,
-                    attempt=leased.attempt,
-                    pass_=pass_,
-                    position=position,
-                    problem_id=problem_id,
-                    deadline_ms=leased.deadline_ms,
-                )
+        positions = [divmod(leased.serial, self.order.pass_length) for leased in answer.leases]
+        leases = tuple(
+            Lease(
+                group_id=self.order.group_id(pass_, position),
+                attempt=leased.attempt,
+                pass_=pass_,
+                position=position,
+                problem_id=problem_id,
+                deadline_ms=leased.deadline_ms,
             )
+            for leased, (pass_, position), problem_id in zip(
+                answer.leases, positions, self._problems_at(positions), strict=True
+            )
+        )
         return LeaseReply(
-            leases=tuple(leases),
+            leases=leases,
             state=answer.state,
             wait=answer.wait,
             journalled=answer.journalled,

@@ -130,13 +130,10 @@ class Order:
         self._cycles = max(
             -(-size // weight) for size, weight in zip(self.sizes, self.weights, strict=True)
         )
+        self.pass_length = self._cycles * len(self._slots)
+        """Number of positions in one pass."""
         self._sorted_up_to = sorted_up_to
         self._permutation = lru_cache(maxsize=16)(self._draw)
-
-    @property
-    def pass_length(self) -> int:
-        """Number of positions in one pass."""
-        return self._cycles * len(self._slots)
 
     def place(self, pass_: int, position: int) -> tuple[int, int]:
         """Source and problem, each as an index, at a position of a pass."""

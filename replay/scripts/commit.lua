@@ -50,6 +50,8 @@ local m, missing = meta('pass_length', 'least_verdicts', 'traces_when')
 if not m then return missing end
 local least_verdicts = m.least_verdicts or 2 -- of a run that was created before this was a setting
 
+local serials, places, ages = {}, {}, {} -- of what is committed
+
 -- The group's answer, and the hint that is due if it has changed.
 local function commit(group)
   local serial, attempt = group.serial, group.attempt
@@ -79,15 +81,17 @@ local function commit(group)
     return 'resend'
   end
   local place = redis.call('zscore', key('leased'), serial)
-  if place then
-    redis.call('zrem', key('leased'), serial)
-    redis.call('zrem', key('deadlines'), serial)
-  else
+  if not place then
     place = redis.call('zscore', key('returned'), serial) or serial
     redis.call('zrem', key('returned'), serial)
   end
-  redis.call('zadd', key('graded'), place, serial)
-  if group.oldest ~= '' then redis.call('zadd', key('ages'), group.oldest, serial) end
+  serials[#serials + 1] = serial
+  places[#places + 1] = place
+  places[#places + 1] = serial
+  if group.oldest ~= '' then
+    ages[#ages + 1] = group.oldest
+    ages[#ages + 1] = serial
+  end
   redis.call('hset', name, 'state', 'graded', 'digest', group.digest, 'bytes', group.bytes,
     'samples', group.samples, 'least', group.least, 'greatest', group.greatest,
     'traces', group.traces, 'correct', group.correct)
@@ -102,6 +106,10 @@ for i, group in ipairs(groups) do
   words[i] = word
   if channel then hints[channel] = true end
 end
+many(serials, 'zrem', key('leased'))
+many(serials, 'zrem', key('deadlines'))
+many(places, 'zadd', key('graded'))
+many(ages, 'zadd', key('ages'))
 for channel in pairs(hints) do hint(channel) end
 local told = cjson.encode({words = words})
 -- A repeat of a call that changed nothing may as well look again.

@@ -18,10 +18,12 @@ end
 local serials = redis.call('zrangebyscore', key('taken'), step, step)
 if #serials == 0 then return 0 end
 redis.call('zremrangebyscore', key('taken'), step, step)
-for _, serial in ipairs(serials) do
+local finals = {}
+for i, serial in ipairs(serials) do
   local _, _, attempt = get_final(serial)
-  set_final(serial, 'D:' .. step .. ':' .. attempt)
+  finals[i] = {serial, 'D:' .. step .. ':' .. attempt}
   redis.call('setbit', key('trained'), serial, 1)
 end
+set_finals(finals)
 answer(#serials)
 return #serials

@@ -18,7 +18,7 @@ local worker, holder = ARGV[3], ARGV[4]
 local term, held, count = ARGV[5], tonumber(ARGV[6]), tonumber(ARGV[7])
 local used, most = tonumber(ARGV[8]), tonumber(ARGV[9])
 local now = now_ms()
-local leases, wait = {}, ''
+local leases, places, deadlines, wait = {}, {}, {}, ''
 local changed = false
 
 if m.ended then
@@ -50,7 +50,8 @@ else
       local first = redis.call('zrange', key('returned'), 0, 0, 'withscores')
       serial, place = tonumber(first[1]), first[2]
       local below = '(' .. place
-      rank = redis.call('zcount', key('leased'), '-inf', below)
+      -- What this call has leased so far came back too, at lower places.
+      rank = redis.call('zcount', key('leased'), '-inf', below) + #leases
         + redis.call('zcount', key('graded'), '-inf', below)
     else
       serial, place = cursor, cursor
@@ -75,15 +76,17 @@ else
     else
       cursor = cursor + 1
     end
-    redis.call('zadd', key('leased'), place, serial)
-    redis.call('zadd', key('deadlines'), deadline, serial)
     local name = group_key(serial)
     local attempt = redis.call('hincrby', name, 'attempt', 1)
     redis.call('hset', name, 'state', 'leased', 'worker', worker, 'holder', holder, 'term', term,
       'step', held, 'leased_ms', now, 'cap', cap)
     leased = leased + 1
     leases[#leases + 1] = {serial, attempt, cap}
+    places[2 * #leases - 1], places[2 * #leases] = place, serial
+    deadlines[2 * #leases - 1], deadlines[2 * #leases] = deadline, serial
   end
+  many(places, 'zadd', key('leased'))
+  many(deadlines, 'zadd', key('deadlines'))
   if cursor > m.cursor then redis.call('hset', key('meta'), 'cursor', cursor) end
 end
 

@@ -51,6 +51,17 @@ local function now_ms()
   return t[1] * 1000 + math.floor(t[2] / 1000)
 end
 
+-- One command for a whole list, which is cheaper than a call for each of its items; what follows the
+-- list are the command's first words.
+local SLICE = 1000 -- even, for lists of pairs; unpack takes no more than some thousands
+local function many(list, ...)
+  for first = 1, #list, SLICE do
+    local words = {...}
+    for i = first, math.min(first + SLICE - 1, #list) do words[#words + 1] = list[i] end
+    redis.call(unpack(words))
+  end
+end
+
 -- A full Redis lets a script write only after it has deleted, were it nothing. For what overwrites
 -- little, and for what has to happen before anybody can free memory.
 local function even_when_full() redis.call('del', key('nothing')) end
@@ -264,6 +275,19 @@ end
 local function set_final(serial, text)
   local name, field = final_place(serial)
   redis.call('hset', name, field, text)
+end
+
+-- The same for a list of {serial, text}.
+local function set_finals(finals)
+  local buckets = {}
+  for _, final in ipairs(finals) do
+    local name, field = final_place(final[1])
+    local list = buckets[name] or {}
+    buckets[name] = list
+    list[#list + 1] = field
+    list[#list + 1] = final[2]
+  end
+  for name, list in pairs(buckets) do many(list, 'hset', name) end
 end
 
 -- State letter, step, attempt and reason of a group that is no longer live, or nil.

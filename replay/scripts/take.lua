@@ -112,24 +112,25 @@ local function mixed(id, traces, correct, own_rows)
   return traces, ',"replaced":[' .. table.concat(chosen, ',') .. ']'
 end
 
-local places, entries = {}, {}
+local serials, finals, taken, names, entries = {}, {}, {}, {}, {}
 for i, serial in ipairs(cut) do
   local known = redis.call('hmget', group_key(serial), 'attempt', 'digest', 'bytes', 'traces',
     'correct', 'own_rows')
   local id = id_of(tonumber(serial), m.pass_length)
   local traces, replaced = mixed(id, known[4], known[5], known[6])
-  places[i] = {tonumber(serial), known[1]}
+  serials[i] = serial
+  finals[i] = {tonumber(serial), 'T:' .. step .. ':' .. known[1]}
+  taken[2 * i - 1], taken[2 * i] = step, serial
+  names[i] = group_key(serial)
   entries[i] = string.format('{"id":"%s","attempt":%s,"digest":"%s","bytes":%s,"traces":%s%s}',
     id, known[1], known[2], known[3], traces, replaced)
 end
 -- Deletes first: when Redis is full, a script may write only after it has deleted.
 redis.call('zremrangebyrank', key('graded'), 0, #cut - 1)
-for _, place in ipairs(places) do
-  redis.call('zrem', key('ages'), place[1])
-  redis.call('unlink', group_key(place[1]))
-  set_final(place[1], 'T:' .. step .. ':' .. place[2])
-  redis.call('zadd', key('taken'), step, place[1])
-end
+many(serials, 'zrem', key('ages'))
+many(names, 'unlink')
+set_finals(finals)
+many(taken, 'zadd', key('taken'))
 local row = string.format('{"step":%d,"short":%s,"groups":[%s]}', step, tostring(short),
   table.concat(entries, ','))
 redis.call('hset', key('rows'), step, row)

@@ -352,6 +352,19 @@ def trl(
     return course_of(given, began, ends[0], scores, used)
 
 
+def bare_imports() -> float:
+    """Seconds in which one process imports what the learner can't do without, and nothing else."""
+    given = time.monotonic()
+    subprocess.run(
+        [sys.executable, "-c", BARE_IMPORTS],
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        check=True,
+        timeout=300,
+    )
+    return time.monotonic() - given
+
+
 def search(
     track: Track, dtype: str
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, Any], list[str]]:
@@ -374,6 +387,7 @@ def search(
     return tandems, max(others, key=lambda pair: pair[0])[1], notes
 
 
+BARE_IMPORTS = "import torch, deepspeed; from transformers import Qwen2ForCausalLM"
 ARMS = {"Tandem": 1, "Tandem, on-policy": 0}
 """Tandem's arms with the greatest age of their samples, in steps."""
 
@@ -402,12 +416,14 @@ def main() -> None:
         print(f"search, samples/s of {SEARCH_STEPS} steps of the sums:", flush=True)
         tandems, choice, notes = search(track, options.dtype)
     results: dict[str, dict[str, list[Any]]] = {}
+    imports = []
     for race, round_ in itertools.product(options.races, range(options.rounds)):
         steps = options.steps if race == "sums" else options.chain_steps
         sides: list[tuple[str, Any]] = [(arm, tandems[arm]) for arm in options.arms]
         sides.append(("TRL", choice))
         if race == "chains":
             sides = [("Tandem", ("replay.max_staleness=1",)), ("TRL", choice)]
+            imports.append(bare_imports())
         if options.no_trl:
             sides.pop()
         # The order alternates, so that a drift of the machine falls on all.
@@ -416,7 +432,7 @@ def main() -> None:
             found = go(track, race, steps, round_, options.dtype, settings)
             results.setdefault(race, {}).setdefault(name, []).append(found)
             print(f"{race} {round_} {name}: {_told(found)}", flush=True)
-    told = report(results, options.dtype, tandems, choice, notes)
+    told = report(results, options.dtype, tandems, choice, notes, imports)
     print(told)
     raw = {
         race: {n: [asdict(f) for f in found] for n, found in sides.items()}
@@ -444,6 +460,7 @@ def report(
     tandems: Mapping[str, Sequence[str]],
     choice: Mapping[str, Any],
     notes: Sequence[str],
+    imports: Sequence[float],
 ) -> str:
     """The tables, in Markdown."""
     import torch
@@ -490,7 +507,16 @@ def report(
                 f"| **{median(base, 'training') / median(found, 'training'):.2f}** "
                 f"| {median(found, 'first'):.1f} | {median(found, 'others'):.2f} |"
             )
-        lines.append("")
+        bare = statistics.median(imports)
+        first = median(chains["Tandem"], "first")
+        lines += [
+            "",
+            (
+                f"`{BARE_IMPORTS}` alone takes {bare:.1f} s ({' '.join(f'{s:.1f}' for s in imports)}); "
+                f"Tandem's first step is done after {first / bare:.2f} times that."
+            ),
+            "",
+        ]
     lines += [
         "Settings: " + "; ".join(f"{arm}: `{' '.join(words)}`" for arm, words in tandems.items())
     ]

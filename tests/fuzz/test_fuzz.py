@@ -83,7 +83,7 @@ PLANTED: list[tuple[str, str, str, str]] = [
     ),
     ("take", "if wrong then return wrong end", "", "an error without a name"),
     ("commit", "redis.call('persist', payload)", "", "will expire"),
-    ("commit", "redis.call('zrem', key('leased'), serial)", "", "is in"),
+    ("commit", "many(serials, 'zrem', key('leased'))", "", "is in"),
     ("confirm", "redis.call('setbit', key('trained'), serial, 1)", "", "is not in trained"),
     (
         "give_back",

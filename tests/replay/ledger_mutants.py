@@ -17,9 +17,10 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "rank leaves out what is graded": ("lease", "rank = leased + graded\n", "rank = leased\n"),
     "rank of what came back leaves out what is leased": (
         "lease",
-        "rank = redis.call('zcount', key('leased'), '-inf', below)\n        + ",
+        "rank = redis.call('zcount', key('leased'), '-inf', below) + #leases\n        + ",
         "rank = ",
     ),
+    "rank of what came back leaves out what the same call leased": ("lease", " + #leases", ""),
     "new positions go before what came back": (
         "lease",
         "local back = returned > 0",
@@ -32,8 +33,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "a group that was put back is leased in its old place": (
         "lease",
-        "redis.call('zadd', key('leased'), place, serial)",
-        "redis.call('zadd', key('leased'), serial, serial)",
+        "#leases] = place, serial",
+        "#leases] = serial, serial",
     ),
     "one lease over max_inflight": (
         "lease",
@@ -244,8 +245,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "waiting('the cut would make it too stale', late[1])",
         "waiting('the cut would make it too stale')",
     ),
-    "a taken group stays live": ("take", "  redis.call('unlink', group_key(place[1]))\n", ""),
-    "a taken group keeps an age": ("take", "  redis.call('zrem', key('ages'), place[1])\n", ""),
+    "a taken group stays live": ("take", "many(names, 'unlink')\n", ""),
+    "a taken group keeps an age": ("take", "many(serials, 'zrem', key('ages'))\n", ""),
     "any later row is taken": ("take", "step > m.journalled + 1", "false"),
     "a row more than steps": ("take", "step > m.steps", "step > m.steps + 1"),
     "an old row is swept first": ("take", "if step <= m.journalled then", "if false then"),
