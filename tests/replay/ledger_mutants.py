@@ -133,7 +133,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "two verdicts are always needed": ("commit", "m.least_verdicts or 2", "2"),
     "a late attempt of a trained group is a duplicate": (
         "commit",
-        "if finished == attempt then return 'duplicate' end\n  return 'superseded'",
+        "if finished == attempt then return 'duplicate' end\n    return 'superseded'",
         "return 'duplicate'",
     ),
     "a rejected group's commit is superseded": (
