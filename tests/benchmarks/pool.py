@@ -8,8 +8,8 @@ a bare process does the least that anybody could: a ROUTER with the same CURVE k
 bytes, sets them in Redis unread and answers, and they are fetched and deleted.
 
 Printed are medians of CPU milliseconds a group: of the pool's process without its graders (its
-encryption is done in it), of redis-server, and the bare process's and its Redis's; and the cores that
-others used meanwhile. Writes ``pool.json`` with ``--out``.
+encryption is done in it), of redis-server, and the bare process's and its Redis's; CPU time hardly
+depends on what others do meanwhile. Writes ``pool.json`` with ``--out``.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def bare(join: JoinInfo, folder: Path, case: Case, redis: psutil.Process) -> lis
 
 
 def measure(side: str, case: Case) -> list[float]:
-    """One round of a case on a fresh server: milliseconds of the pool and of Redis, others' cores."""
+    """One round of a case on a fresh server: milliseconds of the pool and of Redis."""
     with (
         tempfile.TemporaryDirectory(prefix="tandem-bench-") as name,
         running(Path(name), appendfsync="no") as server,

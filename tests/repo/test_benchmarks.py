@@ -63,6 +63,12 @@ def test_the_race_runs_and_counts_what_it_says(tmp_path: Path) -> None:
     assert "| Tandem, on-policy | **" in (tmp_path / "race.md").read_text()
 
 
+def test_the_pool_is_timed_beside_a_bare_process() -> None:
+    lines = run("pool", "--quick", "--rounds", "1", seconds=200).splitlines()
+    rows = [line.split("|")[1].strip() for line in lines if line.startswith("| 8 x ")]
+    assert rows == ["8 x 74 tokens", "8 x 2,048 tokens", "8 x 8,192 tokens"]
+
+
 def test_both_sides_of_the_race_are_paid_alike() -> None:
     """The chains' reward for TRL is the preset's own, graded by Tandem's pool."""
     sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
