@@ -261,13 +261,12 @@ class Ledger:
         while waiting:
             again = []
             for chunk in chunks(waiting, lambda item: len(item[1].data), COMMITS_PER_CALL):
-                for item, receipt in zip(
-                    chunk, self._commit([payload for _, payload in chunk]), strict=True
-                ):
+                told = self._commit([payload for _, payload in chunk])
+                for (place, payload), receipt in zip(chunk, told, strict=True):
                     if receipt is None:
-                        again.append(item)
+                        again.append((place, payload))
                     else:
-                        receipts[item[0]] = receipt
+                        receipts[place] = receipt
             if again:
                 if time.monotonic() - begun > deadline:
                     raise StoreError(
