@@ -112,13 +112,12 @@ local function mixed(id, traces, correct, own_rows)
   return traces, ',"replaced":[' .. table.concat(chosen, ',') .. ']'
 end
 
-local serials, finals, taken, names, entries = {}, {}, {}, {}, {}
+local finals, taken, names, entries = {}, {}, {}, {}
 for i, serial in ipairs(cut) do
   local known = redis.call('hmget', group_key(serial), 'attempt', 'digest', 'bytes', 'traces',
     'correct', 'own_rows')
   local id = id_of(tonumber(serial), m.pass_length)
   local traces, replaced = mixed(id, known[4], known[5], known[6])
-  serials[i] = serial
   finals[i] = {tonumber(serial), 'T:' .. step .. ':' .. known[1]}
   taken[2 * i - 1], taken[2 * i] = step, serial
   names[i] = group_key(serial)
@@ -127,7 +126,7 @@ for i, serial in ipairs(cut) do
 end
 -- Deletes first: when Redis is full, a script may write only after it has deleted.
 redis.call('zremrangebyrank', key('graded'), 0, #cut - 1)
-many(serials, 'zrem', key('ages'))
+many(cut, 'zrem', key('ages'))
 many(names, 'unlink')
 set_finals(finals)
 many(taken, 'zadd', key('taken'))

@@ -307,7 +307,7 @@ def _json_with(*names: str) -> Callable[[Any], bool]:
 
 def _words(reply: Any) -> bool:
     legal = {"committed", "duplicate", "superseded", "rejected", "resend"}
-    words = json.loads(reply)["words"]
+    words = json.loads(reply)["words"] if _json_with("words")(reply) else []
     return bool(words) and {word.split(" ")[0] for word in words} <= legal
 
 

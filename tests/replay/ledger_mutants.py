@@ -246,7 +246,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "waiting('the cut would make it too stale')",
     ),
     "a taken group stays live": ("take", "many(names, 'unlink')\n", ""),
-    "a taken group keeps an age": ("take", "many(serials, 'zrem', key('ages'))\n", ""),
+    "a taken group keeps an age": ("take", "many(cut, 'zrem', key('ages'))\n", ""),
     "any later row is taken": ("take", "step > m.journalled + 1", "false"),
     "a row more than steps": ("take", "step > m.steps", "step > m.steps + 1"),
     "an old row is swept first": ("take", "if step <= m.journalled then", "if false then"),
