@@ -41,18 +41,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def await_run(role: str) -> list[str]:
     """Loads a role's libraries while its run is prepared; returns the role's command once the run is there.
 
-    The supervisor writes two lines to standard input: the config, and when the run is there the command with the
-    log's path. If it closes the input instead, the process ends.
+    The supervisor writes two lines to standard input: the config with what to fork on the way, and when the run is
+    there the command with the log's path. If it closes the input instead, the process ends.
     """
     from ...common.config import Config
 
-    config = sys.stdin.buffer.readline()
-    if not config:
-        sys.exit(0)
-    # What is wrong with a library is told when the role itself needs it: it has a log by then.
-    with contextlib.suppress(Exception):
-        _load(role, Config.model_validate_json(config))
     line = sys.stdin.buffer.readline()
+    if not line:
+        sys.exit(0)
+    told = json.loads(line)
+    config = Config.model_validate_json(told["config"])
+    stdin = None
+    if told["forks"] is not None:
+        from ..run.processes import forked
+
+        _try_to_load("rollout", config)
+        stdin = forked.fork(told["forks"])
+    if stdin is None:
+        stdin = sys.stdin.buffer
+        _try_to_load(role, config)
+    line = stdin.readline()
     if not line:
         sys.exit(0)
     told = json.loads(line)
@@ -76,6 +84,12 @@ def load_alone(role: str) -> None:
 
     with contextlib.suppress(ImportError):
         _load(role, load("miniature").resolve([]))
+
+
+def _try_to_load(role: str, config: Config) -> None:
+    """Loads what a role needs; what is wrong with a library is told when the role itself needs it, and has a log."""
+    with contextlib.suppress(Exception):
+        _load(role, config)
 
 
 def _load(role: str, config: Config) -> None:

@@ -135,10 +135,11 @@ class Job:
             convener = Convener(config, roles.meeting_address(config), self._say)
         self._parts = roles.parts(config, self._folder, placement, convener)
         told = config.model_dump_json()
+        forked = roles.forked_by_learner(config, self._parts)
         for part in self._parts:
             # Ranks that other hosts have a part in are begun together with those.
-            if part.stage in EARLY and part.others is None:
-                part.begin_early(told)
+            if part.stage in EARLY and part.others is None and part not in forked:
+                part.begin_early(told, forked if part.stage == Stage.LEARNER else ())
         self._record.reached("checked")
         found = self._read_data()
         self._record.reached("data_read")

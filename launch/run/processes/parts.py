@@ -20,6 +20,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import IO, Protocol
 
+from .forked import Forked, Forks
+
 REAP_SECONDS = 10.0
 """A killed process that is still there after this long is left behind, and the user is told."""
 THREAD_VARIABLES = (
@@ -34,6 +36,9 @@ PLACING_VARIABLES = (
     *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
 """Variables by which torchrun and Slurm tell a process its place."""
+
+Process = subprocess.Popen[bytes] | Forked
+"""A process that was spawned, or one that another process of the run has forked."""
 
 
 class Stage(IntEnum):
@@ -113,7 +118,7 @@ class Part:
     """Whether a dispensable part is restarted all the same, ``launch.max_failures`` times at most."""
     others: OtherHosts | None = None
     """The hosts on which other processes live and die with these; None = there are none."""
-    processes: list[tuple[ProcessSpec, subprocess.Popen[bytes]]] = field(default_factory=list)
+    processes: list[tuple[ProcessSpec, Process]] = field(default_factory=list)
     """Processes that are running or not yet reaped."""
     deaths: int = 0
     """Deaths since progress was last seen."""
@@ -121,25 +126,53 @@ class Part:
     """Steps journalled when it last died."""
     due: float | None = None
     """Monotonic time of its next start; None while it runs."""
-    early: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    early: dict[str, Process] = field(default_factory=dict)
     """Processes that were begun before the run was there, by name; see :meth:`begin_early`."""
 
-    def begin_early(self, config: str) -> None:
+    def begin_early(self, config: str, forking: Sequence[Part] = ()) -> None:
         """Begins the processes of its first start: until then they load their libraries, which takes seconds.
 
         Args:
             config: the run's config as JSON. It says which libraries those are.
+            forking: parts whose processes this part's only process is to fork; see :mod:`.forked`.
         """
-        for spec in self.specs():
-            process = _popen(spec, "early", stdin=subprocess.PIPE)
-            self.early[spec.name] = process
-            _tell(process, config)
+        forks = _forks(forking) if forking else None
+        if forks is None:
+            for part in forking:
+                part.begin_early(config)
+        told, descriptors = forks.for_child() if forks is not None else (None, ())
+        try:
+            for spec in self.specs():
+                process = _popen(spec, "early", stdin=subprocess.PIPE, descriptors=descriptors)
+                self.early[spec.name] = process
+                _tell(process, json.dumps({"config": config, "forks": told}))
+        finally:
+            if forks is not None:
+                forks.given()
+
+    def awaits_fork(self) -> bool:
+        """Whether one of its processes is still to be forked by another part's. Forgets those that won't be; doesn't wait."""
+        for name, process in list(self.early.items()):
+            if isinstance(process, Forked):
+                there = process.is_there()
+                if there is None:
+                    return True
+                if not there:
+                    del self.early[name]
+                    process.let_go()
+        return False
 
     def end_early(self) -> None:
         """Ends those that were begun early and never started."""
         for process in self.early.values():
-            process.kill()
-            process.communicate()
+            if isinstance(process, Forked) and not process.is_there():
+                process.let_go()
+                continue
+            process.send_signal(signal.SIGKILL)
+            process.wait(REAP_SECONDS)
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
         self.early.clear()
 
     def start(self) -> None:
@@ -200,9 +233,20 @@ def environment_of(spec: ProcessSpec) -> dict[str, str]:
     return {**threads, **more, **spec.environment}
 
 
-def _spawn(
-    spec: ProcessSpec, early: subprocess.Popen[bytes] | None = None
-) -> subprocess.Popen[bytes]:
+def _forks(parts: Sequence[Part]) -> Forks | None:
+    """Has the processes of parts forked by the one that is begun next; None where the system can't do that."""
+    specs = {spec.name: (part, spec) for part in parts for spec in part.specs()}
+    here = str(os.getpid())
+    try:
+        forks = Forks({name: command_of(spec, here, "early") for name, (_, spec) in specs.items()})
+    except OSError:
+        return None
+    for name, process in forks.processes.items():
+        specs[name][0].early[name] = process
+    return forks
+
+
+def _spawn(spec: ProcessSpec, early: Process | None = None) -> Process:
     """Starts a process, or lets one go on that was begun early."""
     with open(spec.log, "ab", buffering=0) as log:
         with contextlib.suppress(OSError):  # On a full disk this line is left out.
@@ -217,7 +261,7 @@ def _spawn(
         return _popen(spec, stdin=subprocess.DEVNULL, output=log)
 
 
-def _tell(process: subprocess.Popen[bytes], line: str) -> None:
+def _tell(process: Process, line: str) -> None:
     """Writes a line to a process; one that has died is seen as any other that dies."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
@@ -226,7 +270,11 @@ def _tell(process: subprocess.Popen[bytes], line: str) -> None:
 
 
 def _popen(
-    spec: ProcessSpec, *kind: str, stdin: int, output: IO[bytes] | int = subprocess.DEVNULL
+    spec: ProcessSpec,
+    *kind: str,
+    stdin: int,
+    output: IO[bytes] | int = subprocess.DEVNULL,
+    descriptors: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     environment = {
         key: value
@@ -243,11 +291,11 @@ def _popen(
         stderr=subprocess.STDOUT,
         start_new_session=True,
         env=environment,
-        pass_fds=spec.pass_fds,
+        pass_fds=(*spec.pass_fds, *descriptors),
     )
 
 
-def exit_of(process: subprocess.Popen[bytes]) -> int | None:
+def exit_of(process: Process) -> int | None:
     """Exit code (negative: signal) of a process that has ended, without reaping it.
 
     While the process is a zombie, the id of its process group can't be reused, so that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from ....common.run_folder import RunFolder
 from ...host.redis_server import choose_port
 from ...plan.placement import Placement, trackers_of, workers_of
-from .parts import Part, ProcessSpec, Stage
+from .parts import Part, ProcessSpec, Stage, environment_of
 
 if TYPE_CHECKING:
     from ....common.config import Config
@@ -68,6 +69,27 @@ def parts(
             for spec in specs
         ]
     return made
+
+
+def forked_by_learner(config: Config, parts: Sequence[Part]) -> list[Part]:
+    """The parts whose first processes the learner's process forks, since it loads most of what they need.
+
+    Those are the workers of the torch engine on a CPU, where they and a learner of one rank have the same environment.
+    """
+    if sys.platform != "linux" or config.rollout.engine not in ("torch", "auto"):
+        return []
+    learners = [part for part in parts if part.stage == Stage.LEARNER and part.others is None]
+    ranks = [spec for part in learners for spec in part.specs()]
+    if len(ranks) != 1 or ranks[0].environment["CUDA_VISIBLE_DEVICES"]:
+        return []
+    # Numerical libraries read the environment when they are loaded.
+    environment = environment_of(ranks[0])
+    return [
+        part
+        for part in parts
+        if part.stage == Stage.ROLLOUT
+        and all(environment_of(spec) == environment for spec in part.specs())
+    ]
 
 
 def learner(

@@ -166,7 +166,7 @@ class Supervisor:
         """
         if part not in self._parts:
             self._parts.append(part)
-        if part.others is not None and not part.others.may_start():
+        if part.awaits_fork() or (part.others is not None and not part.others.may_start()):
             part.due = time.monotonic()
             return
         try:

@@ -114,7 +114,8 @@ def test_it_ends_with_its_supervisor(tmp_path: Path, config: Config):
         stdin=subprocess.PIPE,
     )
     assert process.stdin is not None
-    process.stdin.write(config.model_dump_json().encode() + b"\n")
+    told = {"config": config.model_dump_json(), "forks": None}
+    process.stdin.write(json.dumps(told).encode() + b"\n")
     process.stdin.close()
     assert process.wait(60) == 0
 
