@@ -433,10 +433,8 @@ def test_environment(scratch: Path) -> dict[str, str]:
     env["MYPYPATH"] = ".import"
     env["TANDEM_TEST_RUNS"] = str(scratch / "runs")
     env["TORCH_EXTENSIONS_DIR"] = str(scratch / "torch-extensions")
-    if env.pop("PYTHONDONTWRITEBYTECODE", ""):
-        # Else each of the hundreds of processes that tests start compiles what it imports, which is
-        # half of a start.
-        env["PYTHONPYCACHEPREFIX"] = str(scratch / "bytecode")
+    # Else each of the hundreds of processes that tests start compiles what it imports, which is half of a start.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     env.setdefault("OMP_NUM_THREADS", "1")
     return env
 

@@ -1,14 +1,14 @@
-"""Scores: each figure against a count by hand, brute force, or scipy."""
+"""Scores: each figure against a count by hand or by brute force."""
 
 from __future__ import annotations
 
 import math
-from itertools import combinations
+from fractions import Fraction
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
 import pytest
-import scipy.stats
 
 from tandem.common.config import RewardConfig
 from tandem.common.records import FinishReason, Verdict
@@ -56,18 +56,43 @@ def test_pass_at_k_is_refused_for_counts_that_cannot_be() -> None:
             scores.pass_at_k(n, c, k)
 
 
-def test_the_interval_is_scipys_percentile_bootstrap() -> None:
+def percentile(ordered: list[float], share: float) -> float:
+    """The value at a share of the way through, linear between two."""
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def resampled(values: list[float], seed: int, resamples: int) -> list[float]:
+    """The percentile bootstrap's interval, one resample after the other."""
+    rng = np.random.Generator(np.random.Philox(seed))
+    means = []
+    for _ in range(resamples):
+        drawn = [values[i] for i in rng.integers(0, len(values), len(values))]
+        means.append(math.fsum(drawn) / len(drawn))
+    means.sort()
+    return [percentile(means, 0.025), percentile(means, 0.975)]
+
+
+def at_least_as_rare(count: int, trials: int) -> float:
+    """The two-sided exact test of a fair coin: the chance of all counts that are no likelier than this one."""
+    ways = [math.comb(trials, i) for i in range(trials + 1)]
+    return float(Fraction(sum(w for w in ways if w <= ways[count]), 2**trials))
+
+
+def test_the_interval_is_that_of_a_percentile_bootstrap() -> None:
     values = np.random.Generator(np.random.Philox(5)).integers(0, 9, 60) / 8
     ours = scores.bootstrap(values, seed=3, resamples=1500)
-    theirs = scipy.stats.bootstrap(
-        (values,),
-        np.mean,
-        n_resamples=1500,
-        method="percentile",
-        rng=np.random.Generator(np.random.Philox(3)),
-    ).confidence_interval
-    assert ours == pytest.approx((theirs.low, theirs.high), abs=1e-12)
+    assert ours == pytest.approx(resampled(values.tolist(), 3, 1500), abs=1e-12)
     assert ours != scores.bootstrap(values, seed=4, resamples=1500)
+
+
+def test_many_resamples_come_to_the_interval_of_all_that_there_are() -> None:
+    values = [0.0, 0.1, 0.3, 0.7, 1.0, 0.55]
+    means = sorted(math.fsum(drawn) / 6 for drawn in product(values, repeat=6))
+    expected = [percentile(means, 0.025), percentile(means, 0.975)]
+    assert scores.bootstrap(values, resamples=200_000) == pytest.approx(expected, abs=0.01)
 
 
 def test_drawing_in_pieces_changes_no_interval(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,12 +109,12 @@ def test_the_interval_draws_problems_and_no_samples() -> None:
     assert scores.figures(groups)["interval"] == scores.figures(alone)["interval"]
 
 
-def test_mcnemar_is_scipys_exact_binomial_test() -> None:
+def test_mcnemar_is_the_exact_test_of_a_fair_coin() -> None:
     for first, second in ((0, 0), (3, 9), (9, 3), (5, 5), (40, 71), (900, 1000)):
-        expected = (
-            scipy.stats.binomtest(first, first + second, 0.5).pvalue if first + second else 1.0
-        )
+        expected = at_least_as_rare(first, first + second)
         assert scores.mcnemar(first, second) == pytest.approx(expected, rel=1e-9)
+    # 3 or fewer of 12, or 9 or more: 2 * (1 + 12 + 66 + 220) of 4,096.
+    assert scores.mcnemar(3, 9) == 598 / 4096
 
 
 def test_a_comparison_is_paired_by_problem() -> None:
@@ -98,19 +123,14 @@ def test_a_comparison_is_paired_by_problem() -> None:
     first, second = ([[sample(p, 0, bool(r))] for p, r in enumerate(row)] for row in rights)
     found = scores.compare(first, second, seed=9)
     difference = rights[1].astype(float) - rights[0]
-    theirs = scipy.stats.bootstrap(
-        (difference,),
-        np.mean,
-        n_resamples=scores.RESAMPLES,
-        method="percentile",
-        rng=np.random.Generator(np.random.Philox(9)),
-    ).confidence_interval
     assert found["difference"] == pytest.approx(difference.mean())
-    assert found["interval"] == pytest.approx([theirs.low, theirs.high], abs=1e-12)
+    assert found["interval"] == pytest.approx(
+        resampled(difference.tolist(), 9, scores.RESAMPLES), abs=1e-12
+    )
     only_first, only_second = int((difference < 0).sum()), int((difference > 0).sum())
     assert (found["worse"], found["better"]) == (only_first, only_second)
     assert found["mcnemar_p"] == pytest.approx(
-        scipy.stats.binomtest(only_first, only_first + only_second).pvalue
+        at_least_as_rare(only_first, only_first + only_second)
     )
     several = [[*group, sample(p, 1)] for p, group in enumerate(first)]
     assert "mcnemar_p" not in scores.compare(several, several)
