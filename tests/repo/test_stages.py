@@ -162,8 +162,8 @@ import subprocess, sys
 sys.path.insert(0, sys.argv[1])
 import stages
 env = dict(stages.os.environ)
-settings = stages.measure_coverage(stages.Path(sys.argv[2]), env)
-program = "from tandem.common import seeds; import os; os._exit(0)"
+settings = stages.measure_coverage(stages.Path(sys.argv[2]), env, "reward")
+program = "from tandem.reward import alarm; import os; os._exit(0)"
 other = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
 subprocess.run([sys.executable, "-c", other, program], env=env, check=True)
 stages.report_coverage(settings, stages.Path(sys.argv[2], "html"))
@@ -177,6 +177,6 @@ stages.report_coverage(settings, stages.Path(sys.argv[2], "html"))
     )
     assert done.returncode == 0, done.stderr
     shares = {line.split()[0]: line.split()[-1] for line in done.stdout.splitlines() if "%" in line}
-    assert shares["common/seeds.py"] not in ("0%", "100%")
-    assert shares["rollout/worker.py"] == "0%"
+    assert shares["reward/alarm.py"] not in ("0%", "100%")
+    assert shares["reward/pool.py"] == "0%"
     assert (tmp_path / "html" / "index.html").exists()
