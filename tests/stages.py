@@ -57,6 +57,7 @@ WHOLE_UPDATES = (
     "tests/learner/forward/test_packed.py",
     "tests/learner/objectives/test_on_archives.py",
     "tests/learner/resume/test_partitions.py",
+    "tests/learner/forward/test_logprobs.py",
     "tests/learner/test_adamw_8bit.py",
     "tests/learner/test_adapters.py",
     "tests/learner/test_critic.py",
@@ -66,20 +67,44 @@ WHOLE_UPDATES = (
     "tests/learner/test_parity.py",
     "tests/learner/test_passes.py",
     "tests/learner/test_ranks.py",
+    "tests/learner/test_reference.py",
     "tests/learner/test_trainer.py",
+    "tests/learner/test_updates.py",
+    "tests/rollout/test_adapters.py",
+    "tests/rollout/test_engine_contract.py",
     "tests/rollout/test_live_updates.py",
     "tests/weights/test_faults.py",
+    "tests/weights/test_transfer.py",
 )
 """Whole updates of a learner at every ZeRO stage, and of the weights of running engines; the GPU kit on a CPU."""
 
-WHOLE_COMMANDS = (
+WHOLE_PROCESSES = (
+    "tests/launch/board/test_terminal.py",
     "tests/launch/commands/test_evaluate.py",
+    "tests/launch/commands/test_get.py",
+    "tests/launch/commands/test_grade.py",
     "tests/launch/commands/test_serve.py",
+    "tests/launch/host/test_doctor.py",
     "tests/launch/notebook/test_handle.py",
+    "tests/launch/plan/test_measure.py",
+    "tests/launch/run/test_flipped_files.py",
+    "tests/learner/test_devices.py",
+    "tests/repo/test_benchmarks.py",
+    "tests/repo/test_stages.py",
+    "tests/reward/answers/test_security.py",
+    "tests/reward/graders/test_hangs.py",
+    "tests/reward/sandbox/test_code.py",
+    "tests/reward/servers/test_judges.py",
+    "tests/reward/test_pool.py",
+    "tests/rollout/environments/test_containment.py",
     "tests/rollout/environments/test_own_server.py",
     "tests/rollout/environments/test_servers.py",
+    "tests/rollout/test_evaluation.py",
+    "tests/rollout/test_following.py",
+    "tests/rollout/test_out_of_memory.py",
+    "tests/rollout/test_worker.py",
 )
-"""Commands and servers that are started as processes, each test with new ones."""
+"""Commands, workers, pools and servers that are started as processes, each test with new ones."""
 
 PROBES = "tests/cluster/test_probes.py"
 """Whole runs by the words of manifests."""
@@ -101,11 +126,11 @@ STAGES = (
             "--ignore=tests/shared_redis",
             "--ignore=tests/hosts",
             f"--ignore={PROBES}",
-            *(f"--ignore={path}" for path in (*WHOLE_UPDATES, *WHOLE_COMMANDS)),
+            *(f"--ignore={path}" for path in (*WHOLE_UPDATES, *WHOLE_PROCESSES)),
             "--ignore=tests/repo/test_package.py",
             "--ignore=tests/repo/test_readme.py",
         ),
-        byhand="bash tests/run.sh tests --ignore=tests/faults -m byhand (three quarters of an hour)",
+        byhand="bash tests/run.sh tests --ignore=tests/faults -m byhand (an hour)",
     ),
     Stage(
         name="redis",
@@ -125,11 +150,21 @@ STAGES = (
         long=True,
     ),
     Stage(
+        name="processes",
+        args=(
+            *WHOLE_PROCESSES,
+            "--numprocesses=2",
+            "--dist=loadfile",
+            "-m",
+            "not vllm and not byhand",
+        ),
+        long=True,
+    ),
+    Stage(
         name="e2e",
         # Two whole runs at a time: each waits for its own processes for half of its time.
         args=(
             "tests/e2e",
-            *WHOLE_COMMANDS,
             "--ignore=tests/e2e/test_twins.py",
             "--numprocesses=2",
             "--dist=loadfile",
@@ -138,7 +173,7 @@ STAGES = (
         ),
         needs="tests/e2e",
         long=True,
-        byhand="bash tests/run.sh tests/e2e -m byhand (twenty minutes)",
+        byhand="bash tests/run.sh tests/e2e -m byhand (half an hour)",
     ),
     Stage(
         name="twins",
@@ -149,7 +184,7 @@ STAGES = (
     ),
     Stage(
         name="faults",
-        args=("tests/faults", "-m", "not byhand"),
+        args=("tests/faults", "--numprocesses=2", "--dist=loadfile", "-m", "not byhand"),
         needs="tests/faults",
         long=True,
         byhand="bash tests/run.sh tests/faults -m byhand (three minutes)",

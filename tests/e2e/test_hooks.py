@@ -138,6 +138,7 @@ def test_a_callback_stops_a_run_by_an_evaluation_and_the_run_can_go_on(here: Pat
     assert [record["step"] for record in trained(folder)] == list(range(1, last + 3))
 
 
+@pytest.mark.byhand
 def test_whatever_callbacks_do_the_model_is_the_same_in_every_bit(here: Path) -> None:
     common = ("offline", *BRIEF, *QUIET, "run.steps=150")
     finished(here, *common, "run.dir=without")
@@ -185,6 +186,7 @@ def test_what_a_callback_asks_for_is_done(here: Path) -> None:
     assert sorted(calls, key=lambda line: int(line.split()[0])).count(f"{kept[0]} True") == 1
 
 
+@pytest.mark.byhand
 def test_a_resumed_run_calls_for_no_step_twice(here: Path) -> None:
     folder = here / "run"
     words = ("start", "miniature-easy", f"run.dir={folder}", *BRIEF, *QUIET, "run.steps=14")
@@ -202,6 +204,7 @@ def test_a_resumed_run_calls_for_no_step_twice(here: Path) -> None:
     assert len(trained(folder)) == 14
 
 
+@pytest.mark.byhand
 def test_stages_and_offline_runs_have_callbacks_too(here: Path) -> None:
     words = ("miniature-sft-rl", *BRIEF, *QUIET, "sft.run.callbacks=hooks:note")
     stop = "rl.run.callbacks=[hooks:rewarded]"

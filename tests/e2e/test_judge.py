@@ -47,6 +47,7 @@ def counted(folder: Path, name: str) -> float:
     return sum(record.get(name, 0.0) for record in lines(folder / "metrics.jsonl"))
 
 
+@pytest.mark.byhand
 @pytest.mark.timeout(400)
 def test_a_judge_that_dies_and_comes_back(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "miniature"

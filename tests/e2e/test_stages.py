@@ -89,6 +89,7 @@ def figures(folder: Path, number: int) -> dict[str, Any]:
     return next(one for one in records if one["step"] == number and "train/lr" in one)
 
 
+@pytest.mark.byhand
 def test_one_step_of_a_recorded_run_is_run_again(tmp_path: Path) -> None:
     first = Run(
         tmp_path, "start", "miniature", "log.archive=true", "run.dir=first", "run.steps=6", *QUIET
@@ -140,6 +141,7 @@ def test_a_run_may_only_sample(tmp_path: Path) -> None:
     assert "nothing keeps the samples: set log.archive=true" in refused.said()
 
 
+@pytest.mark.byhand
 def test_the_best_model_by_a_named_figure_is_kept(tmp_path: Path) -> None:
     run = Run(
         tmp_path,

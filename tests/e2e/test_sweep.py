@@ -40,6 +40,7 @@ def test_a_run_that_fails_does_not_end_the_others_and_is_named(tmp_path: Path) -
     assert f"{good} starts" not in again.said()
 
 
+@pytest.mark.byhand
 @pytest.mark.timeout(400)
 def test_ctrl_c_stops_the_runs_and_the_same_command_goes_on(tmp_path: Path) -> None:
     command = ("sweep", "miniature-sft", *QUIET, "run.steps=400,3", "--seeds", "1")

@@ -36,6 +36,7 @@ def pieces(sample: Sample) -> list[tuple[Source, str]]:
     return [(Source(source), tokenizer.decode([t for _, t in part])) for source, part in parts]
 
 
+@pytest.mark.byhand
 @pytest.mark.timeout(400)
 def test_episodes_are_played_recorded_as_sampled_and_learned_from(tmp_path: Path) -> None:
     run = Run(tmp_path, "start", "miniature-tools", "run.dir=run", *FEW)
@@ -76,6 +77,7 @@ def test_episodes_are_played_recorded_as_sampled_and_learned_from(tmp_path: Path
     assert called >= 20
 
 
+@pytest.mark.byhand
 @pytest.mark.timeout(300)
 def test_without_the_tool_nothing_is_called_and_nothing_learned(tmp_path: Path) -> None:
     run = Run(

@@ -60,7 +60,13 @@ def parameters(
     return found
 
 
-@pytest.mark.parametrize("method", [("miniature",), PPO], ids=["luffy", "ppo"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(("miniature",), id="luffy"),
+        pytest.param(PPO, id="ppo", marks=pytest.mark.byhand),
+    ],
+)
 def test_a_killed_run_ends_with_the_parameters_of_one_that_was_left_alone(
     method: tuple[str, ...], tmp_path: Path
 ) -> None:

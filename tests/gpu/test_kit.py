@@ -35,6 +35,8 @@ POSITIVE = {
     "logprobs": (),
 }
 """Figures of each part that must be there, and be above 0, in every case of it."""
+SHORT = ("engine", "staging")
+"""Parts that run at all times: the others take half a minute each on a CPU, and train as other tests do."""
 
 
 def loaded(path: Path) -> ModuleType:
@@ -77,7 +79,10 @@ def run(
 
 
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize("part", POSITIVE)
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(part, marks=() if part in SHORT else pytest.mark.byhand) for part in POSITIVE],
+)
 def test_a_part_has_its_figures(part: str, tmp_path: Path) -> None:
     status, found, page = run(tmp_path / "out", "--only", part)
     (one,) = found["parts"].values()

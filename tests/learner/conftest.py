@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,22 @@ def written(
     many.start("rank_of_states.py", 2, place)
     states.go_through(place, 1, sources=2, fresh=False)
     return place
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory, made_up: ModuleType) -> Path:
+    """The folder of a tiny model with the miniature's tokenizer, as a base is, and one more chat template."""
+    from tandem.common.models import resolve
+
+    folder: Path = tmp_path_factory.mktemp("base")
+    made_up.tiny_model().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(Path(resolve("miniature")) / name, folder / name)
+    # Where transformers keeps the chat templates of a tokenizer that has several.
+    further = folder / "additional_chat_templates"
+    further.mkdir()
+    (further / "tools.jinja").write_text("{{ tools }}")
+    return folder
 
 
 @pytest.fixture(scope="session")

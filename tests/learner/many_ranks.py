@@ -1,14 +1,20 @@
-"""Starts the processes of ``rank_of_many.py`` and its like, and compares what came of them."""
+"""Starts the processes of ``rank_of_many.py`` and its like, and compares what came of them.
+
+As a program, ``many_ranks.py SCRIPT RANKS PORT ARGUMENT...``, it loads the libraries and forks the ranks.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import runpy
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +35,55 @@ def free_port() -> int:
 def start(script: str, ranks: int, *arguments: object) -> None:
     """Runs a script of this folder as so many processes: ``SCRIPT RANK RANKS PORT ARGUMENT...``."""
     port = free_port() if ranks > 1 else 0
-    path = Path(__file__).with_name(script)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with ExitStack() as stack:
-        # Files, since a pipe that nobody reads yet would stop a rank for which the others wait.
-        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, *map(str, (path, rank, ranks, port, *arguments))],
-                env=environment,
-                stderr=errors[rank],
-                stdout=subprocess.DEVNULL,
-            )
-            for rank in range(ranks)
-        ]
+    with tempfile.TemporaryDirectory() as errors:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, (Path(__file__), errors, script, ranks, port, *arguments))],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
-            codes = [process.wait(timeout=DEADLINE) for process in processes]
-            for error in errors:
-                error.seek(0)
+            code = process.wait(timeout=DEADLINE)
             # All of them: where one fails, the others only say that it is gone.
-            said = "\n".join(f"rank {n}: {error.read()[-3000:]}" for n, error in enumerate(errors))
-            assert not any(codes), said
+            said = "\n".join(
+                f"rank {path.name}: {path.read_text()[-3000:]}" for path in Path(errors).iterdir()
+            )
+            assert not code, said
         finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def fork(errors: str, script: str, ranks: str, port: str, *arguments: str) -> int:
+    """Forks the ranks of a script, since each would take seconds to load the same libraries; how many failed."""
+    import deepspeed  # noqa: F401
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
+    path = Path(__file__).with_name(script)
+    children = [
+        _rank(path, Path(errors), rank, ranks, port, *arguments) for rank in range(int(ranks))
+    ]
+    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+
+
+def _rank(path: Path, errors: Path, rank: int, *arguments: str) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        # Files, since a pipe that nobody reads yet would stop a rank for which the others wait.
+        descriptor = os.open(errors / str(rank), os.O_WRONLY | os.O_CREAT)
+        os.dup2(descriptor, 2)
+        sys.argv = [str(path), str(rank), *arguments]
+        runpy.run_path(str(path), run_name="__main__")
+        code = 0
+    except BaseException:  # noqa: BLE001 - a forked process must not go on with what its parent does
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def trained(ranks: int, folder: Path, stage: int | str, names: list[str]) -> Trained:
@@ -77,3 +107,7 @@ def compare(found: Trained, alone: Trained, names: list[str]) -> None:
     assert keys
     for key in keys:
         torch.testing.assert_close(found[0][key], alone[0][key], atol=2e-6, rtol=1e-5, msg=key)
+
+
+if __name__ == "__main__":
+    sys.exit(fork(*sys.argv[1:]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import torch
 from safetensors.torch import load_file
 
 from tandem.common.errors import DataError
-from tandem.common.models import resolve
 from tandem.common.records import Version
 from tandem.common.run_folder import RunFolder
 from tandem.learner.adapters import identity
@@ -33,18 +31,6 @@ pytestmark = [pytest.mark.usefixtures("group"), pytest.mark.timeout(300)]
 SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 FURTHER = "additional_chat_templates"
 """Where transformers keeps the chat templates of a tokenizer that has several."""
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory, made_up: ModuleType) -> Path:
-    """The folder of a tiny model with the miniature's tokenizer, as a base is."""
-    folder: Path = tmp_path_factory.mktemp("base")
-    made_up.tiny_model().save_pretrained(folder)
-    for name in SIDE_FILES:
-        shutil.copy(Path(resolve("miniature")) / name, folder / name)
-    (folder / FURTHER).mkdir()
-    (folder / FURTHER / "tools.jinja").write_text("{{ tools }}")
-    return folder
 
 
 class Kept:
@@ -111,26 +97,6 @@ def test_a_step_is_exported_as_the_engine_would_have_written_it(
     newest = export(run.folder, run.config)
     assert newest.step == 4
     assert content(newest.place)["model.safetensors"] != expected["model.safetensors"]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_parts_of_all_ranks_are_joined_at_every_stage(
-    ranks: int, dtype: str, written: Path, base: Path, states: ModuleType, tmp_path: Path
-) -> None:
-    for stage in states.STAGES:
-        source = written / f"{ranks}-{stage}-{dtype}"
-        config = states.made_up.config_of(model={"dtype": dtype, "path": str(base)})
-        folder = RunFolder(tmp_path / str(stage))
-        Checkpoints(folder.checkpoints).save(
-            Version(term=1, step=2),
-            lambda place, source=source: shutil.copytree(source, place, dirs_exist_ok=True),
-            ranks=ranks,
-            state={},
-        )
-        found = export(folder, config).place / "model.safetensors"
-        ours = Path(f"{source}-model") / "model.safetensors"
-        assert found.read_bytes() == ours.read_bytes(), f"ZeRO-{stage}"
 
 
 def test_in_several_files_it_has_an_index_and_tied_weights_once(kept: Make, tmp_path: Path) -> None:

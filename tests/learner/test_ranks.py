@@ -1,6 +1,6 @@
 """Two and four real ranks train to the parameters of one, whatever the objective.
 
-All but adapters takes some minutes, so by hand: ``bash tests/run.sh tests/learner/test_ranks.py -m byhand``. What CI runs of it:
+All but adapters takes minutes, so by hand: ``bash tests/run.sh tests/learner/test_ranks.py -m byhand``. What CI runs of it:
 ``test_trainer.py`` (two ranks, one objective) and the simulated ranks of
 ``test_objective_rules.py`` (every objective).
 """
@@ -55,6 +55,7 @@ def test_so_do_those_that_share_gradients_and_weights(
     many.compare(many.trained(4, folder, stage, FEW), alone, FEW)
 
 
+@pytest.mark.byhand
 def test_a_rank_without_rows_trains_an_objective_that_needs_the_entropy(
     folder: Path, many: ModuleType
 ) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tandem.launch.run.opened import presets
 from tandem.reward.grades import GradeItem
 from tandem.reward.grading import Grader
@@ -35,6 +37,7 @@ def test_the_loop_in_one_process_trains() -> None:
     assert all(seconds > 0 for seconds in parts["learn"])
 
 
+@pytest.mark.byhand
 def test_the_learner_is_timed_beside_a_bare_model() -> None:
     said = run("learner", "--models", "3M", "--pairs", "1", "--rows", "8")
     lines = [line for line in said.splitlines() if line.startswith("| 3M, ")]
@@ -45,6 +48,7 @@ def test_the_learner_is_timed_beside_a_bare_model() -> None:
     assert compared[2].startswith("| 3M, varied: learner padded, ")
 
 
+@pytest.mark.byhand
 def test_the_race_runs_and_counts_what_it_says(tmp_path: Path) -> None:
     run(
         "race",
@@ -63,6 +67,7 @@ def test_the_race_runs_and_counts_what_it_says(tmp_path: Path) -> None:
     assert "| Tandem, on-policy | **" in (tmp_path / "race.md").read_text()
 
 
+@pytest.mark.byhand
 def test_the_pool_is_timed_beside_a_bare_process() -> None:
     lines = run("pool", "--quick", "--rounds", "1", seconds=200).splitlines()
     rows = [line.split("|")[1].strip() for line in lines if line.startswith("| 8 x ")]

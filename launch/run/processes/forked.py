@@ -14,14 +14,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO
 
-from ...lifeline import tie_to
+from ...host.kinship import adopt_orphans, tie_to
 
-PR_SET_CHILD_SUBREAPER = 36
 FORK_SECONDS = 120.0
 """What isn't forked this long after its forking process began is started anew."""
 ADOPT_SECONDS = 10.0
@@ -95,7 +93,7 @@ class Forks:
         """
         self.pids: dict[str, int] = {}
         """Process ids of those that are there, by name."""
-        _adopt_orphans(True)
+        adopt_orphans(True)
         self._deadline = time.monotonic() + FORK_SECONDS
         self._told, self._tell = os.pipe()
         os.set_blocking(self._told, False)
@@ -142,7 +140,7 @@ class Forks:
         if self._told >= 0:
             os.close(self._told)
             self._told = -1
-            _adopt_orphans(False)
+            adopt_orphans(False)
 
 
 def fork(told: dict[str, Any]) -> BinaryIO | None:
@@ -201,13 +199,3 @@ def _show_as(command: list[str]) -> None:
     words = b"\0".join(os.fsencode(word) for word in command) + b"\0"
     if start and len(words) <= end - start:
         ctypes.memmove(start, words.ljust(end - start, b"\0"), end - start)
-
-
-def _adopt_orphans(yes: bool) -> None:
-    """Has the kernel hand orphans among this process's descendants to this process, or no longer."""
-    if sys.platform != "linux":
-        raise OSError(f"{sys.platform} hands orphans to nobody but init")
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    if prctl(PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0):
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(code)}")

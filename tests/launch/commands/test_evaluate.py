@@ -228,6 +228,7 @@ def test_every_figure_follows_from_the_samples(
     assert "pass" in capsys.readouterr().out
 
 
+@pytest.mark.byhand
 @pytest.mark.timeout(240)
 def test_workers_share_the_samples_and_a_killed_one_costs_nothing(
     place: Path, whole: Path, tandem_command: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +12,11 @@ import pytest
 import torch
 
 from tandem.common.errors import DataError
+from tandem.common.records import Version
+from tandem.common.run_folder import RunFolder
+from tandem.learner.exporting import export
 from tandem.learner.resume import state_files
+from tandem.learner.resume.checkpoints import Checkpoints
 from tandem.learner.resume.state_files import PARAMETER, POLICY, Piece, StateFiles, write_pieces
 
 pytestmark = [pytest.mark.usefixtures("group"), pytest.mark.timeout(300)]
@@ -51,6 +56,26 @@ def test_every_stage_goes_on_from_every_other_one(
         other = content(written / f"{after}-{stage}-{dtype}")
         # Or everything would be equal because nothing had been trained.
         assert not same(other, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_export_joins_the_parts_of_all_ranks_at_every_stage(
+    ranks: int, dtype: str, written: Path, base: Path, states: ModuleType, tmp_path: Path
+) -> None:
+    for stage in states.STAGES:
+        source = written / f"{ranks}-{stage}-{dtype}"
+        config = states.made_up.config_of(model={"dtype": dtype, "path": str(base)})
+        folder = RunFolder(tmp_path / str(stage))
+        Checkpoints(folder.checkpoints).save(
+            Version(term=1, step=2),
+            lambda place, source=source: shutil.copytree(source, place, dirs_exist_ok=True),
+            ranks=ranks,
+            state={},
+        )
+        found = export(folder, config).place / "model.safetensors"
+        ours = Path(f"{source}-model") / "model.safetensors"
+        assert found.read_bytes() == ours.read_bytes(), f"ZeRO-{stage}"
 
 
 def piece(name: str, values: torch.Tensor, begin: int, total: int, **changed: Any) -> Piece:

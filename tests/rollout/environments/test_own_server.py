@@ -35,6 +35,7 @@ def settings(target: str) -> Config:
     return build({"run": {"steps": 1}, "data": {"train": [{"path": "a.parquet"}]}}, [use])
 
 
+@pytest.mark.byhand
 def test_the_command_plays_the_episodes_of_a_held_out_set(
     tmp_path: Path, tandem_command: str
 ) -> None:
