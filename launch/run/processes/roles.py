@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ....common.run_folder import RunFolder
 from ...host.redis_server import choose_port
 from ...plan.placement import Placement, trackers_of, workers_of
-from .parts import Part, ProcessSpec, Stage, environment_of
+from .parts import Part, ProcessSpec, Stage
 
 if TYPE_CHECKING:
     from ....common.config import Config
@@ -74,7 +74,9 @@ def parts(
 def forked_by_learner(config: Config, parts: Sequence[Part]) -> list[Part]:
     """The parts whose first processes the learner's process forks, since it loads most of what they need.
 
-    Those are the workers of the torch engine on a CPU, where they and a learner of one rank have the same environment.
+    Those are the workers of the torch engine on a CPU beside a learner of one rank. How many threads a numerical library
+    has can be changed when it is loaded, how they wait can't: a worker of several threads is forked only where the
+    learner has as many or more, and so the same way of waiting.
     """
     if sys.platform != "linux" or config.rollout.engine not in ("torch", "auto"):
         return []
@@ -82,13 +84,15 @@ def forked_by_learner(config: Config, parts: Sequence[Part]) -> list[Part]:
     ranks = [spec for part in learners for spec in part.specs()]
     if len(ranks) != 1 or ranks[0].environment["CUDA_VISIBLE_DEVICES"]:
         return []
-    # Numerical libraries read the environment when they are loaded.
-    environment = environment_of(ranks[0])
+    (rank,) = ranks
     return [
         part
         for part in parts
         if part.stage == Stage.ROLLOUT
-        and all(environment_of(spec) == environment for spec in part.specs())
+        and all(
+            spec.environment == rank.environment and spec.threads <= rank.threads
+            for spec in part.specs()
+        )
     ]
 
 
