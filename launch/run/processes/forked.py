@@ -23,7 +23,7 @@ from ...host.kinship import adopt_orphans, tie_to
 FORK_SECONDS = 120.0
 """What isn't forked this long after its forking process began is started anew."""
 ADOPT_SECONDS = 10.0
-"""How long an orphan waits for its supervisor to become its parent; the kernel does so at once."""
+"""How long a forked process waits to become an orphan, which is at once."""
 
 
 class Forked:
@@ -154,25 +154,29 @@ def fork(told: dict[str, Any]) -> BinaryIO | None:
     """
     inputs = [int(one["stdin"]) for one in told["forks"]]
     for one in told["forks"]:
-        between = os.fork()
-        if not between:
+        child = os.fork()
+        if not child:
+            between = os.getpid()
             if os.fork():
                 os._exit(0)
-            return _forked(told, one, inputs)
-        os.waitpid(between, 0)
+            return _forked(told, one, inputs, between)
+        os.waitpid(child, 0)
     for descriptor in (told["tell"], *inputs):
         os.close(descriptor)
     return None
 
 
-def _forked(told: dict[str, Any], one: dict[str, Any], inputs: Iterable[int]) -> BinaryIO:
-    """Makes of this orphan a process that the supervisor takes for one of its own."""
+def _forked(
+    told: dict[str, Any], one: dict[str, Any], inputs: Iterable[int], between: int
+) -> BinaryIO:
+    """Makes of this child of ``between``, which ends, a process that the supervisor takes for one of its own."""
     supervisor = int(told["supervisor"])
     try:
         os.setsid()
         deadline = time.monotonic() + ADOPT_SECONDS
-        while os.getppid() != supervisor and time.monotonic() < deadline:
+        while os.getppid() == between and time.monotonic() < deadline:
             time.sleep(0.001)
+        # It ends where it was handed to somebody else.
         tie_to(supervisor, signal.SIGKILL)
         for descriptor in inputs:
             if descriptor != one["stdin"]:
