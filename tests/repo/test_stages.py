@@ -150,7 +150,7 @@ stages.run_stages(frozenset(sys.argv[3:]), every=sys.argv[2] == "all")
         return {line.split()[1] for line in said if line.startswith("ran ")}, left
 
     always = {"docs", "unit"}
-    long = {"redis", "updates", "e2e", "twins", "faults", "hosts", "vllm", "package"}
+    long = {"redis", "updates", "processes", "e2e", "twins", "faults", "hosts", "vllm", "package"}
     assert ran("some") == (always, long)
     assert ran("some", "vllm") == (always | {"vllm"}, long - {"vllm"})
     assert ran("all") == (always | long, set())
