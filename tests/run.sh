@@ -10,7 +10,8 @@ usage: bash tests/run.sh [--all] [--coverage] [--require STAGE]
 Sets up .venv with the tests' own packages where that is not done yet (launch/setup.sh --dev), then
 runs ruff, mypy, import-linter, shellcheck and the tests in stages, and checks that no process and no
 file is left behind: docs and unit, in about ten minutes on two cores. With --all also the long stages:
-updates (of a learner, and of engines' weights), e2e, twins (some presets on the miniature),
+updates (of a learner, and of engines' weights), processes (commands, workers, pools and servers),
+e2e, twins (some presets on the miniature),
 faults (kills in whole runs), redis (servers of others), hosts (several of them), vllm and package,
 40 minutes in all; CI runs these. vLLM's tests run where vLLM is installed
 (bash launch/setup.sh --dev --vllm), and are listed as not run where not; with --require vllm that is
