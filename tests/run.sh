@@ -13,7 +13,7 @@ file is left behind: docs and unit, in about ten minutes on two cores. With --al
 updates (of a learner, and of engines' weights), processes (commands, workers, pools and servers),
 e2e, twins (some presets on the miniature),
 faults (kills in whole runs), redis (servers of others), hosts (several of them), vllm and package,
-40 minutes in all; CI runs these. vLLM's tests run where vLLM is installed
+three quarters of an hour in all on two slow cores; CI runs these. vLLM's tests run where vLLM is installed
 (bash launch/setup.sh --dev --vllm), and are listed as not run where not; with --require vllm that is
 a failure, and so is a single one of them that is skipped. With --coverage it tells at the end which
 lines of which files no test ran (processes that are killed don't count).

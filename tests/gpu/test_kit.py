@@ -142,6 +142,7 @@ def works(device, sizes, record):
 """
 
 
+@pytest.mark.byhand
 def test_a_part_that_fails_is_reported_and_the_others_go_on(
     kit: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

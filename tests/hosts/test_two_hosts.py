@@ -61,6 +61,7 @@ def examined(cluster: Cluster, groups: int) -> None:
     assert len(cluster.seen) >= 2
 
 
+@pytest.mark.byhand
 def test_cables_that_are_cut_cost_a_run_no_group(cluster: Cluster) -> None:
     second, third = cluster.network.hosts[1:]
     begin(cluster, "learner.checkpoints=gathered", groups=96)
