@@ -33,10 +33,10 @@ def die_with(parent: int) -> None:
         os._exit(0)
 
 
-def adopt_orphans() -> bool:
-    """Makes this process the parent of all its descendants whose own parent ends, so that none gets away; False where the
-    kernel can't."""
-    return _control(_PR_SET_CHILD_SUBREAPER, 1)
+def adopt_orphans(yes: bool = True) -> bool:
+    """Makes this process the parent of all its descendants whose own parent ends, so that none gets away, or no longer;
+    False where the kernel can't."""
+    return _control(_PR_SET_CHILD_SUBREAPER, int(yes))
 
 
 def hide_memory() -> bool:

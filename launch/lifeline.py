@@ -12,11 +12,34 @@ Elsewhere a thread checks whether the parent is still there.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
+import threading
+import time
 
-from .host.kinship import tie_to
+PR_SET_PDEATHSIG = 1
+
+
+def tie_to(parent: int, death_signal: signal.Signals) -> None:
+    """Makes this process get ``death_signal`` when ``parent`` dies; exits if it is dead already."""
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        if prctl(PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0):
+            code = ctypes.get_errno()
+            raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    # The parent may have died between our fork and the call above.
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def main(argv: list[str]) -> int:

@@ -44,22 +44,19 @@ def await_run(role: str) -> list[str]:
     The supervisor writes two lines to standard input: the config with what to fork on the way, and when the run is
     there the command with the log's path. If it closes the input instead, the process ends.
     """
-    from ...common.config import Config
-
     line = sys.stdin.buffer.readline()
     if not line:
         sys.exit(0)
     told = json.loads(line)
-    config = Config.model_validate_json(told["config"])
     stdin = None
     if told["forks"] is not None:
         from ..run.processes import forked
 
-        _try_to_load("rollout", config)
+        _try_to_load("rollout", told["config"])
         stdin = forked.fork(told["forks"])
     if stdin is None:
         stdin = sys.stdin.buffer
-        _try_to_load(role, config)
+        _try_to_load(role, told["config"])
     line = stdin.readline()
     if not line:
         sys.exit(0)
@@ -86,10 +83,12 @@ def load_alone(role: str) -> None:
         _load(role, load("miniature").resolve([]))
 
 
-def _try_to_load(role: str, config: Config) -> None:
-    """Loads what a role needs; what is wrong with a library is told when the role itself needs it, and has a log."""
+def _try_to_load(role: str, config: str) -> None:
+    """Loads what a role needs by a config in JSON; what is wrong with it is told when the role itself needs it, and has a log."""
+    from ...common.config import Config
+
     with contextlib.suppress(Exception):
-        _load(role, config)
+        _load(role, Config.model_validate_json(config))
 
 
 def _load(role: str, config: Config) -> None:

@@ -12,13 +12,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO
 
-from ...host.kinship import adopt_orphans, tie_to
+from ....common.confinement import adopt_orphans, die_with
 
 FORK_SECONDS = 120.0
 """What isn't forked this long after its forking process began is started anew."""
@@ -93,7 +92,8 @@ class Forks:
         """
         self.pids: dict[str, int] = {}
         """Process ids of those that are there, by name."""
-        adopt_orphans(True)
+        if not adopt_orphans():
+            raise OSError("this system hands orphans to nobody but init")
         self._deadline = time.monotonic() + FORK_SECONDS
         self._told, self._tell = os.pipe()
         os.set_blocking(self._told, False)
@@ -177,7 +177,7 @@ def _forked(
         while os.getppid() == between and time.monotonic() < deadline:
             time.sleep(0.001)
         # It ends where it was handed to somebody else.
-        tie_to(supervisor, signal.SIGKILL)
+        die_with(supervisor)
         for descriptor in inputs:
             if descriptor != one["stdin"]:
                 os.close(descriptor)

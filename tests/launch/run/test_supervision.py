@@ -326,8 +326,8 @@ from tandem.launch.run.processes.parts import Part, ProcessSpec
 from tandem.launch.run.processes.supervision import Supervisor
 folder = Path(sys.argv[1])
 stubborn = (
-    "import os, signal, time; from tandem.launch.host import kinship; "
-    "kinship.tie_to(os.getppid(), signal.SIGKILL); "
+    "import os, signal, time; from tandem.launch import lifeline; "
+    "lifeline.tie_to(os.getppid(), signal.SIGKILL); "
     "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
 )
 plain = "import time; print('ready', flush=True); time.sleep(600)"
