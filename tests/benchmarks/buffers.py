@@ -37,6 +37,7 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
 from ledger import SAMPLES, WRITERS, Case, make_group, measure  # noqa: E402 - beside this file
+from peers import environment  # noqa: E402
 
 TRINITY = "0.6.0"
 NEEDED = (
@@ -48,22 +49,6 @@ NEEDED = (
 """What the buffers of Trinity-RFT import: its wheel asks for verl and a GPU's packages besides."""
 OURS = ("ledger", "bare")
 DEADLINE_S = 600.0
-
-
-def environment(place: Path) -> Path:
-    """Python of a virtual environment with Trinity-RFT; makes it where it isn't there."""
-    python, stamp = place / "bin" / "python", place / f"trinity-{TRINITY}"
-    if not stamp.exists():
-        import torch
-
-        print(f"making an environment for Trinity-RFT {TRINITY} in {place} ...", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
-        install = [str(python), "-m", "pip", "install", "--quiet"]
-        version = torch.__version__.partition("+")[0]
-        for words in ([f"torch=={version}"], NEEDED, ["--no-deps", f"trinity-rft=={TRINITY}"]):
-            subprocess.run([*install, *words], check=True, timeout=1200)
-        stamp.touch()
-    return python
 
 
 def measure_trinity(python: Path, kind: str, case: Case, depth: int, row: int) -> dict[str, float]:
@@ -105,7 +90,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[74, 2048], help="of a sample")
     parser.add_argument("--trinity", type=Path, default=ROOT / "runs" / "trinity")
     asked = parser.parse_args()
-    python = environment(asked.trinity)
+    bare = ["--no-deps", f"trinity-rft=={TRINITY}"]
+    python = environment(asked.trinity, f"Trinity-RFT {TRINITY}", NEEDED, bare)
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     print(f"{WRITERS} writers, depth {asked.depth}, rows of {asked.row}; samples/s\n")
     sides = ("ledger", "bare", "queue", "sql")

@@ -35,11 +35,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
 import race_work as work
+from peers import environment
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -166,7 +168,8 @@ class Track:
         """Makes what isn't there yet."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if trl:
-            self._environment()
+            packages = [f"trl=={TRL}", f"transformers=={version('transformers')}"]
+            environment(self.trl, f"TRL {TRL}", packages)
         if not (self.model / "tokenizer.json").exists():
             work.write_model(self.model)
         train = work.sums(2048, 0)
@@ -176,24 +179,6 @@ class Track:
             command = [sys.executable, "-m", "tandem.launch.cli", "make-miniature", str(chains)]
             subprocess.run([*command, "--setting", "easy"], check=True, stdout=subprocess.DEVNULL)
         self._write("chains", self._texts("train"), self._texts("heldout")[:HELD_OUT])
-
-    def _environment(self) -> None:
-        import torch
-        import transformers
-
-        version = torch.__version__.partition("+")[0]
-        wanted = f"{TRL} {version} {transformers.__version__}"
-        stamp = self.trl / "race.txt"
-        if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
-            return
-        print(f"making an environment for TRL {TRL} in {self.trl} ...", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(self.trl)], check=True)
-        install = [str(self.python), "-m", "pip", "install", "--quiet"]
-        # torch first: what depends on it must not choose another build.
-        subprocess.run([*install, f"torch=={version}"], check=True, timeout=900)
-        packages = [f"trl=={TRL}", f"transformers=={transformers.__version__}"]
-        subprocess.run([*install, *packages], check=True, timeout=900)
-        stamp.write_text(wanted, encoding="utf-8")
 
     def _texts(self, name: str) -> list[dict[str, str]]:
         """Problems of the chains, with prompts as the policy reads them."""
