@@ -10,7 +10,7 @@ import torch
 from ..common.config import Config
 from ..common.config.checks.choices import micro_batch_refusal
 from ..common.errors import ConfigError, DamagedError, DataError, FencedError, RunFailedError
-from ..common.memory import telling_parts
+from ..common.memory import keep_freed, telling_parts
 from ..common.models import load_class, load_model, warn_of_slow_bfloat16
 from ..common.run_folder import JoinInfo, RunFolder
 from ..replay.connection import connect
@@ -117,6 +117,8 @@ def prepare(config: Config, local_rank: int) -> torch.device:
     device = device_of(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed()
     return device
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from ..rows.microbatch import Layout, LayoutName, SharedLayout
 from . import packed, shared_prompts
@@ -84,6 +86,44 @@ def arguments(layout: Layout, implementation: str) -> dict[str, Any]:
     if isinstance(layout, SharedLayout):
         return shared_prompts.arguments(layout)
     return packed.arguments(layout, implementation)
+
+
+def rounded(
+    input_ids: Tensor, index: Tensor, layout: Layout | None
+) -> tuple[Tensor, Tensor, Layout | None]:
+    """A micro-batch with a few tokens more, so that its sizes are among few.
+
+    oneDNN, which multiplies in bfloat16 on CPUs, compiles a product for every new size and keeps the last thousand of
+    them: without this, updates of 4,000 tokens each left 30 MB more behind, and took 1.1 times as long.
+
+    Args:
+        input_ids: ``[r, S]`` or ``[1, F]``.
+        index: ``[N]`` places in the flattened ids.
+        layout: the line's layout, or None for padded rows.
+
+    Returns:
+        The same with S or F, and N, rounded up. Nothing that is asked for depends on what is added.
+    """
+    width = input_ids.shape[1]
+    more = _round_up(width) - width
+    if layout is None:
+        index = index + index // width * more
+    elif isinstance(layout, SharedLayout):
+        # A token that no row has sees what the first cell sees.
+        layout = replace(
+            layout,
+            positions=pad(layout.positions, (0, more)),
+            back=pad(layout.back, (0, more)),
+        )
+    else:
+        more = 0
+    return pad(input_ids, (0, more)), pad(index, (0, _round_up(len(index)) - len(index))), layout
+
+
+def _round_up(size: int) -> int:
+    """The next of 32 sizes in each power of two."""
+    step = 1 << max(size.bit_length() - 6, 0)
+    return -(-size // step) * step
 
 
 def register() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import DistError
+from torch.nn import functional as F
 
 from ...common.agreement import BOUNDS, Difference, Probe, one_line
 from ...common.errors import ConfigError
@@ -15,7 +16,7 @@ from ...common.memory import is_out_of_memory
 from ..rows.microbatch import Layout, LayoutName, MicroBatch
 from . import layouts
 from .head import head_of
-from .layouts import Way
+from .layouts import Way, rounded
 from .logprobs import token_logprobs
 from .verification import difference
 
@@ -91,12 +92,18 @@ class Policy(nn.Module):
         layout: Layout | None = None,
     ) -> tuple[Tensor, Tensor]:
         """``[N]`` log-probs and ``[N]`` entropies; see :class:`~..rows.microbatch.MicroBatch`."""
+        head = self.head
         extra: dict[str, Any] = {}
+        count = len(index)
+        if head.weight.dtype == torch.bfloat16 and not input_ids.is_cuda:
+            input_ids, index, layout = rounded(input_ids, index, layout)
+            targets = F.pad(targets, (0, len(index) - count))
+            if temperature is not None:
+                temperature = F.pad(temperature, (0, len(index) - count), value=1.0)
         if layout is not None:
             extra = layouts.arguments(layout, self.model.config._attn_implementation)
         hidden = self.body(input_ids=input_ids, use_cache=False, **extra).last_hidden_state
         picked = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)
-        head = self.head
         logprobs, entropy = token_logprobs(
             picked,
             head.weight,
@@ -107,7 +114,7 @@ class Policy(nn.Module):
             cap=head.cap,
             entropy_gradient=entropy_gradient,
         )
-        return logprobs, entropy
+        return logprobs[:count], entropy[:count]
 
     def score(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of a micro-batch, without gradient."""

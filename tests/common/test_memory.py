@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,3 +99,25 @@ def test_kills_are_added_up_from_every_counter(
             (place / file).write_text("oom 9\noom_kill 100\n")
     monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
     assert kills() >= before % 100 + 100
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what other C libraries do differs")
+def test_memory_that_is_kept_is_not_cleared_again() -> None:
+    code = (
+        "import resource\n"
+        "from tandem.common.memory import keep_freed\n"
+        "assert not {kept} or keep_freed()\n"
+        "block = b'x'\n"
+        "for turn in range(12):\n"
+        "    if turn == 4: before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        f"    block * {BLOCK}\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"
+    )
+    faults = {
+        kept: int(
+            subprocess.check_output([sys.executable, "-c", code.format(kept=kept)], timeout=60)
+        )
+        for kept in (False, True)
+    }
+    # A page has 4,096 bytes, or more where the kernel has larger ones.
+    assert faults[True] < 100 < faults[False]

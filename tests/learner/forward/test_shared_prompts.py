@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tandem.common.agreement import Probe
-from tandem.learner.forward import shared_prompts
+from tandem.learner.forward import layouts, shared_prompts
+from tandem.learner.forward import policy as policies
 from tandem.learner.forward.policy import Policy
 from tandem.learner.rows.microbatch import micro_batch
 
@@ -195,3 +196,59 @@ def test_a_policy_in_bfloat16_scores_shared_prompts_as_padded_rows(
         results.append(scored(policy, rows, which, share)[1])
     for ours, theirs in zip(results[1], results[0], strict=True):
         assert (ours - theirs).float().norm() < 0.03 * theirs.float().norm()
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_few_tokens_more_change_no_log_prob_and_no_gradient(
+    share: bool, made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts, "_round_up", lambda size: -(-size // 16) * 16 + 16)
+    rows = made_up.random_rows(7, temperature=0.7)
+    policy = Policy(made_up.tiny_model(kv_heads=2))
+    policy.choose_layout()
+    micro, plain = scored(policy, rows, list(range(16)), share)
+    ids, index, layout = layouts.rounded(micro.input_ids, micro.index, micro.layout)
+    assert ids.numel() >= micro.forward_tokens + 16
+    assert len(index) >= len(micro.index) + 16
+    count, more = len(micro.index), len(index) - len(micro.index)
+    pad = torch.nn.functional.pad
+    found, entropy = policy(
+        *(ids, index, pad(micro.targets, (0, more))),
+        *(pad(micro.temperature, (0, more), value=1.0), False, layout),
+    )
+    (found[:count] * torch.linspace(-1, 1, count)).sum().backward()
+    gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+    for ours, theirs in zip((found[:count], entropy[:count], *gradients), plain, strict=True):
+        torch.testing.assert_close(ours.detach(), theirs, atol=5e-6, rtol=1e-4)
+
+
+def test_sizes_of_products_in_bfloat16_are_among_few() -> None:
+    sizes = [layouts._round_up(size) for size in range(4096, 8192)]
+    assert len(set(sizes)) == 33
+    assert all(n <= size <= n * 33 / 32 for n, size in enumerate(sizes, 4096))
+    assert [layouts._round_up(size) for size in range(64)] == list(range(64))
+
+
+def test_a_policy_in_bfloat16_multiplies_few_sizes(
+    made_up: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[int, int]] = set()
+    rounded = policies.rounded
+
+    def told(*given: Any) -> Any:
+        ids, index, layout = rounded(*given)
+        seen.add((ids.numel(), len(index)))
+        return ids, index, layout
+
+    monkeypatch.setattr(policies, "rounded", told)
+    rows = made_up.random_rows(7)
+    policy = Policy(made_up.tiny_model(kv_heads=2).bfloat16())
+    policy.choose_layout()
+    chosen = [list(range(first, 16)) for first in range(8)]
+    lengths = []
+    for which in chosen:
+        micro = micro_batch(rows.select(torch.tensor(which)), "shared")
+        logprobs, _ = policy.score(micro)
+        lengths.append((len(logprobs), len(micro.targets)))
+    assert all(scored == asked for scored, asked in lengths)
+    assert all(layouts._round_up(size) == size for pair in seen for size in pair)
