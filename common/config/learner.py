@@ -189,7 +189,8 @@ class LearnerConfig(Section):
     checkpoints_kept: Annotated[int, Field(ge=2)] = 2
     """Number of newest checkpoints that are kept."""
     threads: Positive = 1
-    """CPU threads of one rank."""
+    """CPU threads of one rank. Strictly on-policy (``replay.max_staleness=0``) and offline no worker needs a core meanwhile:
+    two threads on two cores took an update in three quarters of the time."""
     source: Literal["ledger", "offline"] = "ledger"
     """``offline`` trains on stored expert traces, without rollout workers."""
     train: bool = True

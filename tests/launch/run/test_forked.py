@@ -20,7 +20,7 @@ from tandem.launch.plan.placement import Placement
 from tandem.launch.run.opened import presets
 from tandem.launch.run.processes import forked, roles
 from tandem.launch.run.processes.forked import Forked
-from tandem.launch.run.processes.parts import Part, ProcessSpec, exit_of
+from tandem.launch.run.processes.parts import Part, ProcessSpec, environment_of, exit_of
 from tandem.launch.run.processes.supervision import Supervisor
 
 PR_GET_CHILD_SUBREAPER = 37
@@ -258,6 +258,7 @@ def test_they_end_with_their_supervisor(tmp_path: Path, told: str):
         ([], ["rollout-0"]),
         (["rollout.workers=2"], ["rollout-0", "rollout-1"]),
         (["learner.threads=2"], ["rollout-0"]),
+        (["learner.threads=2", "replay.max_staleness=0"], ["rollout-0"]),
         (["learner.threads=2", "rollout.threads=2"], ["rollout-0"]),
         # Its threads would spin: how they wait is settled when the library is loaded.
         (["rollout.threads=2"], []),
@@ -288,3 +289,29 @@ def test_none_is_forked_where_there_are_gpus(
         config, RunFolder(tmp_path), Placement(learner=(learner,), rollout=(worker,))
     )
     assert roles.forked_by_learner(config, made) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "spins"),
+    [
+        (["learner.threads=2", "replay.max_staleness=0"], True),
+        (["learner.threads=2"], False),
+        (["replay.max_staleness=0"], False),
+    ],
+)
+def test_threads_spin_only_where_no_worker_samples_meanwhile(
+    words: list[str], spins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config: Config = presets.load("miniature").resolve(words)
+
+    def variables() -> dict[str, str]:
+        (spec,) = roles.learner(
+            config, RunFolder(tmp_path), Placement(learner=((),), rollout=((),)), "1"
+        )
+        return environment_of(spec)
+
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    assert variables().get("GOMP_SPINCOUNT") == (roles.SPINS if spins else None)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert "GOMP_SPINCOUNT" not in variables()
