@@ -27,13 +27,16 @@ async def main():
     await generate("first", 2)
     assert engine.exhausted is None
     held = int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
-    resource.setrlimit(resource.RLIMIT_DATA, (held + (64 << 20),) * 2)
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (held + (64 << 20), limits[1]))
     found = await generate("second", int(sys.argv[1]))
     print(found[0].error)
     async with asyncio.timeout(20):
         while engine.exhausted is None:  # The group is given up a moment before.
             await asyncio.sleep(0.01)
     print(type(engine.exhausted).__name__, sorted(engine.exhausted.parts), engine.exhausted)
+    # Without memory, a thread of the interpreter's end may end the process by a signal.
+    resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 asyncio.run(main())
 """
