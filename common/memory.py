@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import re
 import resource
@@ -17,13 +16,12 @@ from pathlib import Path
 
 import psutil
 
+from .confinement import libc
 from .errors import OutOfMemoryError
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _CGROUPS = Path("/sys/fs/cgroup")
-
-
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
@@ -47,7 +45,7 @@ def keep_freed() -> bool:
     an update on a CPU, whose tensors have the same sizes each time. See mallopt(3).
     """
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        mallopt = libc().mallopt
     except (OSError, AttributeError):
         return False
     # Older versions take no greater threshold of the first kind.

@@ -190,7 +190,7 @@ class LearnerConfig(Section):
     """Number of newest checkpoints that are kept."""
     threads: Positive = 1
     """CPU threads of one rank. Strictly on-policy (``replay.max_staleness=0``) and offline no worker needs a core meanwhile:
-    two threads on two cores took an update in three quarters of the time."""
+    on two cores a second thread raised samples a second by 16% in float32, and by 34% in bfloat16."""
     source: Literal["ledger", "offline"] = "ledger"
     """``offline`` trains on stored expert traces, without rollout workers."""
     train: bool = True

@@ -30,6 +30,8 @@ THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
+SPINS = "20000"
+"""How often a thread of GNU's OpenMP looks for work before it sleeps, where nobody else needs its core: some 50 µs."""
 
 PLACING_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
@@ -64,6 +66,8 @@ class ProcessSpec:
     """The file to which its output is appended."""
     threads: int = 1
     """CPU threads of numerical libraries."""
+    alone: bool = False
+    """Whether nobody else needs its cores while it computes, so that its threads may spin before they sleep."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that are added to the supervisor's own environment."""
     pass_fds: tuple[int, ...] = ()
@@ -229,6 +233,10 @@ def environment_of(spec: ProcessSpec) -> dict[str, str]:
     more = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     if spec.threads > 1:
         # By default OpenMP's threads spin while they have no work, on cores that other processes of the run need.
+        if spec.alone and "OMP_WAIT_POLICY" not in os.environ:
+            # With so short a spin an update on two cores takes a fifth less than if they slept at once. Beside a busy
+            # worker it would take a sixth of the worker's time.
+            more["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SPINS)
         more["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
     return {**threads, **more, **spec.environment}
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 CALLBACKS = "callbacks"
 """Name of the process that has the callbacks called."""
-SPINS = "20000"
-"""How often a thread of GNU's OpenMP looks for work before it sleeps, where nobody else needs its core: some 50 µs."""
 
 
 def parts(
@@ -93,7 +90,7 @@ def forked_by_learner(config: Config, parts: Sequence[Part]) -> list[Part]:
         for part in parts
         if part.stage == Stage.ROLLOUT
         and all(
-            spec.environment.items() <= rank.environment.items() and spec.threads <= rank.threads
+            spec.environment == rank.environment and spec.threads <= rank.threads
             for spec in part.specs()
         )
     ]
@@ -138,12 +135,6 @@ def ranks_of(
     """
     first = host * config.ranks_per_host
     world = str(config.learner.ranks)
-    more = {}
-    # Where no worker samples meanwhile, threads that wait for each other's work may spin for some 50 µs: an update on two
-    # cores takes a fifth less than if they slept at once. Beside a busy worker that would take a sixth of its time.
-    alone = config.learner.source != "ledger" or config.replay.max_staleness == 0
-    if alone and config.learner.threads > 1 and "OMP_WAIT_POLICY" not in os.environ:
-        more["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SPINS)
     return [
         of_role(
             where,
@@ -156,7 +147,8 @@ def ranks_of(
             ),
             threads=config.learner.threads,
             gpus=own,
-            more=more,
+            # No worker samples while it computes.
+            alone=config.learner.source != "ledger" or config.replay.max_staleness == 0,
         )
         for local, own in enumerate(gpus)
     ]
@@ -241,7 +233,7 @@ def of_role(
     *,
     threads: int = 1,
     gpus: Sequence[int] = (),
-    more: Mapping[str, str] | None = None,
+    alone: bool = False,
 ) -> ProcessSpec:
     """Specification of one process of a role, on the run's own host or another one.
 
@@ -253,16 +245,16 @@ def of_role(
         extra: further options.
         threads: CPU threads of numerical libraries.
         gpus: the GPUs that it sees.
-        more: further variables of its environment.
+        alone: whether nobody else needs its cores while it computes.
     """
     return ProcessSpec(
         name=name,
         arguments=(role, *where, "--name", name, *extra),
         log=logs / f"{name}.log",
         threads=threads,
+        alone=alone,
         environment={
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)),
-            **(more or {}),
         },
     )

@@ -20,7 +20,7 @@ from tandem.launch.plan.placement import Placement
 from tandem.launch.run.opened import presets
 from tandem.launch.run.processes import forked, roles
 from tandem.launch.run.processes.forked import Forked
-from tandem.launch.run.processes.parts import Part, ProcessSpec, environment_of, exit_of
+from tandem.launch.run.processes.parts import SPINS, Part, ProcessSpec, environment_of, exit_of
 from tandem.launch.run.processes.supervision import Supervisor
 
 PR_GET_CHILD_SUBREAPER = 37
@@ -312,6 +312,6 @@ def test_threads_spin_only_where_no_worker_samples_meanwhile(
 
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert variables().get("GOMP_SPINCOUNT") == (roles.SPINS if spins else None)
+    assert variables().get("GOMP_SPINCOUNT") == (SPINS if spins else None)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert "GOMP_SPINCOUNT" not in variables()
