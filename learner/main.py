@@ -112,7 +112,9 @@ def _lead(
 
 def prepare(config: Config, local_rank: int) -> torch.device:
     """Sets this process up as a rank of the learner; returns its device."""
-    torch.set_num_threads(config.learner.threads)
+    # Otherwise OMP_NUM_THREADS says it, which this process was started with.
+    if config.learner.threads is not None:
+        torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
     device = device_of(local_rank)
     if device.type == "cuda":

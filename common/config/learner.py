@@ -188,9 +188,10 @@ class LearnerConfig(Section):
     """Steps between checkpoints."""
     checkpoints_kept: Annotated[int, Field(ge=2)] = 2
     """Number of newest checkpoints that are kept."""
-    threads: Positive = 1
-    """CPU threads of one rank. Strictly on-policy (``replay.max_staleness=0``) and offline no worker needs a core meanwhile:
-    on two cores a second thread raised samples a second by 16% in float32, and by 34% in bfloat16."""
+    threads: Positive | None = None
+    """CPU threads of one rank. null = on a CPU, or with ``offload``, an equal share of the host's cores for each of its
+    ranks, up to 8, without those of the workers that sample meanwhile: strictly on-policy
+    (``replay.max_staleness=0``) and offline there are none. On a GPU without offload, and with ``run.deterministic``, 1."""
     source: Literal["ledger", "offline"] = "ledger"
     """``offline`` trains on stored expert traces, without rollout workers."""
     train: bool = True

@@ -13,7 +13,7 @@ from ...common.errors import ConfigError
 from ..plan import planning
 from ..plan.hardware import machine
 from ..plan.node import node
-from ..plan.placement import gpus_needed
+from ..plan.placement import MOST_THREADS, gpus_needed
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -129,7 +129,9 @@ def demands_of(name: str, config: Config) -> Demands:
     others = [p for p in plan.processes if not p.name.startswith(("learner", "rollout"))]
     served = config.reward.pools * (1 + config.reward.graders)
     environments = config.environments.servers if config.environments.is_on else 0
-    on_ranks = ranks * config.learner.threads
+    # By default they take what the host has; an optimizer that steps there is what needs more than one.
+    offloads = config.learner.offload != "none"
+    on_ranks = ranks * (config.learner.threads or (MOST_THREADS if offloads else 1))
     return Demands(
         head=_demand(plan, [*others, *learner], 1 + on_ranks + served + environments),
         learner=_demand(plan, learner, on_ranks),

@@ -122,6 +122,7 @@ def run_role(
     from ...common.memory import telling_parts
     from ...common.telemetry import start_log
     from ..plan.advice import advice
+    from ..run.processes.parts import THREAD_VARIABLES
 
     disk.keep_streams()
     join, folder = locate(arguments)
@@ -133,10 +134,10 @@ def run_role(
     threading.excepthook = _end_with_a_thread
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         _ctrl_c_drains()
-    threads = {"rollout": config.rollout.threads, "learner": config.learner.threads}.get(role, 1)
     # The environment is read when numerical libraries are loaded, below.
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ.setdefault(variable, str(threads))
+    unset = [variable for variable in THREAD_VARIABLES if variable not in os.environ]
+    if unset:
+        os.environ.update(dict.fromkeys(unset, str(_threads(role, config))))
     entry = importlib.import_module(ENTRY[role])
     try:
         with telling_parts(dict):
@@ -149,6 +150,20 @@ def run_role(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _threads(role: str, config: Config) -> int:
+    """CPU threads of a role that was started by hand; the launcher counts them itself."""
+    if role == "rollout":
+        return config.rollout.threads
+    if role != "learner":
+        return 1
+    from ...common.cores import usable_cores
+    from ..plan.hardware import machine
+    from ..plan.placement import learner_threads
+
+    on_gpu = config.launch.gpus != "none" and bool(machine().gpus)
+    return learner_threads(config, on_gpu=on_gpu, cores=usable_cores())
 
 
 def _end_with_a_thread(failed: threading.ExceptHookArgs) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from ...common.cores import usable_cores
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
@@ -44,7 +46,7 @@ def machine() -> Machine:
     """Inspects this machine; takes a few milliseconds if there is no NVIDIA driver."""
     return Machine(
         gpus=gpus(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        cores=usable_cores(),
         memory_mb=psutil.virtual_memory().total >> 20,
     )
 

@@ -12,6 +12,9 @@ from .hardware import Machine
 if TYPE_CHECKING:
     from ...common.config import Config
 
+MOST_THREADS = 8
+"""Most threads that a rank of the learner gets by default: beyond them the memory's bandwidth bounds an optimizer step."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
@@ -36,6 +39,29 @@ def workers_of(config: Config) -> int:
     if config.learner.source == "ledger":
         return config.rollout.workers
     return min(1, config.rollout.workers) if config.evaluate.every else 0
+
+
+def learner_threads(config: Config, *, on_gpu: bool, cores: int) -> int:
+    """CPU threads of one rank of the learner: ``learner.threads``, or what the host's workers leave idle.
+
+    Args:
+        config: the run's config.
+        on_gpu: whether the ranks compute on GPUs.
+        cores: the host's cores.
+    """
+    if config.learner.threads is not None:
+        return config.learner.threads
+    on_host = not on_gpu or config.learner.offload != "none"
+    # The same sums on every host, however many cores it has.
+    if not on_host or config.run.deterministic:
+        return 1
+    taken = workers_of(config) * config.rollout.threads if samples_meanwhile(config) else 0
+    return max(1, min(MOST_THREADS, (cores - taken) // config.ranks_per_host))
+
+
+def samples_meanwhile(config: Config) -> bool:
+    """Whether workers sample while the learner computes; strictly on-policy they wait for its weights."""
+    return config.learner.source == "ledger" and config.replay.max_staleness > 0
 
 
 def trackers_of(config: Config) -> list[str]:

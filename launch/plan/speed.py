@@ -264,7 +264,7 @@ def _updating_seconds(
     micro = math.ceil(work.trained / settings.ranks / settings.micro_batch_tokens)
     micro *= settings.update_epochs
     if settings.offload != "none":
-        rate = HOST_STEP_RATE * min(settings.threads, HOST_STEP_THREADS)
+        rate = HOST_STEP_RATE * min(settings.threads or HOST_STEP_THREADS, HOST_STEP_THREADS)
         # Stepped in host memory; gradients come there, and new weights go back.
         optimizer = updates * share * (traffic / rate + (4 + e) / PINNED_RATE)
     if settings.offload == "parameters":

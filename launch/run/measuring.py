@@ -10,10 +10,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ...common.config import to_yaml
+from ...common.cores import usable_cores
 from ...common.errors import OutOfMemoryError, TandemError
 from ...common.memory import kills
 from ..plan.advice import advice
 from ..plan.hardware import machine
+from ..plan.placement import learner_threads
 from .processes.parts import THREAD_VARIABLES
 
 if TYPE_CHECKING:
@@ -36,9 +38,10 @@ def measure(config: Config) -> dict[str, Any]:
         TandemError: the step couldn't be made.
     """
     gpus = machine().gpus if config.launch.gpus != "none" else ()
+    threads = learner_threads(config, on_gpu=bool(gpus), cores=usable_cores())
     environment = {
         **os.environ,
-        **dict.fromkeys(THREAD_VARIABLES, str(config.learner.threads)),
+        **dict.fromkeys(THREAD_VARIABLES, str(threads)),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": str(gpus[0].index) if gpus else "",
     }

@@ -64,14 +64,6 @@ def relief(count: int) -> int:
     return (count + 1) // 2
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
-
-
 class InLine:
     """How long one process has waited for a core since it started (Linux only).
 

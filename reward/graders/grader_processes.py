@@ -26,9 +26,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...common.cores import usable_cores
 from ...common.errors import TandemError, WireError
 from ...common.records import Verdict
-from .deadlines import LOOK_AGAIN, SLOW, InLine, fair_share, is_over, relief, usable_cores
+from .deadlines import LOOK_AGAIN, SLOW, InLine, fair_share, is_over, relief
 from .pipes import (
     Crash,
     Done,

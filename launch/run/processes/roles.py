@@ -8,9 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ....common.cores import usable_cores
 from ....common.run_folder import RunFolder
 from ...host.redis_server import choose_port
-from ...plan.placement import Placement, trackers_of, workers_of
+from ...plan.placement import (
+    Placement,
+    learner_threads,
+    samples_meanwhile,
+    trackers_of,
+    workers_of,
+)
 from .parts import Part, ProcessSpec, Stage
 
 if TYPE_CHECKING:
@@ -145,10 +152,9 @@ def ranks_of(
                 *("--rank", str(first + local), "--world-size", world),
                 *("--master-address", address, "--master-port", port),
             ),
-            threads=config.learner.threads,
+            threads=learner_threads(config, on_gpu=bool(own), cores=usable_cores()),
             gpus=own,
-            # No worker samples while it computes.
-            alone=config.learner.source != "ledger" or config.replay.max_staleness == 0,
+            alone=not samples_meanwhile(config),
         )
         for local, own in enumerate(gpus)
     ]

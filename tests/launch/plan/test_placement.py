@@ -123,3 +123,33 @@ def test_an_optimizer_without_its_package_is_refused(
     ):
         preflight.check_optimizers(wanted)
     preflight.check_optimizers(load("miniature").resolve([]))
+
+
+@pytest.mark.parametrize(
+    ("words", "on_gpu", "cores", "threads"),
+    [
+        # The worker samples meanwhile, or it doesn't.
+        ([], False, 2, 1),
+        ([], False, 4, 3),
+        (["rollout.workers=2", "rollout.threads=2"], False, 6, 2),
+        (["rollout.workers=4"], False, 2, 1),
+        (["replay.max_staleness=0"], False, 2, 2),
+        (["replay.max_staleness=0", "learner.ranks=2"], False, 2, 1),
+        (["replay.max_staleness=0"], False, 64, placement.MOST_THREADS),
+        (["learner.source=offline", "evaluate.every=0"], False, 4, 4),
+        (["learner.source=offline", "evaluate.every=5"], False, 4, 4),
+        # One that says it has it.
+        (["replay.max_staleness=0", "learner.threads=3"], False, 2, 3),
+        (["learner.threads=3"], True, 2, 3),
+        # The same sums on every host.
+        (["run.deterministic=true"], False, 8, 1),
+        # A GPU computes, but where the optimizer steps in host memory.
+        (["replay.max_staleness=0"], True, 8, 1),
+        (["learner.offload=optimizer", "learner.zero_stage=2"], True, 8, 7),
+    ],
+)
+def test_a_rank_has_the_threads_that_the_workers_leave_idle(
+    words: list[str], on_gpu: bool, cores: int, threads: int
+) -> None:
+    config = load("miniature").resolve(words)
+    assert placement.learner_threads(config, on_gpu=on_gpu, cores=cores) == threads

@@ -296,7 +296,10 @@ def test_none_is_forked_where_there_are_gpus(
     [
         (["learner.threads=2", "replay.max_staleness=0"], True),
         (["learner.threads=2"], False),
-        (["replay.max_staleness=0"], False),
+        # By default it takes the cores that the worker leaves.
+        (["replay.max_staleness=0"], True),
+        ([], False),
+        (["replay.max_staleness=0", "learner.threads=1"], False),
     ],
 )
 def test_threads_spin_only_where_no_worker_samples_meanwhile(
@@ -310,6 +313,7 @@ def test_threads_spin_only_where_no_worker_samples_meanwhile(
         )
         return environment_of(spec)
 
+    monkeypatch.setattr(roles, "usable_cores", lambda: 2)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     assert variables().get("GOMP_SPINCOUNT") == (SPINS if spins else None)
