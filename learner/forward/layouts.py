@@ -89,7 +89,7 @@ def arguments(layout: Layout, implementation: str) -> dict[str, Any]:
 
 
 def rounded(
-    input_ids: Tensor, index: Tensor, layout: Layout | None
+    input_ids: Tensor, index: Tensor, layout: Layout | None, limit: int | None = None
 ) -> tuple[Tensor, Tensor, Layout | None]:
     """A micro-batch with a few tokens more, so that its sizes are among few.
 
@@ -100,6 +100,7 @@ def rounded(
         input_ids: ``[r, S]`` or ``[1, F]``.
         index: ``[N]`` places in the flattened ids.
         layout: the line's layout, or None for padded rows.
+        limit: positions that the model has, beyond which no padded row is rounded; None = no bound.
 
     Returns:
         The same with S or F, and N, rounded up. Nothing that is asked for depends on what is added.
@@ -107,6 +108,7 @@ def rounded(
     width = input_ids.shape[1]
     more = _round_up(width) - width
     if layout is None:
+        more = min(more, max(limit - width, 0)) if limit else more
         index = index + index // width * more
     elif isinstance(layout, SharedLayout):
         # A token that no row has sees what the first cell sees.

@@ -96,7 +96,9 @@ class Policy(nn.Module):
         extra: dict[str, Any] = {}
         count = len(index)
         if head.weight.dtype == torch.bfloat16 and not input_ids.is_cuda:
-            input_ids, index, layout = rounded(input_ids, index, layout)
+            settings = self.model.config.get_text_config()
+            limit = getattr(settings, "max_position_embeddings", None)
+            input_ids, index, layout = rounded(input_ids, index, layout, limit)
             targets = F.pad(targets, (0, len(index) - count))
             if temperature is not None:
                 temperature = F.pad(temperature, (0, len(index) - count), value=1.0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tandem.common.agreement import Probe
 from tandem.learner.forward import layouts, shared_prompts
@@ -227,6 +228,16 @@ def test_sizes_of_products_in_bfloat16_are_among_few() -> None:
     assert len(set(sizes)) == 33
     assert all(n <= size <= n * 33 / 32 for n, size in enumerate(sizes, 4096))
     assert [layouts._round_up(size) for size in range(64)] == list(range(64))
+
+
+def test_no_row_is_rounded_past_the_models_positions() -> None:
+    """One of 65 tokens would become one of 66."""
+    settings = GPT2Config(vocab_size=32, n_positions=65, n_embd=16, n_layer=1, n_head=2)
+    policy = Policy(GPT2LMHeadModel(settings).bfloat16())
+    ids = torch.arange(130).reshape(2, 65) % 32
+    logprobs, _ = policy(ids, torch.arange(129), ids.flatten()[1:], None)
+    assert logprobs.shape == (129,)
+    assert logprobs.isfinite().all()
 
 
 def test_a_policy_in_bfloat16_multiplies_few_sizes(
