@@ -15,7 +15,8 @@ is run with a few settings, and its fastest ones race (``--no-search`` takes the
 the machine used meanwhile is printed beside every figure. ``--page`` also writes a page with a plot.
 
 Samples a second and CPU-seconds are those between the ends of two steps, so that start-up counts only in the second
-race. TRL's evaluations are left out of its times, Tandem's are not.
+race. No side's evaluations are in its times: TRL's are subtracted, and Tandem's are made when its run has ended, from the
+checkpoints that it wrote on the way.
 """
 
 from __future__ import annotations
@@ -198,6 +199,20 @@ class Track:
             for row in rows
         ]
 
+    def accuracy(self, run: Path, step: int) -> float:
+        """Share of the held-out chains that the model of a run's checkpoint answers."""
+        from tandem.common.config import build, read_yaml
+        from tandem.common.models import load_model, load_tokenizer
+        from tandem.common.run_folder import RunFolder
+        from tandem.learner.exporting import export
+
+        problems = json.loads((self.folder / "chains.json").read_text(encoding="utf-8"))["heldout"]
+        folder, place = RunFolder(run), run / f"model-{step}"
+        config = build(read_yaml(folder.config), stored=True)
+        export(folder, config, place, step=step)
+        model = load_model(str(place), dtype=config.model.dtype).eval()
+        return work.accuracy(model, load_tokenizer(str(place)), problems)
+
     def _write(self, race: str, train: list[dict[str, str]], held: list[dict[str, str]]) -> None:
         rows = {"train": train, "heldout": held}
         (self.folder / f"{race}.json").write_text(json.dumps(rows), encoding="utf-8")
@@ -250,7 +265,8 @@ def tandem(
     folder = track.folder / "run"
     shutil.rmtree(folder, ignore_errors=True)
     words = [f"run.dir={folder}", f"run.steps={steps}", f"run.seed={seed}", f"model.dtype={dtype}"]
-    words += ["evaluate.at_start=false", "evaluate.at_end=false", "log.samples_per_step=0"]
+    words += ["evaluate.every=0", "evaluate.at_start=false", "evaluate.at_end=false"]
+    words += ["log.samples_per_step=0"]
     if race == "sums":
         words += [
             f"model.path={track.model}",
@@ -263,10 +279,9 @@ def tandem(
             f"learner.optimizer.lr={work.SUMS_RATE}",
             "learner.optimizer.schedule=constant",
             "learner.optimizer.warmup_steps=0",
-            "evaluate.every=0",
         ]
     else:
-        words += [f"evaluate.every={EVERY}", f"data.evaluate.0.limit={HELD_OUT}"]
+        words += [f"learner.checkpoint_every={EVERY}", f"learner.checkpoints_kept={steps}"]
     given, _, used = run(
         [sys.executable, "-m", "tandem.launch.cli", "start", "miniature-easy", *words, *overrides],
         {"PYTHONPATH": str(HERE)},
@@ -276,11 +291,8 @@ def tandem(
     ends = [record["time"] for record in records]
     if race == "sums":
         return speed_of(ends, [record["rollout/length_mean"] for record in records], used)
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     scores = [
-        (ends[result["step"] - 1], result["accuracy"])
-        for result in summary["evaluations"]
-        if 0 < result["step"] <= len(ends)
+        (ends[step - 1], track.accuracy(folder, step)) for step in range(EVERY, steps + 1, EVERY)
     ]
     # The first record's time is the end of its step.
     began = ends[0] - records[0]["time/total"]
@@ -396,7 +408,10 @@ def main() -> None:
     options = parser.parse_args()
     track = Track(options.dir.absolute())
     track.prepare(trl=not options.no_trl)
-    tandems = {arm: (f"replay.max_staleness={staleness}",) for arm, staleness in ARMS.items()}
+    tandems = {
+        arm: (f"replay.max_staleness={staleness}", "learner.threads=2")
+        for arm, staleness in ARMS.items()
+    }
     choice, notes = dict(TRL_CHOICES[0]), []
     if not options.no_search and not options.no_trl:
         print(f"search, samples/s of {SEARCH_STEPS} steps of the sums:", flush=True)

@@ -75,23 +75,10 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
 
     def evaluate(step: int) -> None:
         began = time.time()
-        tokens = tokenizer(
-            [row["question"] for row in held],
-            return_tensors="pt",
-            padding=True,
-            add_special_tokens=False,
-            return_token_type_ids=False,
-        )
-        with torch.no_grad():
-            out = model.generate(**tokens, max_new_tokens=most, do_sample=False)
-        texts = tokenizer.batch_decode(
-            out[:, tokens["input_ids"].shape[1] :], skip_special_tokens=False
-        )
-        cut = [
-            text.split(tokenizer.eos_token)[0].removesuffix(tokenizer.pad_token) for text in texts
-        ]
-        right = work.chain(cut, [row["answer"] for row in held])
-        scores.append((step, sum(right) / len(right), time.time() - began))
+        model.eval()
+        accuracy = work.accuracy(model, tokenizer, held)
+        model.train()
+        scores.append((step, accuracy, time.time() - began))
 
     class Ends(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -100,9 +87,7 @@ def main(given: dict[str, Any]) -> dict[str, Any]:
         def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
             ends.append(time.time())
             if held and state.global_step % given["every"] == 0:
-                model.eval()
                 evaluate(state.global_step)
-                model.train()
 
     data = [{"prompt": row["question"], "gold": row["answer"]} for row in rows["train"]]
     trainer = GRPOTrainer(

@@ -57,6 +57,26 @@ def chain(completions: Sequence[str], gold: Sequence[str], **_: Any) -> list[flo
     ]
 
 
+def accuracy(model: Any, tokenizer: Any, problems: Sequence[dict[str, str]]) -> float:
+    """Share of chains that a model of transformers answers rightly, each with its most likely tokens."""
+    import torch
+
+    tokens = tokenizer(
+        [row["question"] for row in problems],
+        return_tensors="pt",
+        padding=True,
+        padding_side="left",
+        add_special_tokens=False,
+        return_token_type_ids=False,
+    )
+    with torch.no_grad():
+        out = model.generate(**tokens, max_new_tokens=CHAINS_TOKENS, do_sample=False)
+    texts = tokenizer.batch_decode(out[:, tokens["input_ids"].shape[1] :])
+    cut = [text.split(tokenizer.eos_token)[0].removesuffix(tokenizer.pad_token) for text in texts]
+    right = chain(cut, [row["answer"] for row in problems])
+    return sum(right) / len(right)
+
+
 def write_model(folder: Path) -> None:
     """Writes the random model of sums and its tokenizer as a Hugging Face folder."""
     import torch
