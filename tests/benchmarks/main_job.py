@@ -6,8 +6,8 @@ Each pair is one run of the whole system (``tandem start``, the main job's prese
 and one run of :mod:`single_process`, one after the other on the same machine, over the same number of
 updates. The system's seconds per update are taken between the records of two steps in its
 ``metrics.jsonl``, so that neither side counts its start-up; evaluations in between are off in
-both. Prints each pair, the medians, their ratio, and the share of time that the system's
-actor and learner idle and for whom. Writes ``main_job.json`` beside the runs.
+both. Prints each pair, the medians, their ratio, how fast the worker samples beside the loop, and the share of
+time that the system's actor and learner idle and for whom. Writes ``main_job.json`` beside the runs.
 """
 
 from __future__ import annotations
@@ -84,6 +84,12 @@ def loop(steps: int, preset: str, overrides: list[str]) -> dict[str, Any]:
     return {"seconds": means.pop("update"), "parts": means}
 
 
+def busy_seconds(found: dict[str, Any]) -> float:
+    """Seconds an update in which the worker isn't idle: it samples, loads weights and talks to the others."""
+    idle = found["idle_shares"]["rollout"]
+    return float(found["seconds"] * (1 - idle))
+
+
 def main() -> None:
     """Runs the pairs and prints what came of them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -119,6 +125,12 @@ def main() -> None:
     print(
         f"medians: system {1e3 * ours_median:.1f} ms, loop {1e3 * theirs_median:.1f} ms an update; "
         f"ratio {ours_median / theirs_median:.2f} ({platform.machine()}, {os.cpu_count()} cores)"
+    )
+    busy = statistics.median(busy_seconds(p["system"]) for p in pairs)
+    alone = statistics.median(p["loop"]["parts"]["sample"] for p in pairs)
+    print(
+        f"an update's samples: the loop takes {1e3 * alone:.1f} ms, the worker is busy for {1e3 * busy:.1f} ms, "
+        f"which is {alone / busy:.2f} of the loop's speed"
     )
     print("the loop's seconds by part, mean:")
     for name in pairs[0]["loop"]["parts"]:

@@ -242,7 +242,7 @@ def bare(join: JoinInfo, folder: Path, case: Case, redis: psutil.Process) -> lis
     (folder / "join.json").write_text(json.dumps(asdict(join)))
     store = connect(join, name="bare-learner")
     command = [sys.executable, str(Path(__file__).resolve()), "--bare", str(folder)]
-    with child([*command, "--client", client.public], folder) as process:
+    with child([*command, f"--client={client.public}"], folder) as process:
         endpoint, public = until(
             lambda: told.exists() and json.loads(told.read_text() or "null"),
             "the bare process",
