@@ -59,6 +59,7 @@ TANDEM_CHOICES: Sequence[tuple[str, ...]] = (
     (),
     ("learner.threads=2",),
     ("rollout.threads=2",),
+    ("learner.threads=2", "rollout.threads=2"),
 )
 """Settings among which Tandem's are searched; the first is how it comes."""
 TRL_CHOICES: Sequence[dict[str, Any]] = (

@@ -1,4 +1,4 @@
-"""A role's process ends with a thread that it can't do without."""
+"""A role that is started by hand: its threads, and that it ends with one that it can't do without."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import subprocess
 import sys
 
 import pytest
+
+from tandem.common import cores
+from tandem.launch.commands import roles
+from tandem.launch.run.opened.presets import load
 
 PROGRAM = """
 import json, sys, threading, time
@@ -39,3 +43,21 @@ def test_a_thread_that_fails_ends_the_process_if_it_is_ours(
     assert done.returncode == code
     assert said in done.stdout + done.stderr
     assert "Error" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("role", "words", "threads"),
+    [
+        ("learner", ["replay.max_staleness=0"], 3),
+        ("learner", [], 2),
+        ("learner", ["learner.threads=5"], 5),
+        ("rollout", ["rollout.threads=2"], 2),
+        ("reward", [], 1),
+    ],
+)
+def test_a_role_has_as_many_threads_as_if_the_launcher_had_started_it(
+    role: str, words: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 3)
+    config = load("miniature").resolve(["launch.gpus=none", *words])
+    assert roles._threads(role, config) == threads
