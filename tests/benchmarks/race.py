@@ -288,7 +288,7 @@ def tandem(
         {"PYTHONPATH": str(HERE)},
     )
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [record for record in map(json.loads, lines) if "train/loss" in record]
+    records = [record for record in map(json.loads, lines) if "time/total" in record]
     ends = [record["time"] for record in records]
     if race == "sums":
         return speed_of(ends, [record["rollout/length_mean"] for record in records], used)
