@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -49,6 +50,9 @@ store.close()
 start_log("environments")
 sys.exit(server.main(join, config.build(tree), name=sys.argv[2], folder=None))
 """
+
+NUMBERS = itertools.count(1)
+"""Numbers of the sessions."""
 
 USE = {
     "guess": {"form": "text", "target": "played_worlds:Guess", "params": {"bonus": 0.5}},
@@ -152,11 +156,15 @@ class Playing:
     endpoint: StandInEndpoint
     client: EnvironmentClient
     sessions: int = 0
+    last_key: str = ""
+    """Key of the session that was opened last."""
     limits: dict[str, int] = field(default_factory=lambda: dict(LIMITS))
 
     def session(self, script: Script) -> tuple[str, str]:
         self.sessions += 1
-        return self.endpoint.open(f"key-{id(self)}-{self.sessions}", script)
+        # The endpoint is that of several tests, and remembers every request.
+        self.last_key = f"key-{next(NUMBERS)}"
+        return self.endpoint.open(self.last_key, script)
 
     async def play(
         self, environment: str, row: dict[str, Any], script: Script = lambda _: "ok", **more: int
@@ -170,7 +178,3 @@ class Playing:
             limits={**self.limits, **more},
             on_retry=lambda: self.session(script),
         )
-
-    @property
-    def last_key(self) -> str:
-        return f"key-{id(self)}-{self.sessions}"
