@@ -158,12 +158,12 @@ def _threads(role: str, config: Config) -> int:
         return config.rollout.threads
     if role != "learner":
         return 1
-    from ...common.cores import usable_cores
     from ..plan.hardware import machine
     from ..plan.placement import learner_threads
 
-    on_gpu = config.launch.gpus != "none" and bool(machine().gpus)
-    return learner_threads(config, on_gpu=on_gpu, cores=usable_cores())
+    host = machine()
+    on_gpu = config.launch.gpus != "none" and bool(host.gpus)
+    return learner_threads(config, on_gpu=on_gpu, cores=host.cores)
 
 
 def _end_with_a_thread(failed: threading.ExceptHookArgs) -> None:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from ...common.config import Config
 
 MOST_THREADS = 8
-"""Most threads that a rank of the learner gets by default: beyond them the memory's bandwidth bounds an optimizer step."""
+"""Most threads that a rank of the learner gets by default: beyond them the memory's own bandwidth bounds an optimizer
+step in host memory, roughly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

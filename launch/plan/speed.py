@@ -38,6 +38,7 @@ from .memory import (
     vllm_setting,
 )
 from .node import Node
+from .placement import MOST_THREADS
 from .simulation import EngineSpeed, LearnerSpeed, Scenario
 from .sizes import ModelShape, trained
 
@@ -66,8 +67,6 @@ OPTIMIZER_BYTES = 14
 """Bytes read and written per parameter: gradient 4, master 4 twice, the weight 2; moments are too, twice."""
 HOST_STEP_RATE = 10e9
 """Bytes per second and thread that torch's AdamW reads and writes in host memory; 13 were measured with one thread."""
-HOST_STEP_THREADS = 8
-"""Threads beyond which the memory's own bandwidth is the bound, roughly."""
 MAX_NUM_SEQS = 256
 """Fewest rows that an engine runs at a time unless ``rollout.vllm.max_num_seqs`` says otherwise."""
 RESPONSE_SHARE = 1 / 3
@@ -264,7 +263,7 @@ def _updating_seconds(
     micro = math.ceil(work.trained / settings.ranks / settings.micro_batch_tokens)
     micro *= settings.update_epochs
     if settings.offload != "none":
-        rate = HOST_STEP_RATE * min(settings.threads or HOST_STEP_THREADS, HOST_STEP_THREADS)
+        rate = HOST_STEP_RATE * min(settings.threads or MOST_THREADS, MOST_THREADS)
         # Stepped in host memory; gradients come there, and new weights go back.
         optimizer = updates * share * (traffic / rate + (4 + e) / PINNED_RATE)
     if settings.offload == "parameters":

@@ -10,7 +10,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ...common.config import to_yaml
-from ...common.cores import usable_cores
 from ...common.errors import OutOfMemoryError, TandemError
 from ...common.memory import kills
 from ..plan.advice import advice
@@ -37,8 +36,9 @@ def measure(config: Config) -> dict[str, Any]:
         OutOfMemoryError: there was too little memory.
         TandemError: the step couldn't be made.
     """
-    gpus = machine().gpus if config.launch.gpus != "none" else ()
-    threads = learner_threads(config, on_gpu=bool(gpus), cores=usable_cores())
+    host = machine()
+    gpus = host.gpus if config.launch.gpus != "none" else ()
+    threads = learner_threads(config, on_gpu=bool(gpus), cores=host.cores)
     environment = {
         **os.environ,
         **dict.fromkeys(THREAD_VARIABLES, str(threads)),

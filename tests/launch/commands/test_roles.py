@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tandem.common import cores
 from tandem.launch.commands import roles
+from tandem.launch.plan import hardware
 from tandem.launch.run.opened.presets import load
 
 PROGRAM = """
@@ -58,6 +58,6 @@ def test_a_thread_that_fails_ends_the_process_if_it_is_ours(
 def test_a_role_has_as_many_threads_as_if_the_launcher_had_started_it(
     role: str, words: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cores, "usable_cores", lambda: 3)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 3)
     config = load("miniature").resolve(["launch.gpus=none", *words])
     assert roles._threads(role, config) == threads
