@@ -24,14 +24,14 @@ from .opened.opening import Kind, Opening, make_folder
 from .opened.presets import FOLDER, Preset
 from .opened.record import RunRecord
 from .processes import redis_part, roles
-from .processes.meeting import Convener
 from .processes.parts import Part, Stage
 from .processes.supervision import Outcome
-from .running import Running
 
+# What the other processes don't wait for, such as the client of Redis, is imported once they have begun.
 if TYPE_CHECKING:
     from ...common.config import Config
     from ...replay.connection import Store
+    from .running import Running
 
 
 EARLY = (Stage.LEARNER, Stage.ROLLOUT, Stage.REWARD)
@@ -132,6 +132,8 @@ class Job:
             check_disk(config, self._folder.path, model)
         convener = None
         if config.learner.hosts > 1 and config.launch.learner == "here":
+            from .processes.meeting import Convener
+
             convener = Convener(config, roles.meeting_address(config), self._say)
         self._parts = roles.parts(config, self._folder, placement, convener)
         told = config.model_dump_json()
@@ -165,6 +167,8 @@ class Job:
         if found is not None:
             for name, counts in found.counts.items():
                 self._say(f"data {name}: {counts}")
+        from .running import Running
+
         running = Running(config, self._folder, self._preset.name, self._record, self._terminal)
         try:
             outcome = running.run(

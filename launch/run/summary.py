@@ -22,7 +22,6 @@ from ...learner.loop.best import best_of
 from ...learner.resume.journal import trained
 from ..board.history import MEMORY
 from ..board.on_disk import read_restarts
-from ..callbacks.host import read_tallies
 from ..plan.hardware import Machine
 from ..wording import duration, human, shown
 
@@ -312,6 +311,9 @@ def _callbacks(config: Config, folder: RunFolder) -> dict[str, Any]:
     """How often calls of each callback failed; empty if none did."""
     if not config.run.callbacks:
         return {}
+    # It imports the client of Redis, which the start of a run has no need of.
+    from ..callbacks.host import read_tallies
+
     try:
         return {name: structs.asdict(one) for name, one in read_tallies(folder.callbacks).items()}
     except DataError as error:
