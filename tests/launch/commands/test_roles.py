@@ -1,4 +1,4 @@
-"""A role that is started by hand: its threads, and that it ends with one that it can't do without."""
+"""A role that is started by hand: its threads, and that it ends with one that it can't do without; and what it loads."""
 
 from __future__ import annotations
 
@@ -61,3 +61,21 @@ def test_a_role_has_as_many_threads_as_if_the_launcher_had_started_it(
     monkeypatch.setattr(hardware, "usable_cores", lambda: 3)
     config = load("miniature").resolve(["launch.gpus=none", *words])
     assert roles._threads(role, config) == threads
+
+
+LOADS = """
+import gc, sys
+from tandem.launch.commands import roles
+roles.load_alone("rollout")
+assert gc.isenabled() and gc.get_freeze_count() > 100_000, gc.get_freeze_count()
+sys.exit("the role ends")
+"""
+
+
+def test_what_a_role_has_loaded_is_no_garbage_until_it_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    # Some libraries write reports behind it if something of theirs is still there at the end.
+    assert done.stderr.endswith("the role ends\n")
