@@ -97,13 +97,13 @@ def _load(role: str, config: Config) -> None:
     # Nothing of what is imported is garbage until the process ends: looking for some takes a seventh of the time
     # here, and a third of a second when the role begins its work.
     gc.disable()
+    # Some libraries report what isn't freed at the end of the process, also of one that failed to load something.
+    atexit.register(gc.unfreeze)
     try:
         importlib.import_module(ENTRY[role]).load(config)
     finally:
         gc.freeze()
         gc.enable()
-    # Some libraries report what isn't freed at the end of the process.
-    atexit.register(gc.unfreeze)
 
 
 def run_role(

@@ -27,7 +27,7 @@ from .processes import redis_part, roles
 from .processes.parts import Part, Stage
 from .processes.supervision import Outcome
 
-# What the other processes don't wait for, such as the client of Redis, is imported once they have begun.
+# What needs the client of Redis is imported where it is used, so that the other processes begin without waiting for it.
 if TYPE_CHECKING:
     from ...common.config import Config
     from ...replay.connection import Store
