@@ -111,7 +111,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(_unreadable(path, "tokenizer", error)) from None
+        raise DataError(unreadable(path, "tokenizer", error)) from None
     return tokenizer
 
 
@@ -173,7 +173,7 @@ def load_model(
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise DataError(_unreadable(path, "weights", error)) from None
+        raise DataError(unreadable(path, "weights", error)) from None
     wrong = sorted(info["missing_keys"]) or sorted(str(key) for key in info["mismatched_keys"])
     if wrong:
         raise DataError(
@@ -257,7 +257,8 @@ def warn_of_slow_bfloat16(name: str, dtype: str, device: str | torch.device) -> 
         )
 
 
-def _unreadable(path: str, what: str, error: Exception) -> str:
+def unreadable(path: str, what: str, error: Exception) -> str:
+    """What to tell a user whose model, here or on the hub, couldn't give its tokenizer, weights or config."""
     if not Path(path).expanduser().is_dir() and path not in SHIPPED:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         return (

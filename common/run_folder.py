@@ -104,9 +104,10 @@ def _replace(path: Path, content: bytes, mode: int) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
+        # The file that was asked for: a reader of the message knows no other.
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def read_join(path: Path) -> JoinInfo:

@@ -11,6 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from ..common import disk
@@ -57,6 +58,8 @@ COMMANDS: dict[str, str] = {
 
 REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, *disk.FULL)
 """Errors of the system that a user can do something about."""
+MISTAKEN = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
+"""Errors of the system that a user's mistake makes, where they are about a path that the command line has."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -111,8 +114,9 @@ def dispatch(arguments: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code; a user's error is one line on standard error."""
     guard_output()
+    words = sys.argv[1:] if argv is None else argv
     try:
-        code = dispatch(sys.argv[1:] if argv is None else argv)
+        code = dispatch(words)
         sys.stdout.flush()
         return code
     except TandemError as error:
@@ -130,6 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             print(f"tandem: the output can't be written: {error.strerror}", file=sys.stderr)
             return 1
+        if error.errno in MISTAKEN and _was_given(error.filename, words):
+            print(f"tandem: {error.filename}: {error.strerror}", file=sys.stderr)
+            return 1
         if error.errno not in REFUSED or error.filename is None:
             raise
         print(
@@ -138,6 +145,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
+
+
+def _was_given(path: object, words: Sequence[str]) -> bool:
+    """Whether a path is one of the words of a command line or the value of one, or below it."""
+    values = (part for word in words for part in (word, word.partition("=")[2]) if part)
+    places = {Path(value).expanduser().absolute() for value in values}
+    place = Path(str(path)).absolute()
+    return any(one in places for one in (place, *place.parents))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ...common.errors import DataError
 from ...common.run_folder import write_atomic
 from ..evaluation.report import aligned, cell_name, percent
+from .options import output_file
 
 if TYPE_CHECKING:
     from ...replay.evaluating.evaluated import Cell
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    out = output_file(arguments.out) if arguments.out else None
     found = [
         {
             "first_cell": str(first),
@@ -43,8 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         for first, second in pairs(Path(arguments.first), Path(arguments.second))
     ]
     text = json.dumps(found, indent=1)
-    if arguments.out:
-        write_atomic(Path(arguments.out), text + "\n")
+    if out is not None:
+        write_atomic(out, text + "\n")
     if arguments.json:
         print(text)
         return 0

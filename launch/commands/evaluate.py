@@ -24,6 +24,7 @@ from ...common.printable import printable
 from ...common.run_folder import RunFolder, existing, write_atomic
 from ..progress import Progress
 from ..wording import shown
+from .options import output_file
 
 if TYPE_CHECKING:
     from ...common.config import Config, EvalSetConfig
@@ -124,6 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--limit {arguments.limit}: at least 1 problem is needed")
     if arguments.workers < 1 or arguments.parallel < 1:
         raise ConfigError("--workers and --parallel are at least 1")
+    if arguments.out:
+        output_file(arguments.out)
     if arguments.recompute:
         return _recompute(arguments)
     arguments.before = argparse.Namespace(**vars(arguments))
@@ -217,9 +220,10 @@ def _recompute(arguments: argparse.Namespace) -> int:
 
 def _print(arguments: argparse.Namespace, figures: dict[str, Any], text: str) -> None:
     as_json = json.dumps(figures, indent=1)
+    # First: whatever becomes of the file, the figures are not lost.
+    print(as_json if arguments.json else text, flush=True)
     if arguments.out:
-        write_atomic(Path(arguments.out), as_json + "\n")
-    print(as_json if arguments.json else text)
+        write_atomic(Path(arguments.out).expanduser(), as_json + "\n")
 
 
 def _read_plan(arguments: argparse.Namespace) -> None:
@@ -231,17 +235,22 @@ def _read_plan(arguments: argparse.Namespace) -> None:
     lists = from_yaml(content, arguments.plan)
     arguments.model = [*(arguments.model or ()), *map(str, lists["models"])]
     arguments.benchmark = [*(arguments.benchmark or ()), *lists["benchmarks"]]
-    arguments.temperature = [*(arguments.temperature or ()), *map(float, lists["temperatures"])]
-    arguments.top_p = [*(arguments.top_p or ()), *map(float, lists["top_p"])]
+    arguments.temperature = [*(arguments.temperature or ()), *lists["temperatures"]]
+    arguments.top_p = [*(arguments.top_p or ()), *lists["top_p"]]
     arguments.template = [*(arguments.template or ()), *map(str, lists["templates"])]
     for key in ("samples", "limit"):
         if getattr(arguments, key) is None and content.get(key) is not None:
-            setattr(arguments, key, int(content[key]))
-    arguments.words = [
-        *arguments.words[:1],
-        *map(str, content.get("settings", ())),
-        *arguments.words[1:],
-    ]
+            setattr(arguments, key, content[key])
+    # First: of two values of a setting the later one counts, and what the command line says overrides the file.
+    arguments.words = [*lists["settings"], *arguments.words]
+
+
+def _no_set(arguments: argparse.Namespace, config: Config) -> ConfigError:
+    """That the run has no such held-out set, or none at all."""
+    names = [one.name for one in config.data.evaluate]
+    if not names:
+        return ConfigError("the run has no held-out set: name problems with --data FILE")
+    return ConfigError(f"--set {arguments.set}: the run has {', '.join(names)}")
 
 
 def _asked(arguments: argparse.Namespace, config: Config, folder: RunFolder | None) -> Asked:
@@ -257,11 +266,13 @@ def _asked(arguments: argparse.Namespace, config: Config, folder: RunFolder | No
         one for name in given for one in benchmark(name, form=arguments.form, limit=arguments.limit)
     ]
     if not sets:
-        named = [one for one in config.data.evaluate if arguments.set in (None, one.name)]
-        if not named or folder is None:
+        if folder is None:
             raise ConfigError(
                 "name the problems with --benchmark NAME or --data FILE, or a run with --run DIR"
             )
+        named = [one for one in config.data.evaluate if arguments.set in (None, one.name)]
+        if not named:
+            raise _no_set(arguments, config)
         sets = [one.model_copy(update={"limit": arguments.limit or one.limit}) for one in named]
     sets = distinct(sets)
     if arguments.samples is not None:
@@ -463,11 +474,9 @@ def _held_out(
     if folder is None:
         raise ConfigError("name the problems with --data FILE, or a run with --run DIR")
     sets = {one.name: one for one in config.data.evaluate}
-    if not sets:
-        raise ConfigError("the run has no held-out set: name problems with --data FILE")
-    name = arguments.set or next(iter(sets))
+    name = arguments.set or next(iter(sets), None)
     if name not in sets:
-        raise ConfigError(f"--set {name}: the run has {', '.join(sets)}")
+        raise _no_set(arguments, config)
     # What the command line says stands above the set's own.
     given = {key: (getattr(arguments, key) or (None,))[0] for key in (*_SAMPLING, "template")}
     given |= {"limit": arguments.limit, "samples": arguments.samples}

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ...common.run_folder import existing
 from ...common.telemetry import start_log
-from .options import newest_run
+from .options import add_folder, named_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", nargs="?", help="default: the newest in runs/")
-    parser.add_argument("--run", metavar="DIR", help="the same")
+    add_folder(parser)
     parser.add_argument("--out", metavar="DIR", help="default: DIR/model-of-step-N")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
@@ -33,8 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..wording import shown
 
     start_log("export", "WARNING")
-    path = arguments.dir or arguments.run
-    folder = existing(path) if path else newest_run()
+    folder = named_folder(arguments)
     folder.check_config()
     config = build(read_yaml(folder.config), stored=True)
     out = Path(arguments.out).absolute() if arguments.out else None

@@ -22,6 +22,7 @@ from ...common import hub
 from ...common.errors import ConfigError, DataError
 from ...common.printable import printable
 from ..progress import Progress
+from .options import output_file
 
 if TYPE_CHECKING:
     from ...common.config import Config, SourceConfig
@@ -95,6 +96,14 @@ def run(arguments: argparse.Namespace) -> int:
     from ..ingest.rows import SourceReader
     from ..ingest.texts import Characters
 
+    if arguments.into is not None and arguments.write is None:
+        raise ConfigError(f"--as {arguments.into} says what --write OUT writes: give that too")
+    if arguments.seed is not None and arguments.limit is None:
+        raise ConfigError(
+            f"--seed {arguments.seed} draws as many rows as --limit N says: give that too"
+        )
+    if arguments.write:
+        output_file(arguments.write)
     files, overrides = _split(arguments.words)
     config = _config(arguments, overrides)
     model = arguments.model or (config.model.path if arguments.preset else None)

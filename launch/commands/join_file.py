@@ -10,10 +10,10 @@ from pathlib import Path
 
 from msgspec import structs
 
-from ...common.errors import ConfigError, DataError
+from ...common.errors import ConfigError
 from ...common.plain import sealed
 from ...common.run_folder import existing, read_join, write_private
-from .options import newest_run
+from .options import newest_run, output_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,11 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         folder = existing(arguments.run) if arguments.run else newest_run()
         join = read_join(folder.join)
-    out = Path(arguments.out)
-    if out.is_dir():
-        raise DataError(f"{out} is a folder: name the file to write")
-    if not out.absolute().parent.is_dir():
-        raise DataError(f"{out.parent} isn't a folder: create it first")
+    out = output_file(arguments.out)
     from ...common.sockets import is_loopback
 
     if arguments.host:

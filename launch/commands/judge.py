@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ...common.errors import ConfigError, DataError
 from ...common.run_folder import write_atomic
 from ..progress import Progress
+from .options import output_file
 
 if TYPE_CHECKING:
     from ...replay.evaluating.evaluated import Cell, EvaluatedSample, EvaluationFolder
@@ -91,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--alpaca writes one cell: name it with --cell ({', '.join(c.name for c in cells)})"
             )
-        return _write_alpaca(folder, cells[0], Path(arguments.alpaca))
+        return _write_alpaca(folder, cells[0], output_file(arguments.alpaca))
     try:
         found = {cell.name: _judge(arguments, folder, cell) for cell in cells}
     except KeyboardInterrupt:
@@ -188,7 +189,10 @@ def _params(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.safety:
         params |= {"prompt": SAFETY, "high": 1.0}
     if arguments.prompt:
-        params["prompt"] = Path(arguments.prompt).expanduser().read_text(encoding="utf-8")
+        try:
+            params["prompt"] = Path(arguments.prompt).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"--prompt {arguments.prompt} can't be read: {error}") from None
     for key in ("pattern", "low", "high", "api_key_env"):
         if (value := getattr(arguments, key)) is not None:
             params[key] = value

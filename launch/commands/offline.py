@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ...common.errors import DataError
+from ...common.errors import ConfigError, DataError
 from ...common.parts import read_parts
 from ...common.run_folder import RunFolder
 from .options import add_start_options
@@ -42,6 +42,10 @@ def _of_step(words: list[str], step: int) -> list[str]:
     from ..run.opened.opening import open_preset
 
     preset, _ = open_preset(words, offline=True)
+    if preset.stages:
+        raise ConfigError(
+            f"--step {step}: {preset.name} is a run of several stages: name the preset of one of them"
+        )
     return [
         *(f"run.dir=runs/{preset.name}-step-{step}", *words),
         *(f"run.last_step={step}", "evaluate.every=0"),

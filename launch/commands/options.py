@@ -66,6 +66,39 @@ def locate(arguments: argparse.Namespace) -> tuple[JoinInfo, RunFolder | None]:
     return read_join(folder.join), folder
 
 
+def add_folder(parser: argparse.ArgumentParser) -> None:
+    """``[DIR]`` or ``--run DIR``."""
+    parser.add_argument("dir", metavar="DIR", nargs="?", help="default: the newest in runs/")
+    parser.add_argument("--run", metavar="DIR", help="the same")
+
+
+def named_folder(arguments: argparse.Namespace) -> RunFolder:
+    """The folder that :func:`add_folder`'s arguments name, or the newest one.
+
+    Raises:
+        ConfigError: both were given.
+        DataError: there is no such run.
+    """
+    if arguments.dir is not None and arguments.run is not None:
+        raise ConfigError(f"name one run: {arguments.dir} or --run {arguments.run}")
+    path = arguments.dir or arguments.run
+    return existing(path) if path else newest_run()
+
+
+def output_file(name: str) -> Path:
+    """A file that is to hold the result of what begins now, looked at before the work is done.
+
+    Raises:
+        DataError: it is a folder, or its folder isn't there.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        raise DataError(f"{path} is a folder: name the file to write")
+    if not path.absolute().parent.is_dir():
+        raise DataError(f"{path.parent} isn't a folder: create it first")
+    return path
+
+
 def newest_run(runs: Path = Path("runs")) -> RunFolder:
     """The folder under ``runs/``, or one level deeper, whose run was started or changed last.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from typing import TYPE_CHECKING
 
 from .options import add_preset_words
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from ..plan.comparison import Comparison
     from ..plan.planning import Plan
     from ..run.opened.presets import Preset
+
+
+MOST_SPREAD = 5.0
+"""Greatest spread of lengths: two thirds of them between a 150th of the median and 150 times of it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +83,7 @@ def _plan(preset: Preset, overrides: list[str], arguments: argparse.Namespace) -
         kind=arguments.gpu,
         memory_gb=arguments.gpu_memory,
     )
+    _check_lengths(arguments)
     lengths = {
         "prompt_tokens": arguments.prompt_tokens,
         "response_tokens": arguments.response_tokens,
@@ -111,6 +117,20 @@ def _plan(preset: Preset, overrides: list[str], arguments: argparse.Namespace) -
         if comparison is not None:
             lines += ["", *comparison.lines()]
         print("\n".join(lines))
+
+
+def _check_lengths(arguments: argparse.Namespace) -> None:
+    """Refuses numbers of the options about lengths that can't be."""
+    from ...common.errors import ConfigError
+
+    for option, tokens in (
+        ("--prompt-tokens", arguments.prompt_tokens),
+        ("--response-tokens", arguments.response_tokens),
+    ):
+        if tokens is not None and not 0 < tokens < math.inf:
+            raise ConfigError(f"{option} {tokens:g} should be a number of tokens above 0")
+    if arguments.spread is not None and not 0 <= arguments.spread <= MOST_SPREAD:
+        raise ConfigError(f"--spread {arguments.spread:g} should be from 0 to {MOST_SPREAD:g}")
 
 
 def _measured(plan: Plan) -> Comparison:

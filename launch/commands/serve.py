@@ -195,14 +195,17 @@ def _of_model(model: str, overrides: list[str], context: int | None) -> Config:
 
 def _limit(model: str) -> int | None:
     """Tokens of a model's context; None if it doesn't say."""
-    from ...common.models import read_model_config
+    from ...common.models import read_model_config, unreadable
 
     settings = read_model_config(model)
     if not settings:
         from transformers import AutoConfig
 
         # The name of a model on a hub, from where the engine gets it too.
-        settings = AutoConfig.from_pretrained(model).to_dict()
+        try:
+            settings = AutoConfig.from_pretrained(model).to_dict()
+        except (OSError, ValueError) as error:
+            raise DataError(unreadable(model, "config", error)) from None
     text = settings.get("text_config")
     limit = (text if isinstance(text, dict) else settings).get("max_position_embeddings")
     return limit if isinstance(limit, int) else None

@@ -7,13 +7,13 @@ import json
 import sys
 from pathlib import Path
 
-from ...common.run_folder import RunFolder, existing
-from .options import newest_run
+from ...common.errors import ConfigError
+from ...common.run_folder import RunFolder
+from .options import add_folder, named_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", nargs="?", help="default: the newest in runs/")
-    parser.add_argument("--run", metavar="DIR", help="the same")
+    add_folder(parser)
     parser.add_argument("--join", metavar="FILE", help="the file that `tandem join-file` wrote")
     parser.add_argument("--json", action="store_true", help="as JSON")
 
@@ -24,10 +24,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     folder: RunFolder | None = None
     if arguments.join:
+        if arguments.dir or arguments.run:
+            raise ConfigError("name the run with its folder or with --join FILE, not with both")
         join = Path(arguments.join)
     else:
-        path = arguments.dir or arguments.run
-        folder = existing(path) if path else newest_run()
+        folder = named_folder(arguments)
         join = folder.join
     snapshot = look(folder, join)
     inspection = inspect(

@@ -10,7 +10,7 @@ import argparse
 import json
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from ...common.config import parse_yaml
 from ...common.config.environments import VerifiersEnvironment
 from ...common.errors import ConfigError, TandemError
 from ...common.printable import printable
+from ...common.run_folder import write_atomic
 from ...rollout.environments.verifiers import LAUNCHER, variables_of
 from ..wording import shown
+from .options import output_file
 
 SECONDS = 3600.0
 """Deadline of a taskset to list its tasks; it may have to download them."""
@@ -51,25 +53,20 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.count is not None and arguments.count < 1:
         raise ConfigError(f"--count {arguments.count} should be at least 1")
     out = Path(arguments.out).expanduser()
+    # Usually data/NAME.jsonl, and a fresh clone has no such folder.
+    out.parent.mkdir(parents=True, exist_ok=True)
+    output_file(arguments.out)
     if arguments.kind == "verifiers":
         tasks = _of_verifiers(arguments)
     else:
         tasks = _of_appworld(arguments)
-    number = _write(out, tasks, arguments.environment)
-    if not number:
-        raise TandemError(f"there are no tasks, so {out} is empty")
-    print(f"{shown(out.absolute())}: {number} tasks")
+    named = {} if arguments.environment is None else {"environment": arguments.environment}
+    lines = [json.dumps({**named, "task": task}, ensure_ascii=False) + "\n" for task in tasks]
+    if not lines:
+        raise TandemError(f"there are no tasks, so {out} isn't written")
+    write_atomic(out, "".join(lines))
+    print(f"{shown(out.absolute())}: {len(lines)} tasks")
     return 0
-
-
-def _write(out: Path, tasks: Iterable[Mapping[str, Any]], environment: str | None) -> int:
-    named = {} if environment is None else {"environment": environment}
-    number = 0
-    with out.open("w", encoding="utf-8") as file:
-        for task in tasks:
-            file.write(json.dumps({**named, "task": task}, ensure_ascii=False) + "\n")
-            number += 1
-    return number
 
 
 def _of_verifiers(arguments: argparse.Namespace) -> Iterator[Mapping[str, Any]]:

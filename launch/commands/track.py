@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import ConfigError
-from ...common.run_folder import RunFolder, existing
-from .options import newest_run
+from ...common.run_folder import RunFolder
+from .options import add_folder, named_folder
 
 if TYPE_CHECKING:
     from ...common.config import Config
@@ -23,8 +23,7 @@ END_SECONDS = 40.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", nargs="?", help="default: the newest in runs/")
-    parser.add_argument("--run", metavar="DIR", help="the same")
+    add_folder(parser)
     parser.add_argument("--to", choices=("wandb", "tensorboard"), required=True)
     parser.add_argument(
         "--offline", action="store_true", help="wandb: keep it here, to be synchronised later"
@@ -40,8 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..trackers.following import Following, Sent
     from ..trackers.wandb_run import wandb_id_of
 
-    path = arguments.dir or arguments.run
-    folder = existing(path) if path else newest_run()
+    folder = named_folder(arguments)
     config = build(read_yaml(folder.config))
     stop = threading.Event()
     if arguments.follow:

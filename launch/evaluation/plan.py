@@ -114,10 +114,10 @@ def distinct(sets: Sequence[EvalSetConfig]) -> list[EvalSetConfig]:
 
 
 def from_yaml(content: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
-    """The lists of a plan's YAML; a single value stands for a list of one.
+    """The lists of a plan's YAML, settings among them; a single value stands for a list of one.
 
     Raises:
-        ConfigError: it has another key.
+        ConfigError: it has another key, or a value of the wrong type.
     """
     unknown = sorted(content.keys() - {*KEYS, "samples", "limit", "settings"})
     if unknown:
@@ -125,9 +125,20 @@ def from_yaml(content: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
             f"{name}: unknown key {unknown[0]!r}: it may have {', '.join(KEYS)}, samples, limit and settings"
         )
     found = {}
-    for key in KEYS:
+    for key in (*KEYS, "settings"):
         value = content.get(key, [])
         found[key] = value if isinstance(value, list) else [value]
+    for key in ("temperatures", "top_p"):
+        for value in found[key]:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"{name}: {key} has {value!r}, which isn't a number")
+    for value in found["settings"]:
+        if not isinstance(value, str) or "=" not in value:
+            raise ConfigError(f"{name}: settings has {value!r}: write each as section.key=value")
+    for key in ("samples", "limit"):
+        value = content.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{name}: {key} is {value!r}, and should be a whole number from 1")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ...common.errors import ConfigError
@@ -74,8 +75,12 @@ def node(
     """The node to plan for: as given, else this machine's GPUs, else as many H100 as are needed.
 
     Raises:
-        ConfigError: the kind of GPU is unknown.
+        ConfigError: the kind of GPU is unknown, or a number isn't possible.
     """
+    if gpus is not None and gpus < 0:
+        raise ConfigError(f"--gpus {gpus} should be at least 0")
+    if memory_gb is not None and not 0 < memory_gb < math.inf:
+        raise ConfigError(f"--gpu-memory {memory_gb:g} should be a number of GB above 0")
     if kind is not None and kind.upper() not in KINDS:
         raise ConfigError(f"--gpu {kind} is not known{nearest(kind, list(KINDS))}")
     named = kind.upper() if kind is not None else _like(machine)

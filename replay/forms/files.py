@@ -20,9 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...common.errors import DataError
-from ...common.hub import DATA_ENDINGS
+from ...common.hub import DATA_ENDINGS as HUB_ENDINGS
 from .row import RowError
 
+DATA_ENDINGS = (*HUB_ENDINGS, ".csv")
+"""Endings of the files of a folder that are read. A data set of the hub that has CSV files alone comes as parquet."""
 MAX_ROW_CHARACTERS = 16 << 20
 """Longest row of JSON that is read."""
 BATCH_ROWS = 256

@@ -71,6 +71,30 @@ def test_local_links_resolve(path: Path) -> None:
     assert not bad, f"{path.relative_to(ROOT)}: " + "; ".join(bad)
 
 
+def ragged(text: str) -> list[str]:
+    """The rows of tables that haven't as many cells as the table's head."""
+    bad, cells = [], 0
+    for line in FENCE.sub("", text).splitlines():
+        if not line.startswith("|"):
+            cells = 0
+            continue
+        # A bar in code or behind a backslash separates nothing.
+        own = re.sub(r"`[^`]*`|\\\|", "", line).strip().strip("|").count("|") + 1
+        cells = cells or own
+        if own != cells:
+            bad.append(line)
+    return bad
+
+
+@pytest.mark.parametrize("path", markdown_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_rows_of_tables_have_the_cells_of_their_head(path: Path) -> None:
+    assert not ragged(path.read_text("utf-8"))
+
+
+def test_a_row_with_a_cell_too_many_is_found() -> None:
+    assert ragged("| a | b |\n|---|---|\n| `|` | 1 |\n| x | y | z |\n") == ["| x | y | z |"]
+
+
 @pytest.mark.parametrize(
     ("text", "count"),
     [

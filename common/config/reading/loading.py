@@ -288,12 +288,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Reads a preset file as a tree.
 
     Raises:
-        ConfigError: it is missing, or isn't a YAML mapping.
+        ConfigError: it can't be read, or isn't a YAML mapping.
     """
+    if (path / "run.json").exists():
+        raise ConfigError(
+            f"{path} is a run's folder: to resume it, name its preset and run.dir={path}"
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"there is no preset file {path}") from None
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read as a preset: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} can't be read as YAML: {error}") from None
     tree = parse_yaml(text, str(path))

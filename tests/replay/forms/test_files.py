@@ -149,3 +149,12 @@ def test_csv_is_read_by_its_name_under_its_header(tmp_path: Path) -> None:
     path.write_bytes(b"id\n\xff\n")
     with pytest.raises(DataError, match="can't be read as CSV"):
         list(files_module.raw_rows(path))
+
+
+def test_a_folder_is_all_data_files_in_it_csv_too(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.csv", "deep/c.parquet", "notes.txt", ".hidden.csv"):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("id\n1\n")
+    found = [str(file.relative_to(tmp_path)) for file in files_module.data_files(tmp_path)]
+    assert found == ["a.csv", "b.jsonl", "deep/c.parquet"]
